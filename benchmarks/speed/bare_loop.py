@@ -31,9 +31,7 @@ def main(arguments: argparse.Namespace) -> None:
     groups = parameter_groups(model.named_parameters(), shapes, settings)
     optimizer = torch.optim.AdamW(groups, settings.learning_rate, settings.betas, settings.epsilon, fused=True)
     if arguments.chunked:
-        with torch.device("meta"):
-            skeleton = type(model)(model.config)
-        install_chunked_head(model, skeleton, "chunked")
+        install_chunked_head(model)
     if arguments.compile and arguments.chunked:
         for layer in model.model.layers:
             layer.compile()

@@ -54,8 +54,6 @@ class SequencePart:
         token sees. `position_ids` and `attention_mask` keep the length of the rows, and `facts.counts` that of their
         tokens.
         """
-        if self.count == 1:
-            return batch
         rows, length = batch.inputs["input_ids"].shape
         given = {"position_ids": torch.arange(length).expand(rows, -1), **batch.inputs}
         inputs = {

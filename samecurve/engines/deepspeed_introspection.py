@@ -34,7 +34,7 @@ def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
 
 def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether a smaller fp16 loss scale may cure an overflow: DeepSpeed then skips the step and lowers the scale."""
-    scaler = _dynamic_scaler(engine)
+    scaler = dynamic_scaler(engine)
     return scaler is not None and scaler.cur_scale > scaler.min_scale
 
 
@@ -44,7 +44,7 @@ def skip_at_smallest_scale(engine: deepspeed.DeepSpeedEngine) -> None:
     By default DeepSpeed raises a bare Exception there, before it has discarded the step's gradients
     (runtime/fp16/loss_scaler.py in 0.19.8).
     """
-    scaler = _dynamic_scaler(engine)
+    scaler = dynamic_scaler(engine)
     if scaler is not None:
         scaler.raise_error_at_min_scale = False
 
@@ -54,7 +54,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
     """Read the dynamic loss scale in LossScale's format and, for an exact resume, in DeepSpeed's; {} without one."""
-    scaler = _dynamic_scaler(engine)
+    scaler = dynamic_scaler(engine)
     if scaler is None:
         return {}
     good_steps = max(scaler.cur_iter - 1 - scaler.last_overflow_iter, 0) % scaler.scale_window
@@ -64,7 +64,7 @@ def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
 
 def set_loss_scale(engine: deepspeed.DeepSpeedEngine, values: dict) -> None:
     """Restore a loss scale from `loss_scale_state` of any strategy's engine."""
-    scaler = _dynamic_scaler(engine)
+    scaler = dynamic_scaler(engine)
     if not values or scaler is None:
         return
     own = {"cur_scale": values["value"], "cur_iter": values["good_steps"] + 1, "last_overflow_iter": 0}
@@ -72,7 +72,7 @@ def set_loss_scale(engine: deepspeed.DeepSpeedEngine, values: dict) -> None:
         setattr(scaler, name, value)
 
 
-def _dynamic_scaler(engine: deepspeed.DeepSpeedEngine) -> DynamicLossScaler | None:
+def dynamic_scaler(engine: deepspeed.DeepSpeedEngine) -> DynamicLossScaler | None:
     """Return the dynamic loss scaler of fp16; None in another precision or with a fixed scale."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)  # not every optimizer of DeepSpeed has one
     return scaler if engine.fp16_enabled() and getattr(scaler, "dynamic", False) else None

@@ -39,6 +39,7 @@ class FirstStep:
         add: sums (n,) fp64 on the CPU over all ranks.
         copies: number of ranks that hold the same elements of one of the optimizer's parameters.
         readers: number of ranks that report the same rows, as all of a tensor-parallel group do.
+        is_over: whether the first update has been compared, so that nothing else has to be reported.
     """
 
     plan: Plan
@@ -50,7 +51,7 @@ class FirstStep:
 
     def __post_init__(self):
         self._rows = self.plan.recipe.batch.micro_batches(self.shard[1])[self.shard[0]]
-        self._is_over = False
+        self.is_over = False
         self._begin()
         self._hook = innermost(self.optimizer).register_step_pre_hook(self._before_update)
 
@@ -61,7 +62,7 @@ class FirstStep:
 
     def read(self, batch: MicroBatch) -> None:
         """Note the rows of a micro-batch whose gradient is computed now."""
-        if not self._is_over and batch.places is not None:
+        if not self.is_over and batch.places is not None:
             self._places.append(batch.places)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -87,12 +88,12 @@ class FirstStep:
         Raises:
             TopologyError: on all ranks, with every difference.
         """
-        if self._is_over:
+        if self.is_over:
             return result
         if not result.applied:
             self._begin()
             return result
-        self._is_over = True
+        self.is_over = True
         self._hook.remove()
         wrong = [rate for rate in self._rates if not math.isclose(rate, learning_rate, rel_tol=1e-6)]
         own = torch.tensor([float(bool(wrong)), sum(wrong[:1]), self._squares, self._updates], dtype=torch.float64)

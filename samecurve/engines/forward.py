@@ -64,7 +64,7 @@ class Forward:
         `context` holds the further targets of a cross-batch loss, see `with_contexts`. The gradient contains the router
         loss, the value does not.
         """
-        if self.first_step is not None:
+        if self.first_step is not None and not self.first_step.is_over:
             self.first_step.read(batch)
         if self.router is None:
             return self._task_loss(batch, context)
@@ -88,7 +88,7 @@ class Forward:
         if self.loss_implementation == "full":
             logits, targets = self.logits(batch)
             return measure(logits, **targets)
-        batch = self.part.cut(batch)
+        batch = self.part.cut(batch) if self.part.count > 1 else batch
         positions = batch.facts.positions if batch.facts else trained_positions(batch.labels)  # before the copy
         if positions is not None:
             positions = positions.to(self.accelerator.device, non_blocking=True)
@@ -100,13 +100,15 @@ class Forward:
 
         Where rows have labels, not tokens, the logits are those of all tokens.
         """
-        own, targets = self._on_device(self.part.cut(batch))
+        own, targets = self._on_device(self.part.cut(batch) if self.part.count > 1 else batch)
         found = self.task.outputs(self._run(own))
         return found if batch.is_by_token else self._gathered(found, batch), targets
 
     def _run(self, batch: MicroBatch, **options: TokenSums) -> Any:
         """Run the model, in training with the dropout of the batch's rows."""
-        drops = nullcontext() if self.dropout is None or batch.places is None else self.dropout.micro_batch(batch)
+        drops = nullcontext()
+        if self.dropout is not None and self.dropout.is_needed and batch.places is not None:
+            drops = self.dropout.micro_batch(batch)
         with drops, masks_from(_mask_facts(batch)):
             return self.model(**batch.inputs, **options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from samecurve.losses import chunked_cross_entropy
+from samecurve.losses import chunkable, chunked_cross_entropy
 from samecurve.models import compilation
 from samecurve.specs.compilation import COMPILED
 
@@ -30,10 +30,14 @@ def install_loss(
         The implementation in use: full, chunked or liger.
 
     Raises:
-        As chunked_cross_entropy.install_chunked_head.
+        As chunkable.head_implementation.
     """
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
         return "full"
     compiles = recipe.compile in COMPILED or compilation.has_triton_compiler(device)
-    return chunked_cross_entropy.install_chunked_head(model, skeleton, wanted, compiles) or "full"
+    kind = chunkable.head_implementation(model, skeleton, wanted)
+    if kind is None:
+        return "full"
+    chunked_cross_entropy.install_chunked_head(model, kind, compiles)
+    return kind

@@ -37,7 +37,8 @@ from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
-from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
+from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
+from samecurve.optim.schedule import set_learning_rate
 from samecurve.strategy.deepspeed_config import resolve_auto
 
 if TYPE_CHECKING:

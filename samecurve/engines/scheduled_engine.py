@@ -35,6 +35,7 @@ from samecurve.models.weights import load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.optim.norms import norms
+from samecurve.optim.schedule import set_learning_rate
 from samecurve.planner.timetables import ScheduleRun
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
@@ -93,7 +94,7 @@ class ScheduledEngine:
         stages, tokens = self._stages, self._count(micro_batches)
         if tokens == 0:
             return StepResult.of_nothing()
-        factory.set_learning_rate(self._optimizer, learning_rate)
+        set_learning_rate(self._optimizer, learning_rate)
         averaged = self._mesh.dims.dp_shard  # FSDP2 averages gradients over these ranks; replicas sum theirs
         self._loss_weight = averaged / tokens
         run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))

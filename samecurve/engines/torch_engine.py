@@ -34,6 +34,7 @@ from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, to_local
+from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.precision import PRECISIONS
 from samecurve.strategy import validate_optimizer
 from samecurve.strategy.parallel_dims import DIMENSIONS, FSDP, LOSS
@@ -129,7 +130,7 @@ class TorchEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
         forward, scale = self.forward, self.loss_scale.value if self.loss_scale else 1.0
-        factory.set_learning_rate(self.optimizer, learning_rate)
+        set_learning_rate(self.optimizer, learning_rate)
         counts = forward.count(micro_batches)
         tokens = counts.trained
         if tokens == 0:
@@ -163,7 +164,7 @@ class TorchEngine:
         if self.loss_scale:
             self.loss_scale.update(applied)
         result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
-        return self.first_step.checked(result, learning_rate)
+        return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

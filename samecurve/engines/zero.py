@@ -26,7 +26,8 @@ from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.weights import build, load_weights
-from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate, state_names
+from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
+from samecurve.optim.schedule import set_learning_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,6 +63,7 @@ class ZeroEngine:
         groups = parameter_groups(model.named_parameters(), self.shapes, settings)
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
         deepspeed_introspection.skip_at_smallest_scale(self.model)
+        self.scaler = deepspeed_introspection.dynamic_scaler(self.model)
         module = self.model.module
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         trained, states = {name: self.tensors[name] for name in self.shapes}, state_names(settings, self.shapes)
@@ -119,13 +121,13 @@ class ZeroEngine:
             gate = sums.gate() if is_last else 1.0
             self.model.backward(loss * weight * gate, scale_wrt_gas=False)
         read = sums.start_read()
-        may_rescale = deepspeed_introspection.may_rescale(self.model)
+        may_rescale = self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
         read()
         mean = sums.loss / tokens
         result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
-        return self.first_step.checked(result, learning_rate)
+        return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

@@ -1,4 +1,4 @@
-"""Whether the output head of a model can be taken apart from its layers, and a stand-in for the head."""
+"""Whether the output head of a model can be taken apart from its layers, for a loss in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from samecurve.errors import ConfigurationError
+from samecurve.losses.chunked_cross_entropy import HeadInput, place
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class HeadInput(nn.Module):
-    """Gives back what comes to it, in the place of the head. Some families ask the head's weight for its dtype."""
+def head_implementation(model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str) -> str | None:
+    """Choose how a model computes head and loss together.
 
-    def __init__(self, head: nn.Linear):
-        super().__init__()
-        self._head = (head,)  # not as a module of this one
-        self.dtype: torch.dtype | None = None
+    Args:
+        model: allocated or on the meta device.
+        skeleton: the same model on the meta device.
+        wanted: auto, chunked or liger.
 
-    @property
-    def weight(self) -> Tensor:
-        return self._head[0].weight
+    Returns:
+        chunked or liger; None if the head is not chunkable (see is_chunkable).
 
-    @property
-    def bias(self) -> Tensor | None:
-        return self._head[0].bias
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.dtype = hidden.dtype
-        return hidden
-
-
-def place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
-    """Find the parent module of `head` and the head's attribute name."""
-    places = ((parent, name) for parent in model.modules() for name, child in parent.named_children() if child is head)
-    return next(places)
+    Raises:
+        ConfigurationError: the head is not chunkable and `wanted` is not auto.
+    """
+    head = model.get_output_embeddings()
+    # an adapter's layer is no nn.Linear, and weights quantized to 4 bits are integers
+    if isinstance(head, nn.Linear) and head.weight.is_floating_point() and is_chunkable(skeleton):
+        return "liger" if wanted == "liger" else "chunked"
+    if wanted == "auto":
+        return None
+    raise ConfigurationError(
+        f"loss.implementation: found {wanted}, but {skeleton.config.model_type} changes what its output head gives "
+        "before it is the logits, or an adapter stands around the head; use auto or full"
+    )
 
 
 def is_chunkable(model: PreTrainedModel) -> bool:

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from samecurve.errors import ConfigurationError
-from samecurve.losses.chunkable import HeadInput, is_chunkable, place
 from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
-from samecurve.losses.vocabulary_parallel import Columns, columns_of, to_local
+from samecurve.losses.vocabulary_parallel import Columns, own_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +82,9 @@ def chunked_sums(
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        weight, bias, columns = to_local(head.weight), to_local(head.bias), columns_of(head.weight)
+        weight, bias, columns = head.weight, head.bias, None
+        if isinstance(weight, DTensor):
+            weight, bias, columns = own_part(weight, bias)
         if torch.is_grad_enabled():
             if kind == "liger" and len(hidden):
                 return _liger(hidden, weight, bias, **wanted.targets)
@@ -107,36 +108,45 @@ def _compiled(measure: Measure) -> Measure:
     return torch.compile(measure)
 
 
-def install_chunked_head(
-    model: PreTrainedModel, skeleton: PreTrainedModel, wanted: str, compiles: bool = False
-) -> str | None:
+class HeadInput(nn.Module):
+    """Gives back what comes to it, in the place of the head. Some families ask the head's weight for its dtype."""
+
+    def __init__(self, head: nn.Linear):
+        super().__init__()
+        self._head = (head,)  # not as a module of this one
+        self.dtype: torch.dtype | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self._head[0].weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._head[0].bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.dtype = hidden.dtype
+        return hidden
+
+
+def place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
+    """Find the parent module of `head` and the head's attribute name."""
+    places = ((parent, name) for parent in model.modules() for name, child in parent.named_children() if child is head)
+    return next(places)
+
+
+def install_chunked_head(model: PreTrainedModel, kind: str = "chunked", compiles: bool = False) -> None:
     """Make `model(**inputs, sums=TokenSums(...))` return those sums instead of the model's output.
 
     The layers before the head run unchanged, and their output goes to the chunked head. Both run inside the model's own
     forward, where FSDP2 and ZeRO-3 have gathered the weights.
 
     Args:
-        model: allocated or on the meta device, not yet wrapped by a strategy.
-        skeleton: the same model on the meta device.
-        wanted: auto, chunked or liger.
-        compiles: see chunked_sums.
-
-    Returns:
-        chunked or liger; None if the head is not chunkable (see is_chunkable), which leaves the model unchanged.
-
-    Raises:
-        ConfigurationError: the head is not chunkable and `wanted` is not auto.
+        model: allocated or on the meta device, not yet wrapped by a strategy, with a head that is chunkable.
+        kind, compiles: see chunked_sums.
     """
     head = model.get_output_embeddings()
-    # an adapter's layer is no nn.Linear, and weights quantized to 4 bits are integers
-    if not isinstance(head, nn.Linear) or not head.weight.is_floating_point() or not is_chunkable(skeleton):
-        if wanted == "auto":
-            return None
-        raise ConfigurationError(
-            f"loss.implementation: found {wanted}, but {skeleton.config.model_type} changes what its output head gives "
-            "before it is the logits, or an adapter stands around the head; use auto or full"
-        )
-    kind = "liger" if wanted == "liger" else "chunked"
+    assert isinstance(head, nn.Linear)  # see head_implementation
     whole, (parent, name), stand_in = model.forward, place(model, head), HeadInput(head)
     logits_of = vars(head).get("forward", partial(nn.Linear.forward, head))  # tensor parallelism gathers the columns
 
@@ -156,7 +166,6 @@ def install_chunked_head(
         return logits_of(input) if sums is None else chunked_sums(input, head, sums, kind, compiles)  # pyright: ignore
 
     model.forward, head.forward = forward, head_forward
-    return kind
 
 
 def trained_positions(labels: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ of one chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,20 +68,13 @@ class Columns(NamedTuple):
         return loss, torch.where(trained[:, None], gradient, 0.0).to(logits.dtype)
 
 
-def columns_of(weight: Tensor) -> Columns | None:
-    """Return this rank's columns of the logits of an output head; None if the rank has all rows of the weight."""
-    if not isinstance(weight, DTensor):
-        return None
+def own_part(weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Columns]:
+    """Return this rank's rows of an output head's weight and bias, with its columns of the logits.
+
+    The gradients of both are placed like the parameters.
+    """
     mesh = weight.device_mesh
     even = weight.shape[0] % mesh.size() == 0  # the strategy refuses other vocabularies
     assert weight.placements == (Shard(0),) and even, f"unknown placements {weight.placements} of the output head"
-    return Columns(weight.shape[0] // mesh.size() * mesh.get_local_rank(), mesh.size(), mesh.get_group())
-
-
-@overload
-def to_local(weight: Tensor) -> Tensor: ...
-@overload
-def to_local(weight: None) -> None: ...
-def to_local(weight: Tensor | None) -> Tensor | None:
-    """Return this rank's rows of a weight or bias of the head; its gradient is placed likewise."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    columns = Columns(weight.shape[0] // mesh.size() * mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, columns

@@ -75,11 +75,13 @@ class DropoutKeys:
     Attributes:
         current: (places, sequences + 1, 2) int32 on the device; the last key is that of values without a row.
         chunks: indices of this rank's chunks among the equal ones into which the values of each sequence are cut.
+        is_needed: False after the first training pass of a model in which no place drops values.
     """
 
     def __init__(self, seed: int, device: torch.device, config: PreTrainedConfig, chunks: tuple[int, ...] = (0,)):
         self.seed, self.device, self.config, self.chunks = seed, device, config, chunks
         self.current: Tensor | None = None
+        self.is_needed = True
         self._sites: list[int] = []
         self._upcoming: Iterator[Tensor] = iter(())
         self._is_checked = False
@@ -120,6 +122,7 @@ class DropoutKeys:
                 f"model.config: a {self.config.model_type} draws random numbers besides dropout ({listed}), so its "
                 "curve would depend on the number of devices; set their rate to 0 in model.config"
             )
+        self.is_needed = bool(self._sites)
 
     def queue(self, micro_batches: Sequence[KeyedRows]) -> None:
         """Prepare the keys of a step's micro-batches for a pipeline, which calls `use_next` before each of them."""

@@ -120,7 +120,7 @@ def parameter_groups(
 def build_optimizer(
     groups: list[dict], settings: Optimizer, precision: str = "fp32", seed: int = 0
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `optimizer.name`. Engines set its learning rate before every step (see set_learning_rate).
+    """Build the optimizer `optimizer.name`. Engines set its learning rate before every step.
 
     Args:
         groups: from parameter_groups.
@@ -149,11 +149,6 @@ def build_optimizer(
     # for each operation, and for_loop on a CPU
     kinds = {kind: kind == settings.implementation for kind in ("fused", "foreach")}
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, **kinds)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = value
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: Iterable[str]) -> dict:

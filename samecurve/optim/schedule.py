@@ -6,6 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from samecurve.config.schema import Recipe
 
 
@@ -31,3 +33,9 @@ def learning_rate(recipe: Recipe, update: int) -> float:
     progress = min(max(update - (recipe.steps - decay_steps), 0) / max(decay_steps, 1), 1.0)
     falling = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
     return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * falling)
+
+
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    """Set the rate of the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

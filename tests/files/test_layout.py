@@ -242,8 +242,12 @@ def test_the_documentation_has_the_rooms_in_their_order():
     assert [set(re.findall(r"\w+", row)) for row in rows] == list(LAYERS)
 
 
-def test_a_step_under_zero_is_followed_in_ten_files():
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    files = re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE)
-    assert len(set(files)) == 10 and {"train.py", "samecurve/engines/zero.py"} <= set(files)
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 1500
+def test_a_step_under_zero_is_followed_in_few_files():
+    """tests/distributed/test_step_walk.py traces the files; the numbers below their table are those of the table."""
+    page = (ROOT / "docs" / "architecture.md").read_text().split("## One step under ZeRO-3\n")[1].split("\n### ")[0]
+    files = re.findall(r"^\| `([\w/.]+\.py)` \|", page, re.MULTILINE)
+    (number, lines), *_ = re.findall(r"These are (\d+) files with about ([\d,]+) lines", page)
+    assert len(set(files)) == int(number) == 13
+    paths = (ROOT / file if file == "train.py" else ROOT / "samecurve" / file for file in files)
+    found = sum(len(path.read_text().splitlines()) for path in paths)
+    assert found == pytest.approx(int(lines.replace(",", "")), rel=0.1)

@@ -64,10 +64,11 @@ def wrapped(stage: int) -> ZeroEngine:
     made.model, made.optimizer, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config
     )
+    made.scaler = deepspeed_introspection.dynamic_scaler(made.model)
     made.mesh = Mesh(ParallelDims(), 0, made.device)
     made.shard = made.mesh.shard
     made.forward = Forward(made.accelerator, made.mesh, made.model, made.task)
-    made.first_step = SimpleNamespace(checked=lambda result, learning_rate: result)
+    made.first_step = SimpleNamespace(is_over=True)
     return made
 
 

@@ -11,13 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from samecurve.errors import ConfigurationError
 from samecurve.losses import chunked_cross_entropy
-from samecurve.losses.chunked_cross_entropy import (
-    TokenSums,
-    chunked_sums,
-    install_chunked_head,
-    is_chunkable,
-    trained_positions,
-)
+from samecurve.losses.chunkable import head_implementation, is_chunkable
+from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums, install_chunked_head, trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 
 SIZES = {
@@ -64,7 +59,8 @@ def chunked_loss(model, measure, ids, labels, compiles=False):
     """By a second installation in the place of the first, where there is one."""
     vars(model).pop("forward", None)
     vars(model.get_output_embeddings()).pop("forward", None)
-    assert install_chunked_head(model, on_meta(model), "chunked", compiles) == "chunked"
+    assert head_implementation(model, on_meta(model), "chunked") == "chunked"
+    install_chunked_head(model, "chunked", compiles)
     return model(input_ids=ids, sums=TokenSums(measure, {"labels": labels}, trained_positions(labels)))
 
 
@@ -172,9 +168,9 @@ def test_families_whose_logits_are_the_heads_outputs(family):
 )
 def test_families_that_change_the_heads_outputs_are_left_alone(family, fields):
     model = tiny(family, **fields)
-    assert install_chunked_head(model, on_meta(model), wanted="auto") is None
+    assert head_implementation(model, on_meta(model), wanted="auto") is None
     with pytest.raises(ConfigurationError, match=f"loss.implementation: found chunked, but {family} changes"):
-        install_chunked_head(model, on_meta(model), wanted="chunked")
+        head_implementation(model, on_meta(model), wanted="chunked")
 
 
 def test_a_family_that_reads_the_heads_dtype_and_upcasts_its_logits():

@@ -73,7 +73,7 @@ def engine(accumulation: int, dropout: float = 0.0) -> TorchEngine:
     made.model.dropout = KeyedDropout(dropout, keys.add("dropout"))
     made.forward = Forward(made.accelerator, made.mesh, made.model, made.task, rows=rows, dropout=keys)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
-    made.summed, made.first_step = [], SimpleNamespace(checked=lambda result, learning_rate: result)
+    made.summed, made.first_step = [], SimpleNamespace(is_over=True)
     return made
 
 

@@ -13,8 +13,8 @@ from transformers import (
 )
 
 from samecurve.config.schema import Optimizer, Schedule
-from samecurve.optim.factory import build_optimizer, parameter_groups, set_learning_rate
-from samecurve.optim.schedule import learning_rate
+from samecurve.optim.factory import build_optimizer, parameter_groups
+from samecurve.optim.schedule import learning_rate, set_learning_rate
 
 PEAK = 0.01
 

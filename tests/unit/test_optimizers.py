@@ -14,8 +14,9 @@ from samecurve.config.schema import Optimizer
 from samecurve.errors import ConfigurationError
 from samecurve.optim import adamw_bf16
 from samecurve.optim.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
-from samecurve.optim.factory import build_optimizer, hidden_matrices, num_bytes_per_parameter, set_learning_rate
+from samecurve.optim.factory import build_optimizer, hidden_matrices, num_bytes_per_parameter
 from samecurve.optim.muon import orthogonalize
+from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.optimizers import OPTIMIZERS, SMALLEST_8BIT
 from samecurve.strategy.validate_optimizer import check_shards
 

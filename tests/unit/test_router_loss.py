@@ -68,10 +68,9 @@ def step(model, kind: str | None, rows: int, chunked: bool = False) -> tuple[flo
     accelerator, recipe = Accelerator(cpu=True), SimpleNamespace(model=SimpleNamespace(router_loss=kind))
     mesh = Mesh(ParallelDims(), 0, accelerator.device)
     balance = router_loss.install(recipe, model, mesh)
-    with torch.device("meta"):
-        skeleton = type(model)(model.config)
-    implementation = install_chunked_head(model, skeleton, "chunked") if chunked else "full"
-    forward = Forward(accelerator, mesh, model, Tokens(), implementation, router=balance)
+    if chunked:
+        install_chunked_head(model)
+    forward = Forward(accelerator, mesh, model, Tokens(), "chunked" if chunked else "full", router=balance)
     micro_batches = batch().split(rows)
     counts, value = forward.count(micro_batches), 0.0
     for each, context, _ in forward.with_contexts(micro_batches, counts):

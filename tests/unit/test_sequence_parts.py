@@ -89,11 +89,6 @@ def test_a_balanced_part_has_a_chunk_from_either_end():
     assert part.join(ids).tolist() == [[10, 11, 12, 20, 21, 0, 0, 0]]
 
 
-def test_one_part_is_the_row():
-    batch = row()
-    assert SequencePart().cut(batch) is batch
-
-
 def group(rank: int, size: int) -> Any:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
