@@ -19,7 +19,7 @@ from samecurve.inference import folders, loading
 from samecurve.interfaces.task import InitialState, Task
 from samecurve.metrics.console import number, spaced
 from samecurve.models.attention.choice import choose_attention
-from samecurve.models.weights import skeleton
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run.run_directory import read_metrics
 from samecurve.specs.environment import versions
 from samecurve.storage.atomic import write_json
@@ -68,7 +68,7 @@ def evaluate_folder(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[
     Returns:
         (facts about data, hardware and versions; the task's `eval_*` numbers).
     """
-    task: Task = registry.load(recipe)
+    task: Task = registry.load_task(recipe)
     assert task.validation is not None  # cli/evaluate.py refuses to start without rows to measure on
     model_class, config = loading.stored_class(folder, task.head)
     attention = choose_attention(recipe, config, model_class, task.head.kind)
@@ -91,7 +91,7 @@ def evaluate_folder(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[
 def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
     """Prepare a task that compares with the run's initial model, which is rebuilt as training built it."""
     plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
-    shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
+    shape = build_skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
     model = InitialModel(shape, plain, task)
     task.prepare(InitialState(model, plain, shape, ControlGroup(), alive, validation_only=True))
 

@@ -21,7 +21,7 @@ from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
-from samecurve.engines.schedule_stages import Stages
+from samecurve.engines.schedule_stages import LocalStages
 from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.timed_stage import TimedStage
 from samecurve.errors import ConfigurationError
@@ -61,7 +61,7 @@ class ScheduledEngine:
         _check_dropout(skeleton, plan)
         self._autocast = torch.bfloat16 if self.recipe.precision == "bf16" else None
         layers = split_layers(copy.deepcopy(skeleton))
-        self._stages = stages = Stages(layers, plan.strategy, self._autocast, self._mesh)
+        self._stages = stages = LocalStages(layers, plan.strategy, self._autocast, self._mesh)
         self._module = nn.ModuleList(stages.modules.values()).train()
         self._tie_group = self._group_of_ends() if stages.tied else None
         self._replica = self._mesh.dims.index(self._mesh.rank, "dp_replicate"), self._mesh.dims.dp_replicate

@@ -19,8 +19,8 @@ from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.evaluation_engine import initial_engine
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models import weights
 from samecurve.models.hf_config import CAUSAL
+from samecurve.models.skeleton import build_skeleton
 from samecurve.tasks import registry
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def run(recipe: Recipe) -> int:
     Raises:
         ConfigurationError: for a leak.
     """
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     recipe = recipe.model_copy(update={"adapter": Adapter()})
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     attention = skeleton.config._attn_implementation
     if not (torch.cuda.is_available() and attention in IN_HALF):
         recipe = recipe.model_copy(update={"precision": "fp32"})

@@ -107,7 +107,7 @@ def test_neighbouring_blocks_of_two_epochs_share_no_piece(size):
 def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
     """All data fit into the buffer, so that the end of an epoch has the same rows as the beginning of the next one."""
     found = loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=1", "steps=20", "batch.global_batch_size=7"])
-    task = registry.load(found)
+    task = registry.load_task(found)
     assert task.train._blocks_per_epoch == 1
     num_rows = len(task.train._make(0))
     assert 7 < num_rows < 40 and num_rows % 7
@@ -116,11 +116,11 @@ def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
     rows = sum(steps, [])
     orders = [rows[epoch * num_rows : (epoch + 1) * num_rows] for epoch in range(3)]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) and orders[0] != orders[1] != orders[2]
-    first = batches(registry.load(found), found)
+    first = batches(registry.load_task(found), found)
     for _ in itertools.islice(first, num_rows // 7 + 1):  # up to the step in which the first epoch ends
         pass
     going_on = {"start_step": first.step, "start_samples": first.samples, "anchor": first.anchor}
-    assert read(batches(registry.load(found), found, **going_on)) == [
+    assert read(batches(registry.load_task(found), found, **going_on)) == [
         list(map(list, step)) for step in steps[first.step :]
     ]
 
@@ -198,7 +198,7 @@ def recipe_file(folder):
     }
     file = folder / "recipe.json"
     file.write_text(json.dumps(content))
-    registry.load(loader.load_recipe(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
+    registry.load_task(loader.load_recipe(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
     content["tokenizer"] = {"path": str(folder / "tokenizer")}
     content["data"] |= {"streaming": True, "shuffle_buffer_mib": 4 * BUFFER / 2**20}
     file.write_text(json.dumps(content))
@@ -218,7 +218,7 @@ def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, m
 
     monkeypatch.setattr("samecurve.data.hub.hub_urls", urls)
     overrides = ["data.path=org/name", "data.validation_fraction=0", "data.revision=v1", "evaluate.split=validation"]
-    task = registry.load(loader.load_recipe(recipe_file, overrides))
+    task = registry.load_task(loader.load_recipe(recipe_file, overrides))
     assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
     seen = task.tokenizer.decode(task.train._make(0).stream.tokens.tolist())
     assert "train 7" in seen and "validation" not in seen
@@ -239,7 +239,7 @@ def test_all_worlds_read_the_same_rows(recipe_file):
     found = loader.load_recipe(recipe_file)
     orders = []
     for world in (1, 2, 4):
-        ranks = [read(batches(registry.load(found), found, rank, world)) for rank in range(world)]
+        ranks = [read(batches(registry.load_task(found), found, rank, world)) for rank in range(world)]
         orders.append([sum((rank[step] for rank in ranks), []) for step in range(found.steps)])
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 30 and orders[0][0] != orders[0][1]
@@ -247,7 +247,7 @@ def test_all_worlds_read_the_same_rows(recipe_file):
 
 def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_file, folder):
     found = loader.load_recipe(recipe_file)
-    task = registry.load(found)
+    task = registry.load_task(found)
     seen = Counter()
     for block in range(task.train._blocks_per_epoch):
         rows = task.train._make(block)
@@ -262,15 +262,15 @@ def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_fi
 
 def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file, folder, monkeypatch):
     found = loader.load_recipe(recipe_file)
-    whole = read(batches(registry.load(found), found))
+    whole = read(batches(registry.load_task(found), found))
     for stop in (3, 19):
-        first = batches(registry.load(found), found)
+        first = batches(registry.load_task(found), found)
         going = iter(first)
         before = [next(going) for _ in range(stop)]
         anchor, samples = first.anchor, first.samples
         going.close()
         assert len(before) == stop and anchor["start"] <= samples == 4 * stop
-        task = registry.load(found)
+        task = registry.load_task(found)
         (run,) = (folder / "cache" / "streams").iterdir()
         left = run / "00000001_of_a_session_that_was_killed"
         left.mkdir(exist_ok=True)
@@ -281,12 +281,12 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
         assert not left.exists()
         assert read(steps) == whole[stop:]
         assert min(made) == anchor["block"] > 1
-    assert read(batches(registry.load(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
+    assert read(batches(registry.load_task(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
 
 
 def test_the_disk_holds_some_blocks_only(recipe_file, folder):
     found = loader.load_recipe(recipe_file, ["steps=100"])
-    steps = batches(registry.load(found), found)
+    steps = batches(registry.load_task(found), found)
     most = 0
     for _ in steps:
         (run,) = (folder / "cache" / "streams").iterdir()
@@ -332,21 +332,24 @@ def test_a_mistake_in_a_later_block_is_raised_where_it_is_read(recipe_file, fold
         file.write("\n{\n")
     found = loader.load_recipe(recipe_file)
     with pytest.raises(DataError, match="a.jsonl: byte .*: invalid JSON at column "):
-        for step in batches(registry.load(found), found):
+        for step in batches(registry.load_task(found), found):
             assert step
 
 
 def test_other_data_do_not_go_on(recipe_file, folder):
-    before = registry.load(loader.load_recipe(recipe_file)).train.fingerprint
-    assert registry.load(loader.load_recipe(recipe_file)).train.fingerprint == before
-    assert registry.load(loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
+    before = registry.load_task(loader.load_recipe(recipe_file)).train.fingerprint
+    assert registry.load_task(loader.load_recipe(recipe_file)).train.fingerprint == before
+    assert (
+        registry.load_task(loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint
+        != before
+    )
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n" + json.dumps({"text": "more"}))
-    assert registry.load(loader.load_recipe(recipe_file)).train.fingerprint != before
+    assert registry.load_task(loader.load_recipe(recipe_file)).train.fingerprint != before
 
 
 def test_what_is_described(recipe_file):
-    task = registry.load(loader.load_recipe(recipe_file))
+    task = registry.load_task(loader.load_recipe(recipe_file))
     described = task.describe()
     assert described["train"]["files"] == 3 and described["train"]["blocks_per_epoch"] > 3
     labels = task.validation[np.arange(len(task.validation))].labels

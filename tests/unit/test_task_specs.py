@@ -35,7 +35,7 @@ def test_every_task_of_the_schema_has_its_facts():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_is_a_module_and_its_loss_is_what_the_facts_say(name):
-    assert callable(import_module(f"samecurve.tasks.{name}").load)
+    assert callable(import_module(f"samecurve.tasks.{name}").load_task)
     assert {each.by_token for each in CLASSES[name]} == {TASKS[name].by_token}
 
 
