@@ -22,6 +22,7 @@ from samecurve.models.attention.choice import choose_attention
 from samecurve.models.skeleton import build_skeleton
 from samecurve.run.run_directory import read_metrics
 from samecurve.specs.environment import versions
+from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import write_json
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
         trained_on: whether the run trained on DATA.
     """
     base = folders.base_path(folder)
-    if arguments.data is not None and recipe.task == "classify":
+    if arguments.data is not None and "data.labels" in TASKS[recipe.task].reads:
         labels = loading.class_names(loading.stored_config(folder))  # the data may lack some of them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"labels": labels})})
     if base is not None:

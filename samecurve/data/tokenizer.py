@@ -145,7 +145,7 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
 
     fraction = sources.validation_fraction(recipe)
     cache, chat = cache_folder(recipe.data.cache_dir), TASKS[recipe.task].chats
-    more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
+    more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if TASKS[recipe.task].fills_masks else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
     build = partial(_train, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers)
@@ -159,7 +159,7 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
     )
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
-    if recipe.task == "mlm":
+    if TASKS[recipe.task].fills_masks:
         tokenizer.mask_token = MASK
     return tokenizer
 

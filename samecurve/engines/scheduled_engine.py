@@ -36,6 +36,7 @@ from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.optim.norms import norms
 from samecurve.planner.timetables import ScheduleRun
+from samecurve.specs.precision import PRECISIONS, compute_dtype
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class ScheduledEngine:
         self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
         self.shard = self._mesh.shard
         _check_dropout(skeleton, plan)
-        self._autocast = torch.bfloat16 if self.recipe.precision == "bf16" else None
+        self._autocast = compute_dtype(self.recipe.precision)
         layers = split_layers(copy.deepcopy(skeleton))
         self._stages = stages = LocalStages(layers, plan.strategy, self._autocast, self._mesh)
         self._module = nn.ModuleList(stages.modules.values()).train()
@@ -218,7 +219,7 @@ class ScheduledEngine:
             num_parameters=self._skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
             num_parameters_per_rank=sum(to_local(weight).numel() for weight in weights.values()),
-            precision="bf16" if self._autocast else "fp32",
+            precision=PRECISIONS[dtype_name(self._autocast or torch.float32)],
             micro_batch_size=recipe.batch.micro_batch_size,
             gradient_accumulation_steps=recipe.batch.accumulation_steps(self.shard[1]),
             gradient_clipping=recipe.optimizer.max_grad_norm,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from samecurve.specs.precision import torch_dtype
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -219,16 +221,10 @@ def _runs(device: torch.device, precision: str, shape: Shape) -> Iterable[tuple[
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=_dtype(precision), device=device, generator=generator)
+        return torch.randn(size, dtype=torch_dtype(precision), device=device, generator=generator)
 
     tokens, inputs, outputs = shape.num_tokens, shape.num_inputs, shape.num_outputs
     return products(drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)).items()
-
-
-def _dtype(precision: str) -> torch.dtype:
-    import torch
-
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 
 
 def _warm_up(device: torch.device, precisions: Sequence[str]) -> None:
