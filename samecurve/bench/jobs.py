@@ -128,8 +128,8 @@ def run(job: StrategyJob, arguments: Sequence[str], directory: Path, on_progress
         while process.poll() is None:
             on_progress(metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
             time.sleep(POLL_SECONDS)
-    code = process.returncode and _exit_code(directory, log, process.returncode)
-    reason = "" if code == 0 else _reason(directory, log, code).removeprefix(f"strategy {job.name}: ")
+    code = process.returncode and exit_code_of(directory, log, process.returncode)
+    reason = "" if code == 0 else reason_of(directory, log, code).removeprefix(f"strategy {job.name}: ")
     refused = code == ConfigurationError.exit_code
     return Outcome(job, read_json(directory / "run.json"), read_metrics(directory), reason, refused, log)
 
@@ -161,7 +161,7 @@ def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> I
         signal.signal(signal.SIGTERM, handler)
 
 
-def _exit_code(directory: Path, log: Path, returncode: int) -> int:
+def exit_code_of(directory: Path, log: Path, returncode: int) -> int:
     """Find the exit code of training in status.json or torchrun's report: torchrun itself always exits with 1."""
     code = read_status(directory / STATUS).get("exit_code")
     if code is not None:
@@ -170,7 +170,7 @@ def _exit_code(directory: Path, log: Path, returncode: int) -> int:
     return int(reported[0]) if reported else max(1, returncode)  # negative: a signal
 
 
-def _reason(directory: Path, log: Path, code: int) -> str:
+def reason_of(directory: Path, log: Path, code: int) -> str:
     """Find the reason of a failure, as one line: from status.json, else from the log.
 
     Of an error with indented problems, the first problem is returned.

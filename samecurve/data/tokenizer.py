@@ -148,7 +148,9 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
     more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if TASKS[recipe.task].fills_masks else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
-    build = partial(_train, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers)
+    build = partial(
+        train_tokenizer, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers
+    )
     directory = build_once(cache / "tokenizers" / key, build)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
@@ -164,7 +166,7 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
     return tokenizer
 
 
-def _train(
+def train_tokenizer(
     directory: Path,
     source: sources.DataSource,
     validation_fraction: float,

@@ -161,7 +161,7 @@ def _rehearse(context: Context, checkpoints: Path) -> list[RehearsedStage]:
     if recipe.export.enabled:
         with stage("export"):
             session.export()
-    _check_room(recipe, stage.done, num_kept)
+    check_room(recipe, stage.done, num_kept)
     return stage.done
 
 
@@ -178,7 +178,7 @@ def _update(session: Session, updates: int) -> int:
     return updates
 
 
-def _check_room(recipe: Recipe, stages: list[RehearsedStage], num_kept: int) -> None:
+def check_room(recipe: Recipe, stages: list[RehearsedStage], num_kept: int) -> None:
     """Raise StorageError if the run's checkpoints and its export will not fit on the disk together.
 
     num_kept: checkpoints that the run already has, which make room for later ones.

@@ -49,9 +49,9 @@ def stages(free_gib: float) -> list[RehearsedStage]:
     ],
 )
 def test_the_disk_has_to_hold_all_checkpoints_that_are_kept(changes, num_kept, needed_gib):
-    rehearsal_process._check_room(recipe(**changes), stages(needed_gib), num_kept)
+    rehearsal_process.check_room(recipe(**changes), stages(needed_gib), num_kept)
     with pytest.raises(StorageError, match=r"runs/x: .* GiB are free, .*checkpoint.keep: .*free 0.50 GiB") as caught:
-        rehearsal_process._check_room(recipe(**changes), stages(needed_gib - 0.5), num_kept)
+        rehearsal_process.check_room(recipe(**changes), stages(needed_gib - 0.5), num_kept)
     assert "up to" in str(caught.value)
 
 

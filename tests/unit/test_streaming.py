@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import codecs
+import gc
 import gzip
 import itertools
 import json
 import random
+import weakref
 from collections import Counter
 
 import fsspec
@@ -108,8 +110,8 @@ def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
     """All data fit into the buffer, so that the end of an epoch has the same rows as the beginning of the next one."""
     found = loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=1", "steps=20", "batch.global_batch_size=7"])
     task = registry.load_task(found)
-    assert task.train._blocks_per_epoch == 1
-    num_rows = len(task.train._make(0))
+    assert task.train.blocks_per_epoch == 1
+    num_rows = len(task.train.make_block(0))
     assert 7 < num_rows < 40 and num_rows % 7
     steps = [[tuple(row) for row in step] for step in read(batches(task, found))]
     assert all(len(set(step)) == 7 for step in steps)
@@ -220,7 +222,7 @@ def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, m
     overrides = ["data.path=org/name", "data.validation_fraction=0", "data.revision=v1", "evaluate.split=validation"]
     task = registry.load_task(loader.load_recipe(recipe_file, overrides))
     assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
-    seen = task.tokenizer.decode(task.train._make(0).stream.tokens.tolist())
+    seen = task.tokenizer.decode(task.train.make_block(0).stream.tokens.tolist())
     assert "train 7" in seen and "validation" not in seen
     held_out = task.tokenizer.decode(task.validation.stream.tokens.tolist())
     assert "validation 7" in held_out and "train" not in held_out and len(task.validation.stream.offsets) == 51
@@ -249,8 +251,8 @@ def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_fi
     found = loader.load_recipe(recipe_file)
     task = registry.load_task(found)
     seen = Counter()
-    for block in range(task.train._blocks_per_epoch):
-        rows = task.train._make(block)
+    for block in range(task.train.blocks_per_epoch):
+        rows = task.train.make_block(block)
         for start, end in zip(rows.stream.offsets[:-1], rows.stream.offsets[1:], strict=True):
             seen[task.tokenizer.decode(rows.stream.tokens[start:end].tolist(), skip_special_tokens=True)] += 1
     texts = list(sources.find_source(str(folder / "data")).documents())
@@ -275,8 +277,10 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
         left = run / "00000001_of_a_session_that_was_killed"
         left.mkdir(exist_ok=True)
         made = []
-        make = task.train._make
-        monkeypatch.setattr(task.train, "_make", lambda block, make=make, made=made: made.append(block) or make(block))
+        make = task.train.make_block
+        monkeypatch.setattr(
+            task.train, "make_block", lambda block, make=make, made=made: made.append(block) or make(block)
+        )
         steps = batches(task, found, start_step=stop, start_samples=samples, anchor=anchor)
         assert not left.exists()
         assert read(steps) == whole[stop:]
@@ -284,17 +288,22 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
     assert read(batches(registry.load_task(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
 
 
-def test_the_disk_holds_some_blocks_only(recipe_file, folder):
+def test_disk_and_memory_hold_some_blocks_only(recipe_file, folder, monkeypatch):
     found = loader.load_recipe(recipe_file, ["steps=100"])
-    steps = batches(registry.load_task(found), found)
-    most = 0
+    task = registry.load_task(found)
+    make, in_memory = task.train.make_block, weakref.WeakSet()
+    monkeypatch.setattr(task.train, "make_block", lambda block: in_memory.add(rows := make(block)) or rows)
+    steps = batches(task, found)
+    most = most_in_memory = 0
     for _ in steps:
         (run,) = (folder / "cache" / "streams").iterdir()
         most = max(most, len(list(run.iterdir())))
+        gc.collect()
+        most_in_memory = max(most_in_memory, len(in_memory))
     # of the 16 steps behind and those that are prepared; the first one, the one that is read and the one after it
     blocks_per_step = steps.anchor["block"] / 100
     assert most <= 20 * blocks_per_step + 4 < steps.anchor["block"] / 2
-    assert len(steps.rows._made) <= 20 * blocks_per_step + 4
+    assert 1 < most_in_memory <= 20 * blocks_per_step + 4
 
 
 def test_every_row_is_read_once_before_any_is_read_again():

@@ -159,21 +159,26 @@ def test_the_standard_library_is_data_to_classify(tmp_path):
 SPECIAL, MASK, WORDS = (0, 1), 1, 50
 
 
-def masked_rows(num_texts=400, length=30) -> MaskedRows:
+def texts_to_mask(num_texts=400, length=30) -> np.ndarray:
     body = np.random.default_rng(0).integers(2, WORDS, (num_texts, length))
     body[:, 0] = 0  # as a [CLS] would be
+    return body
+
+
+def masked_rows(num_texts=400, length=30) -> MaskedRows:
+    body = texts_to_mask(num_texts, length)
     offsets = np.arange(num_texts + 1) * length
     return MaskedRows(TokenStream(body.ravel(), offsets, "s"), 16, 0, Masking(MASK, WORDS, SPECIAL))
 
 
 def test_fifteen_per_cent_are_hidden_and_of_these_ten_stay_and_ten_are_random():
     rows = masked_rows()
-    whole = rows._inputs(np.arange(len(rows)))["input_ids"]
+    whole = np.pad(texts_to_mask(), ((0, 0), (0, 2))).reshape(-1, 16)  # rows of 16 and 14 tokens of each text
     arrays = rows[np.arange(len(rows))]
     ids, labels, mask = arrays.inputs["input_ids"], arrays.labels, arrays.inputs["attention_mask"]
     chosen = labels != -100
     assert not chosen[(mask == 0) | (whole == 0)].any()
-    assert (labels[chosen] == whole[chosen]).all() and (ids[~chosen] == whole[~chosen]).all()
+    assert (labels[chosen] == whole[chosen]).all() and (ids == whole)[~chosen & (mask == 1)].all()
     candidates = ((mask == 1) & (whole != 0)).sum()
     assert chosen.sum() / candidates == pytest.approx(0.15, abs=0.01)
     assert (ids[chosen] == MASK).mean() == pytest.approx(0.8 + 0.1 / WORDS, abs=0.03)
@@ -183,9 +188,11 @@ def test_fifteen_per_cent_are_hidden_and_of_these_ten_stay_and_ten_are_random():
 
 def test_a_long_text_goes_on_in_the_next_row_and_nothing_is_lost():
     rows = masked_rows(num_texts=2)
-    inputs = rows._inputs(np.arange(len(rows)))
-    assert rows.sizes.tolist() == [16, 14, 16, 14] and inputs["attention_mask"].sum() == 60
-    assert inputs["input_ids"][inputs["attention_mask"] == 1].tolist() == rows.stream.tokens.tolist()
+    arrays = rows[np.arange(len(rows))]
+    ids, mask = arrays.inputs["input_ids"], arrays.inputs["attention_mask"]
+    whole = np.where(arrays.labels == -100, ids, arrays.labels)  # what is hidden is in the labels
+    assert rows.sizes.tolist() == [16, 14, 16, 14] and mask.sum() == 60
+    assert whole[mask == 1].tolist() == rows.stream.tokens.tolist()
 
 
 def test_what_is_hidden_depends_on_the_position_and_on_nothing_else(tmp_path):
