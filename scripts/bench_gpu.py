@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     todo = [case for case in wanted if arguments.again or not kept.is_there(case)]
     print(f"{len(wanted)} cases, of which {len(wanted) - len(todo)} are there already ({results})", flush=True)
-    _measure(todo, kept, runs.Places(folder, arguments.toy), arguments.limit, 60 * arguments.minutes)
+    measure_cases(todo, kept, runs.Places(folder, arguments.toy), arguments.limit, 60 * arguments.minutes)
     print(f"{results}, {output}")
     return 0
 
 
-def _measure(todo: Sequence[Case], kept: Kept, places: runs.Places, limit: float, seconds: float) -> None:
+def measure_cases(todo: Sequence[Case], kept: Kept, places: runs.Places, limit: float, seconds: float) -> None:
     """seconds: for all of them together; what does not fit into them is left for the next start."""
     end, num_left = time.perf_counter() + seconds, 0
     for index, case in enumerate(todo):

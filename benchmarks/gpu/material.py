@@ -43,13 +43,13 @@ def write_weights(recipe_path: str, folder: Path, overrides: list[str]) -> None:
     from samecurve.config import loader
     from samecurve.config.overrides import latest_overrides
     from samecurve.export.hf_export import export
-    from samecurve.models import weights
+    from samecurve.models.skeleton import build_skeleton
     from samecurve.tasks import registry
 
     conversations = ["task=sft", "data.path=builtin:python-functions"]  # whose tokenizer has a chat template
     checked = loader.load_recipe(recipe_path, latest_overrides([*overrides, *conversations]))
-    task = registry.load(checked)
-    skeleton = weights.skeleton(checked, task.vocabulary_size, task.special_tokens, task.head)
+    task = registry.load_task(checked)
+    skeleton = build_skeleton(checked, task.vocabulary_size, task.special_tokens, task.head)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(checked.seed)
 

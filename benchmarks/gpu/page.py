@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.markdown import table
-from samecurve.bench.options import UNCHANGED, Measured, Variant, verdicts
+from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant, verdicts
 
 from .cases import GROUPS, MEASURED, WARM_UP, Case, cases
 
@@ -158,9 +158,9 @@ def _why(row: Mapping) -> str:
     return f"{row['state']}: {_cell(row['reason'])}"
 
 
-def _measured(row: Mapping) -> Measured:
+def _measured(row: Mapping) -> MeasuredRun:
     """Of as many steps as every case has."""
-    return Measured(row["tokens_per_second"], row["peak_memory_gib"], tuple(row["losses"][: WARM_UP + MEASURED]))
+    return MeasuredRun(row["tokens_per_second"], row["peak_memory_gib"], tuple(row["losses"][: WARM_UP + MEASURED]))
 
 
 def _left_out(rows: Mapping, among: Sequence[Case]) -> list[str]:

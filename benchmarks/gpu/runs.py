@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from samecurve.bench.jobs import Job, command, set_aside
+from samecurve.bench.jobs import StrategyJob, command, set_aside
 from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.run.run_directory import read_metrics
@@ -72,7 +72,7 @@ def arguments(case: Case, places: Places, output: Path) -> list[str]:
         given = settings(case, places)
         return [sys.executable, str(TRAINER), recipe, f"{output}.json", *case.arguments, *given]
     path = None if case.strategy == "single" else Path("configs", f"{case.strategy}.yaml")
-    job = Job(case.strategy, path, case.num_processes)
+    job = StrategyJob(case.strategy, path, case.num_processes)
     # the export takes longer than the steps that are timed
     return command(job, recipe, [*settings(case, places), "export.enabled=false"], output)
 

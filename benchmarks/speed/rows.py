@@ -13,7 +13,8 @@ from samecurve.data.batches import StepBatches
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.metrics.meter import GIB, peak_memory_bytes
-from samecurve.models.weights import build, load_weights, skeleton
+from samecurve.models.skeleton import build_skeleton, construct
+from samecurve.models.weights import load_weights
 from samecurve.optim.factory import cast_weights
 from samecurve.tasks import registry
 
@@ -42,7 +43,7 @@ class Record:
 
 def batches(recipe: Recipe) -> list[list[MicroBatch]]:
     """Of all steps, in samecurve's order."""
-    return list(StepBatches(registry.load(recipe).train, recipe.seed, recipe.batch, (0, 1), recipe.steps))
+    return list(StepBatches(registry.load_task(recipe).train, recipe.seed, recipe.batch, (0, 1), recipe.steps))
 
 
 def model(recipe: Recipe, device: torch.device | None = None, ours: bool = False):
@@ -50,11 +51,11 @@ def model(recipe: Recipe, device: torch.device | None = None, ours: bool = False
 
     device: None is the CPU. ours: with the attention that samecurve chooses, and not with transformers' own choice.
     """
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     if recipe.model.attention == "auto" and not ours:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "sdpa"})})
-    architecture = skeleton(recipe, task.vocabulary_size, task.special_tokens)
-    made = build(type(architecture), architecture.config, device or torch.device("cpu"))
+    architecture = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    made = construct(type(architecture), architecture.config, device or torch.device("cpu"))
     made = cast_weights(made, recipe.optimizer)
     tensors = {**dict(made.named_buffers()), **dict(made.named_parameters())}
     with torch.no_grad():

@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
             disable_tqdm=True,
             report_to="none",
         )
-        tokenizer = registry.load(recipe).tokenizer
+        tokenizer = registry.load_task(recipe).tokenizer
         timed = Timed(record, tokens, accumulation)
         trainer = InOrder(
             rows.model(recipe), args=options, train_dataset=data, processing_class=tokenizer, callbacks=[timed]

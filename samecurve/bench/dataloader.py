@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
     counts = printing.parse_integers("--workers", arguments.workers)
     counts = counts or [0, *(1 << power for power in range(6) if 1 << power <= len(cores))]
     needed = rows_per_second_of_run(arguments.run) if arguments.run else arguments.needed
-    rows = registry.load(recipe).train
+    rows = registry.load_task(recipe).train
     printing.print_line(timing.environment_line(facts))
     with bound_to(cores):
         rates = {count: rows_per_second(rows, recipe, count, size, arguments.seconds) for count in counts}

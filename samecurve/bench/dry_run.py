@@ -30,7 +30,7 @@ from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models.activation_checkpointing import checkpoint_layers
 from samecurve.models.hf_config import model_config
 from samecurve.models.lora import trained_shapes
-from samecurve.models.weights import build
+from samecurve.models.skeleton import construct
 from samecurve.optim import factory
 from samecurve.planner import memory
 from samecurve.planner.hardware import GIB
@@ -151,7 +151,7 @@ def _meta(plan: Plan, job: Job, depth: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     kind = AutoModelForCausalLM._model_mapping[type(config)]
-    return build(cast(Any, kind), config, torch.device("meta"))
+    return construct(cast(Any, kind), config, torch.device("meta"))
 
 
 def _apply(plan: Plan, model: Any, skeleton: Any, mesh: Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:

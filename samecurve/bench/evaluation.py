@@ -19,9 +19,10 @@ from samecurve.inference import folders, loading
 from samecurve.interfaces.task import InitialState, Task
 from samecurve.metrics.console import number, spaced
 from samecurve.models.attention.choice import choose_attention
-from samecurve.models.weights import skeleton
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run.run_directory import read_metrics
 from samecurve.specs.environment import versions
+from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import write_json
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
         trained_on: whether the run trained on DATA.
     """
     base = folders.base_path(folder)
-    if arguments.data is not None and recipe.task == "classify":
+    if arguments.data is not None and "data.labels" in TASKS[recipe.task].reads:
         labels = loading.class_names(loading.stored_config(folder))  # the data may lack some of them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"labels": labels})})
     if base is not None:
@@ -68,7 +69,7 @@ def evaluate_folder(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[
     Returns:
         (facts about data, hardware and versions; the task's `eval_*` numbers).
     """
-    task: Task = registry.load(recipe)
+    task: Task = registry.load_task(recipe)
     assert task.validation is not None  # cli/evaluate.py refuses to start without rows to measure on
     model_class, config = loading.stored_class(folder, task.head)
     attention = choose_attention(recipe, config, model_class, task.head.kind)
@@ -91,7 +92,7 @@ def evaluate_folder(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[
 def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
     """Prepare a task that compares with the run's initial model, which is rebuilt as training built it."""
     plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
-    shape = skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
+    shape = build_skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
     model = InitialModel(shape, plain, task)
     task.prepare(InitialState(model, plain, shape, ControlGroup(), alive, validation_only=True))
 

@@ -28,7 +28,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 @dataclass(frozen=True)
-class Job:
+class StrategyJob:
     """A training job. path: the strategy's YAML; None runs plain python. world_size: number of processes."""
 
     name: str
@@ -48,7 +48,7 @@ class Outcome:
         log: file with the job's output.
     """
 
-    job: Job
+    job: StrategyJob
     run: dict
     metrics: list[dict]
     reason: str
@@ -56,7 +56,7 @@ class Outcome:
     log: Path
 
 
-def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
+def jobs(names: Sequence[str], num_processes: int) -> list[StrategyJob]:
     """Make one job per strategy. names: strategies in configs/; empty for all of them, the reference first.
 
     Raises ConfigurationError for a name without a file.
@@ -67,10 +67,10 @@ def jobs(names: Sequence[str], num_processes: int) -> list[Job]:
         raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; the names are {', '.join(known)}")
     chosen = names or sorted(known, key=lambda name: name != REFERENCE)
     placements = {name: place_strategy(known[name], num_processes) for name in chosen}
-    return [Job(name, placement.path, placement.world_size) for name, placement in placements.items()]
+    return [StrategyJob(name, placement.path, placement.world_size) for name, placement in placements.items()]
 
 
-def command(job: Job, recipe: str, overrides: Sequence[str], output_dir: Path) -> list[str]:
+def command(job: StrategyJob, recipe: str, overrides: Sequence[str], output_dir: Path) -> list[str]:
     start = [sys.executable, *(TORCHRUN if job.path is not None else ())]
     start += ["--nproc_per_node", str(job.world_size)] if job.path is not None else []
     strategy = ["--strategy", str(job.path)] if job.path is not None else []
@@ -114,7 +114,7 @@ def default_processes() -> int:
     return torch.cuda.device_count() or 2
 
 
-def run(job: Job, arguments: Sequence[str], directory: Path, on_progress: Callable[[int], None]) -> Outcome:
+def run(job: StrategyJob, arguments: Sequence[str], directory: Path, on_progress: Callable[[int], None]) -> Outcome:
     """Run a job to its end, with its output in `directory`.log.
 
     Args:
@@ -128,8 +128,8 @@ def run(job: Job, arguments: Sequence[str], directory: Path, on_progress: Callab
         while process.poll() is None:
             on_progress(metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
             time.sleep(POLL_SECONDS)
-    code = process.returncode and _exit_code(directory, log, process.returncode)
-    reason = "" if code == 0 else _reason(directory, log, code).removeprefix(f"strategy {job.name}: ")
+    code = process.returncode and exit_code_of(directory, log, process.returncode)
+    reason = "" if code == 0 else reason_of(directory, log, code).removeprefix(f"strategy {job.name}: ")
     refused = code == ConfigurationError.exit_code
     return Outcome(job, read_json(directory / "run.json"), read_metrics(directory), reason, refused, log)
 
@@ -161,7 +161,7 @@ def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> I
         signal.signal(signal.SIGTERM, handler)
 
 
-def _exit_code(directory: Path, log: Path, returncode: int) -> int:
+def exit_code_of(directory: Path, log: Path, returncode: int) -> int:
     """Find the exit code of training in status.json or torchrun's report: torchrun itself always exits with 1."""
     code = read_status(directory / STATUS).get("exit_code")
     if code is not None:
@@ -170,7 +170,7 @@ def _exit_code(directory: Path, log: Path, returncode: int) -> int:
     return int(reported[0]) if reported else max(1, returncode)  # negative: a signal
 
 
-def _reason(directory: Path, log: Path, code: int) -> str:
+def reason_of(directory: Path, log: Path, code: int) -> str:
     """Find the reason of a failure, as one line: from status.json, else from the log.
 
     Of an error with indented problems, the first problem is returned.

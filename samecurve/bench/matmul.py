@@ -11,8 +11,9 @@ import torch
 
 from samecurve.bench import printing, timing
 from samecurve.bench.timing import interleaved, operand, precision_of, seconds_of
-from samecurve.models import lora, weights
+from samecurve.models import lora
 from samecurve.models.matmul_speed import PRODUCTS, Shape, products
+from samecurve.models.skeleton import build_skeleton
 from samecurve.specs.precision import MATMUL_PRECISIONS
 from samecurve.tasks import registry
 
@@ -28,7 +29,7 @@ COPY_MIB = {"cuda": 1024, "cpu": 256}  # larger than any cache
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShapes:
     """All weight matrices of one shape, either all trained or all frozen.
 
     Attributes:
@@ -50,7 +51,7 @@ class LayerTime:
     weight_gradient: None if the layer is frozen.
     """
 
-    layer: Layer
+    layer: LayerShapes
     forward: float
     input_gradient: float
     tflops: float
@@ -89,7 +90,7 @@ def layer_rates(shape: Shape, precision: str, device: torch.device, at_least: fl
         return {name: shape.flops / seconds_of(run, at_least) / 1e12 for name, run in runs.items()}
 
 
-def layer_time(layer: Layer, num_tokens: int, precision: str, device: torch.device, at_least: float) -> LayerTime:
+def layer_time(layer: LayerShapes, num_tokens: int, precision: str, device: torch.device, at_least: float) -> LayerTime:
     with precision_of(precision) as dtype:
         runs = linear(num_tokens, layer.num_inputs, layer.num_outputs, dtype, device)
         if not layer.trained:
@@ -104,7 +105,7 @@ def tokens_per_second(times: list[LayerTime], num_tokens: int) -> float:
     return num_tokens / sum(time.layer.count * time.seconds for time in times)
 
 
-def layers(model: PreTrainedModel) -> list[Layer]:
+def layers(model: PreTrainedModel) -> list[LayerShapes]:
     """Group all linear layers, including the output head, by shape and whether they are trained.
 
     The model may be on the meta device.
@@ -112,7 +113,7 @@ def layers(model: PreTrainedModel) -> list[Layer]:
     names_by_kind: dict[tuple[int, int, bool], list[str]] = {}
     for name, weight, shape in _linear_weights(model):
         names_by_kind.setdefault((*shape, weight.requires_grad), []).append(_own_name(name))
-    return [Layer(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in names_by_kind.items()]
+    return [LayerShapes(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in names_by_kind.items()]
 
 
 def _own_name(name: str) -> str:
@@ -173,8 +174,8 @@ def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
 
 def _recipe_layers(recipe: Recipe, device: torch.device, seconds: float) -> dict[str, object]:
     """Measure the recipe's layers in its precision, with the tokens of one micro-batch."""
-    task = registry.load(recipe)
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    task = registry.load_task(recipe)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     num_tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
     times = [layer_time(layer, num_tokens, recipe.precision, device, seconds) for layer in layers(skeleton)]
     rows = [

@@ -41,7 +41,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """Measurements of one run.
 
     Attributes:
@@ -56,7 +56,7 @@ class Measured:
     step_seconds: float = 0.0
 
     @classmethod
-    def from_metrics(cls, metrics: Sequence[Mapping[str, Any]], warm_up_steps: int) -> Measured:
+    def from_metrics(cls, metrics: Sequence[Mapping[str, Any]], warm_up_steps: int) -> MeasuredRun:
         steady = metrics[warm_up_steps:]
         return cls(
             median(record["tokens_per_second"] for record in steady),
@@ -150,7 +150,7 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def verdicts(rounds: Mapping[str, Sequence[Measured]], among: Sequence[Variant]) -> list[Verdict]:
+def verdicts(rounds: Mapping[str, Sequence[MeasuredRun]], among: Sequence[Variant]) -> list[Verdict]:
     """Compare variants with the unchanged recipe.
 
     Args:

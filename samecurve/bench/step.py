@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from samecurve.bench import jobs, printing, strategy_variants, timing
-from samecurve.bench.jobs import Job
-from samecurve.bench.options import UNCHANGED, Measured, Variant, Verdict, verdicts
+from samecurve.bench.jobs import StrategyJob
+from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant, Verdict, verdicts
 from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import storage_errors
@@ -17,7 +17,7 @@ from samecurve.storage.atomic import storage_errors
 COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ratio", "loss difference"
 
 
-def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among: Sequence[Variant]) -> int:
+def run(arguments: argparse.Namespace, job: StrategyJob, settings: Sequence[str], among: Sequence[Variant]) -> int:
     """Run the command `bench step`.
 
     Args:
@@ -46,17 +46,17 @@ def run(arguments: argparse.Namespace, job: Job, settings: Sequence[str], among:
 
 
 def _measure(
-    variants: Mapping[Variant, tuple[Job, list[str]]],
+    variants: Mapping[Variant, tuple[StrategyJob, list[str]]],
     arguments: argparse.Namespace,
     settings: Sequence[str],
     output: Path,
-) -> tuple[dict[str, list[Measured]], dict[str, str]]:
+) -> tuple[dict[str, list[MeasuredRun]], dict[str, str]]:
     """Run all variants in rounds. variants: each with its job and overrides.
 
     Returns:
         (measurements of the rounds by variant name, reasons of failures by variant name).
     """
-    rounds: dict[str, list[Measured]] = {variant.name: [] for variant in variants}
+    rounds: dict[str, list[MeasuredRun]] = {variant.name: [] for variant in variants}
     reasons: dict[str, str] = {}
     for nth in range(arguments.rounds):
         for index, (variant, (job, overrides)) in enumerate(variants.items()):
@@ -71,12 +71,12 @@ def _measure(
                 reasons[variant.name] = outcome.reason
                 printing.print_line(f"{label}: {outcome.reason}")
                 continue
-            rounds[variant.name].append(Measured.from_metrics(outcome.metrics, arguments.warm_up))
+            rounds[variant.name].append(MeasuredRun.from_metrics(outcome.metrics, arguments.warm_up))
             printing.print_line(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
     return rounds, reasons
 
 
-def _changed(job: Job, variant: Variant, folder: Path) -> tuple[Job, list[str]]:
+def _changed(job: StrategyJob, variant: Variant, folder: Path) -> tuple[StrategyJob, list[str]]:
     """Apply a variant: write changed strategy files to `folder`, if any, and return (job, overrides of the recipe).
 
     Raises ConfigurationError for a key of a strategy file that does not exist.
@@ -93,7 +93,7 @@ def _changed(job: Job, variant: Variant, folder: Path) -> tuple[Job, list[str]]:
     return replace(job, path=strategy_variants.write_changed(job.path, keys, folder)), overrides
 
 
-def _show(measured: Sequence[Verdict], job: Job, arguments: argparse.Namespace) -> None:
+def _show(measured: Sequence[Verdict], job: StrategyJob, arguments: argparse.Namespace) -> None:
     rows = [
         [
             each.variant.name,

@@ -24,7 +24,7 @@ class Snapshot:
     def __init__(self, engine: Engine):
         self._engine = engine
         self.shapes = {name: list(shape) for name, shape in (engine.shapes | engine.state.factors).items()}
-        self._copy: HostCopy | None = None
+        self.host_copy: HostCopy | None = None
         self._generators: dict[str, Tensor] = {}
         self.regions = [(part.name, part.region.part(part.saved)) for part in engine.state.ranges() if part.saved]
 
@@ -42,7 +42,7 @@ class Snapshot:
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
             return entries, _checked(entries, self._live())
-        kept = self._copy = self._copy or HostCopy(self._values())
+        kept = self.host_copy = self.host_copy or HostCopy(self._values())
         for index, value in enumerate(self._values()):
             kept.keep(index, value)
         if self._engine.device.type == "cuda":

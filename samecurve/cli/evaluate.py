@@ -25,6 +25,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.inference import folders
 from samecurve.specs.data_names import CHATML, is_hub_name
 from samecurve.specs.precision import DTYPES
+from samecurve.specs.tasks import TASKS
 
 HUB_KEYS = ("data.split", "data.config", "data.revision")
 
@@ -131,7 +132,7 @@ def with_evaluation_data(recipe: Recipe, folder: Path, data: str | None, micro_b
         split = read.split if is_hub_name(data) else None
         part = {"path": data, "split": split, "config": read.config, "revision": read.revision}
         changed["evaluate"] = recipe.evaluate.model_copy(update=part)
-        if recipe.task != "embed":  # whose contrastive loss depends on the number of rows in a batch
+        if not TASKS[recipe.task].contrasts_rows:
             batch["global_batch_size"] = 1
     elif recipe.evaluation is None and not recipe.data.validation_fraction:
         raise ConfigurationError(

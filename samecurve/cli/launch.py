@@ -18,7 +18,7 @@ from samecurve.config import loader
 from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.launch import scripts, start
-from samecurve.launch.hosts import PORT, Host, read_hostfile, read_hosts, select
+from samecurve.launch.hosts import PORT, HostSlots, read_hostfile, read_hosts, select
 from samecurve.launch.target import CLUSTERS, LAUNCHERS, Target, check_launchers, command, read_back, unnamed
 from samecurve.planner.inputs import data_elsewhere
 from samecurve.storage.atomic import storage_errors
@@ -110,7 +110,7 @@ def _check_min_nodes(arguments: argparse.Namespace, target: Target) -> None:
         )
 
 
-def _machines(arguments: argparse.Namespace) -> tuple[list[Host], int]:
+def _machines(arguments: argparse.Namespace) -> tuple[list[HostSlots], int]:
     if arguments.hosts:
         return read_hosts(arguments.hosts)
     if arguments.hostfile:

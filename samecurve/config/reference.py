@@ -36,7 +36,7 @@ _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean":
 
 def render_reference() -> str:
     """The whole page, Markdown."""
-    return "\n".join([_HEADER, *_tables(Recipe, "")])
+    return "\n".join([_HEADER, *tables(Recipe, "")])
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
@@ -51,7 +51,7 @@ def meanings(section: type[Section]) -> dict[str, str]:
     return found
 
 
-def _tables(section: type[Section], prefix: str) -> Iterator[str]:
+def tables(section: type[Section], prefix: str) -> Iterator[str]:
     """A heading, the section's sentence and its table, then the same for the sections below it."""
     schema, texts, below = section.model_json_schema(), meanings(section), []
     yield f"## {prefix.removesuffix('.') or 'Top level'}\n\n{inspect.getdoc(section)}\n"
@@ -66,7 +66,7 @@ def _tables(section: type[Section], prefix: str) -> Iterator[str]:
         yield f"| `{prefix}{key}` | {_type(schema['properties'][key], sections)} | {default} | {texts[key]} |"
     yield ""
     for each, name in below:
-        yield from _tables(each, name)
+        yield from tables(each, name)
 
 
 def _sections(annotation: Any) -> list[type[Section]]:

@@ -11,16 +11,17 @@ from typing import Any
 from samecurve.config.documents import describe
 from samecurve.config.schema import Data
 from samecurve.specs.data_names import address, is_hub_name
+from samecurve.specs.tasks import readers
 
 Finding = tuple[str, str]
 _HUB_KEYS = {"split": "train", "config": None, "revision": None}
-_OF_SFT = ("messages_column", "prompt_column", "completion_column")
+_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column")
 
 
 def in_mixture(index: int) -> tuple[Callable[[Callable[[str], Any]], Iterator[Finding]], ...]:
     """The rules of one source of data.mixture, except whether its path exists."""
     key = f"data.mixture.{index}"
-    columns = (partial(_column, index, column) for column in ("text_column", *_OF_SFT))
+    columns = (partial(_column, index, column) for column in _COLUMNS)
     parts = (partial(_part_of_the_hub, key, part, default) for part, default in _HUB_KEYS.items())
     return (
         *(partial(pattern, f"{key}.pattern"), partial(_again, index), partial(_within_output_dir, f"{key}.path")),
@@ -45,9 +46,11 @@ def _again(index: int, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _column(index: int, column: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     key, task = f"data.mixture.{index}.{column}", value("task")
-    if value(key) is not None and (task == "sft") != (column in _OF_SFT):
-        reader = "only task sft uses" if task != "sft" else "task sft does not use"
-        yield key, f"found {describe(value(key))}, but {reader} this key and task is {task}; remove it"
+    mixed, tasks = readers("data.mixture"), readers(f"data.{column}")
+    if value(key) is not None and task in mixed and task not in tasks:
+        users = [name for name in mixed if name in tasks]
+        which = f"task {users[0]} uses" if len(users) == 1 else f"the tasks {', '.join(users)} use"
+        yield key, f"found {describe(value(key))}, but only {which} this key and task is {task}; remove it"
 
 
 def _path_and_mixture(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from samecurve.config import rules_model_config
 from samecurve.config.documents import describe
 from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
+from samecurve.specs.tasks import TASKS
 
 if TYPE_CHECKING:
     from samecurve.config.source import RecipeSource
@@ -48,14 +49,10 @@ def _new_from_scratch(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "model.new_head", "found true, but a model from scratch is new as a whole; set it to false"
 
 
-def _new_of_embed(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("model.new_head") and value("task") == "embed":
-        yield "model.new_head", "found true, but task embed uses no head; set it to false"
-
-
 def _new_and_frozen(value: Callable[[str], Any]) -> Iterator[Finding]:
     task = value("task")
-    if value("model.new_head") and value("adapter.name") is not None and task not in ("classify", "reward", "embed"):
+    trained = TASKS[task].trains_head or "model.new_head" in TASKS[task].refuses
+    if value("model.new_head") and value("adapter.name") is not None and not trained:
         text = f"found true, but with an adapter the head of task {task} is frozen and would stay random; "
         yield "model.new_head", text + "train the whole model (adapter.name=null)"
 
@@ -112,7 +109,7 @@ def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 RULES = (
     *(_origin, _model_type, _folder, *rules_model_config.RULES),
-    *(_new_from_scratch, _new_of_embed, _new_and_frozen),
+    *(_new_from_scratch, _new_and_frozen),
     *(_dora, _bitsandbytes, _adapts),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),
     *(_positions, _flash_packed, _flash_in_fp32),

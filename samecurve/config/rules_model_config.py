@@ -11,7 +11,7 @@ from typing import Any
 
 from samecurve.config.documents import describe, suggest
 from samecurve.config.section import LARGEST_INTEGER
-from samecurve.config.transformers_source import Family, Field, family, model_types
+from samecurve.config.transformers_source import ConfigClass, Field, family, model_types
 
 Finding = tuple[str, str]
 # Fields that another key of the recipe sets; transformers would accept the value without effect.
@@ -67,7 +67,7 @@ def _fields(value: Callable[[str], Any]) -> dict[str, Any]:
     return value("model.config") or {}
 
 
-def _complaint(made_as: Family, name: str, found: Any) -> str | None:
+def _complaint(made_as: ConfigClass, name: str, found: Any) -> str | None:
     known = made_as.fields.get(name, Field(None))
     if not known.accepts(found):
         hint = ""

@@ -7,15 +7,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samecurve.config.documents import describe
 from samecurve.specs.tasks import TASKS
 
 Finding = tuple[str, str]
 _CHUNKED = ("chunked", "liger")
 
 
-def _alone(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("task") == "embed" and value("batch.global_batch_size") < 2:
-        yield "batch.global_batch_size", "found 1, but task embed contrasts the rows of a batch; set it to 2 or more"
+def _refused(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    """A value that the task cannot use, see TaskSpec.refuses."""
+    task = value("task")
+    if key not in TASKS[task].refuses:
+        return
+    refused, reason = TASKS[task].refuses[key]
+    if value(key) == refused:
+        found = "missing;" if refused is None else f"found {describe(refused)}, but"
+        yield key, f"{found} task {task} {reason}"
 
 
 def _one_positive(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -34,11 +41,6 @@ def _negatives(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _negative_too(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     if value(key) in (value("data.negative_columns") or ()):
         yield "data.negative_columns", f"found {value(key)}, which {key} also names; remove it"
-
-
-def _no_teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("task") == "distill" and value("distill.teacher") is None:
-        yield "distill.teacher", "missing; set it to the folder or hub name of the teacher model"
 
 
 def _teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -63,12 +65,6 @@ def _smoothing(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "dpo.label_smoothing", text
 
 
-def _whole_answers(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("task") == "dpo" and value("data.train_on") == "all":
-        text = "found all, but task dpo compares two answers to the same prompt by their own tokens; use assistant or "
-        yield "data.train_on", text + "completion"
-
-
 def _one_answer(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.chosen_column") == value("data.rejected_column"):
         text = f"found {value('data.rejected_column')}, which data.chosen_column also names; use different columns"
@@ -80,12 +76,6 @@ def _not_by_token(value: Callable[[str], Any]) -> Iterator[Finding]:
     if kind in _CHUNKED and not TASKS[task].by_token:
         others = ", ".join(name for name, spec in TASKS.items() if spec.by_token)
         text = f"found {kind}, but the loss of task {task} is not a sum over tokens, as those of {others} are"
-        yield "loss.implementation", f"{text}; use auto"
-
-
-def _liger_distill(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("loss.implementation") == "liger" and value("task") == "distill":
-        text = "found liger, which only computes cross-entropy, but task distill also needs the teacher's logits"
         yield "loss.implementation", f"{text}; use auto"
 
 
@@ -113,24 +103,13 @@ def _no_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "tokenizer", "a model from scratch has no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
 
 
-def _continued(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("task") == "continue_pretrain" and value("model.path") is None:
-        yield "model.path", "missing; continue_pretrain starts from a pretrained model: set it to a folder or hub name"
-
-
-def _warmed_up(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """Pretrained weights need warm-up, because the first Adam steps are large."""
-    if value("task") == "continue_pretrain" and value("schedule.warmup_steps") == 0:
-        text = "found 0, but Adam's moments restart at 0, which makes the first updates about as large as any; "
-        yield "schedule.warmup_steps", text + "set it above 0"
-
-
 _NEGATIVE_TOO = (partial(_negative_too, f"data.{role}_column") for role in ("anchor", "positive"))
 RULES = (
     *(_one_tokenizer, _own_tokenizer, _no_tokenizer),
-    *(_alone, _one_positive, _negatives, *_NEGATIVE_TOO, _no_teacher, _teacher),
-    *(_not_by_token, _liger_distill, _unscaled),
-    *(_margin, _smoothing, _whole_answers, _one_answer, _continued, _warmed_up),
+    *(partial(_refused, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.refuses)),
+    *(_one_positive, _negatives, *_NEGATIVE_TOO, _teacher),
+    *(_not_by_token, _unscaled),
+    *(_margin, _smoothing, _one_answer),
 )
 
 

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from samecurve.config.schema_data import Data, Tokenizer
 from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule
 from samecurve.config.section import LARGEST_INTEGER, Count, Name, Natural, Section
+from samecurve.specs.tasks import TaskName
 
 # numpy takes seeds below 2**32, and the rank is added to this one.
 LARGEST_SEED = 2**31 - 1
@@ -221,9 +222,7 @@ class Distill(Section):
 class Recipe(Section):
     """A recipe says what is trained, never how the work is spread over devices."""
 
-    task: Literal["pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "mlm", "embed"] = (
-        "pretrain"
-    )
+    task: TaskName = "pretrain"
     """What is trained. See [Fine-tuning](finetuning.md)."""
     output_dir: Name
     """The run directory. See [Run directory](run_directory.md). A URL such as `s3://bucket/run` is short for

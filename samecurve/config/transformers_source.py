@@ -43,7 +43,7 @@ class Field:
 
 
 @dataclass
-class Family:
+class ConfigClass:
     """`aliases`: other names of fields. `also`: names that the class makes something of although no field has them."""
 
     fields: dict[str, Field] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def model_types() -> dict[str, str] | None:
 
 
 @lru_cache
-def family(model_type: str) -> Family | None:
+def family(model_type: str) -> ConfigClass | None:
     """None where the source is not as expected: not there, not readable, of another form."""
     special = _mapping("SPECIAL_MODEL_TYPE_TO_MODULE_NAME", "auto_mappings.py")
     special |= _mapping("SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
@@ -68,7 +68,7 @@ def family(model_type: str) -> Family | None:
         return None
     for path in sorted((_root() / "models" / folder).glob("configuration_*.py")):
         if name in _classes(path):
-            found = Family()
+            found = ConfigClass()
             complete = _collect(path, name, found)
             if complete and "rope_parameters" in found.fields:
                 found.also.update(_ROTARY)
@@ -119,7 +119,7 @@ def _classes(path: Path) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in _parsed(path).body if isinstance(node, ast.ClassDef)}
 
 
-def _collect(path: Path, name: str, into: Family) -> bool:
+def _collect(path: Path, name: str, into: ConfigClass) -> bool:
     """Add a class and what it is made from, whose own names go before. Returns whether all of them were found."""
     node = _classes(path).get(name)
     if node is None:

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
 from samecurve.data.datasets.base import LengthGroups, RowArrays, Rows
-from samecurve.data.micro_batch import Counts, HostFacts, MicroBatch
+from samecurve.data.micro_batch import BatchFacts, Counts, MicroBatch
 from samecurve.data.sampler import Steps
 from samecurve.distributed.cpu_workers import init_worker
 from samecurve.losses.cross_entropy import IGNORE_INDEX
@@ -121,7 +121,7 @@ class StepBatches:
 
     @staticmethod
     def _examined(batch: MicroBatch, count: Callable[..., int]) -> MicroBatch:
-        facts = HostFacts.of(batch, count)
+        facts = BatchFacts.of(batch, count)
         pinned = None if facts.positions is None else _pinned(facts.positions)
         return replace(batch, facts=facts._replace(positions=pinned))
 

@@ -49,7 +49,7 @@ def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
 def read_text(file: Path) -> str:
     """Read a whole UTF-8 file, which may be compressed. Raises DataError if it cannot be read."""
     if file.suffix.lower() in COMPRESSED:
-        return _decode(_counted(file, 1), b"".join(_lines(file)), 0)
+        return _decode(_counted(file, 1), b"".join(lines_of(file)), 0)
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -118,7 +118,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a jsonl file."""
     # Not read by datasets, which fails if a column changes its type between rows, even an unused one.
     offset = 0
-    for number, line in enumerate(_lines(file), start=1):
+    for number, line in enumerate(lines_of(file), start=1):
         if line.strip():
             yield f"{file}:{number}", parse_row(_counted(file, number), line, offset)
         offset += len(line)
@@ -127,12 +127,12 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
 def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a JSON file: one array of objects, or JSON lines."""
     # Not read by datasets, which returns lists of objects with different keys as text.
-    first = next((line for line in _lines(file) if line.strip(b" \t\r\n" + _BOM)), b"")
+    first = next((line for line in lines_of(file) if line.strip(b" \t\r\n" + _BOM)), b"")
     if not first.removeprefix(_BOM).lstrip().startswith(b"["):
         _check_lines(file, first)
         yield from _json_lines(file)
         return
-    text = _decode(_counted(file, 1), b"".join(_lines(file)), 0)
+    text = _decode(_counted(file, 1), b"".join(lines_of(file)), 0)
     found = _parse_json(_counted(file, 1), text, text.endswith("\n"))
     for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):
@@ -146,7 +146,7 @@ def _check_lines(file: Path, first: bytes) -> None:
         json.loads(first.removeprefix(_BOM))
         return
     try:
-        whole = json.loads(b"".join(_lines(file)).removeprefix(_BOM))
+        whole = json.loads(b"".join(lines_of(file)).removeprefix(_BOM))
     except (ValueError, RecursionError):
         return  # _json_lines reports the error with its line
     if not isinstance(whole, dict):
@@ -197,7 +197,7 @@ def _header(place: str, columns: list[str]) -> list[str]:
 
 def _decoded(file: Path) -> Iterator[str]:
     offset = 0
-    for number, line in enumerate(_lines(file), start=1):
+    for number, line in enumerate(lines_of(file), start=1):
         yield _decode(_counted(file, number), line, offset)
         offset += len(line)
 
@@ -206,7 +206,7 @@ def _counted(file: Path, first_line: int) -> Callable[[int], str]:
     return lambda nth: f"{file}:{first_line + nth}"
 
 
-def _lines(file: Path) -> Iterator[bytes]:
+def lines_of(file: Path) -> Iterator[bytes]:
     import fsspec
 
     try:
@@ -243,7 +243,7 @@ def _parse_json(at: Callable[[int], str], text: str, ended: bool) -> Any:
         raise DataError(f"{at(0)}: this JSON cannot be read: {error}; remove the line") from error
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
+def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
     import datasets  # Takes two seconds, and is not needed when the tokens are cached.
 
     number = 0
@@ -260,4 +260,4 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
         raise DataError(f"{file}: error after row {number}: {error}; check that the file is complete") from error
 
 
-_READERS = {"jsonl": _json_lines, "json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}
+_READERS = {"jsonl": _json_lines, "json": _json_rows, "csv": _csv_rows, "parquet": parquet_rows}

@@ -38,7 +38,7 @@ class Counts(NamedTuple):
         return cls(*map(sum, zip(*each, strict=True)))
 
 
-class HostFacts(NamedTuple):
+class BatchFacts(NamedTuple):
     """What a step has to know of a micro-batch on the host; a question to the device would wait for all queued kernels.
 
     Attributes:
@@ -58,7 +58,7 @@ class HostFacts(NamedTuple):
     wait_for_step: Callable[[], list[int]] | None = None
 
     @classmethod
-    def of(cls, batch: MicroBatch, count: Callable[..., int]) -> HostFacts:
+    def of(cls, batch: MicroBatch, count: Callable[..., int]) -> BatchFacts:
         """Examine a micro-batch on the CPU. `count` is Task.count."""
         positions, mask = batch.inputs.get("position_ids"), batch.inputs.get("attention_mask")
         return cls(
@@ -89,7 +89,7 @@ class MicroBatch:
     targets: dict[str, Tensor]
     step: int = 0
     places: Tensor | None = None
-    facts: HostFacts | None = None
+    facts: BatchFacts | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))

@@ -127,13 +127,13 @@ def rows_in_steps(positions: np.ndarray, num_rows: int, seed: int, steps: Bounds
     return found
 
 
-class _Order:
+class _EpochOrder:
     """Order of `rows_in_steps`, by epoch."""
 
     def __init__(self, num_rows: int, seed: int, steps: Bounds):
         self._num_rows, self._seed, self._steps = num_rows, seed, steps
         self._first = -(-steps.since // num_rows)  # epochs that begin earlier keep the order of the earlier steps
-        self._earlier = None if steps.earlier is None else _Order(num_rows, seed, steps.earlier)
+        self._earlier = None if steps.earlier is None else _EpochOrder(num_rows, seed, steps.earlier)
         self._known = (self._first - 1, self._first - 1)  # an epoch and its origin
 
     def rows(self, epoch: int, places: np.ndarray) -> np.ndarray:
@@ -185,7 +185,7 @@ class _Order:
         return rows_at(epoch * self._num_rows + places, self._num_rows, self._seed)
 
 
-_order = lru_cache(maxsize=256)(_Order)
+_order = lru_cache(maxsize=256)(_EpochOrder)
 
 
 def _put_off(rows: np.ndarray, num_first: int, unwanted: np.ndarray) -> np.ndarray:

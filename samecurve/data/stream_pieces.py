@@ -155,7 +155,7 @@ def _text_piece(texts: list[StreamFile]) -> FileChunk:
     return FileChunk("text", tuple(texts), 0, len(texts), sum(text.size for text in texts))
 
 
-def _opened(file: StreamFile, read: Callable[[Any], Iterator], compression: str | None = None) -> Iterator:
+def opened_rows(file: StreamFile, read: Callable[[Any], Iterator], compression: str | None = None) -> Iterator:
     """Yield from `read(open file)`. Raises DataError for any error while reading."""
     import fsspec
 
@@ -175,7 +175,7 @@ def _row_groups(file: StreamFile) -> list[int]:
         metadata = pyarrow.parquet.read_metadata(stream)
         yield from (metadata.row_group(nth).total_byte_size for nth in range(metadata.num_row_groups))
 
-    return list(_opened(file, sizes))
+    return list(opened_rows(file, sizes))
 
 
 def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
@@ -193,7 +193,7 @@ def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
                 yield place, parse_row(lambda _, place=place: place, line, offset)
             offset += len(line)
 
-    return _opened(file, read)
+    return opened_rows(file, read)
 
 
 def _compressed(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
@@ -207,7 +207,7 @@ def _compressed(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
                 yield place, parse_row(lambda _, place=place: place, line, offset)
             offset += len(line)
 
-    return _opened(file, read, compression="infer")
+    return opened_rows(file, read, compression="infer")
 
 
 def _row_group(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
@@ -223,13 +223,13 @@ def _row_group(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
         for number, row in enumerate(found.to_pylist(), start=1):
             yield f"{file.name}: row group {piece.start}, row {number}", row
 
-    return _opened(file, read)
+    return opened_rows(file, read)
 
 
 def _texts(piece: FileChunk, column: str) -> Iterator[tuple[str, str]]:
     for file in piece.files:
         packed = Path(file.name).suffix.lower() in COMPRESSED
-        for data in _opened(file, lambda stream: iter([stream.read()]), "infer" if packed else None):
+        for data in opened_rows(file, lambda stream: iter([stream.read()]), "infer" if packed else None):
             try:
                 yield file.name, data.decode("utf-8-sig")
             except UnicodeDecodeError as error:

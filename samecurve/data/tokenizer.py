@@ -145,10 +145,12 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
 
     fraction = sources.validation_fraction(recipe)
     cache, chat = cache_folder(recipe.data.cache_dir), TASKS[recipe.task].chats
-    more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if recipe.task == "mlm" else ()
+    more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if TASKS[recipe.task].fills_masks else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
-    build = partial(_train, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers)
+    build = partial(
+        train_tokenizer, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers
+    )
     directory = build_once(cache / "tokenizers" / key, build)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
@@ -159,12 +161,12 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
     )
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
-    if recipe.task == "mlm":
+    if TASKS[recipe.task].fills_masks:
         tokenizer.mask_token = MASK
     return tokenizer
 
 
-def _train(
+def train_tokenizer(
     directory: Path,
     source: sources.DataSource,
     validation_fraction: float,

@@ -24,7 +24,7 @@ def look(
         needed_bytes: purpose of a folder (see `host_checks.folders`) to the bytes that the run will write there.
     """
     facts = host.facts(host_checks.folders(recipe, strategy))
-    return facts, list(host_checks.check(facts, needed_bytes, recipe, strategy))
+    return facts, list(host_checks.check_host(facts, needed_bytes, recipe, strategy))
 
 
 def one_host(recipe: Recipe | None, strategy: Strategy | None, needed_bytes: Mapping[str, int]) -> list[Finding]:

@@ -29,7 +29,7 @@ _SMI_FIELDS = "index,name,memory.total,memory.used,driver_version,pci.bus_id"
 
 
 @dataclass(frozen=True)
-class Gpu:
+class InstalledGpu:
     """A GPU as nvidia-smi shows it. memory_mib and used_mib: of the whole device. numa_node: -1 if unknown."""
 
     index: int
@@ -73,7 +73,7 @@ class HostFacts:
     host: str
     machine: str
     versions: dict[str, str]
-    gpus: list[Gpu]
+    gpus: list[InstalledGpu]
     links: str
     cores: int
     numa_nodes: int
@@ -90,7 +90,10 @@ class HostFacts:
     @classmethod
     def from_json(cls, fields: Mapping) -> HostFacts:
         """The inverse of dataclasses.asdict."""
-        gpus, folders = [Gpu(**each) for each in fields["gpus"]], [Folder(**each) for each in fields["folders"]]
+        gpus, folders = (
+            [InstalledGpu(**each) for each in fields["gpus"]],
+            [Folder(**each) for each in fields["folders"]],
+        )
         return cls(**{**fields, "gpus": gpus, "folders": folders})
 
 
@@ -128,13 +131,13 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) or "" for name in PACKAGES}, "nccl": nccl}
 
 
-def _gpus() -> tuple[list[Gpu], str]:
+def _gpus() -> tuple[list[InstalledGpu], str]:
     """Return the GPUs that the driver shows, and the driver's version."""
     found, driver = [], ""
     shown = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")
     for line in shown.splitlines():
         index, name, total, used, driver, bus = (part.strip() for part in line.split(","))
-        found.append(Gpu(int(index), name, int(total), int(used), bus, _numa_node(bus)))
+        found.append(InstalledGpu(int(index), name, int(total), int(used), bus, _numa_node(bus)))
     return found, driver
 
 

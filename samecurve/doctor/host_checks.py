@@ -34,7 +34,7 @@ def folders(recipe: Recipe | None, strategy: Strategy | None) -> dict[str, Path]
     return found
 
 
-def check(
+def check_host(
     facts: HostFacts, needed_bytes: Mapping[str, int], recipe: Recipe | None, strategy: Strategy | None
 ) -> Iterator[Finding]:
     """All findings about the host that this process runs on.

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from samecurve.doctor.findings import Finding, failed
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.launch import ssh
-from samecurve.launch.hosts import Host
+from samecurve.launch.hosts import HostSlots
 
 _MORE_SECONDS = 240  # beside the limits of the stages: imports from a cold network disk
 
 
 def examine(
-    hosts: Sequence[Host], arguments: Sequence[str], master: str | None, port: int, seconds: float
+    hosts: Sequence[HostSlots], arguments: Sequence[str], master: str | None, port: int, seconds: float
 ) -> list[Finding]:
     """Start the doctor on every host that ssh reaches, one process each, and return what they found together.
 
@@ -38,7 +38,7 @@ def examine(
     return [*reached, *(finding for each in outputs for finding in each)]
 
 
-def _reach(host: Host) -> Finding:
+def _reach(host: HostSlots) -> Finding:
     found = ssh.trouble(host.name)
     if found:
         return failed("ssh", found.seen or host.name, found.problem, found.fix, found.kind, host.name)
@@ -46,7 +46,7 @@ def _reach(host: Host) -> Finding:
 
 
 def _start(
-    host: Host, rank: int, size: int, address: str, port: int, arguments: Sequence[str], seconds: float
+    host: HostSlots, rank: int, size: int, address: str, port: int, arguments: Sequence[str], seconds: float
 ) -> list[Finding]:
     variables = {
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address,

@@ -52,7 +52,7 @@ def start(plan: Plan) -> Accelerator:
         allocator.keep_freed_memory()
         cpu_bridge.prepare(strategy)
     if cpu_bridge.needed() or any(part.startswith("optimizer:") for part in strategy.offload):
-        torch.set_num_threads(_threads())
+        torch.set_num_threads(num_threads())
     if strategy.family in ("zero", "pipeline"):
         # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and would warn on every rank
         names = "all_gather_into_tensor|reduce_scatter_tensor"
@@ -108,7 +108,7 @@ def _accumulation(plan: Plan) -> int:
     return plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
 
 
-def _threads(environ: Mapping[str, str] = os.environ) -> int:
+def num_threads(environ: Mapping[str, str] = os.environ) -> int:
     """Number of CPU threads: the user's OMP_NUM_THREADS, or this process's share of the cores.
 
     torchrun sets OMP_NUM_THREADS to 1 if the user has not set it; one thread is too slow for Adam's update on the CPU.

@@ -15,8 +15,9 @@ from transformers import AttentionInterface
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models import dropout, weights
+from samecurve.models import dropout
 from samecurve.models.attention import context, head_tail, varlen
+from samecurve.models.skeleton import construct
 from samecurve.specs.model_families import CONTEXT_PARALLEL
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def build(
         ConfigurationError: as `check`.
     """
     check(skeleton, recipe, strategy)
-    model = weights.build(type(skeleton), config_of(skeleton, strategy, mesh), torch.device("meta"), adapter)
+    model = construct(type(skeleton), config_of(skeleton, strategy, mesh), torch.device("meta"), adapter)
     cut_rotary_angles(model, part_of(strategy, mesh))
     return model
 

@@ -14,7 +14,8 @@ from samecurve.engines.forward import Forward
 from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
-from samecurve.models.weights import build, load_weights
+from samecurve.models.skeleton import construct
+from samecurve.models.weights import load_weights
 from samecurve.strategy.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class EvaluationEngine:
         # 4.60 became 4.69.
         model.config.use_cache = False
         alone = getattr(model, "get_base_model", lambda: model)()  # without peft's wrapper
-        skeleton = build(type(alone), alone.config, torch.device("meta"))
+        skeleton = construct(type(alone), alone.config, torch.device("meta"))
         loss_implementation = install_loss(alone, skeleton, task, recipe, self.accelerator.device)
         prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
         beside, mesh = None, Mesh(ParallelDims(), 0, self.accelerator.device)
@@ -61,7 +62,7 @@ class EvaluationEngine:
 
 def initial_engine(skeleton: PreTrainedModel, recipe: Recipe, task: Task) -> EvaluationEngine:
     """Build the model with the run's initial weights. Neither `recipe` nor `skeleton` has an adapter."""
-    model = build(type(skeleton), skeleton.config, torch.device("cpu"))
+    model = construct(type(skeleton), skeleton.config, torch.device("cpu"))
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
         load_weights(skeleton, recipe, lambda name, full: tensors[name].copy_(full))

@@ -45,7 +45,7 @@ class Mesh:
     def count(self, micro_batches: Sequence[MicroBatch], count: Callable[..., int]) -> Counts:
         """Count a step over the ranks that read different rows, without a wait for the device. `count`: Task.count.
 
-        The sum has been there since the step before if the loader started it, see HostFacts.
+        The sum has been there since the step before if the loader started it, see BatchFacts.
         """
         facts = micro_batches[0].facts
         started = facts and facts.wait_for_step

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
 
 
-class StageModule(nn.Module):
+class StageLayers(nn.Module):
     """Consecutive layers; stages pass on hidden states alone, because each of them reads the position_ids itself."""
 
     def __init__(self, layers: list[Layer], autocast: torch.dtype | None):
@@ -43,7 +43,7 @@ class StageModule(nn.Module):
         return flow[0] if isinstance(flow, tuple) else flow
 
 
-class Stages:
+class LocalStages:
     """This rank's stages, on the device with uninitialized weights.
 
     Attributes:
@@ -82,11 +82,11 @@ class Stages:
                 "to false, or take a schedule without a V (GPipe, 1F1B, Interleaved1F1B)"
             )
         mine = self.schedule.stages(self.rank, self.ranks)
-        self.modules = {stage: self._allocated(StageModule(stages[stage], autocast), mesh) for stage in mine}
+        self.modules = {stage: self._allocated(StageLayers(stages[stage], autocast), mesh) for stage in mine}
         self.weights = dict(pair for stage in mine for layer in stages[stage] for pair in layer.named_weights())
         self.has_first, self.has_last = 0 in mine, self.count - 1 in mine
 
-    def _allocated(self, module: StageModule, mesh: Mesh) -> StageModule:
+    def _allocated(self, module: StageLayers, mesh: Mesh) -> StageLayers:
         """Shard a stage on the meta device, as FSDP2 units of one layer each, then allocate its weights."""
         if self.is_sharded:
             # a layer is gathered once per step and not around each micro-batch's passes

@@ -21,7 +21,7 @@ from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
-from samecurve.engines.schedule_stages import Stages
+from samecurve.engines.schedule_stages import LocalStages
 from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.timed_stage import TimedStage
 from samecurve.errors import ConfigurationError
@@ -37,6 +37,7 @@ from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.optim.norms import norms
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.planner.timetables import ScheduleRun
+from samecurve.specs.precision import PRECISIONS, compute_dtype
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ class ScheduledEngine:
         self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
         self.shard = self._mesh.shard
         _check_dropout(skeleton, plan)
-        self._autocast = torch.bfloat16 if self.recipe.precision == "bf16" else None
+        self._autocast = compute_dtype(self.recipe.precision)
         layers = split_layers(copy.deepcopy(skeleton))
-        self._stages = stages = Stages(layers, plan.strategy, self._autocast, self._mesh)
+        self._stages = stages = LocalStages(layers, plan.strategy, self._autocast, self._mesh)
         self._module = nn.ModuleList(stages.modules.values()).train()
         self._tie_group = self._group_of_ends() if stages.tied else None
         self._replica = self._mesh.dims.index(self._mesh.rank, "dp_replicate"), self._mesh.dims.dp_replicate
@@ -219,7 +220,7 @@ class ScheduledEngine:
             num_parameters=self._skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
             num_parameters_per_rank=sum(to_local(weight).numel() for weight in weights.values()),
-            precision="bf16" if self._autocast else "fp32",
+            precision=PRECISIONS[dtype_name(self._autocast or torch.float32)],
             micro_batch_size=recipe.batch.micro_batch_size,
             gradient_accumulation_steps=recipe.batch.accumulation_steps(self.shard[1]),
             gradient_clipping=recipe.optimizer.max_grad_norm,

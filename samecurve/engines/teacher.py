@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samecurve.engines import context_parallel, fsdp
 from samecurve.models import weights as models
+from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.specs.model_families import check_packing
 from samecurve.specs.precision import torch_dtype
 
@@ -32,11 +33,11 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         task: `teacher` is the run's recipe with the teacher as its model.
 
     Raises:
-        ConfigurationError: the teacher does not separate packed documents, or as models.weights.skeleton.
+        ConfigurationError: the teacher does not separate packed documents, or as models.skeleton.build_skeleton.
     """
     recipe = task.teacher
     assert recipe is not None  # the callers ask for a teacher only where there is one
-    skeleton = models.skeleton(recipe, task.vocabulary_size)
+    skeleton = build_skeleton(recipe, task.vocabulary_size)
     check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
     family, zero_stage = (plan.strategy.family, plan.strategy.zero_stage) if plan else ("single", 0)
     if plan and family == "fsdp":
@@ -57,7 +58,7 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
 
 
 def _frozen(skeleton: PreTrainedModel, where) -> PreTrainedModel:
-    return models.build(type(skeleton), skeleton.config, where).requires_grad_(False)
+    return construct(type(skeleton), skeleton.config, where).requires_grad_(False)
 
 
 def _partitioned(accelerator: Accelerator, skeleton: PreTrainedModel) -> nn.Module:

@@ -31,7 +31,8 @@ from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import bnb_4bit, compilation, dropout, frozen_weights, liger
 from samecurve.models.lora import trained_shapes
-from samecurve.models.weights import build, load_weights
+from samecurve.models.skeleton import construct
+from samecurve.models.weights import load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.optim.schedule import set_learning_rate
@@ -104,12 +105,12 @@ class TorchEngine:
         if self.recipe.adapter.quantization:
             return bnb_4bit.build(self.skeleton, self.recipe, self.device)
         if not (self.sharded or self.cut):
-            return build(model_class, config, torch.device(self.device), self.recipe.adapter)
+            return construct(model_class, config, torch.device(self.device), self.recipe.adapter)
         if self.cut:
             tensor_parallel.check(self.skeleton, strategy)
         validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
         if part.count == 1:
-            return build(model_class, config, torch.device("meta"), self.recipe.adapter)
+            return construct(model_class, config, torch.device("meta"), self.recipe.adapter)
         return context_parallel.build(self.skeleton, self.recipe, strategy, self.mesh, self.recipe.adapter)
 
     def _prepare(self, model: PreTrainedModel) -> nn.Module:

@@ -25,7 +25,8 @@ from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
-from samecurve.models.weights import build, load_weights
+from samecurve.models.skeleton import construct
+from samecurve.models.weights import load_weights
 from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
 from samecurve.optim.schedule import set_learning_rate
 
@@ -54,7 +55,7 @@ class ZeroEngine:
         if plan.strategy.zero_stage == 3:
             assert accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
             where = deepspeed.zero.Init(config_dict_or_path=accelerator.deepspeed_plugin.deepspeed_config)
-        model = build(type(skeleton), skeleton.config, where, recipe.adapter)
+        model = construct(type(skeleton), skeleton.config, where, recipe.adapter)
         drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe, self.device)

@@ -20,8 +20,8 @@ from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.fingerprint import identity
 from samecurve.interfaces.region import Region
-from samecurve.models import weights
 from samecurve.models.lora import trained_shapes
+from samecurve.models.skeleton import build_skeleton
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.tasks import registry
@@ -107,12 +107,12 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     """
     saved = read_state(folder)
     try:
-        task = registry.load(recipe)
+        task = registry.load_task(recipe)
     except DataError as error:
         raise DataError(
             f"{folder}: the checkpoint's data, which its tokenizer needs, cannot be read: {error}"
         ) from error
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     now = json_values(identity(skeleton.config, task))
     # A tokenizer that was trained on the rows needs the same rows; any other may meet new ones.
     if recipe.tokenizer.vocabulary_size is None:

@@ -67,7 +67,7 @@ def export(
         return
     partial = directory.with_name(f"{directory.name}.partial")
     layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, shard_bytes)
-    writer = _Writer(skeleton, layout, partial, dtype)
+    writer = _FileWriter(skeleton, layout, partial, dtype)
     try:
         for name, tensor in parameters:
             writer.take(name, tensor)
@@ -83,7 +83,7 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-class _Layout(NamedTuple):
+class _FileLayout(NamedTuple):
     """Layout of the files.
 
     Attributes:
@@ -101,13 +101,13 @@ class _Layout(NamedTuple):
     write_config: Callable[[PreTrainedModel, Path, torch.dtype], None]
 
 
-def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _Layout:
+def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _FileLayout:
     storage = Storage(skeleton)
     groups = storage.groups([name for name, _ in skeleton.named_parameters()])
-    return _Layout(groups, storage.convert, "model", shard_bytes, _write_config)
+    return _FileLayout(groups, storage.convert, "model", shard_bytes, _write_config)
 
 
-def _adapter(skeleton: PreTrainedModel) -> _Layout:
+def _adapter(skeleton: PreTrainedModel) -> _FileLayout:
     """Return the layout of an adapter: a single file, because peft reads only one."""
     names = stored_names(skeleton)
 
@@ -115,13 +115,13 @@ def _adapter(skeleton: PreTrainedModel) -> _Layout:
         return {names[name]: tensor for name, tensor in tensors.items()}
 
     groups = {name: (name,) for name in names}
-    return _Layout(groups, convert, "adapter_model", math.inf, _write_adapter_config)
+    return _FileLayout(groups, convert, "adapter_model", math.inf, _write_adapter_config)
 
 
-class _Writer:
+class _FileWriter:
     """Collects parameters into files. After the first problem nothing more is written, and `finish` raises."""
 
-    def __init__(self, skeleton: PreTrainedModel, layout: _Layout, directory: Path, dtype: torch.dtype):
+    def __init__(self, skeleton: PreTrainedModel, layout: _FileLayout, directory: Path, dtype: torch.dtype):
         parameters = dict(skeleton.named_parameters())
         self._expected = {name: parameters[name] for name in layout.groups}
         self._layout, self._directory, self._limit, self._dtype = layout, directory, layout.shard_bytes, dtype

@@ -19,8 +19,8 @@ from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.evaluation_engine import initial_engine
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models import weights
 from samecurve.models.hf_config import CAUSAL
+from samecurve.models.skeleton import build_skeleton
 from samecurve.tasks import registry
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def run(recipe: Recipe) -> int:
     Raises:
         ConfigurationError: for a leak.
     """
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     recipe = recipe.model_copy(update={"adapter": Adapter()})
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     attention = skeleton.config._attn_implementation
     if not (torch.cuda.is_available() and attention in IN_HALF):
         recipe = recipe.model_copy(update={"precision": "fp32"})
@@ -73,11 +73,11 @@ class LeakTest:
 
     def documents(self) -> str:
         """Check that no document of a packed row sees another one."""
-        found = _first(self._rows, _boundary)
+        found = _first(self._rows, document_boundary)
         if found is None:
             return f"not tested: none of {self._num_rows} rows has two documents"
         row, inputs = found
-        documents = _documents(inputs)
+        documents = documents_of(inputs)
         before, worst = self._compute(inputs), 0.0
         for changed in (documents[0], documents[-1]):
             moved = self._moved(inputs, before, changed)
@@ -99,7 +99,7 @@ class LeakTest:
         if self.task.head.kind != CAUSAL.kind:
             return f"not tested: a {self.task.head.title} may see both sides"
         inputs = _window(self._rows[0].inputs, 0)
-        longest = max(_documents(inputs), key=lambda span: span.stop - span.start)
+        longest = max(documents_of(inputs), key=lambda span: span.stop - span.start)
         last = longest.stop - 1
         before = self._compute(inputs)
         moved = self._moved(inputs, before, slice(last, last + 1))
@@ -175,7 +175,7 @@ def _first(
     return None
 
 
-def _boundary(inputs: dict[str, Tensor]) -> int | None:
+def document_boundary(inputs: dict[str, Tensor]) -> int | None:
     """Return the place at which the second document of a packed row starts."""
     if "position_ids" not in inputs:
         return None
@@ -198,7 +198,7 @@ def _window(inputs: dict[str, Tensor], place: int) -> dict[str, Tensor]:
     return cut
 
 
-def _documents(inputs: dict[str, Tensor]) -> list[slice]:
+def documents_of(inputs: dict[str, Tensor]) -> list[slice]:
     positions = inputs["position_ids"][0]
     starts = (positions == 0).nonzero().flatten().tolist()
     return [slice(*span) for span in zip(starts, [*starts[1:], len(positions)], strict=True)]

@@ -16,14 +16,14 @@ _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
 
 
 @dataclass(frozen=True)
-class Host:
+class HostSlots:
     """A machine: its name or address, and the number of processes on it."""
 
     name: str
     slots: int
 
 
-def read_hostfile(path: str) -> list[Host]:
+def read_hostfile(path: str) -> list[HostSlots]:
     """Read a hostfile as the deepspeed launcher does: a name and slots=N per line, # for comments.
 
     Raises:
@@ -38,7 +38,7 @@ def read_hostfile(path: str) -> list[Host]:
         content = line.partition("#")[0].strip()
         found = _LINE.fullmatch(content)
         if found:
-            hosts.append(Host(found["host"], int(found["slots"] or 1)))
+            hosts.append(HostSlots(found["host"], int(found["slots"] or 1)))
         elif content:
             problems.append(f"{path}:{number}: found {content!r}, expected NAME slots=N")
     problems += [f"{path}: {name} is there twice" for name in _twice([each.name for each in hosts])]
@@ -47,7 +47,7 @@ def read_hostfile(path: str) -> list[Host]:
     return hosts
 
 
-def read_hosts(path: str) -> tuple[list[Host], int]:
+def read_hosts(path: str) -> tuple[list[HostSlots], int]:
     """Read a hosts.yaml: `hosts`, a list of names; `gpus_per_node`; and `port`, by default 29500.
 
     Returns:
@@ -70,7 +70,7 @@ def read_hosts(path: str) -> tuple[list[Host], int]:
     port = _whole(document, "port", PORT, 1, 65535)
     if document.problems:
         raise ConfigurationError(format_problems(document.problems))
-    return [Host(name, slots) for name in names], port
+    return [HostSlots(name, slots) for name in names], port
 
 
 def _whole(document: Document, key: str, default: int | None, least: int, most: int) -> int:
@@ -86,7 +86,7 @@ def _twice(names: Sequence[str]) -> list[str]:
     return sorted({name for name in names if names.count(name) > 1})
 
 
-def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
+def select(hosts: Sequence[HostSlots], include: str | None, exclude: str | None) -> list[HostSlots]:
     """Return the hosts, in their order, with the number of slots that a filter of the deepspeed launcher leaves.
 
     Args:
@@ -116,7 +116,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> l
             raise ConfigurationError(f"{option} {text}: no slot {max(chosen)} on {name}; {above}")
         named[name] |= chosen
     left = {name: named[name] if include else slots[name] - named[name] for name in slots}
-    found = [Host(name, len(kept)) for name, kept in left.items() if kept]
+    found = [HostSlots(name, len(kept)) for name, kept in left.items() if kept]
     if not found:
         raise ConfigurationError(f"{option} {text}: no slot is left")
     return found

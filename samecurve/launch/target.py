@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samecurve.errors import ConfigurationError
-from samecurve.launch.hosts import PORT, Host
+from samecurve.launch.hosts import PORT, HostSlots
 from samecurve.strategy.launchers import Ancestor
 from samecurve.strategy.plan import Plan
 from samecurve.strategy.resolve import resolve_plan
@@ -37,13 +37,13 @@ class Target:
     recipe: str
     strategy: str
     overrides: tuple[str, ...]
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostSlots, ...]
     named: bool = False
     folder: str = "runs/launch"
     file: str = ""
     port: int = PORT
     hostfile: str = ""
-    listed: tuple[Host, ...] = ()
+    listed: tuple[HostSlots, ...] = ()
     selection: tuple[str, ...] = ()
     min_nodes: int = 0
 
@@ -79,11 +79,11 @@ class Target:
         return ["train.py", self.recipe]
 
 
-def unnamed(nodes: int, devices_per_node: int) -> tuple[Host, ...]:
+def unnamed(nodes: int, devices_per_node: int) -> tuple[HostSlots, ...]:
     """Return hosts without addresses; their names are to be replaced by them."""
     if nodes == 1:
-        return (Host("localhost", devices_per_node),)
-    return tuple(Host(f"node-{index}", devices_per_node) for index in range(nodes))
+        return (HostSlots("localhost", devices_per_node),)
+    return tuple(HostSlots(f"node-{index}", devices_per_node) for index in range(nodes))
 
 
 def check_launchers(names: Sequence[str], option: str = "--launcher") -> None:

@@ -148,13 +148,13 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
             f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",
         ),
         ("warning", facts.get("precision_warning") or ""),
-        ("fp8", _fp8(facts)),
+        ("fp8", fp8_line(facts)),
         *batch_lines(Batch(**batch), facts["data_parallel_size"], padded=facts["pipeline_stages"] > 1),
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("", _counted(facts.get("counts", "tokens"))),
         ("dropout", ", ".join(f"{name} {rate}" for name, rate in facts["dropout"].items())),
         ("router loss", facts.get("router_loss", "")),
-        ("attention", _attention(facts)),
+        ("attention", attention_line(facts)),
         ("kernels", _kernels(facts)),
         ("memory", _memory(facts["recipe"]["memory"])),
         ("gradients", _gradients(facts.get("whole_gradient_bytes", 0))),
@@ -167,7 +167,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     return [(label, text) for label, text in lines if text]
 
 
-def _fp8(facts: dict) -> str:
+def fp8_line(facts: dict) -> str:
     kind = facts["recipe"].get("fp8", "off")
     if kind == "off":
         return ""
@@ -176,7 +176,7 @@ def _fp8(facts: dict) -> str:
     return f"{kind}: the products of {facts['num_fp8_modules']} linear modules{advice}"
 
 
-def _attention(facts: dict) -> str:
+def attention_line(facts: dict) -> str:
     chosen = facts["attention"]
     if chosen == "eager" and facts["recipe"].get("model", {}).get("attention") == "auto":
         return f"eager: transformers has no sdpa for a {facts['model_type']}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from samecurve.models import weights as models
+from samecurve.models.skeleton import construct
 from samecurve.specs.precision import torch_dtype
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ BLOCK_SIZE = 64  # weights that share a scale, as in the paper
 
 
 def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """Build the model as weights.build, with uninitialized 4-bit layers (see `write`).
+    """Build the model as skeleton.construct, with uninitialized 4-bit layers (see `write`).
 
     The layers to quantize are never allocated unquantized.
     """
-    model = models.build(type(skeleton), skeleton.config, torch.device("meta"), recipe.adapter)
+    model = construct(type(skeleton), skeleton.config, torch.device("meta"), recipe.adapter)
     output = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

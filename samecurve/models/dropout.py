@@ -86,10 +86,10 @@ class DropoutKeys:
         self._upcoming: Iterator[Tensor] = iter(())
         self._is_checked = False
 
-    def add(self, name: str, part: Part | None = None) -> Place:
+    def add(self, name: str, part: Part | None = None) -> DropoutPlace:
         """Add a place by its unique name, where this rank has all values or a part of them."""
         self._sites.append(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
-        return Place(self, name, len(self._sites) - 1, part)
+        return DropoutPlace(self, name, len(self._sites) - 1, part)
 
     @contextmanager
     def micro_batch(self, batch: KeyedRows) -> Iterator[None]:
@@ -141,7 +141,7 @@ class DropoutKeys:
         return keys.to(self.device, non_blocking=True)
 
 
-class Place:
+class DropoutPlace:
     """A place of the model that drops values, by its unique name: the `index`-th of the keys."""
 
     def __init__(self, keys: DropoutKeys, name: str, index: int, part: Part | None):
@@ -191,7 +191,7 @@ class Place:
 class KeyedDropout(nn.Module):
     """nn.Dropout with the masks of `DropoutKeys`."""
 
-    def __init__(self, rate: float, place: Place, has_rows: bool = True):
+    def __init__(self, rate: float, place: DropoutPlace, has_rows: bool = True):
         super().__init__()
         self.p, self._place, self._has_rows = rate, place, has_rows
 
@@ -205,7 +205,7 @@ class KeyedDropout(nn.Module):
 class _ByFunction(TorchFunctionMode):
     """Replaces the calls of torch's dropout functions within one module's forward."""
 
-    def __init__(self, places: Iterable[Place]):
+    def __init__(self, places: Iterable[DropoutPlace]):
         super().__init__()
         self._places = iter(places)
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.models import matmul_speed
 from samecurve.specs.model_families import COUNTED_EXPERTS, UNCOUNTED
+from samecurve.specs.precision import DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,6 @@ CONVENTION = (
     "on a CPU it is the fastest precision's."
 )
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,6 @@ def device_peak(device: torch.device, precision: str) -> Peak:
             precision = "tf32"
         if known := table_peak(torch.cuda.get_device_name(device), precision):
             return known
-    tried = PRECISIONS if device.type == "cpu" else tuple({"fp32", precision.replace("tf32", "fp32")})
+    tried = tuple(DTYPES) if device.type == "cpu" else tuple({"fp32", precision.replace("tf32", "fp32")})
     tflops, best = matmul_speed.peak(device, tried)
     return Peak(tflops, f"measured with {best} matrix multiplications{', the fastest here' if len(tried) > 1 else ''}")

@@ -88,7 +88,9 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(
-        Float8LinearConfig.from_recipe_name(recipe.fp8), emulate=device.type == "cpu", pad_inner_dim=_pads(recipe)
+        Float8LinearConfig.from_recipe_name(recipe.fp8),
+        emulate=device.type == "cpu",
+        pad_inner_dim=pads_inner_dimension(recipe),
     )
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in names)
     for name in names:
@@ -96,7 +98,7 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         module.forward = MethodType(_forward, module)
 
 
-def _pads(recipe: Recipe) -> bool:
+def pads_inner_dimension(recipe: Recipe) -> bool:
     """Whether to pad the number of tokens to the MULTIPLE that a weight's gradient needs; padding costs a copy."""
     tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
     return not recipe.data.packing or tokens % MULTIPLE != 0

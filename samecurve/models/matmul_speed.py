@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from samecurve.specs.precision import torch_dtype
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -88,7 +90,9 @@ def _training_seconds(
     _warm_up(device, precisions)
     while True:
         part = shape.capped(limit)
-        runs = {(precision, name): run for precision in precisions for name, run in _runs(device, precision, part)}
+        runs = {
+            (precision, name): run for precision in precisions for name, run in matmul_runs(device, precision, part)
+        }
         times = _fastest(runs, device)
         if part == shape or time.perf_counter() + 8 * ROUNDS * sum(times.values()) > end:
             return part, {each: sum(times[each, name] for name in PRODUCTS) for each in precisions}
@@ -112,7 +116,7 @@ def _peak(device: torch.device, precisions: Sequence[str], seconds: float) -> tu
     tried = {(precision, name) for precision in precisions for name in PRODUCTS}
     while True:
         square = Shape(size, size, size)
-        runs = {(each, name): run for each in precisions for name, run in _runs(device, each, square)}
+        runs = {(each, name): run for each in precisions for name, run in matmul_runs(device, each, square)}
         times = _fastest({key: run for key, run in runs.items() if key in tried}, device)
         (precision, _), least = min(times.items(), key=lambda item: item[1])
         best = max(best, (square.flops / least / 1e12, precision))
@@ -146,7 +150,7 @@ def _fastest(
     runs: Mapping[tuple[str, str], Callable[[], object]], device: torch.device
 ) -> dict[tuple[str, str], float]:
     """Measure each run's fastest of ROUNDS in seconds. Runs alternate, so that a disturbance affects all of them."""
-    rounds = [{key: _timed(run, device) for key, run in runs.items()} for _ in range(ROUNDS)]
+    rounds = [{key: seconds_of_call(run, device) for key, run in runs.items()} for _ in range(ROUNDS)]
     return {key: min(times[key] for times in rounds) for key in runs}
 
 
@@ -209,7 +213,7 @@ def _largest_layer(model: PreTrainedModel) -> tuple[int, int]:
     return inputs, outputs
 
 
-def _runs(device: torch.device, precision: str, shape: Shape) -> Iterable[tuple[str, Callable[[], torch.Tensor]]]:
+def matmul_runs(device: torch.device, precision: str, shape: Shape) -> Iterable[tuple[str, Callable[[], torch.Tensor]]]:
     """Return the products by name, with random matrices: with constants a GPU draws less power and is faster.
 
     They have a generator of their own; the default one would advance on this rank only.
@@ -219,26 +223,20 @@ def _runs(device: torch.device, precision: str, shape: Shape) -> Iterable[tuple[
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=_dtype(precision), device=device, generator=generator)
+        return torch.randn(size, dtype=torch_dtype(precision), device=device, generator=generator)
 
     tokens, inputs, outputs = shape.num_tokens, shape.num_inputs, shape.num_outputs
     return products(drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)).items()
 
 
-def _dtype(precision: str) -> torch.dtype:
-    import torch
-
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-
-
 def _warm_up(device: torch.device, precisions: Sequence[str]) -> None:
     """Run each product once, to keep startup costs of threads and libraries out of the measurement."""
     for precision in precisions:
-        for _, run in _runs(device, precision, Shape(16, 16, 16)):
-            _timed(run, device)
+        for _, run in matmul_runs(device, precision, Shape(16, 16, 16)):
+            seconds_of_call(run, device)
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def seconds_of_call(run: Callable[[], object], device: torch.device) -> float:
     """Measure one call in seconds, including its completion on the device."""
     import torch
 

@@ -85,7 +85,7 @@ class FinalNorm(Layer):
         return self.norm(flow[0])
 
 
-class Head(Layer):
+class HeadLayer(Layer):
     def __init__(self, head: nn.Linear, prefix: str):
         super().__init__(head=prefix)
         self.head = head
@@ -185,7 +185,7 @@ def split_layers(model: PreTrainedModel) -> list[Layer]:
         layers.append(Decoder(block, f"{family.layers}.{index}", kind, positions))
     layers.append(FinalNorm(model.get_submodule(family.norm), family.norm))
     tied = model.lm_head.weight is embedding.tokens.weight
-    layers.append(TiedHead(embedding) if tied else Head(model.lm_head, "lm_head"))
+    layers.append(TiedHead(embedding) if tied else HeadLayer(model.lm_head, "lm_head"))
     return layers
 
 

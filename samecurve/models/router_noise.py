@@ -21,8 +21,8 @@ _NOISY = re.compile(r"\.uniform_\(|\bsparsemixer\(")
 _MOST_DRAWS = 6  # in one forward; seen: 5
 
 
-class Place(Protocol):
-    """What draws numbers between 0 and 1 for one place of the model (models.dropout.Place)."""
+class NoiseSource(Protocol):
+    """What draws numbers between 0 and 1 for one place of the model (models.dropout.DropoutPlace)."""
 
     def uniform(self, like: Tensor) -> Tensor: ...
 
@@ -30,7 +30,7 @@ class Place(Protocol):
 class KeyedNoise(TorchFunctionMode):
     """Replaces the random numbers within one module's forward, the first by those of the first place and so on."""
 
-    def __init__(self, places: Iterable[Place]):
+    def __init__(self, places: Iterable[NoiseSource]):
         super().__init__()
         self._places = iter(places)
 
@@ -50,7 +50,7 @@ class KeyedNoise(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def install(model: PreTrainedModel, add_place: Callable[[str], Place]) -> None:
+def install(model: PreTrainedModel, add_place: Callable[[str], NoiseSource]) -> None:
     """Replace the noise of all routers of a model.
 
     Args:

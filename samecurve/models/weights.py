@@ -1,4 +1,4 @@
-"""Construction of a model without weights, and its initial weights one parameter at a time.
+"""Initial weights of a model, one parameter at a time.
 
 Every engine first shards the model on the meta device and then loads the weights. No process ever holds more than one
 block of the model besides its own shard, and a from-scratch model has the same weights under any sharding.
@@ -10,104 +10,26 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
-from transformers.integrations import deepspeed as deepspeed_integration
+from transformers import PreTrainedModel
 
-from samecurve.config.schema import Adapter, Recipe
+from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
 from samecurve.models.embeddings import embeddings
 from samecurve.models.hf_config import (
-    CAUSAL,
-    Head,
-    check_causal,
-    check_state,
     has_attention,
     is_classifier,
-    model_config,
     reason,
-    without_pooler,
 )
 from samecurve.models.pretrained import Pretrained
+from samecurve.models.skeleton import without_adapter
 from samecurve.specs.data_names import CHATML
 
 Write = Callable[[str, Tensor], None]
-
-
-def build(
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    where: AbstractContextManager,
-    adapter: Adapter | None = None,
-) -> PreTrainedModel:
-    """Build an fp32 model with uninitialized weights.
-
-    Args:
-        model_class: the transformers class.
-        config: the model's config.
-        where: context of the construction, for example a torch.device or deepspeed.zero.Init.
-        adapter: adapter to insert; None or an adapter without a name inserts none.
-
-    Raises:
-        ConfigurationError: as lora.inject.
-    """
-    with no_init_weights(), where:
-        with _without_zero3_init():
-            model = model_class(config, **without_pooler(model_class))
-        if adapter is not None and adapter.name:
-            adapters.inject(model, adapter)
-    model.tie_weights()  # no_init_weights skips tying
-    model.config.use_cache = False
-    return model.train()
-
-
-@contextmanager
-def _without_zero3_init() -> Iterator[None]:
-    """Hide ZeRO-3 from transformers during construction.
-
-    Under ZeRO-3 `from_config`, with which transformers' classifiers build their decoder, would shard even a skeleton.
-    Only `where` decides about sharding during construction. peft still needs to see ZeRO-3, because DoRA reads weights.
-    """
-    known = deepspeed_integration._hf_deepspeed_config_weak_ref
-    deepspeed_integration._hf_deepspeed_config_weak_ref = None
-    try:
-        yield
-    finally:
-        deepspeed_integration._hf_deepspeed_config_weak_ref = known
-
-
-def skeleton(
-    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None, head: Head = CAUSAL
-) -> PreTrainedModel:
-    """Build the model on the meta device, with every tensor in fp32 and full shape.
-
-    Raises:
-        DataError: as `model_config`.
-        ConfigurationError: the model cannot be built or is not causal, or as `model_config`.
-    """
-    config = model_config(recipe, vocabulary_size, special_tokens, head)
-    model_class = head.model_class(config)
-    assert model_class is not None  # model_config has checked it
-    try:
-        model = build(model_class, config, torch.device("meta"))
-    except Exception as error:  # a missing package, or an attention or activation that the family does not support
-        raise ConfigurationError(
-            f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "
-            f"({reason(error)}); correct model.attention or the model's config"
-        ) from error
-    if head.kind == "causal_lm":
-        check_causal(model)
-    check_state(model)
-    if recipe.adapter.name:
-        adapters.inject(model, recipe.adapter)
-        adapters.check_targets(model, recipe.adapter)
-    return model
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
@@ -167,11 +89,6 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
         if derived is not None:
             yield derived
     yield from adapters.initial_matrices(added, recipe.seed)
-
-
-def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the skeleton without its adapter."""
-    return build(type(model), model.config, torch.device("meta")) if adapters.is_adapted(model) else model
 
 
 def _seeded(model: PreTrainedModel, seed: int, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,6 @@ from samecurve.errors import ConfigurationError
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
 
-COVERED_TASKS = ("pretrain", "continue_pretrain", "sft")
 # How kinds of memory.activation_checkpointing are counted, and what that leaves out.
 CHECKPOINTING = {"none": "none", "full": "full", "offload": "full", "selective": "selective", "every_n_layers": "none"}
 APPROXIMATED = {
@@ -39,7 +38,7 @@ def left_out(recipe: Recipe) -> list[str]:
     if recipe.precision == "fp32":
         products = "products at bf16 rates unless the cluster file has others"
         found.append(f"precision fp32. Activations are counted in bf16, {products}: expect more memory and time")
-    if recipe.task not in COVERED_TASKS:
+    if not TASKS[recipe.task].predicts_next_token:
         found.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
     if recipe.task == "dpo" and recipe.dpo.has_reference:
         found.append("task dpo. The reference, a second model, is not counted: expect more memory and time")

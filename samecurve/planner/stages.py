@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from samecurve.planner.job import Job
 from samecurve.planner.timetables import micro_batches_kept
-from samecurve.strategy.pipeline_schedules import SCHEDULES, Schedule
+from samecurve.strategy.pipeline_schedules import SCHEDULES, PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
     return [Stage("first", 0, first, True, False), *middle, Stage("last", size - 1, last, False, True)]
 
 
-def _scheduled(schedule: Schedule, ranks: int, num_layers: int) -> list[Stage]:
+def _scheduled(schedule: PipelineSchedule, ranks: int, num_layers: int) -> list[Stage]:
     """List the classes of ranks under PyTorch's schedules: where the head's stage is, and the fullest of the middle."""
     layers = schedule.layers(num_layers, ranks)
     held = [sum(layers[stage] for stage in schedule.stages(rank, ranks)) for rank in range(ranks)]

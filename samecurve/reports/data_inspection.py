@@ -46,7 +46,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartStatistics:
     """Statistics of one part of the data.
 
     Attributes:
@@ -72,7 +72,7 @@ class Findings:
     title: str
     sequence_length: int
     samples: list[Sample]
-    parts: list[Part]
+    parts: list[PartStatistics]
     details: dict[str, str]
 
 
@@ -168,7 +168,7 @@ def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(labels == IGNORE_INDEX, tokens, labels), labels != IGNORE_INDEX
 
 
-def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
+def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> PartStatistics:
     shown = _texts(rows)
     lengths = np.diff(shown.stream.offsets)
     counts = _counts(shown, tokenizer, lengths)
@@ -180,7 +180,7 @@ def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Part:
             **counts,
         }
     packing = [list(_members(shown, row)) for row in range(min(SHOWN_ROWS, len(shown)))]
-    return Part(name, counts, _histogram(shown, lengths), packing, _ends(shown, tokenizer))
+    return PartStatistics(name, counts, _histogram(shown, lengths), packing, _ends(shown, tokenizer))
 
 
 def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:

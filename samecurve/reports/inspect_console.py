@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from samecurve.config.schema import Recipe
-from samecurve.reports.data_inspection import Part, Sample, inspect, summary
+from samecurve.reports.data_inspection import PartStatistics, Sample, inspect, summary
 from samecurve.reports.inspect_report import render_inspect_page
 from samecurve.storage.atomic import write_text
 from samecurve.tasks import registry
@@ -22,7 +22,7 @@ BLOCKS = "█▓"  # neighbours in a row differ
 
 def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
     """Run the command `inspect`. title: of the HTML page. html: where to write that page; None for none."""
-    findings = inspect(title, registry.load(recipe), num_samples)
+    findings = inspect(title, registry.load_task(recipe), num_samples)
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     for index, sample in enumerate(findings.samples):
         console.print(f"\nsample {index + 1}: {summary(sample)}", markup=False)
@@ -48,7 +48,7 @@ def marked(sample: Sample, colours: bool) -> Text:
     return text
 
 
-def lines(part: Part, sequence_length: int) -> Iterator[str]:
+def lines(part: PartStatistics, sequence_length: int) -> Iterator[str]:
     yield part.name
     for name, value in part.counts.items():
         yield f"  {name:<{LABEL_WIDTH}}{value}"

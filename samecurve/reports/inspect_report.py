@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from samecurve.reports.data_inspection import Findings, Part, summary
+from samecurve.reports.data_inspection import Findings, PartStatistics, summary
 from samecurve.reports.html import html_document, html_table
 
 _STYLE = """
@@ -31,7 +31,7 @@ def _parts(findings: Findings) -> Iterator[str]:
         yield from _part(part, findings.sequence_length)
 
 
-def _part(part: Part, sequence_length: int) -> Iterator[str]:
+def _part(part: PartStatistics, sequence_length: int) -> Iterator[str]:
     yield f"<h2>{escape(part.name)}</h2>\n<table>"
     for name, value in part.counts.items():
         yield f"<tr><th>{escape(name)}<td>{escape(value)}"

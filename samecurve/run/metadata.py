@@ -41,7 +41,7 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
         "launcher": strategy.launcher,
         **described,
         "device": device,
-        "hardware": _hardware(),
+        "hardware": hardware_facts(),
         "precision": recipe.precision,
         "data": data,
         "recipe": recipe.model_dump(),
@@ -80,7 +80,7 @@ def _reference(recipe: Recipe, task: Task) -> str | None:
     return weights_fingerprint(weight_files(recipe.model.path))
 
 
-def _hardware() -> dict[str, object]:
+def hardware_facts() -> dict[str, object]:
     """Describe the hardware of rank 0's process.
 
     cuda: the version PyTorch was built with, None for a CPU build. cudnn: the version that was loaded, e.g. 91900 for

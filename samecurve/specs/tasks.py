@@ -1,8 +1,13 @@
-"""Facts about each task for the recipe, the strategies and the commands. The tasks themselves are in tasks/."""
+"""Facts about each task for the recipe, the strategies and the commands. The tasks themselves are in tasks/.
+
+A new task is a module in tasks/ and a row of TASKS.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from samecurve.specs.data_names import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
 
@@ -14,9 +19,13 @@ class TaskSpec:
     Attributes:
         builtin: built-in data set of the task.
         reads: keys of a recipe that this task reads and some others do not.
+        refuses: by key, a value that this task cannot use (None: missing), and reason and fix after "task NAME".
         row: content of a row, for tasks whose rows cannot be packed; "" where rows may be packed.
         by_token: whether the loss is a sum over tokens, each computed from its own logits and targets (Task.by_token).
+        contrasts_rows: whether the loss of a row depends on the other rows of its batch.
         pipelined: whether the task can run under pipeline parallelism.
+        scheduled: whether the task has been compared with one process under PyTorch's pipeline schedules.
+        undivided: the reason why a row's tokens cannot be divided over ranks; "" where they can.
         chats: whether the data are, or may be, turns of a conversation.
         has_teacher: whether a second model, the frozen teacher, is loaded.
         auto_class: class of transformers that loads the exported model.
@@ -26,31 +35,78 @@ class TaskSpec:
 
     builtin: str
     reads: tuple[str, ...]
+    refuses: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     row: str = ""
     by_token: bool = False
+    contrasts_rows: bool = False
     pipelined: bool = False
+    scheduled: bool = False
+    undivided: str = ""
     chats: bool = False
     has_teacher: bool = False
     auto_class: str = "AutoModelForCausalLM"
     hub_tag: str = "text-generation"
     predicts: str = ""
 
+    @property
+    def fills_masks(self) -> bool:
+        """The model is an encoder that predicts masked tokens."""
+        return self.hub_tag == "fill-mask"
+
+    @property
+    def trains_head(self) -> bool:
+        """The model has a new head, which is trained in full beside an adapter."""
+        return self.auto_class == "AutoModelForSequenceClassification"
+
+    @property
+    def predicts_next_token(self) -> bool:
+        """The loss is the cross-entropy of the next token alone."""
+        return self.by_token and not self.has_teacher and not self.fills_masks
+
 
 _TEXTS = ("data.text_column", "data.mixture", "data.streaming")
 _CHAT = ("data.prompt_column", "data.chat", "tokenizer.chat_template")
 _CONVERSATIONS = ("data.messages_column", "data.completion_column", "data.train_on", *_CHAT)
+_LAST_TOKEN = "transformers takes a row's last token within the model, and only one rank has it"
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)
 
 TASKS = {
-    "pretrain": TaskSpec(BUILTIN, _TEXTS, by_token=True, pipelined=True),
-    "continue_pretrain": TaskSpec(BUILTIN, _TEXTS, by_token=True, pipelined=True),
-    "sft": TaskSpec(FUNCTIONS, ("data.mixture", *_CONVERSATIONS), by_token=True, pipelined=True, chats=True),
+    "pretrain": TaskSpec(BUILTIN, _TEXTS, by_token=True, pipelined=True, scheduled=True),
+    "continue_pretrain": TaskSpec(
+        BUILTIN,
+        _TEXTS,
+        {
+            "model.path": (None, "starts from a pretrained model; set it to a folder or hub name"),
+            # the first steps of Adam are large, and pretrained weights have something to lose
+            "schedule.warmup_steps": (
+                0,
+                "starts Adam's moments at 0, which makes the first updates about as large as any; set it above 0",
+            ),
+        },
+        by_token=True,
+        pipelined=True,
+    ),
+    "sft": TaskSpec(
+        FUNCTIONS,
+        ("data.mixture", *_CONVERSATIONS),
+        by_token=True,
+        pipelined=True,
+        scheduled=True,
+        chats=True,
+    ),
     "distill": TaskSpec(
         FUNCTIONS,
         (
             *_CONVERSATIONS,
             *("distill.teacher", "distill.temperature", "distill.divergence", "distill.label_weight"),
         ),
+        {
+            "distill.teacher": (None, "needs a teacher; set it to the folder or hub name of the teacher model"),
+            "loss.implementation": (
+                "liger",
+                "also needs the teacher's logits, and liger computes cross-entropy only; use auto",
+            ),
+        },
         by_token=True,
         chats=True,
         has_teacher=True,
@@ -58,7 +114,14 @@ TASKS = {
     "dpo": TaskSpec(
         PREFERENCES,
         (*_PREFERENCES, "data.train_on", "dpo.loss", "dpo.beta", "dpo.label_smoothing", "dpo.gamma"),
+        {
+            "data.train_on": (
+                "all",
+                "compares two answers to the same prompt by their own tokens; use assistant or completion",
+            )
+        },
         row="two answers to one prompt",
+        undivided="its loss adds up log-probabilities over whole answers, of which a rank has some tokens",
         pipelined=True,
         chats=True,
     ),
@@ -66,6 +129,7 @@ TASKS = {
         PREFERENCES,
         (*_PREFERENCES, "tokenizer.pad_token", "reward.center_rewards_coefficient"),
         row="two answers to one prompt",
+        undivided=_LAST_TOKEN,
         chats=True,
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
@@ -75,6 +139,7 @@ TASKS = {
         MODULES,
         ("data.text_column", "data.text_pair_column", "data.label_column", "data.labels", "tokenizer.pad_token"),
         row="one text",
+        undivided=_LAST_TOKEN,
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
         predicts="'a text'",
@@ -83,6 +148,7 @@ TASKS = {
         BUILTIN,
         ("data.text_column", "tokenizer.pad_token"),
         row="one text",
+        undivided="its models see the tokens behind a query, too, and only causal attention is divided",
         by_token=True,
         auto_class="AutoModelForMaskedLM",
         hub_tag="fill-mask",
@@ -94,12 +160,22 @@ TASKS = {
             *("data.anchor_column", "data.positive_column", "data.negative_columns"),
             *("tokenizer.pad_token", "embed.temperature", "embed.pooling"),
         ),
+        {
+            "batch.global_batch_size": (1, "contrasts the rows of a batch; set it to 2 or more"),
+            "model.new_head": (True, "uses no head; set it to false"),
+        },
         row="texts that are read by themselves",
+        contrasts_rows=True,
         auto_class="AutoModel",
         hub_tag="sentence-similarity",
         predicts="'a text' 'another text'",
     ),
 }
+
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
 
 
 def readers(key: str) -> list[str]:

@@ -28,7 +28,7 @@ def clear_build_locks(
     While a process of this machine holds a lock, torch's own wait will end. On a disk that hosts share, a lock without
     a holder here is kept for as long as its build folder changes, and UNSEEN_BUILDER_SECONDS longer.
     """
-    for lock in _locks(operators, environ):
+    for lock in lock_files(operators, environ):
         waits = False
         while not _is_held(lock) and (quiet := _quiet_seconds(lock)) is not None:
             if not _is_shared(lock) or quiet > UNSEEN_BUILDER_SECONDS:
@@ -44,7 +44,7 @@ def clear_build_locks(
             time.sleep(_POLL_SECONDS)
 
 
-def _locks(operators: Iterable[str], environ: Mapping[str, str]) -> list[Path]:
+def lock_files(operators: Iterable[str], environ: Mapping[str, str]) -> list[Path]:
     """In torch's build folders: directly in TORCH_EXTENSIONS_DIR, or one for each Python and CUDA version."""
     named = environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

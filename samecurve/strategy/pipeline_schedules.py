@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """How a schedule divides a model over p ranks.
 
     Attributes:
@@ -38,11 +38,11 @@ class Schedule:
 
 
 SCHEDULES = {
-    "GPipe": Schedule(),
-    "1F1B": Schedule(),
-    "Interleaved1F1B": Schedule(2),
-    "ZBVZeroBubble": Schedule(2, folded=True),
-    "DualPipeV": Schedule(2, folded=True),
+    "GPipe": PipelineSchedule(),
+    "1F1B": PipelineSchedule(),
+    "Interleaved1F1B": PipelineSchedule(2),
+    "ZBVZeroBubble": PipelineSchedule(2, folded=True),
+    "DualPipeV": PipelineSchedule(2, folded=True),
 }
 """By PyTorch's name."""
 

@@ -205,7 +205,7 @@ def operators(strategy: Strategy) -> set[str]:
 
 
 def _tools(strategy: Strategy, environ: Mapping[str, str], accelerator: bool) -> Iterator[str]:
-    needed = operators(strategy) - _prebuilt()
+    needed = operators(strategy) - prebuilt_operators()
     if not needed:
         return
     why = f"DeepSpeed compiles {', '.join(sorted(needed))} on first use"
@@ -219,7 +219,7 @@ def _tools(strategy: Strategy, environ: Mapping[str, str], accelerator: bool) ->
             f"{why}, but the C++ compiler {compiler[0]!r} is not on PATH: apt-get install g++, "
             "or conda install -c conda-forge cxx-compiler"
         )
-    elif "async_io" in needed and not _links_libaio(compiler, environ):
+    elif "async_io" in needed and not links_libaio(compiler, environ):
         yield (
             f"{why}, but libaio.h or libaio.so is missing: apt-get install libaio-dev (Debian, Ubuntu), "
             "dnf install libaio-devel (Fedora, RHEL), or conda install -c conda-forge libaio"
@@ -228,7 +228,7 @@ def _tools(strategy: Strategy, environ: Mapping[str, str], accelerator: bool) ->
         yield f"{why}, and on a GPU machine that needs the CUDA toolkit: install it, or set CUDA_HOME to its folder"
 
 
-def _prebuilt() -> set[str]:
+def prebuilt_operators() -> set[str]:
     """The operators of a DeepSpeed installed with DS_BUILD_OPS=1, read without importing DeepSpeed."""
     package = importlib.util.find_spec("deepspeed")
     build = Path(package.origin).with_name("git_version_info_installed.py") if package and package.origin else None
@@ -238,7 +238,7 @@ def _prebuilt() -> set[str]:
     return {name for name, built in ast.literal_eval(found.group(1)).items() if built} if found else set()
 
 
-def _links_libaio(compiler: list[str], environ: Mapping[str, str]) -> bool:
+def links_libaio(compiler: list[str], environ: Mapping[str, str]) -> bool:
     """Try a build, as DeepSpeed's own check does: the header may lie in many places, also in a conda environment."""
     source = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
     with TemporaryDirectory() as folder:

@@ -98,7 +98,7 @@ def _resume_problems(arguments: argparse.Namespace) -> list[ConfigProblem]:
     return problems
 
 
-class _Parser(argparse.ArgumentParser):
+class _TrainParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
             message += new_option_hint(message) or "; recipe values are written steps=100, without dashes"
@@ -108,7 +108,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command_line() -> argparse.ArgumentParser:
-    parser = _Parser("train.py", description="Train a recipe under a strategy.", epilog=_USAGE, allow_abbrev=False)
+    parser = _TrainParser("train.py", description="Train a recipe under a strategy.", epilog=_USAGE, allow_abbrev=False)
     parser.add_argument(
         "recipe", metavar="RECIPE", help="what is trained: a YAML file, for example recipes/quickstart.yaml"
     )

@@ -127,12 +127,12 @@ def _walk(document: Document, table: Table, source: RecipeSource, path: KeyPath 
         elif isinstance(rule, dict) and isinstance(value, dict):
             _walk(document, rule, source, here)
         else:
-            text = _complaint(rule, value, source)
+            text = complaint(rule, value, source)
             if text:
                 document.problem(here, text)
 
 
-def _complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
+def complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
     if isinstance(rule, dict):
         return None if value is None else f"found {describe(value)}, expected a block of keys"
     if isinstance(rule, ValueRule):

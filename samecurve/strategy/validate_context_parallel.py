@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from samecurve.specs.tasks import TASKS
 from samecurve.strategy.allowed import OFF, Value, rule
 
 if TYPE_CHECKING:
@@ -28,22 +29,14 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-_TASKS = {
-    "dpo": "its loss adds up log-probabilities over whole answers, of which a rank has some tokens",
-    "reward": "transformers takes a row's last token within the model, and only one rank has it",
-    "classify": "transformers takes a row's last token within the model, and only one rank has it",
-    "mlm": "its models see the tokens behind a query, too, and only causal attention is divided",
-}
-
-
 def _applies(strategy: Strategy) -> bool:
     return strategy.dims.cp > 1
 
 
 def _task(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     task = value("task")
-    if _applies(strategy) and task in _TASKS:
-        yield "task", f"found {task}, but {_TASKS[task]}; use configs/fsdp.yaml"
+    if _applies(strategy) and TASKS[task].undivided:
+        yield "task", f"found {task}, but {TASKS[task].undivided}; use configs/fsdp.yaml"
 
 
 def _attention(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samecurve.specs.tasks import TASKS
 from samecurve.strategy.allowed import OFF, Value, rule
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 
@@ -28,7 +29,7 @@ _UNTESTED = "has not been compared with one process under a pipeline schedule"
 _ELSEWHERE = "configs/pipeline.yaml"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (("pretrain", "sft"), f"the task {_UNTESTED}"),
+    "task": (tuple(name for name, spec in TASKS.items() if spec.scheduled), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "optimizer.name": (("adamw", "lion", "sgd"), f"it {_UNTESTED}"),
     "adapter.name": ((None,), f"an adapter {_UNTESTED}"),

@@ -19,7 +19,10 @@ _SHARDED = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard
 _UNTESTED = "has not been compared with one process under tensor parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (tuple(name for name in TASKS if name != "mlm"), "no family of encoders has a plan for it"),
+    "task": (
+        tuple(name for name, spec in TASKS.items() if not spec.fills_masks),
+        "no family of encoders has a plan for it",
+    ),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "adapter.dora": ((False,), "DoRA's norms of whole rows would have to be taken of weights that are cut"),
     "fp8": (OFF, "torchao's layers take the place of those that are cut"),

@@ -79,7 +79,7 @@ class ClassifyTask(splits.LoadedTask[LabelledRows]):
         return {**super().describe(), "classes": dict(zip(self.names, counts, strict=True))}
 
 
-def load(recipe: Recipe) -> ClassifyTask:
+def load_task(recipe: Recipe) -> ClassifyTask:
     """Load the task.
 
     Raises:

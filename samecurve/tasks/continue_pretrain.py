@@ -7,6 +7,6 @@ pretraining (Ibrahim et al., 2024, arXiv:2403.08763). `data.mixture` can mix in 
 
 from __future__ import annotations
 
-from samecurve.tasks.pretrain import load
+from samecurve.tasks.pretrain import load_task
 
-__all__ = ["load"]
+__all__ = ["load_task"]

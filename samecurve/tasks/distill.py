@@ -79,14 +79,14 @@ class DistillTask(causal_lm.CausalTask):
         return {**metrics, "eval_loss": result.loss, "eval_label_loss": label_loss, "eval_divergence": divergence}
 
 
-def load(recipe: Recipe) -> DistillTask:
+def load_task(recipe: Recipe) -> DistillTask:
     """Load the task.
 
     Raises:
         ConfigurationError: for a teacher with another vocabulary.
         DataError: see `sft.load`.
     """
-    task = sft.load(recipe)
+    task = sft.load_task(recipe)
     _check_vocabulary(task.tokenizer, recipe)
     return DistillTask(task.tokenizer, task.splits, task.details, recipe=recipe)
 

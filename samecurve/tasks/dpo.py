@@ -96,7 +96,7 @@ class KtoTask(DpoTask):
         return super().metrics(EvalResult(losses.mean().item(), result.tokens, statistics))
 
 
-def load(recipe: Recipe) -> DpoTask:
+def load_task(recipe: Recipe) -> DpoTask:
     """Load the task. Raises as `pairwise.load_pairs` does."""
     make = KtoTask if recipe.dpo.loss == "kto" else DpoTask
     return make(*pairwise.load_pairs(recipe, _rows), recipe.dpo)

@@ -118,7 +118,7 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
         return features.unflatten(1, (rows.num_sequences, -1))
 
 
-def load(recipe: Recipe) -> EmbedTask:
+def load_task(recipe: Recipe) -> EmbedTask:
     """Load the task.
 
     Raises:

@@ -53,7 +53,7 @@ class MaskedTask(splits.LoadedTask[MaskedRows]):
         }
 
 
-def load(recipe: Recipe) -> MaskedTask:
+def load_task(recipe: Recipe) -> MaskedTask:
     """Load the task.
 
     Raises:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
 
-def load(recipe: Recipe) -> causal_lm.CausalTask:
+def load_task(recipe: Recipe) -> causal_lm.CausalTask:
     """Load the task. Raises as `causal_lm.load_causal_task` does."""
     find_source = partial(splits.find_text, recipe)
     text_tokenizer = causal_lm.load_tokenizer(recipe, find_source)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from samecurve.distributed.control_group import ControlGroup
 
 
-def load(recipe: Recipe) -> Task:
+def load_task(recipe: Recipe) -> Task:
     """Load the recipe's task with its tokenizer and rows. Raises DataError when the data cannot be used."""
-    return import_module(f".{recipe.task}", __package__).load(recipe)
+    return import_module(f".{recipe.task}", __package__).load_task(recipe)
 
 
 def load_on_all_ranks(recipe: Recipe, world: ControlGroup) -> Task:
@@ -29,13 +29,13 @@ def load_on_all_ranks(recipe: Recipe, world: ControlGroup) -> Task:
     # Rank 0 loads first, because it may have to tokenise; the others then read its cache.
     if world.is_main:
         try:
-            task = load(recipe)
+            task = load_task(recipe)
         except SamecurveError as error:
             problem = error
     problem = world.broadcast(problem)
     if problem is not None:
         raise problem
-    task = task or load(recipe)
+    task = task or load_task(recipe)
     fingerprints = [None if rows is None else rows.fingerprint for rows in (task.train, task.validation)]
     others = world.conclude(fingerprints, lambda every: [rank for rank, each in enumerate(every) if each != every[0]])
     if others:

@@ -57,7 +57,7 @@ class RewardTask(pairwise.PairTask[ScoredRows]):
         return labels != IGNORE_INDEX
 
 
-def load(recipe: Recipe) -> RewardTask:
+def load_task(recipe: Recipe) -> RewardTask:
     """Load the task. Raises as `pairwise.load_pairs` does."""
     return RewardTask(*pairwise.load_pairs(recipe, _rows, pads=True), recipe.reward)
 

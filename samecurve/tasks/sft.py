@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
 
 
-def load(recipe: Recipe) -> causal_lm.CausalTask:
+def load_task(recipe: Recipe) -> causal_lm.CausalTask:
     """Load the task.
 
     Raises:

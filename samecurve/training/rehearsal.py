@@ -66,7 +66,7 @@ class DoesNotFit(ConfigurationError):
     exit_code = 12
 
 
-class Stage(NamedTuple):
+class RehearsedStage(NamedTuple):
     """What one stage took.
 
     Attributes:
@@ -118,7 +118,7 @@ def rehearse(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> 
         SamecurveError: the run would fail for another reason; the class is that of the failure.
     """
     try:
-        plan, stages = _largest_that_fits(plan, ranks) if plan.recipe.batch.is_auto else (plan, run(plan, ranks))
+        plan, stages = _largest_that_fits(plan, ranks) if plan.recipe.batch.is_auto else (plan, run_stages(plan, ranks))
     except DoesNotFit as error:
         raise ConfigurationError(str(error)) from error
     if _has_main(ranks):
@@ -126,7 +126,7 @@ def rehearse(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> 
     return plan
 
 
-def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[Plan, list[Stage] | None]:
+def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[Plan, list[RehearsedStage] | None]:
     """Find the largest micro-batch size that fits, by bisection: each trial is a whole rehearsal.
 
     All ranks come to the same size, because their processes agree about each trial.
@@ -138,14 +138,14 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
         DoesNotFit: not even the smallest size fits.
     """
     sizes = candidates(plan.recipe.batch.rows_per_rank(plan.strategy.data_parallel_size)[0], plan.strategy)
-    found: tuple[Plan, list[Stage] | None] | None = None
+    found: tuple[Plan, list[RehearsedStage] | None] | None = None
     first, last = 0, len(sizes) - 1
     while first <= last:
         middle = (first + last) // 2
         batch = plan.recipe.batch.model_copy(update={"micro_batch_size": sizes[middle]})
         tried = replace(plan, recipe=plan.recipe.model_copy(update={"batch": batch}))
         try:
-            found = tried, run(tried, ranks)
+            found = tried, run_stages(tried, ranks)
             text = "fits"
             first = middle + 1
         except DoesNotFit as error:
@@ -172,8 +172,8 @@ def candidates(num_rows: int, strategy: Strategy) -> list[int]:
     return [size for size in sizes if not micro_batch_rule(name, -(-num_rows // size), ranks)]
 
 
-def run(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[Stage] | None:
-    """Rehearse in new processes and wait for their end. ranks: see `rehearse`.
+def run_stages(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[RehearsedStage] | None:
+    """Run the stages of a rehearsal in new processes and wait for their end. ranks: see `rehearse`.
 
     Returns:
         The stages, [] where `ranks` lacks rank 0; None if the run has no step left.
@@ -193,7 +193,7 @@ def run(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> list[
             return None
         if code:
             raise _error(code, read_status(folder / STATUS).get("reason", ""))
-        return [Stage(*values) for values in read_json(folder / REPORT)["stages"]] if is_main else []
+        return [RehearsedStage(*values) for values in read_json(folder / REPORT)["stages"]] if is_main else []
     finally:
         if is_main and not any((folder / name).exists() for name in EVIDENCE):
             shutil.rmtree(folder, ignore_errors=True)
@@ -264,7 +264,7 @@ def _error(code: int, reason: str) -> SamecurveError:
     return _ERRORS[code](text) if code in _ERRORS else PeerError(text, max(code, 1))
 
 
-def print_report(stages: list[Stage] | None) -> None:
+def print_report(stages: list[RehearsedStage] | None) -> None:
     """Print what each stage took, beside what is free. stages: the result of `run`."""
     if stages is None:
         print("rehearsal: the run has no step left", flush=True)

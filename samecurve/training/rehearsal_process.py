@@ -29,7 +29,7 @@ from samecurve.run.run_directory import RunDirectory
 from samecurve.storage.atomic import write_json
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.training import startup
-from samecurve.training.rehearsal import GIB, NOTHING_LEFT, REPORT, Assignment, DoesNotFit, Stage
+from samecurve.training.rehearsal import GIB, NOTHING_LEFT, REPORT, Assignment, DoesNotFit, RehearsedStage
 from samecurve.training.session import Context, Session
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ REMEDIES = {
 WRITING = ("checkpoint", "export")
 
 
-class Stages:
+class StageMeter:
     """Measures stages and gathers the measurements of all ranks."""
 
     def __init__(self, recipe: Recipe, device: torch.device, world: ControlGroup):
         self._recipe, self._device, self._world = recipe, device, world
         self._folder = Path(recipe.output_dir)
-        self.done: list[Stage] = []
+        self.done: list[RehearsedStage] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Stages:
         own = (peak_memory_bytes(self._device), _free_memory(self._device), self._written() - before, disk)
         peaks, free, written, disks = zip(*self._world.conclude(own, list), strict=True)
         largest = max(peaks)  # the disk is as rank 0 sees it, which writes last
-        self.done.append(Stage(name, seconds, largest, peaks.index(largest), min(free), written[0], disks[0]))
+        self.done.append(RehearsedStage(name, seconds, largest, peaks.index(largest), min(free), written[0], disks[0]))
         limit = self._recipe.memory.limit_gib
         if limit is not None and largest > limit * GIB:
             raise DoesNotFit(
@@ -131,10 +131,10 @@ def main() -> int:
     return 0 if stages else NOTHING_LEFT
 
 
-def _rehearse(context: Context, checkpoints: Path) -> list[Stage]:
+def _rehearse(context: Context, checkpoints: Path) -> list[RehearsedStage]:
     """Go through all stages. checkpoints: where the run's own checkpoints are."""
     recipe, run = context.recipe, context.run
-    stage = Stages(recipe, context.accelerator.device, context.world)
+    stage = StageMeter(recipe, context.accelerator.device, context.world)
     with stage("start"):
         built = startup.build_model(context)
         own, run.checkpoints = run.checkpoints, checkpoints
@@ -161,7 +161,7 @@ def _rehearse(context: Context, checkpoints: Path) -> list[Stage]:
     if recipe.export.enabled:
         with stage("export"):
             session.export()
-    _check_room(recipe, stage.done, num_kept)
+    check_room(recipe, stage.done, num_kept)
     return stage.done
 
 
@@ -178,7 +178,7 @@ def _update(session: Session, updates: int) -> int:
     return updates
 
 
-def _check_room(recipe: Recipe, stages: list[Stage], num_kept: int) -> None:
+def check_room(recipe: Recipe, stages: list[RehearsedStage], num_kept: int) -> None:
     """Raise StorageError if the run's checkpoints and its export will not fit on the disk together.
 
     num_kept: checkpoints that the run already has, which make room for later ones.

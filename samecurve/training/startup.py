@@ -19,6 +19,7 @@ from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import cudnn
 from samecurve.models.compilation import Recompilations
+from samecurve.models.skeleton import build_skeleton
 from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
@@ -70,7 +71,7 @@ def build_model(context: Context) -> Built:
     context.watch.phase("build")
     recipe = context.recipe
     task = registry.load_on_all_ranks(recipe, context.world)
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
     liger.check_family(recipe.model.kernels, skeleton.config.model_type)
     return Built(task, skeleton, resume_identity(context.plan, skeleton, task))

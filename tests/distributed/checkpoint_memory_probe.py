@@ -18,7 +18,7 @@ from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.run.metadata import resume_identity
 from samecurve.run.run_directory import RunDirectory
@@ -32,8 +32,8 @@ def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
-    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    task = registry.load_task(plan.recipe)
+    skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     for step, micro_batches in enumerate(StepBatches(task.train, 0, plan.recipe.batch, engine.shard, 2)):
         engine.step(micro_batches, 1e-3 * step)

@@ -11,7 +11,7 @@ import sys
 from samecurve.checkpoint.manager import Checkpoints
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.run.metadata import resume_identity
 from samecurve.run.run_directory import RunDirectory
@@ -24,8 +24,8 @@ def main() -> None:
     plan = preflight.plan(arguments, os.environ)
     run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
-    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    task = registry.load_task(plan.recipe)
+    skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), ControlGroup(), accelerator.print)
     engine = factory.build(accelerator, plan, skeleton, task)
     position = checkpoints.load(checkpoints.find(folder), engine)

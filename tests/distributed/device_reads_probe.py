@@ -16,7 +16,7 @@ from reads import Reads
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -25,7 +25,7 @@ from samecurve.tasks import registry
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
+    task = registry.load_task(plan.recipe)
     step_loss = task.step_loss
 
     def planted(*args: Any, **targets: Any) -> Any:
@@ -35,7 +35,7 @@ def main() -> None:
 
     if "PLANT_A_READ" in os.environ:
         task.step_loss, task.by_token = planted, False  # so that the whole logits come to the task
-    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens, task.head)
     engine = factory.build(accelerator, plan, skeleton, task)
     recipe = plan.recipe
     ahead = {"count": task.count, "start_sum": ControlGroup().start_sum}

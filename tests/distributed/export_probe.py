@@ -15,7 +15,7 @@ import torch
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.engines import factory
 from samecurve.export.hf_export import export
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -25,8 +25,8 @@ def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     recipe, folder = plan.recipe, Path(plan.recipe.output_dir)
     accelerator = factory.start(plan)
-    task = registry.load(recipe)
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    task = registry.load_task(recipe)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     kept, loss = [], task.loss
     task.loss = lambda logits, labels: kept.append((logits.detach().clone(), labels)) or loss(logits, labels)
     engine = factory.build(accelerator, plan, skeleton, task)

@@ -19,6 +19,7 @@ from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.engines import factory
 from samecurve.export.hf_export import export
 from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -30,7 +31,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan = preflight.plan(sys.argv[2:], os.environ)
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
+    task = registry.load_task(plan.recipe)
     loss, kept = task.loss, []
     task.loss = lambda logits, labels: kept.append((logits.detach().clone(), labels)) or loss(logits, labels)
     for start in sorted(folder.glob("*/start")):
@@ -44,7 +45,7 @@ def main() -> None:
 
 def trained(accelerator, plan, task, kept: list) -> dict:
     recipe = plan.recipe
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     steps = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=STEPS)
     losses = [engine.step(micro_batches, 1e-3).loss for micro_batches in steps]

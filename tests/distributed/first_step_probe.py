@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from samecurve.data.batches import StepBatches
 from samecurve.engines import factory, first_step
 from samecurve.errors import TopologyError
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -79,8 +79,8 @@ def main() -> None:
     accelerator = factory.start(plan)
     module = sys.modules[type_of_engine(plan)]
     module.FirstStep = Remembered
-    task = registry.load(plan.recipe)
-    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    task = registry.load_task(plan.recipe)
+    skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     batches = iter(StepBatches(task.train, plan.recipe.seed, plan.recipe.batch, engine.shard, 9))
 

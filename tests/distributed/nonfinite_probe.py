@@ -14,7 +14,7 @@ import torch
 
 from samecurve.data.batches import StepBatches
 from samecurve.engines import factory
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -33,7 +33,7 @@ class BrokenGradient(torch.autograd.Function):
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
+    task = registry.load_task(plan.recipe)
     intact, broken = task.loss, {"by": None}
 
     def loss(logits, labels):
@@ -44,7 +44,7 @@ def main() -> None:
         return BrokenGradient.apply(value) if broken["by"] == "gradient" else value
 
     task.loss = loss
-    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     batches = iter(StepBatches(task.train, plan.recipe.seed, plan.recipe.batch, engine.shard, 7))
     engine.step(next(batches), 1e-3)

@@ -22,7 +22,7 @@ from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
 from samecurve.run.metadata import resume_identity
@@ -40,8 +40,8 @@ def main() -> None:
         plan = preflight.plan(once([*sys.argv[2:], *overrides, f"output_dir={wanted['folder']}/{name}"]), os.environ)
         if accelerator is None:
             accelerator = factory.start(plan)
-            task = registry.load(plan.recipe)
-            skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+            task = registry.load_task(plan.recipe)
+            skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
         found = one(plan, accelerator, task, skeleton, wanted["origin"] and Path(wanted["origin"]) / name)
         if accelerator.is_main_process:
             with open(wanted["results"], "a", encoding="utf-8") as stream:

@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from samecurve.config.schema import Recipe
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.engines import factory
-from samecurve.models import weights
 from samecurve.models.compilation import Recompilations
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -32,7 +32,7 @@ STEPS = 3
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
+    task = registry.load_task(plan.recipe)
     found = {}
     for name, keys in json.loads(os.environ["CASES"]).items():
         recipe = Recipe.model_validate({**plan.recipe.model_dump(), **keys})
@@ -58,7 +58,7 @@ def calls(module_class) -> Iterator[list]:
 def measured(accelerator, plan, task) -> dict:
     torch._dynamo.reset()  # what an earlier case compiled may fit this one, too
     recipe, counter = plan.recipe, Recompilations(plan.recipe.compile != "off", print)
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     steps = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS)
     with nullcontext([]) if recipe.compile != "off" else calls(LlamaMLP) as counted:

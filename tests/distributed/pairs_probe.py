@@ -18,7 +18,7 @@ from samecurve.checkpoint.manager import Checkpoints
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
 from samecurve.run.metadata import resume_identity
@@ -33,8 +33,8 @@ def main() -> None:
     recipe = plan.recipe
     run = RunDirectory(recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
     accelerator = factory.start(plan)
-    task = registry.load(recipe)
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    task = registry.load_task(recipe)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     world = ControlGroup()
     checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), world, accelerator.print)
     engine = factory.build(accelerator, plan, skeleton, task)

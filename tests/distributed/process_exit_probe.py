@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from samecurve.engines import factory
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -16,8 +16,8 @@ from samecurve.tasks import registry
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
-    skeleton = weights.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    task = registry.load_task(plan.recipe)
+    skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     accelerator.print("ENGINE", engine.describe().engine)
     accelerator.wait_for_everyone()

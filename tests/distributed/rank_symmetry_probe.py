@@ -20,7 +20,7 @@ import train
 from samecurve.config.schema import Recipe
 from samecurve.data.batches import StepBatches
 from samecurve.engines import factory
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -46,7 +46,7 @@ def look() -> int:
 
 def measured(accelerator, plan, task) -> dict:
     recipe = plan.recipe
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     steps = list(StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS))
     each, live, results = engine.forward.with_contexts, [], []
@@ -76,7 +76,7 @@ def main() -> None:
     if cases:
         plan = preflight.plan(sys.argv[1:], os.environ)
         accelerator = factory.start(plan)
-        task = registry.load(plan.recipe)
+        task = registry.load_task(plan.recipe)
         found = {}
         for name, keys in cases.items():
             recipe = Recipe.model_validate({**plan.recipe.model_dump(), **keys})

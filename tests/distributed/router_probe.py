@@ -18,8 +18,8 @@ from tiny_families import round_trip_config
 from samecurve.config.schema import Model
 from samecurve.data.batches import StepBatches
 from samecurve.engines import factory
-from samecurve.models import weights
 from samecurve.models.hf_config import _fields
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -33,7 +33,7 @@ def main() -> None:
     folder, found = Path(sys.argv[1]), {}
     plan = preflight.plan(sys.argv[2:], os.environ)
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
+    task = registry.load_task(plan.recipe)
     for family in FAMILIES:
         for kind in ("sequence", "batch"):
             model = Model(config=config(family), router_loss=kind)
@@ -56,7 +56,7 @@ def config(family: str) -> dict:
 
 def trained(accelerator, plan, task) -> dict:
     recipe = plan.recipe
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     steps = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=STEPS)
     results = [engine.step(micro_batches, 1e-3) for micro_batches in steps]

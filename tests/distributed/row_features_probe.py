@@ -18,6 +18,7 @@ from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.engines import factory
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -26,11 +27,11 @@ from samecurve.tasks import registry
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
-    recipe, task = plan.recipe, registry.load(plan.recipe)
+    recipe, task = plan.recipe, registry.load_task(plan.recipe)
     task.features, task.statistics, task.loss = features, statistics, loss
     task.by_token = False  # what is asked here is of whole rows, which the chunked head does not see
     task.count = lambda labels, weight: int((labels != IGNORE_INDEX).sum())
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     held_out = weighted(EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard))
     found, evaluated = engine.features(held_out), engine.evaluate(held_out)
@@ -76,7 +77,7 @@ def loss(logits, labels, weight):
 
 
 def expected(skeleton, recipe, batches) -> dict:
-    whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
+    whole = construct(type(skeleton), skeleton.config, torch.device("cpu")).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
         weights.load_weights(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))

@@ -13,7 +13,7 @@ import torch
 
 from samecurve.engines import factory
 from samecurve.metrics.meter import peak_memory_bytes
-from samecurve.models import weights as model
+from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -22,8 +22,8 @@ from samecurve.tasks import registry
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
-    task = registry.load(plan.recipe)
-    skeleton = model.skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
+    task = registry.load_task(plan.recipe)
+    skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     weights = 4 * sum(parameter.numel() for parameter in skeleton.parameters())
     before = peak_memory_bytes(accelerator.device)
     engine = factory.build(accelerator, plan, skeleton, task)

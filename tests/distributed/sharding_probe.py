@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from samecurve.data.batches import StepBatches
 from samecurve.engines import factory
 from samecurve.interfaces.engine import dtype_name
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
@@ -46,8 +46,8 @@ class Collectives(TorchDispatchMode):
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator, recipe = factory.start(plan), plan.recipe
-    task = registry.load(recipe)
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens)
+    task = registry.load_task(recipe)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     if isinstance(engine.model, DistributedDataParallel):
         note_gradients(engine)

@@ -29,7 +29,8 @@ from transformers import (
 
 from samecurve.cli import commands
 from samecurve.config import loader
-from samecurve.models.weights import load_weights, skeleton
+from samecurve.models.skeleton import build_skeleton
+from samecurve.models.weights import load_weights
 from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -82,7 +83,7 @@ def overrides(workspace, rows, task: str) -> tuple[str, ...]:
     common += [f"evaluate={{path: {rows['held_out']}, every_steps: {STEPS}}}", "schedule.warmup_steps=2"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     common += ["data.chat=false"] if task == "reward" else []
-    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     family = FAMILIES[task]
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
@@ -147,8 +148,8 @@ def test_a_single_process_follows_a_loop_of_peft(workspace, rows, settings):
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    task = registry.load(made)
-    shape = skeleton(made, task.vocabulary_size, task.special_tokens, task.head)
+    task = registry.load_task(made)
+    shape = build_skeleton(made, task.vocabulary_size, task.special_tokens, task.head)
     with torch.no_grad():  # the same draw
         load_weights(shape, made, lambda name, tensor: trained[name].copy_(tensor), trained.keys())
     matrices, vectors = ([p for p in trained.values() if (p.dim() >= 2) == wanted] for wanted in (True, False))

@@ -91,7 +91,7 @@ def test_what_the_run_says_of_its_sources(workspace, overrides, single):
     data = single.facts["data"]
     assert [data[f"source {index}"]["weight"] for index in range(3)] == list(WEIGHTS.values())
     more = f"data.cache_dir={workspace.folder / 'cache'}"
-    task = registry.load(loader.load_recipe(str(workspace.recipe), [*overrides, more]))
+    task = registry.load_task(loader.load_recipe(str(workspace.recipe), [*overrides, more]))
     read = task.train.at_positions(np.arange(8 * STEPS), seed=3)
     counts = np.histogram(read, bins=np.cumsum([0, *map(len, task.train.parts)]))[0]
     assert np.abs(counts - 8 * STEPS * np.array(list(WEIGHTS.values()))).max() <= 1

@@ -47,7 +47,7 @@ def setting(workspace, data) -> Setting:
     common = [f"steps={STEPS}", "checkpoint.every_steps=5", f"data.path={data}", "batch.sequence_length=64"]
     common += [f"data.cache_dir={workspace.folder / 'cache'}", f"evaluate.every_steps={STEPS}"]
     common += ["batch.micro_batch_size=2"]
-    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), ["task=sft", *common]).recipe).tokenizer
+    tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), ["task=sft", *common]).recipe).tokenizer
     for name, seed, fields in (("student", 1, dict(LLAMA)), ("teacher", 2, dict(TEACHER))):
         more = 8 if name == "teacher" else 0  # an embedding may be padded
         config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer) + more, **fields)
@@ -73,7 +73,7 @@ def plain_loop(workspace, overrides):
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     whole = found.batch.model_copy(update={"micro_batch_size": 8})
     losses, norms, counts = [], [], []
-    for (batch,) in StepBatches(registry.load(found).train, found.seed, whole, (0, 1), STEPS):
+    for (batch,) in StepBatches(registry.load_task(found).train, found.seed, whole, (0, 1), STEPS):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
         divergence, label_loss, tokens = measured(student, teacher, batch)
         loss = ((1 - LABEL_WEIGHT) * divergence + LABEL_WEIGHT * label_loss) / tokens
@@ -131,7 +131,8 @@ def test_the_held_out_numbers_are_the_exports(strategy, workspace, setting):
     teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher).eval()
     with torch.no_grad():
         sums = [
-            measured(student, teacher, batch) for batch in EvaluationBatches(registry.load(found).validation, 1, (0, 1))
+            measured(student, teacher, batch)
+            for batch in EvaluationBatches(registry.load_task(found).validation, 1, (0, 1))
         ]
     divergence, label_loss, tokens = (float(sum(values)) for values in zip(*sums, strict=True))
     last = run.metrics[-1]

@@ -71,7 +71,7 @@ def _setting(workspace, files, family: str) -> Setting:
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"embed={{temperature: {TEMPERATURE}, pooling: {POOLING[family]}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
         fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
@@ -99,7 +99,7 @@ def plain_loop(workspace, files, family, overrides):
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     rows = [json.loads(line) for line in files["train"].read_text().splitlines()]
-    steps = StepBatches(registry.load(found).train, found.seed, found.batch, (0, 1), STEPS)
+    steps = StepBatches(registry.load_task(found).train, found.seed, found.batch, (0, 1), STEPS)
     losses, norms, counts = [], [], []
     for step in range(STEPS):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0

@@ -87,7 +87,7 @@ def setting(workspace, files, task: str, family: str) -> Setting:
     common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
         fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
@@ -124,7 +124,7 @@ def plain_loop(workspace, files, task, overrides):
 
 def labelled(found, path):
     """Each step's texts. Which ones those are is all that is asked of samecurve."""
-    steps = StepBatches(registry.load(found).train, found.seed, found.batch, (0, 1), STEPS)
+    steps = StepBatches(registry.load_task(found).train, found.seed, found.batch, (0, 1), STEPS)
     texts = [json.loads(line) for line in path.read_text().splitlines()]
     for step in range(STEPS):
         yield encoded(found.model.path, [texts[index] for index in steps.rows_of(step)])
@@ -140,7 +140,11 @@ def encoded(folder, rows):
 
 def hidden(found, path):
     for batches in StepBatches(
-        registry.load(found).train, found.seed, found.batch.model_copy(update={"micro_batch_size": 8}), (0, 1), STEPS
+        registry.load_task(found).train,
+        found.seed,
+        found.batch.model_copy(update={"micro_batch_size": 8}),
+        (0, 1),
+        STEPS,
     ):
         yield batches[0].inputs, batches[0].labels
 

@@ -60,7 +60,7 @@ def held_out_loss(workspace, model) -> tuple[float, int]:
     from samecurve.data.batches import EvaluationBatches
     from samecurve.tasks import registry
 
-    task = registry.load(loader.read_recipe(str(workspace.recipe)).recipe)
+    task = registry.load_task(loader.read_recipe(str(workspace.recipe)).recipe)
     total, tokens = 0.0, 0
     for batch in EvaluationBatches(task.validation, 8, (0, 1)):
         with torch.no_grad():

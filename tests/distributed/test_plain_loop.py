@@ -71,7 +71,7 @@ def batches(workspace, pretrained):
     from samecurve.tasks import registry
 
     overrides = [f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}"]
-    task = registry.load(loader.read_recipe(str(workspace.recipe), overrides).recipe)
+    task = registry.load_task(loader.read_recipe(str(workspace.recipe), overrides).recipe)
     whole = Batch(global_batch_size=8, micro_batch_size=8, sequence_length=32)
     for (batch,) in StepBatches(task.train, 3, whole, (0, 1), STEPS):
         last = torch.where(batch.labels != -100, batch.labels, 0)[:, -1:]

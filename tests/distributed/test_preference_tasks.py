@@ -77,7 +77,7 @@ def setting(workspace, files, task: str) -> Setting:
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={LENGTH}", "batch.micro_batch_size=2"]
     common += [f"dpo.beta={BETA}"] if task == "dpo" else []
-    loaded = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe)
+    loaded = registry.load_task(loader.read_recipe(str(workspace.recipe), common).recipe)
     assert loaded.train.num_dropped == 0 < loaded.train.num_truncated
     tokenizer, fields = loaded.tokenizer, dict(LLAMA)
     config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **fields)
@@ -98,7 +98,7 @@ def plain_loop(workspace, files, task, folder, overrides):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
-    steps = StepBatches(registry.load(found).train, found.seed, found.batch, (0, 1), STEPS)
+    steps = StepBatches(registry.load_task(found).train, found.seed, found.batch, (0, 1), STEPS)
     texts = [json.loads(line) for line in files["train"].read_text().splitlines()]
     losses, margins, norms = [], [], []
     for step in range(STEPS):

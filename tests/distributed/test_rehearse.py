@@ -88,7 +88,7 @@ def planned(workspace, tmp_path, monkeypatch):
 
 def failure(plan) -> SamecurveError:
     with pytest.raises(SamecurveError) as caught:
-        rehearsal.run(plan, [os.environ])  # by default the environment that the import found
+        rehearsal.run_stages(plan, [os.environ])  # by default the environment that the import found
     return caught.value
 
 
@@ -101,7 +101,7 @@ def test_an_evaluation_that_is_too_large_is_named(planned):
 
 @FULL
 def test_an_evaluation_within_the_limit_passes(planned):
-    stages = rehearsal.run(planned(*LARGE_EVALUATION, "batch.micro_batch_size=2"))
+    stages = rehearsal.run_stages(planned(*LARGE_EVALUATION, "batch.micro_batch_size=2"))
     assert [stage.name for stage in stages or []] == STAGES
 
 

@@ -47,7 +47,7 @@ def overrides(workspace, chats) -> tuple[str, ...]:
     common = ["task=sft", f"steps={STEPS}", f"data.path={chats}", f"data.cache_dir={workspace.folder / 'cache'}"]
     common += ["data.validation_fraction=0", "evaluate.every_steps=0", "checkpoint.every_steps=0"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
-    tokenizer = registry.load(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
+    tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     folder = workspace.folder / "chat_model"
     torch.manual_seed(1)
     fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
@@ -77,7 +77,7 @@ def plain_loop(workspace, chats, overrides):
 
 def batches(found, chats):
     """Each step's conversations, one a row. Which ones those are is all that is asked of samecurve."""
-    task = registry.load(found)
+    task = registry.load_task(found)
     conversations = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
     assert task.train.num_dropped == 0 and 0 < task.train.num_truncated < 100
     steps = StepBatches(task.train, found.seed, found.batch, (0, 1), STEPS)

@@ -92,7 +92,7 @@ class Grown(Section):
 def test_a_new_key_has_to_be_explained():
     assert reference.meanings(Grown) == {"old": "A meaning of two lines."}
     with pytest.raises(KeyError, match="new"):
-        list(reference._tables(Grown, "grown."))
+        list(reference.tables(Grown, "grown."))
 
 
 def test_the_reference_has_every_key():

@@ -27,7 +27,7 @@ from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.interfaces.task import InitialState
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
@@ -122,7 +122,7 @@ def save_models(folder: Path, recipe: dict, task: str) -> dict[str, Path]:
     if task in ("continue_pretrain", "distill"):  # these want a model's folder
         recipe = recipe | {"task": {"continue_pretrain": "pretrain", "distill": "sft"}[task]}
     plan = preflight.plan([write(folder, recipe)], os.environ)
-    tokenizer = registry.load(plan.recipe).tokenizer
+    tokenizer = registry.load_task(plan.recipe).tokenizer
     sizes, found = dict(recipe["model"]["config"]), {}
     config = AutoConfig.for_model(sizes.pop("model_type"), vocab_size=len(tokenizer), initializer_range=0.2, **sizes)
     config.pad_token_id = tokenizer.pad_token_id
@@ -140,10 +140,10 @@ def save_models(folder: Path, recipe: dict, task: str) -> dict[str, Path]:
 
 def train(plan, accelerator) -> tuple[int, list[list[int]], list[list[float]]]:
     """How many rows there are, the rows of each step, and its loss and gradient norm."""
-    recipe, task = plan.recipe, registry.load(plan.recipe)
+    recipe, task = plan.recipe, registry.load_task(plan.recipe)
     if recipe.task == "mlm":  # every token is hidden, so that nothing about it is random
         vars(task.train.masking).update(rate=1.0, masked=1.0, random=0.0)
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     engine = factory.build(accelerator, plan, skeleton, task)
     task.prepare(InitialState(engine, recipe, skeleton, ControlGroup(), lambda: None))
     batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, recipe.steps)

@@ -27,7 +27,8 @@ from samecurve.export.hf_export import export
 from samecurve.inference import loading
 from samecurve.models.hf_config import Head
 from samecurve.models.lora import is_adapter_weight, trained_shapes
-from samecurve.models.weights import build, load_weights, skeleton
+from samecurve.models.skeleton import build_skeleton, construct
+from samecurve.models.weights import load_weights
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER = {**SIZES, "max_position_embeddings": 80}
@@ -88,8 +89,8 @@ def base(case, tmp_path) -> Path:
 
 def filled(case: Case, base: Path, **fields):
     made = adapted_recipe(base, **fields)
-    shape = skeleton(made, 64, head=case.head)
-    model = build(type(shape), shape.config, torch.device("cpu"), made.adapter)
+    shape = build_skeleton(made, 64, head=case.head)
+    model = construct(type(shape), shape.config, torch.device("cpu"), made.adapter)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
         load_weights(shape, made, lambda name, tensor: tensors[name].copy_(tensor))
@@ -173,4 +174,4 @@ def test_a_head_is_not_drawn_where_the_adapter_lacks_it(case, base, tmp_path):
 @pytest.mark.parametrize("case", [CASES["llama reward"]], ids=["llama"])
 def test_a_head_cannot_be_a_target(case, base):
     with pytest.raises(ConfigurationError, match=r"no layer of this llama is called score; it has down_proj, gate"):
-        skeleton(adapted_recipe(base, target_modules=("q_proj", "score")), 64, head=case.head)
+        build_skeleton(adapted_recipe(base, target_modules=("q_proj", "score")), 64, head=case.head)

@@ -150,7 +150,7 @@ def load(folder: Path, task: str = "dpo", pad_token: str | None = None, **data) 
         tokenizer={"path": str(folder), "vocabulary_size": None, "pad_token": pad_token},
         batch={"global_batch_size": 1, "sequence_length": 128},
     )
-    return registry.load(recipe.model_copy(update={"task": task}))
+    return registry.load_task(recipe.model_copy(update={"task": task}))
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "completion"])

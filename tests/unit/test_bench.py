@@ -27,7 +27,7 @@ from samecurve.bench import (
     timing,
 )
 from samecurve.bench.gemm_shapes import Width
-from samecurve.bench.options import UNCHANGED, Measured, Variant
+from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant
 from samecurve.cli import commands
 from samecurve.cli.bench import collectives as command
 from samecurve.config import loader as recipe
@@ -268,7 +268,7 @@ def test_layers_of_an_adapted_model(adapted):
 def test_a_frozen_layer_has_no_gradient_of_its_own(monkeypatch):
     """A second for each multiplication of 1,000 tokens by (20, 30): 2 x 1.2e6 FLOPs in 2 seconds."""
     monkeypatch.setattr(matmul, "interleaved", lambda runs, rounds, at_least: dict.fromkeys(runs, 1.0))
-    frozen, trained = (matmul.Layer(("q_proj",), 5, 20, 30, trained) for trained in (False, True))
+    frozen, trained = (matmul.LayerShapes(("q_proj",), 5, 20, 30, trained) for trained in (False, True))
     times = [matmul.layer_time(layer, 1000, "fp32", CPU, 1.0) for layer in (frozen, trained)]
     assert [time.seconds for time in times] == [2, 3]
     assert [time.weight_gradient for time in times] == [None, 1]
@@ -297,7 +297,7 @@ def test_precisions_are_measured_side_by_side():
 
 
 def test_the_table_says_what_is_frozen(bench_matmul, adapted, monkeypatch):
-    monkeypatch.setattr("samecurve.models.weights.skeleton", lambda *_: adapted)
+    monkeypatch.setattr("samecurve.bench.matmul.build_skeleton", lambda *_: adapted)
     told, found = bench_matmul("fp32", "8")
     assert re.search(r"^lm_head +1 +8 -> 50 +\S+ +\S+ +frozen +\S+$", told, re.MULTILINE)
     assert re.search(r"^lora_A, lora_B +33 +8 -> 8( +[\d.e+-]+){4}$", told, re.MULTILINE)
@@ -309,7 +309,7 @@ def test_rates_by_hand(monkeypatch):
     """A second for each multiplication of 1,000 tokens by (20, 30): 3 x 1.2e6 FLOPs in 3 seconds."""
     monkeypatch.setattr(matmul, "interleaved", lambda runs, rounds, at_least: dict.fromkeys(runs, 1.0))
     monkeypatch.setattr(matmul, "seconds_of", lambda run, at_least: 2.0)
-    layer = matmul.Layer(("q_proj",), 5, 20, 30)
+    layer = matmul.LayerShapes(("q_proj",), 5, 20, 30)
     time = matmul.layer_time(layer, 1000, "fp32", CPU, 1.0)
     assert time.tflops == pytest.approx(1.2e-6) and time.seconds == 3
     assert matmul.tokens_per_second([time, time], 1000) == pytest.approx(1000 / 30)
@@ -443,7 +443,7 @@ def test_one_process_has_its_share_of_the_cores(host, processes, share):
 
 def test_a_share_that_cannot_be_given_is_refused(host, recipe_file, capsys, monkeypatch):
     """Before the data are tokenised."""
-    monkeypatch.setattr("samecurve.tasks.registry.load", None)
+    monkeypatch.setattr("samecurve.tasks.registry.load_task", None)
     command = ["bench", "dataloader", recipe_file, "--processes_per_host"]
     assert commands.main([*command, "9"]) == ConfigurationError.exit_code
     assert (
@@ -525,8 +525,8 @@ def test_kinds_of_options(monkeypatch, recipe_file):
 
 
 def test_verdicts_by_hand():
-    base = [Measured(100.0, 2.0, (4.0, 2.0)), Measured(50.0, 2.5, (4.0, 2.0))]  # the machine was busy in round 2
-    other = [Measured(150.0, 1.0, (9.0, 9.0)), Measured(60.0, 1.25, (4.0, 2.5))]
+    base = [MeasuredRun(100.0, 2.0, (4.0, 2.0)), MeasuredRun(50.0, 2.5, (4.0, 2.0))]  # the machine was busy in round 2
+    other = [MeasuredRun(150.0, 1.0, (9.0, 9.0)), MeasuredRun(60.0, 1.25, (4.0, 2.5))]
     among = [Variant(UNCHANGED), Variant("x")]
     same, found = options.verdicts({UNCHANGED: base, "x": other}, among)
     assert (same.ratio, same.memory_ratio, same.loss_difference) == (1, 1, 0)
@@ -535,7 +535,7 @@ def test_verdicts_by_hand():
     assert found.loss_difference == 0.25
     record = {"tokens_per_second": 1.0, "peak_memory_gib": 3.0, "loss": 5.0, "step_seconds": 14.0}
     metrics = [record, {**record, "tokens_per_second": 7.0, "peak_memory_gib": 1.0, "step_seconds": 2.0}]
-    assert Measured.from_metrics(metrics, 1) == Measured(7.0, 3.0, (5.0, 5.0), 2.0)
+    assert MeasuredRun.from_metrics(metrics, 1) == MeasuredRun(7.0, 3.0, (5.0, 5.0), 2.0)
 
 
 def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):

@@ -71,4 +71,4 @@ def test_where_torch_builds(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     folder = cpp_extension._get_build_directory("cpu_adam", verbose=False)
-    assert [str(path.parent) for path in op_build_locks._locks({"cpu_adam"}, os.environ)] == [folder]
+    assert [str(path.parent) for path in op_build_locks.lock_files({"cpu_adam"}, os.environ)] == [folder]

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from samecurve.config.schema import Recipe
 from samecurve.errors import DataError
 from samecurve.interfaces.task import Task
-from samecurve.models.weights import load_weights, skeleton
+from samecurve.models.skeleton import build_skeleton
+from samecurve.models.weights import load_weights
 from samecurve.tasks import registry
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -58,8 +59,8 @@ CHATML = {"tokenizer": {"chat_template": "chatml"}}
 
 
 def filled(recipe: Recipe) -> tuple[Task, torch.nn.Module, dict[str, torch.Tensor]]:
-    task = registry.load(recipe)
-    model = skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    task = registry.load_task(recipe)
+    model = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     found = {}
     load_weights(model, recipe, lambda name, tensor: found.__setitem__(name, tensor.clone()))
     return task, model, found
@@ -68,7 +69,7 @@ def filled(recipe: Recipe) -> tuple[Task, torch.nn.Module, dict[str, torch.Tenso
 def test_a_base_model_has_no_template_and_is_told_of_one(tmp_path):
     base_model(tmp_path / "base", 257, tied=True)
     with pytest.raises(DataError, match="no chat template; .*tokenizer.chat_template .* chatml"):
-        registry.load(made(tmp_path))
+        registry.load_task(made(tmp_path))
 
 
 @pytest.mark.parametrize("num_rows", [264, 257])
@@ -93,7 +94,7 @@ def test_its_tokens_are_added_and_the_end_of_a_turn_is_trained(num_rows, tied, t
 
 def test_what_is_exported_is_read_without_the_recipe(tmp_path):
     base_model(tmp_path / "base", 257, tied=True)
-    task = registry.load(made(tmp_path, **CHATML))
+    task = registry.load_task(made(tmp_path, **CHATML))
     task.tokenizer.save_pretrained(tmp_path / "again")
     again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "again")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

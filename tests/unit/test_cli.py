@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from samecurve.bench import jobs
-from samecurve.bench.jobs import Job, Outcome
+from samecurve.bench.jobs import Outcome, StrategyJob
 from samecurve.cli import commands, compare, summary
 from samecurve.config import loader, rules_memory
 from samecurve.errors import ConfigurationError
@@ -144,9 +144,9 @@ def test_unknown_strategy(strategies):
 
 
 def test_commands():
-    single = jobs.command(Job("single", None, 1), "r.yaml", ["steps=3"], Path("out"))
+    single = jobs.command(StrategyJob("single", None, 1), "r.yaml", ["steps=3"], Path("out"))
     assert single == [sys.executable, "train.py", "r.yaml", "steps=3", "output_dir=out", "checkpoint.mirror=null"]
-    ddp = jobs.command(Job("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"))
+    ddp = jobs.command(StrategyJob("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"))
     assert ddp[1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "output_dir=out", "checkpoint.mirror=null"),
@@ -224,7 +224,9 @@ def test_what_is_compared_in_which_precision(more, given, precision, tolerance, 
 
 
 def run_job(directory, code):
-    return jobs.run(Job("ddp", None, 1), [sys.executable, "-c", code], directory, on_progress=lambda steps: None)
+    return jobs.run(
+        StrategyJob("ddp", None, 1), [sys.executable, "-c", code], directory, on_progress=lambda steps: None
+    )
 
 
 def test_a_job_that_works(tmp_path):
@@ -291,7 +293,8 @@ def test_no_job_outlives_the_comparison(number, code, tmp_path):
         "import signal, sys; from pathlib import Path\n"
         "from samecurve.cli import commands as cli, summary; from samecurve.bench import jobs\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
-        f"job = jobs.Job('ddp', None, 1), [sys.executable, '-c', {training!r}], Path({str(tmp_path / 'ddp')!r})\n"
+        f"command, folder = [sys.executable, '-c', {training!r}], Path({str(tmp_path / 'ddp')!r})\n"
+        "job = jobs.StrategyJob('ddp', None, 1), command, folder\n"
         "summary.run = lambda _: jobs.run(*job, on_progress=print)\n"
         "sys.exit(cli.main(['summary', '.']))"
     )
@@ -314,7 +317,7 @@ def outcome(name, losses, norms=None, reason="", refused=False):
         for loss, norm, seconds in zip(losses, norms or [1.0] * len(losses), [10.0, 1.0, 3.0], strict=False)
     ]
     run = {"engine": "E", "world_size": 2}
-    return Outcome(Job(name, None, 2), run, metrics, reason, refused, Path("log"))
+    return Outcome(StrategyJob(name, None, 2), run, metrics, reason, refused, Path("log"))
 
 
 def test_table_by_hand():

@@ -110,7 +110,7 @@ def test_functions_of_the_library():
 
 def test_a_trained_tokenizer_has_a_template_and_its_markers(tmp_path, capsys):
     recipe = make_recipe(tmp_path, jsonl(tmp_path / "a.jsonl", *[GOOD] * 3))
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     trained, tokenised = capsys.readouterr().out.splitlines()
     assert ": 6 texts, " in trained and ": 3 documents, " in tokenised  # each row has two turns
     assert task.tokenizer.eos_token == "<|im_end|>"
@@ -129,17 +129,17 @@ def test_a_template_of_the_users_own(tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}")
     path = jsonl(tmp_path / "a.jsonl", GOOD)
     recipe = make_recipe(tmp_path, path, tokenizer={"chat_template": str(tmp_path / "t.jinja")})
-    loaded = registry.load(recipe).tokenizer
+    loaded = registry.load_task(recipe).tokenizer
     assert loaded.apply_chat_template(GOOD["messages"], tokenize=False) == "a b<|im_end|>c<|im_end|>"
 
 
 def test_the_cache_is_found_again_and_not_with_other_marks(tmp_path, monkeypatch):
     path = jsonl(tmp_path / "a.jsonl", *[GOOD] * 3)
     recipes = [make_recipe(tmp_path, path, data={"train_on": choice}) for choice in ("assistant", "all")]
-    first, other = (registry.load(recipe).train.fingerprint for recipe in recipes)
+    first, other = (registry.load_task(recipe).train.fingerprint for recipe in recipes)
     assert first != other
     monkeypatch.setattr(conversation.ConversationSource, "_rows", lambda self: pytest.fail("read again"))
-    assert registry.load(recipes[0]).train.fingerprint == first
+    assert registry.load_task(recipes[0]).train.fingerprint == first
 
 
 def text(*lines: str | bytes, name: str = "a.jsonl"):
@@ -390,7 +390,7 @@ def test_what_cannot_be_used_is_told_with_its_place_and_its_fix(tmp_path, name):
     batch = {"global_batch_size": options.get("batch", 1), "sequence_length": options.get("length", 64)}
     recipe = make_recipe(tmp_path, write(tmp_path), data=data, batch=batch)
     with pytest.raises(DataError) as caught:
-        registry.load(recipe)
+        registry.load_task(recipe)
     check_message(str(caught.value).replace(str(tmp_path), "T"), *row)
     assert not list((tmp_path / "cache").glob("tokens/*")) or name in ("few rows", "nothing left", "nothing held out")
 
@@ -425,7 +425,7 @@ def test_a_tokenizer_without_a_template_or_an_end(tmp_path):
     for special, message in (({"eos_token": "</s>"}, "no chat template; use a"), ({}, "no eos_token; name one in")):
         chosen = {"path": save_tokenizer(tmp_path, **special), "vocabulary_size": None}
         with pytest.raises(DataError, match=message) as caught:
-            registry.load(make_recipe(tmp_path, path, tokenizer=chosen))
+            registry.load_task(make_recipe(tmp_path, path, tokenizer=chosen))
         assert str(caught.value).startswith(chosen["path"])
 
 
@@ -438,7 +438,7 @@ def test_all_rows_are_looked_at_before_the_first_is_tokenised(tmp_path):
         tokenizer={**chosen, "chat_template": str(tmp_path / "t.jinja")},
     )
     with pytest.raises(DataError, match="2 rows cannot be used"):
-        registry.load(recipe)
+        registry.load_task(recipe)
 
 
 class Ranks:
@@ -459,14 +459,14 @@ def test_what_rank_0_cannot_use_is_every_ranks_error(tmp_path, monkeypatch):
     recipe = make_recipe(tmp_path, text("no")(tmp_path))
     with pytest.raises(DataError, match="invalid JSON"):
         registry.load_on_all_ranks(recipe, Ranks(0))
-    monkeypatch.setattr(registry, "load", lambda recipe: pytest.fail("read before rank 0 had"))
+    monkeypatch.setattr(registry, "load_task", lambda recipe: pytest.fail("read before rank 0 had"))
     with pytest.raises(DataError, match="told by rank 0"):
         registry.load_on_all_ranks(recipe, Ranks(1, DataError("told by rank 0")))
 
 
 def test_ranks_that_read_other_data_are_told(tmp_path):
     recipe = make_recipe(tmp_path, jsonl(tmp_path / "a.jsonl", GOOD))
-    fingerprint = registry.load(recipe).train.fingerprint
+    fingerprint = registry.load_task(recipe).train.fingerprint
     assert registry.load_on_all_ranks(recipe, Ranks(0, [fingerprint, None])).train.fingerprint == fingerprint
     with pytest.raises(DataError, match="the data or the tokenizer of rank 1 differ from those of rank 0"):
         registry.load_on_all_ranks(recipe, Ranks(0, ["other", None]))

@@ -56,6 +56,6 @@ def test_varying_widths_share_plans_unless_the_user_says_otherwise(enabled, monk
 
 def test_the_header_says_why_the_kernels_are_off():
     facts = {"attention": "sdpa", "recipe": {"batch": {"sequence_length": 704}}}
-    assert console._attention(facts | {"cudnn_attention": "on"}) == "sdpa"
-    told = console._attention(facts | {"cudnn_attention": "off"})
+    assert console.attention_line(facts | {"cudnn_attention": "on"}) == "sdpa"
+    told = console.attention_line(facts | {"cudnn_attention": "off"})
     assert "without cuDNN" in told and "704 tokens" in told

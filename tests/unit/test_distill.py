@@ -91,8 +91,8 @@ def teacher(folder, tokenizer, size):
 
 
 def test_metrics_tell_the_two_losses_apart(tmp_path):
-    tokenizer = registry.load(made(tmp_path).model_copy(update={"task": "sft"})).tokenizer
-    found = registry.load(made(tmp_path, teacher(tmp_path / "t", tokenizer, 320), label_weight=0.5))
+    tokenizer = registry.load_task(made(tmp_path).model_copy(update={"task": "sft"})).tokenizer
+    found = registry.load_task(made(tmp_path, teacher(tmp_path / "t", tokenizer, 320), label_weight=0.5))
     assert found.teacher.model.path == str(tmp_path / "t") and found.teacher.model.config is None
     found.splits = replace(found.splits, validation=found.train)
     tokens = found.train.num_targets
@@ -104,7 +104,7 @@ def test_metrics_tell_the_two_losses_apart(tmp_path):
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
-    tokenizer = registry.load(made(tmp_path).model_copy(update={"task": "sft"})).tokenizer
+    tokenizer = registry.load_task(made(tmp_path).model_copy(update={"task": "sft"})).tokenizer
     tokenizer.add_tokens(["more"])
     with pytest.raises(ConfigurationError, match="has other ids for 1 tokens, for example .* for 'more', .* None"):
-        registry.load(made(tmp_path, teacher(tmp_path / "t", tokenizer, 400)))
+        registry.load_task(made(tmp_path, teacher(tmp_path / "t", tokenizer, 400)))

@@ -14,14 +14,14 @@ import pytest
 from samecurve.config.loader import load_recipe
 from samecurve.doctor import findings, host, host_checks, shared_folder, world_checks
 from samecurve.doctor.findings import Finding
-from samecurve.doctor.host import Gpu, HostFacts
+from samecurve.doctor.host import HostFacts, InstalledGpu
 from samecurve.errors import ConfigurationError
-from samecurve.launch.hosts import Host, read_hostfile
+from samecurve.launch.hosts import HostSlots, read_hostfile
 from samecurve.strategy import slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {"memlock": -1, "nofile": 65536}
-GPU = Gpu(0, "NVIDIA H100 80GB HBM3", 81559, 4, "00000000:18:00.0", 0)
+GPU = InstalledGpu(0, "NVIDIA H100 80GB HBM3", 81559, 4, "00000000:18:00.0", 0)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def facts(tmp_path_factory) -> HostFacts:
 
 
 def check(facts: HostFacts, **needed: int) -> list[Finding]:
-    return list(host_checks.check(facts, needed, None, None))
+    return list(host_checks.check_host(facts, needed, None, None))
 
 
 def problems(found: list[Finding]) -> list[str]:
@@ -127,7 +127,7 @@ def test_every_pair_meets_once_in_disjoint_rounds(count):
 def test_hostfiles(tmp_path):
     path = tmp_path / "hostfile"
     path.write_text("# two nodes\nnode1 slots=8\nnode2   slots = 4  # half\n\nnode3\n")
-    assert read_hostfile(str(path)) == [Host("node1", 8), Host("node2", 4), Host("node3", 1)]
+    assert read_hostfile(str(path)) == [HostSlots("node1", 8), HostSlots("node2", 4), HostSlots("node3", 1)]
     path.write_text("node1 slots=8\nnode2 slots=many\nnode1\n")
     with pytest.raises(ConfigurationError) as caught:
         read_hostfile(str(path))

@@ -62,10 +62,10 @@ def test_parts_are_drawn_as_the_whole(length):
 @pytest.mark.parametrize(("shape", "axis"), [((4, 6, 5), 0), ((7, 8), 1), ((7, 2**19), -1)])
 def test_parts_of_a_mask(shape, axis):
     """Heads of (head, query, key), features of (token, feature): all ranks together draw the mask of one process."""
-    whole = dropout.Place(fixed_keys(3), "dropout", 0, None).drop(torch.ones(3, *shape), 0.3)
+    whole = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, None).drop(torch.ones(3, *shape), 0.3)
     axis = axis + 1 if axis >= 0 else axis
     for index, expected in enumerate(whole.chunk(2, axis)):
-        place = dropout.Place(fixed_keys(3), "dropout", 0, dropout.Part(axis, index, 2))
+        place = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, dropout.Part(axis, index, 2))
         assert torch.equal(place.drop(torch.ones_like(expected), 0.3), expected), index
 
 
@@ -73,9 +73,9 @@ def test_parts_of_a_mask(shape, axis):
 def test_chunks_of_a_mask(chunks):
     """A rank with the first and the last of four chunks of tokens, or with consecutive ones."""
     values = torch.ones(3, 8, 5)
-    whole, count = dropout.Place(fixed_keys(3), "dropout", 0, None).drop(values, 0.3), 2 * len(chunks)
+    whole, count = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, None).drop(values, 0.3), 2 * len(chunks)
     expected = torch.cat([whole.chunk(count, dim=1)[chunk] for chunk in chunks], dim=1)
-    found = dropout.Place(fixed_keys(3, chunks), "dropout", 0, None).drop(torch.ones_like(expected), 0.3)
+    found = dropout.DropoutPlace(fixed_keys(3, chunks), "dropout", 0, None).drop(torch.ones_like(expected), 0.3)
     assert torch.equal(found, expected)
 
 

@@ -24,6 +24,7 @@ from samecurve.errors import ConfigurationError, DataError
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses import contrastive
 from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.tasks import registry
 
 BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -48,7 +49,7 @@ def made(tmp_path, rows=ROWS, **changes) -> Recipe:
 
 
 def test_a_row_is_what_the_tokenizer_makes_of_each_of_its_texts(tmp_path):
-    task = registry.load(made(tmp_path))
+    task = registry.load_task(made(tmp_path))
     arrays = task.train[np.array([2, 0])]
     assert arrays.inputs["input_ids"].shape == (2, 3, 8) and arrays.labels.tolist() == [0, 0]
     assert (arrays.inputs["attention_mask"] == arrays.targets["attention_mask"]).all()
@@ -76,13 +77,13 @@ def arrays_of(task) -> dict:
     ],
 )
 def test_which_columns_are_negatives(tmp_path, columns, expected):
-    task = registry.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n}", **columns} for n in range(2)]))
+    task = registry.load_task(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n}", **columns} for n in range(2)]))
     assert task.train.num_sequences == 2 + len(expected)
     for nth, column in enumerate(expected, start=2):
         ids = task.tokenizer(columns[column])["input_ids"]
         assert arrays_of(task)["input_ids"][0, nth][: len(ids)].tolist() == ids
     named = {"negative_columns": [], "anchor_column": "positive", "positive_column": "anchor"}
-    swapped = registry.load(made(tmp_path, ROWS, data=named))
+    swapped = registry.load_task(made(tmp_path, ROWS, data=named))
     assert swapped.train.num_sequences == 2 and swapped.train.fingerprint != task.train.fingerprint
 
 
@@ -136,7 +137,7 @@ def test_the_context_has_the_loss_and_its_gradient_in_any_number_of_parts(monkey
 
 def test_the_tasks_loss_is_that_of_all_rows_with_its_gradient(tmp_path):
     """Also where the rows come in two parts, and with the tokens' states as what is trained."""
-    task = registry.load(made(tmp_path))
+    task = registry.load_task(made(tmp_path))
     torch.manual_seed(0)
     states = torch.randn(12, 8, 6, requires_grad=True)
     mask = torch.from_numpy(arrays_of(task)["attention_mask"]).flatten(0, 1)
@@ -166,7 +167,7 @@ def test_pooling_by_hand(pooling, expected):
 
 def test_metrics_by_hand(tmp_path):
     """Four rows on a circle. The third row's positive is behind one nearer text; the fourth's text is the first's."""
-    task = registry.load(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n % 3}"} for n in range(4)]))
+    task = registry.load_task(made(tmp_path, [{"anchor": f"a{n}", "positive": f"p{n % 3}"} for n in range(4)]))
     task.splits = task.splits.__class__(task.train, task.train, 0, {})
     degrees = torch.tensor([[0, 10], [50, 60], [62, 80], [0, 10.0]])
     angles = torch.deg2rad(degrees)
@@ -202,13 +203,13 @@ BAD = [
 @pytest.mark.parametrize(("rows", "data", "row"), BAD)
 def test_what_cannot_be_used_is_told_with_its_place(tmp_path, rows, data, row):
     with pytest.raises(DataError) as caught:
-        registry.load(made(tmp_path, rows, data=data))
+        registry.load_task(made(tmp_path, rows, data=data))
     check_message(str(caught.value).replace(str(tmp_path), "T"), *row)
 
 
 def test_an_anchor_is_on_one_side_only(tmp_path):
     rows = [{"anchor": f"question {n // 5}", "positive": f"answer {n}"} for n in range(100)]
-    task = registry.load(made(tmp_path, rows, data={"validation_fraction": 0.3}))
+    task = registry.load_task(made(tmp_path, rows, data={"validation_fraction": 0.3}))
     assert len(task.train) % 5 == len(task.validation) % 5 == 0 and len(task.validation) > 0
 
 
@@ -222,11 +223,11 @@ def test_the_standard_library_is_something_to_search_in(tmp_path):
 
 
 def skeleton(recipe, task):
-    return weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    return build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
 
 
 def test_a_pretrained_base_is_found_under_any_prefix_and_has_no_pooler(tmp_path):
-    task = registry.load(made(tmp_path))
+    task = registry.load_task(made(tmp_path))
     config = AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size)
     for name, stored in (("with_head", BertForMaskedLM(config)), ("bare", AutoModel.from_config(config))):
         folder = tmp_path / name
@@ -241,7 +242,7 @@ def test_a_pretrained_base_is_found_under_any_prefix_and_has_no_pooler(tmp_path)
 
 
 def test_the_names_of_the_first_berts_are_known(tmp_path):
-    task = registry.load(made(tmp_path))
+    task = registry.load_task(made(tmp_path))
     folder = tmp_path / "old"
     stored = BertForMaskedLM(AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size))
     stored.save_pretrained(folder)
@@ -264,11 +265,11 @@ def test_models_that_do_not_fit(tmp_path):
     fields = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     recipe = made(tmp_path, model={"config": fields})
     with pytest.raises(ConfigurationError, match="t5 is not a model that gives each token of a text a state"):
-        skeleton(recipe, registry.load(recipe))
+        skeleton(recipe, registry.load_task(recipe))
 
 
 def test_what_sentence_transformers_is_told(tmp_path):
-    task = registry.load(made(tmp_path, embed=Embed(pooling="last").model_dump()))
+    task = registry.load_task(made(tmp_path, embed=Embed(pooling="last").model_dump()))
     task.save_task_files(tmp_path, AutoConfig.for_model(**BERT))
     listed = json.loads((tmp_path / "modules.json").read_text())
     assert [module["path"] for module in listed] == ["", "1_Pooling", "2_Normalize"]

@@ -161,7 +161,7 @@ def test_an_adapters_own_matrices_are_multiplied_as_before():
     ("fields", "pads"), [({}, False), ({"packing": False}, True), ({"micro_batch_size": 3, "sequence_length": 8}, True)]
 )
 def test_tokens_that_are_no_multiple_of_16_are_padded(fields, pads):
-    assert fp8._pads(recipe("tensorwise", **fields)) is pads
+    assert fp8.pads_inner_dimension(recipe("tensorwise", **fields)) is pads
 
 
 def test_a_gpu_that_has_no_such_products_is_refused(monkeypatch):
@@ -233,5 +233,5 @@ def test_4bit_weights_have_products_of_their_own():
 )
 def test_the_header_advises_to_compile_on_a_gpu(device, compile, advises):
     facts = {"device": device, "recipe": {"fp8": "rowwise", "compile": compile}, "num_fp8_modules": 7}
-    assert ("set compile: regional" in console._fp8(facts)) == advises
-    assert console._fp8(facts).startswith("rowwise: the products of 7 linear modules")
+    assert ("set compile: regional" in console.fp8_line(facts)) == advises
+    assert console.fp8_line(facts).startswith("rowwise: the products of 7 linear modules")

@@ -342,13 +342,15 @@ def test_a_case_that_the_minutes_cut_off_is_no_row(tmp_path, monkeypatch, capsys
         def longest(self, case):
             return 40.0
 
-    bench_gpu._measure([case], Kept(), None, limit=100.0, seconds=60.0)
+    bench_gpu.measure_cases([case], Kept(), None, limit=100.0, seconds=60.0)
     assert not added and "cut off by --minutes" in capsys.readouterr().out
-    bench_gpu._measure([case], Kept(), None, limit=50.0, seconds=60.0)
+    bench_gpu.measure_cases([case], Kept(), None, limit=50.0, seconds=60.0)
     assert added == [case]
-    bench_gpu._measure([case], Kept(), None, limit=50.0, seconds=1.0)
+    bench_gpu.measure_cases([case], Kept(), None, limit=50.0, seconds=1.0)
     assert added == [case] and "1 cases are left" in capsys.readouterr().out
-    bench_gpu._measure([case], Kept(), None, limit=30.0, seconds=35.0)  # less than others took, but that may be enough
+    bench_gpu.measure_cases(
+        [case], Kept(), None, limit=30.0, seconds=35.0
+    )  # less than others took, but that may be enough
     assert added == [case, case]
 
 
@@ -360,7 +362,7 @@ def test_a_slow_case_has_a_limit_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "measure", lambda case, places, limit: limits.append(limit) or {"state": "done"})
     monkeypatch.setattr(bench_gpu, "_told", lambda row: "")
     kept = SimpleNamespace(add=lambda case, row: None, longest=lambda case: 40.0)
-    bench_gpu._measure(chosen(CASES, ["8b-offload", "3b-offload"]), kept, None, limit=300.0, seconds=1e6)
+    bench_gpu.measure_cases(chosen(CASES, ["8b-offload", "3b-offload"]), kept, None, limit=300.0, seconds=1e6)
     assert limits == [600.0, 300.0]
 
 
@@ -374,7 +376,7 @@ def test_a_case_is_not_begun_that_the_minutes_would_cut_off(tmp_path, monkeypatc
     assert (kept.longest(other), kept.longest(small)) == (80.0, bench_gpu.SHORTEST_SECONDS)
     begun = []
     monkeypatch.setattr(runs, "measure", lambda case, *_: begun.append(case.name) or done(definition=case.definition))
-    bench_gpu._measure([other, small], kept, None, limit=300.0, seconds=60.0)
+    bench_gpu.measure_cases([other, small], kept, None, limit=300.0, seconds=60.0)
     assert begun == ["1b"]
 
 

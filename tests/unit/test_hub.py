@@ -273,14 +273,14 @@ def test_every_task_trains_on_one_split_and_measures_on_the_other(task, tmp_path
     monkeypatch.setattr(hub, "read_hub_split", lambda name, chosen: asked.append(chosen) or made_split(name, chosen))
     monkeypatch.chdir(tmp_path)
     Path("r.json").write_text(json.dumps(CONTENT | {"task": task}))
-    task = registry.load(loader.load_recipe("r.json"))
+    task = registry.load_task(loader.load_recipe("r.json"))
     assert len(task.train) == 9 and len(task.validation) == 4
     assert {chosen.split for chosen in asked} == {"train", "validation"}
     assert {chosen.revision for chosen in asked} == {"v1"}
     assert task.origin == "org/name, config default, split train, commit v1"
     assert identity(transformers.LlamaConfig(), task)["data"]["hub"] == task.origin == task.describe()["hub"]
     others = ["data.split=test", "data.config=b", "data.revision=v2"]
-    prints = {registry.load(loader.load_recipe("r.json", [other])).train.fingerprint for other in others}
+    prints = {registry.load_task(loader.load_recipe("r.json", [other])).train.fingerprint for other in others}
     assert len(prints | {task.train.fingerprint}) == 4
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from samecurve.cli.commands import main
-from samecurve.launch.hosts import Host, select
+from samecurve.launch.hosts import HostSlots, select
 from samecurve.launch.target import LAUNCHERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,7 +178,7 @@ def test_slots_are_counted_as_deepspeed_does(include, exclude):
     from deepspeed.launcher.runner import parse_inclusion_exclusion
 
     expected = parse_inclusion_exclusion({"node1": 4, "node2": 4}, include, exclude)
-    found = select([Host("node1", 4), Host("node2", 4)], include, exclude)
+    found = select([HostSlots("node1", 4), HostSlots("node2", 4)], include, exclude)
     assert [(host.name, host.slots) for host in found] == [(name, len(slots)) for name, slots in expected.items()]
 
 

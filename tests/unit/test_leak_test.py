@@ -100,9 +100,9 @@ def test_padding(verdict, monkeypatch):
 def test_a_window_around_a_boundary_by_hand():
     """Documents of 300 and 200 tokens: 128 of the first remain, counted from 0, and 128 of the second."""
     positions = torch.cat([torch.arange(300), torch.arange(200)])[None]
-    place = leak_test._boundary({"position_ids": positions})
+    place = leak_test.document_boundary({"position_ids": positions})
     assert place == 300
     cut = leak_test._window({"position_ids": positions, "input_ids": torch.arange(500)[None]}, place)
     assert cut["position_ids"].tolist() == [[*range(128), *range(128)]]
     assert cut["input_ids"].tolist() == [list(range(172, 428))]
-    assert leak_test._documents(cut) == [slice(0, 128), slice(128, 256)]
+    assert leak_test.documents_of(cut) == [slice(0, 128), slice(128, 256)]

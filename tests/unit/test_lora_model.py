@@ -20,8 +20,9 @@ from samecurve.export.hf_export import export
 from samecurve.models.flops import token_flops
 from samecurve.models.lora import is_adapted, is_adapter_weight, trained_shapes, weights_fingerprint
 from samecurve.models.pipeline_split import sequential, split_layers
+from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import header, weight_files
-from samecurve.models.weights import build, load_weights, skeleton
+from samecurve.models.weights import load_weights
 
 IDS = torch.arange(32).view(2, 16)
 
@@ -47,8 +48,8 @@ def adapted_recipe(path, seed=0, **fields) -> SimpleNamespace:
 
 def filled(made, names=None):
     """A model of the recipe on the CPU."""
-    shape = skeleton(made, 64)
-    model = build(type(shape), shape.config, torch.device("cpu"), made.adapter)
+    shape = build_skeleton(made, 64)
+    model = construct(type(shape), shape.config, torch.device("cpu"), made.adapter)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
         load_weights(shape, made, lambda name, tensor: tensors[name].copy_(tensor), names)
@@ -158,14 +159,14 @@ def test_what_cannot_be_merged(folders, tmp_path, capsys):
 )
 def test_targets_that_are_not_there(folders, family, target, text):
     with pytest.raises(ConfigurationError) as caught:
-        skeleton(adapted_recipe(folders[family], target_modules=target), 64)
+        build_skeleton(adapted_recipe(folders[family], target_modules=target), 64)
     assert text in str(caught.value)
 
 
 def test_targets_by_name_and_by_pattern(folders):
-    by_name = trained_shapes(skeleton(adapted_recipe(folders["llama"], target_modules=("q_proj",)), 64))
+    by_name = trained_shapes(build_skeleton(adapted_recipe(folders["llama"], target_modules=("q_proj",)), 64))
     pattern = r"model\.layers\.1\..*(q|v)_proj"
-    by_pattern = trained_shapes(skeleton(adapted_recipe(folders["llama"], target_modules=pattern), 64))
+    by_pattern = trained_shapes(build_skeleton(adapted_recipe(folders["llama"], target_modules=pattern), 64))
     assert {name.split(".")[2:5:2] == ["0", "q_proj"] or ".1." in name for name in by_name} == {True}
     assert len(by_name) == len(by_pattern) == 4
     assert all(name.startswith("model.layers.1.self_attn.") for name in by_pattern)
@@ -190,9 +191,11 @@ def test_flops_leave_out_the_gradients_of_frozen_weights(folders):
     frozen = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 32 * 64 + 5 * 32
     trained = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
     attention = 12 * 2 * 32 * 16
-    flops = token_flops(skeleton(adapted_recipe(folders["llama"]), 64), 16, recompute=False)
+    flops = token_flops(build_skeleton(adapted_recipe(folders["llama"]), 64), 16, recompute=False)
     assert flops.model == 4 * frozen + 6 * trained + attention
-    whole = token_flops(skeleton(model_recipe(LLAMA), 64, {"bos_token_id": 0, "eos_token_id": 1}), 16, recompute=False)
+    whole = token_flops(
+        build_skeleton(model_recipe(LLAMA), 64, {"bos_token_id": 0, "eos_token_id": 1}), 16, recompute=False
+    )
     assert whole.model == 6 * frozen + attention
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from samecurve.data.micro_batch import HostFacts, MicroBatch
+from samecurve.data.micro_batch import BatchFacts, MicroBatch
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 
 ROWS = [
@@ -19,10 +19,10 @@ ROWS = [
 PADDING = [[[1, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 0]], [[0, 1, 1], [1, 1, 1]]]
 
 
-def facts(**inputs: torch.Tensor) -> HostFacts:
+def facts(**inputs: torch.Tensor) -> BatchFacts:
     inputs = {"input_ids": torch.zeros(2, 2, dtype=torch.long), **inputs}
     batch = MicroBatch(inputs, {"labels": torch.tensor([[1, -100], [-100, 2]])})
-    return HostFacts.of(batch, lambda labels: int((labels >= 0).sum()))
+    return BatchFacts.of(batch, lambda labels: int((labels >= 0).sum()))
 
 
 def test_what_the_host_finds_by_hand():

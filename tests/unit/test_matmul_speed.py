@@ -117,7 +117,7 @@ def test_measuring_leaves_threads_and_random_numbers_alone():
 
 @pytest.mark.parametrize("took", [1e-6, 1.0])
 def test_matrices_grow_while_there_is_time(took, monkeypatch):
-    monkeypatch.setattr(matmul_speed, "_timed", lambda run, device: took)
+    monkeypatch.setattr(matmul_speed, "seconds_of_call", lambda run, device: took)
     part, seconds = training_seconds(CPU, ["fp32"], Shape(300, 100, 200), seconds=1.0)
     assert part == (Shape(300, 100, 200) if took < 1 else Shape(128, 100, 128))
     assert seconds == {"fp32": pytest.approx(3 * took)}
@@ -137,7 +137,7 @@ def test_the_best_product_is_the_peak(monkeypatch):
 def test_operands_are_random_and_leave_the_default_generator_alone():
     """With constants a GPU draws less power, so that the peak would be one that training cannot reach."""
     before = torch.get_rng_state()
-    forward, *_ = (run for _, run in matmul_speed._runs(CPU, "fp32", matmul_speed.Shape(64, 64, 64)))
+    forward, *_ = (run for _, run in matmul_speed.matmul_runs(CPU, "fp32", matmul_speed.Shape(64, 64, 64)))
     assert forward().std() > 1
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -151,8 +151,9 @@ device = torch.device("cpu")
 shape = matmul_speed.Shape(256, 256, 512)
 rates = {}
 for precision in ("fp32", "bf16"):
-    for name, run in matmul_speed._runs(device, precision, shape):
-        rates[f"{precision} {name}"] = shape.flops / min(matmul_speed._timed(run, device) for _ in range(4)) / 1e12
+    for name, run in matmul_speed.matmul_runs(device, precision, shape):
+        seconds = min(matmul_speed.seconds_of_call(run, device) for _ in range(4))
+        rates[f"{precision} {name}"] = shape.flops / seconds / 1e12
 peaks = {precision: flops.device_peak(device, precision).tflops for precision in ("fp32", "bf16", "fp16")}
 model = torch.nn.Linear(128, 384)
 model.get_input_embeddings = model.get_output_embeddings = lambda: None

@@ -23,13 +23,13 @@ def no_memory(*_, **__):
 def test_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(fsspec, "open", no_memory)
     with pytest.raises(MemoryError, match="malloc"):
-        list(formats._lines(tmp_path / "a.jsonl"))
+        list(formats.lines_of(tmp_path / "a.jsonl"))
 
 
 def test_a_stream(monkeypatch):
     monkeypatch.setattr(fsspec, "open", no_memory)
     with pytest.raises(MemoryError, match="malloc"):
-        list(stream_pieces._opened(stream_files.StreamFile("a.jsonl", "a.jsonl", 1, ""), list))
+        list(stream_pieces.opened_rows(stream_files.StreamFile("a.jsonl", "a.jsonl", 1, ""), list))
 
 
 def test_parquet(tmp_path, monkeypatch):
@@ -40,7 +40,7 @@ def test_parquet(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(MemoryError, match="malloc"):
-        list(formats._parquet_rows(tmp_path / "a.parquet"))
+        list(formats.parquet_rows(tmp_path / "a.parquet"))
 
 
 def test_a_split_of_the_hub():

@@ -14,6 +14,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import header_lines
 from samecurve.models import weights
 from samecurve.models.attention.choice import choose_attention
+from samecurve.models.skeleton import build_skeleton
 from samecurve.tasks import registry
 
 HEAD = {
@@ -28,7 +29,7 @@ HEAD = {
 @pytest.fixture
 def encoder(tmp_path):
     """A sentence encoder's folder: layers, and no head."""
-    task = registry.load(made(tmp_path, task="mlm"))
+    task = registry.load_task(made(tmp_path, task="mlm"))
     folder = tmp_path / "encoder"
     torch.manual_seed(0)
     BertModel(AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size)).save_pretrained(folder)
@@ -42,8 +43,8 @@ def recipe(tmp_path, folder, **settings) -> Recipe:
 
 
 def filled(settings: Recipe) -> tuple[object, dict[str, torch.Tensor]]:
-    task, found = registry.load(settings), {}
-    shape = weights.skeleton(settings, task.vocabulary_size, task.special_tokens, task.head)
+    task, found = registry.load_task(settings), {}
+    shape = build_skeleton(settings, task.vocabulary_size, task.special_tokens, task.head)
     weights.load_weights(shape, settings, lambda name, tensor: found.update({name: tensor.clone()}))
     return shape, found
 
@@ -98,7 +99,7 @@ def test_a_head_that_is_there_is_not_replaced(tmp_path, encoder):
 def test_an_untied_head_of_a_causal_model(tmp_path):
     config = round_trip_config("gpt_neox")
     AutoModel.from_config(config).save_pretrained(tmp_path / "base")
-    task = registry.load(made(tmp_path, task="mlm"))
+    task = registry.load_task(made(tmp_path, task="mlm"))
     task.tokenizer.save_pretrained(tmp_path / "base")
     config.vocab_size = task.vocabulary_size
     AutoModel.from_config(config).save_pretrained(tmp_path / "base")
@@ -144,7 +145,7 @@ def test_auto_takes_what_there_is_and_the_header_says_so(tmp_path, family, asked
     fields = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 192}
     settings = made(tmp_path, task="pretrain", model={"config": fields, "attention": asked})
     settings = settings.model_copy(update={"precision": "fp32"})
-    shape = weights.skeleton(settings, 300)
+    shape = build_skeleton(settings, 300)
     assert shape.config._attn_implementation == chosen
     described = weights.describe(shape, settings)
     counts = {"num_parameters": 1, "num_trained_parameters": 1, "num_parameters_per_rank": 1}
@@ -159,7 +160,7 @@ def test_auto_takes_what_there_is_and_the_header_says_so(tmp_path, family, asked
 def test_an_implementation_that_the_family_lacks_is_refused_with_the_fix(tmp_path, asked):
     settings = made(tmp_path, task="pretrain", model={"config": {"model_type": "bloom"}, "attention": asked})
     with pytest.raises(ConfigurationError) as error:
-        weights.skeleton(settings, 300)
+        build_skeleton(settings, 300)
     assert str(error.value) == (
         f"model.attention: found {asked}, which transformers does not have for a bloom; use eager or auto"
     )

@@ -12,7 +12,7 @@ import yaml
 
 from samecurve.cli.commands import main
 from samecurve.launch import scripts
-from samecurve.launch.hosts import Host
+from samecurve.launch.hosts import HostSlots
 from samecurve.launch.target import LAUNCHERS, Target, read_back, unnamed
 from samecurve.planner import space, strategies
 from samecurve.planner.cluster_file import cluster
@@ -137,7 +137,7 @@ def test_files_that_the_configuration_refuses_are_reported(recipe, tmp_path, cap
 def test_hosts_that_are_known_are_written(tmp_path):
     """For a launch without a plan: the addresses stand in the files, and the scripts ask for no HEAD."""
     target = Target(
-        "recipes/sft.yaml", "configs/zero3.yaml", (), (Host("10.0.0.1", 4), Host("10.0.0.2", 4)), named=True
+        "recipes/sft.yaml", "configs/zero3.yaml", (), (HostSlots("10.0.0.1", 4), HostSlots("10.0.0.2", 4)), named=True
     )
     made = scripts.files("deepspeed", target, {"HF_HOME": "/models"})
     assert made["hostfile"] == "10.0.0.1 slots=4\n10.0.0.2 slots=4\n"

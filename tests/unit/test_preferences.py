@@ -69,7 +69,7 @@ def test_a_pair_of_several_turns_shares_the_turns_before_the_last(tmp_path):
     (found,) = read(jsonl(tmp_path / "a.jsonl", {"chosen": before + answer("c"), "rejected": before + answer("d")}))
     assert found.chosen.num_prompt == 3
     path = jsonl(tmp_path / "b.jsonl", *[{"chosen": before + answer("c"), "rejected": before + answer("d")}] * 2)
-    task = registry.load(recipe(tmp_path, path))
+    task = registry.load_task(recipe(tmp_path, path))
     labels = task.train[np.array([0])].labels[0]
     decoded = [task.tokenizer.decode(line[line != -100]) for line in labels]
     assert decoded == ["c<|im_end|>", "d<|im_end|>"]  # not the answer in the prompt
@@ -82,7 +82,7 @@ def recipe(folder, path, task="dpo", **sections):
 
 def test_rows_are_what_the_template_makes_of_each_answer(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", GOOD, {**GOOD, "rejected": "e"})
-    task = registry.load(recipe(tmp_path, path, tokenizer={"vocabulary_size": 260}))
+    task = registry.load_task(recipe(tmp_path, path, tokenizer={"vocabulary_size": 260}))
     arrays = task.train[np.array([0, 1])]
     ids, labels = arrays.inputs["input_ids"], arrays.labels
     assert ids.shape == labels.shape == (2, 2, 64)
@@ -109,7 +109,7 @@ def test_rows_are_what_the_template_makes_of_each_answer(tmp_path):
 
 def test_a_token_that_pads_is_asked_for_before_anything_is_tokenised(tmp_path, capsys):
     path = jsonl(tmp_path / "a.jsonl", GOOD)
-    tokenizer = registry.load(recipe(tmp_path, path, "reward")).tokenizer
+    tokenizer = registry.load_task(recipe(tmp_path, path, "reward")).tokenizer
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     capsys.readouterr()
@@ -117,7 +117,7 @@ def test_a_token_that_pads_is_asked_for_before_anything_is_tokenised(tmp_path, c
     def load(**more):
         chosen = {"path": str(tmp_path / "tokenizer"), "vocabulary_size": None, **more}
         given = make_recipe(tmp_path, path, data={"packing": False}, tokenizer=chosen)
-        return registry.load(given.model_copy(update={"task": "reward"}))
+        return registry.load_task(given.model_copy(update={"task": "reward"}))
 
     with pytest.raises(DataError, match="no pad_token; set tokenizer.pad_token to one of its tokens"):
         load()
@@ -128,7 +128,7 @@ def test_a_token_that_pads_is_asked_for_before_anything_is_tokenised(tmp_path, c
 
 def test_reward_rows_hold_the_whole_text_and_say_what_is_padding(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", GOOD)
-    task = registry.load(recipe(tmp_path, path, "reward"))
+    task = registry.load_task(recipe(tmp_path, path, "reward"))
     arrays = task.train[np.array([0])]
     for which, content in enumerate(("c", "d d")):
         text = task.tokenizer.apply_chat_template(PROMPT + answer(content), tokenize=False)
@@ -240,6 +240,6 @@ def test_what_cannot_be_used_is_told_with_its_place_and_its_fix(tmp_path, name):
     data = {key: value for key, value in options.items() if key not in ("batch", "length")}
     batch = {"global_batch_size": options.get("batch", 1), "sequence_length": options.get("length", 64)}
     with pytest.raises(DataError) as caught:
-        registry.load(recipe(tmp_path, write(tmp_path), data=data, batch=batch))
+        registry.load_task(recipe(tmp_path, write(tmp_path), data=data, batch=batch))
     check_message(str(caught.value).replace(str(tmp_path), "T"), *row)
     assert caught.value.exit_code == 3

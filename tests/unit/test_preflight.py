@@ -47,9 +47,9 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "executable", str(folder / "python"))
         monkeypatch.setenv("PATH", os.environ["PATH"])  # put back afterwards
         monkeypatch.setattr(preflight, "has_accelerator", lambda environ: accelerator)
-        monkeypatch.setattr(preflight, "_links_libaio", lambda compiler, environ: libaio)
+        monkeypatch.setattr(preflight, "links_libaio", lambda compiler, environ: libaio)
         monkeypatch.setattr(preflight, "_cuda_toolkit", lambda environ, search: False)
-        monkeypatch.setattr(preflight, "_prebuilt", set)
+        monkeypatch.setattr(preflight, "prebuilt_operators", set)
         return {"PATH": str(folder)}
 
     return build
@@ -131,7 +131,7 @@ def test_operators_built_with_deepspeed_need_no_compiler(tmp_path, monkeypatch):
     )
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: spec)
-    assert preflight._prebuilt() == {"cpu_adam"}
+    assert preflight.prebuilt_operators() == {"cpu_adam"}
     monkeypatch.setattr(preflight, "has_accelerator", lambda environ: True)
     assert preflight.environment_problems(strategy("zero", CPU_OFFLOAD), "bf16", {"PATH": str(tmp_path)}) == []
 
@@ -187,9 +187,9 @@ def test_own_bin_folder_comes_first_on_path_and_once(monkeypatch):
 def test_trial_build_agrees_with_the_header(tmp_path):
     """With an include path that shadows libaio.h by an empty file, the build must fail."""
     (tmp_path / "libaio.h").write_text("#error shadowed\n")
-    assert not preflight._links_libaio(["c++"], {**os.environ, "CPATH": str(tmp_path)})
+    assert not preflight.links_libaio(["c++"], {**os.environ, "CPATH": str(tmp_path)})
     if Path("/usr/include/libaio.h").exists():
-        assert preflight._links_libaio(["c++"], os.environ)
+        assert preflight.links_libaio(["c++"], os.environ)
 
 
 def test_preflight_does_not_load_torch():

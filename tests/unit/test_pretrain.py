@@ -37,7 +37,7 @@ def make_recipe(tmp_path, data: dict | None = None, evaluate: dict | None = None
 
 
 def test_packed_rows_hold_the_documents(tmp_path):
-    task = registry.load(make_recipe(tmp_path))
+    task = registry.load_task(make_recipe(tmp_path))
     assert isinstance(task.train, PackedRows)
     assert task.validation is None
     assert task.vocabulary_size == len(task.tokenizer) == 300
@@ -51,21 +51,21 @@ def test_packed_rows_hold_the_documents(tmp_path):
 
 
 def test_end_of_text_is_trained_and_begin_of_text_is_not(tmp_path):
-    task = registry.load(make_recipe(tmp_path))
+    task = registry.load_task(make_recipe(tmp_path))
     labels = task.train[np.arange(len(task.train))].labels
     assert (labels == task.tokenizer.eos_token_id).sum() == len(TEXTS)
     assert (labels == task.tokenizer.bos_token_id).sum() == 0
 
 
 def test_documents_are_rows_without_packing(tmp_path):
-    task = registry.load(make_recipe(tmp_path, {"packing": False}))
+    task = registry.load_task(make_recipe(tmp_path, {"packing": False}))
     assert isinstance(task.train, DocumentRows)
     assert len(task.train) == len(TEXTS)
     assert task.describe()["train"]["truncated_documents"] > 0
 
 
 def test_the_held_out_part_is_not_trained_on(tmp_path):
-    task = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3, "packing": False}))
+    task = registry.load_task(make_recipe(tmp_path, {"validation_fraction": 0.3, "packing": False}))
     described = task.describe()
     assert described["train"]["documents"] + described["held_out"]["documents"] == len(TEXTS)
     assert 2 < described["held_out"]["documents"] < 25
@@ -74,18 +74,18 @@ def test_the_held_out_part_is_not_trained_on(tmp_path):
 def test_evaluation_from_a_path_of_its_own_holds_nothing_out(tmp_path):
     (tmp_path / "evaluation.txt").write_text("x = 1\n")
     evaluate = {"path": str(tmp_path / "evaluation.txt")}
-    described = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3}, evaluate)).describe()
+    described = registry.load_task(make_recipe(tmp_path, {"validation_fraction": 0.3}, evaluate)).describe()
     assert (described["train"]["documents"], described["held_out"]["documents"]) == (len(TEXTS), 1)
 
 
 def test_loss_is_the_token_sum(tmp_path):
-    task = registry.load(make_recipe(tmp_path))
+    task = registry.load_task(make_recipe(tmp_path))
     logits, labels = torch.randn(2, 5, 300), torch.randint(0, 300, (2, 5))
     assert torch.equal(task.loss(logits, labels), token_loss_sum(logits, labels))
 
 
 def test_bits_per_byte_worked_out_by_hand(tmp_path):
-    task = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3}))
+    task = registry.load_task(make_recipe(tmp_path, {"validation_fraction": 0.3}))
     stream = task.validation.stream
     text = task.tokenizer.decode(stream.tokens.tolist(), skip_special_tokens=True)
     num_targets = len(stream.tokens) - (len(stream.offsets) - 1)
@@ -98,7 +98,7 @@ def test_bits_per_byte_worked_out_by_hand(tmp_path):
 
 
 def test_a_hopeless_loss_is_still_a_number(tmp_path):
-    task = registry.load(make_recipe(tmp_path, {"validation_fraction": 0.3}))
+    task = registry.load_task(make_recipe(tmp_path, {"validation_fraction": 0.3}))
     metrics = task.metrics(EvalResult(loss=5000.0, tokens=task.validation.num_targets))
     assert math.isfinite(metrics["eval_perplexity"])
 
@@ -106,7 +106,7 @@ def test_a_hopeless_loss_is_still_a_number(tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
     recipe = make_recipe(tmp_path, {"validation_fraction": 0.3, "packing": packing})
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     (micro_batches,) = StepBatches(task.train, recipe.seed, recipe.batch, (1, 2), num_steps=1)
     assert [tuple(m.inputs["input_ids"].shape) for m in micro_batches] == [(1, 16), (1, 16)]
     assert all(
@@ -135,7 +135,7 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
 )
 def test_too_little_data(tmp_path, change, message):
     with pytest.raises(DataError) as caught:
-        registry.load(make_recipe(tmp_path, **change))
+        registry.load_task(make_recipe(tmp_path, **change))
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path / 'data'}: ")
 
@@ -143,4 +143,4 @@ def test_too_little_data(tmp_path, change, message):
 def test_no_documents_at_all(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match="empty.jsonl: there are no rows"):
-        registry.load(make_recipe(tmp_path, {"path": str(tmp_path / "empty.jsonl")}))
+        registry.load_task(make_recipe(tmp_path, {"path": str(tmp_path / "empty.jsonl")}))

@@ -14,7 +14,7 @@ from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import ConfigurationError, HangError, StorageError
 from samecurve.strategy.plan import Plan
 from samecurve.training import rehearsal, rehearsal_process
-from samecurve.training.rehearsal import GIB, DoesNotFit, Stage
+from samecurve.training.rehearsal import GIB, DoesNotFit, RehearsedStage
 
 CPU = torch.device("cpu")
 
@@ -31,10 +31,10 @@ def recipe(folder="runs/x/.rehearsal", steps=100, **more) -> Recipe:
     return Recipe.model_validate(content | more)
 
 
-def stages(free_gib: float) -> list[Stage]:
+def stages(free_gib: float) -> list[RehearsedStage]:
     """A checkpoint of 3 GiB and an export of 1 GiB."""
     sizes = {"start": 0, "checkpoint": 3, "export": 1}
-    return [Stage(name, 1.0, GIB, 0, GIB, size * GIB, int(free_gib * GIB)) for name, size in sizes.items()]
+    return [RehearsedStage(name, 1.0, GIB, 0, GIB, size * GIB, int(free_gib * GIB)) for name, size in sizes.items()]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def stages(free_gib: float) -> list[Stage]:
     ],
 )
 def test_the_disk_has_to_hold_all_checkpoints_that_are_kept(changes, num_kept, needed_gib):
-    rehearsal_process._check_room(recipe(**changes), stages(needed_gib), num_kept)
+    rehearsal_process.check_room(recipe(**changes), stages(needed_gib), num_kept)
     with pytest.raises(StorageError, match=r"runs/x: .* GiB are free, .*checkpoint.keep: .*free 0.50 GiB") as caught:
-        rehearsal_process._check_room(recipe(**changes), stages(needed_gib - 0.5), num_kept)
+        rehearsal_process.check_room(recipe(**changes), stages(needed_gib - 0.5), num_kept)
     assert "up to" in str(caught.value)
 
 
@@ -64,20 +64,20 @@ def test_the_disk_has_to_hold_all_checkpoints_that_are_kept(changes, num_kept, n
     ],
 )
 def test_exhausted_memory_names_stage_and_key(error, tmp_path):
-    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    stage = rehearsal_process.StageMeter(recipe(tmp_path / "x"), CPU, ControlGroup())
     advice = r"next step: .*\n.*lower batch.micro_batch_size \(found 4\)"
     with pytest.raises(DoesNotFit, match=advice), stage("next step"):
         raise error
 
 
 def test_another_error_stays_what_it_is(tmp_path):
-    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    stage = rehearsal_process.StageMeter(recipe(tmp_path / "x"), CPU, ControlGroup())
     with pytest.raises(RuntimeError, match="a bug"), stage("evaluation"):
         raise RuntimeError("a bug")
 
 
 def test_the_peak_is_that_of_the_stage(tmp_path):
-    stage = rehearsal_process.Stages(recipe(tmp_path / "x"), CPU, ControlGroup())
+    stage = rehearsal_process.StageMeter(recipe(tmp_path / "x"), CPU, ControlGroup())
     with stage("first step"):
         torch.ones(50_000_000)  # 200 MB
     with stage("next step"):
@@ -99,7 +99,7 @@ def searched(monkeypatch, num_rows: int, most: int, strategy=ONE) -> tuple[int, 
             raise DoesNotFit("first step: too large")
         return []
 
-    monkeypatch.setattr(rehearsal, "run", run)
+    monkeypatch.setattr(rehearsal, "run_stages", run)
     batch = {"global_batch_size": num_rows, "micro_batch_size": "auto", "sequence_length": 32}
     plan = Plan(recipe(batch=batch), strategy, "x.yaml", ())
     return rehearsal.rehearse(plan, [{"RANK": "1"}]).recipe.batch.micro_batch_size, tried
@@ -133,7 +133,7 @@ def test_the_sizes_tried_depend_on_nothing_but_the_outcomes(monkeypatch):
 def test_a_restart_does_not_rehearse_again(monkeypatch):
     plan = Plan(recipe(rehearse=True), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
     calls = []
-    monkeypatch.setattr(rehearsal, "run", lambda plan, ranks: calls.append(plan) or [])
+    monkeypatch.setattr(rehearsal, "run_stages", lambda plan, ranks: calls.append(plan) or [])
     assert rehearsal.before_training(plan) is plan and calls == [plan]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert rehearsal.before_training(plan) is plan and calls == [plan]
@@ -150,5 +150,5 @@ def test_evidence_of_a_failure_stays(evidence, stays, tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "_wait_for_processes", wait)
     plan = Plan(recipe(tmp_path / "run"), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
     with pytest.raises(HangError, match="rehearsal: no progress"):
-        rehearsal.run(plan, [{}])
+        rehearsal.run_stages(plan, [{}])
     assert (tmp_path / "run").exists() == stays

@@ -17,7 +17,8 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import export
 from samecurve.inference import loading
-from samecurve.models.weights import load_weights, skeleton
+from samecurve.models.skeleton import build_skeleton
+from samecurve.models.weights import load_weights
 
 CONFIGURATION = """
 from pathlib import Path
@@ -74,13 +75,13 @@ def made(folder: Path, **model) -> Recipe:
 
 def test_it_is_not_run_unless_the_recipe_says_so(folder):
     with pytest.raises(ConfigurationError, match="set model.trust_remote_code to true to run them"):
-        skeleton(made(folder), 64)
+        build_skeleton(made(folder), 64)
     assert not list(folder.parent.rglob("*.ran"))
 
 
 def test_it_is_trained_and_exported_with_its_files(folder, tmp_path):
     recipe = made(folder, trust_remote_code=True)
-    model = skeleton(recipe, 64)
+    model = build_skeleton(recipe, 64)
     assert type(model).__name__ == "ToyForCausalLM"
     assert list(folder.parent.rglob("*.ran"))
     weights = {name: torch.full(p.shape, 0.01) for name, p in model.named_parameters()}
@@ -94,7 +95,7 @@ def test_it_is_trained_and_exported_with_its_files(folder, tmp_path):
 
 def test_its_weights_are_read_shard_by_shard_too(folder):
     recipe = made(folder, trust_remote_code=True)
-    model = skeleton(recipe, 64)
+    model = build_skeleton(recipe, 64)
     real = type(model)(model.config)
     real.save_pretrained(folder)
     found = {}
@@ -104,7 +105,7 @@ def test_its_weights_are_read_shard_by_shard_too(folder):
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_model_with_code_of_its_own_is_loaded_where_its_run_trusted_it(folder, trusted, tmp_path):
-    shape = skeleton(made(folder, trust_remote_code=True), 64)
+    shape = build_skeleton(made(folder, trust_remote_code=True), 64)
     type(shape)(shape.config).save_pretrained(folder)
     run = tmp_path / "run"
     model = {"path": str(folder), "trust_remote_code": trusted}

@@ -21,9 +21,10 @@ from samecurve.config.schema import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import export
 from samecurve.models.hf_config import Head
+from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_conversion import groups
 from samecurve.models.weight_files import weight_files
-from samecurve.models.weights import build, load_weights, skeleton
+from samecurve.models.weights import load_weights
 
 IDS = torch.arange(3, 15)[None]
 AUTO = {family: AutoModelForCausalLM for family in (*STORED_OTHERWISE, *STORED_ALIKE)}
@@ -54,8 +55,8 @@ def loaded(folder: Path, family: str):
     """(skeleton, live model)"""
     made = recipe(folder)
     head = Head("masked_lm") if family in ENCODERS else Head()
-    shape = skeleton(made, 100, head=head)
-    model = build(type(shape), shape.config, torch.device("cpu"))
+    shape = build_skeleton(made, 100, head=head)
+    model = construct(type(shape), shape.config, torch.device("cpu"))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         load_weights(shape, made, lambda name, full: tensors[name].copy_(full))
@@ -194,7 +195,7 @@ def test_what_makes_no_parameter_is_refused_before_one_is_read(case, tmp_path):
     folder = rewritten(saved("mixtral", tmp_path), change)
     made, read = recipe(folder), []
     with pytest.raises(ConfigurationError, match=message):
-        load_weights(skeleton(made, 100), made, lambda name, full: read.append(name))
+        load_weights(build_skeleton(made, 100), made, lambda name, full: read.append(name))
     assert not read
 
 
@@ -244,4 +245,4 @@ def test_what_no_rule_sets_is_not_left_as_memory_had_it():
         fields = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
         made.model = Model(config={"model_type": family, **fields})
         with pytest.raises(ConfigurationError, match=f"does not initialize .*{name} in that module's own rule"):
-            load_weights(skeleton(made, 100), made, lambda name, full: None)
+            load_weights(build_skeleton(made, 100), made, lambda name, full: None)

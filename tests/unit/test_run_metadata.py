@@ -20,7 +20,7 @@ def test_a_processor_has_a_name(tmp_path):
 
 
 def test_hardware():
-    found = metadata._hardware()
+    found = metadata.hardware_facts()
     assert found["threads"] == torch.get_num_threads() and found["cores"] >= 1
     assert (found["processor"], found["cuda"], found["cudnn"]) == (processor(), torch.version.cuda, None)
 
@@ -28,4 +28,4 @@ def test_hardware():
 def test_the_version_of_cudnn_is_that_which_was_loaded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 90100)
-    assert metadata._hardware()["cudnn"] == 90100
+    assert metadata.hardware_facts()["cudnn"] == 90100

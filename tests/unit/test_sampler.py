@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from samecurve.data.sampler import Steps, _Order, _put_off, rows_at, rows_in_steps
+from samecurve.data.sampler import Steps, _EpochOrder, _put_off, rows_at, rows_in_steps
 
 SIZES = [1, 2, 3, 4, 5, 7, 16, 17, 97, 255, 256, 257, 1000, 4095, 4097, 65_537]
 
@@ -126,8 +126,8 @@ def test_no_order_is_lost_where_epochs_need_not_be_like_the_one_before():
     """Up to half of the rows per step: all. 90 of 100: the step that begins epoch 1 leaves 10 rows out, which are among
     the 20 that the epoch leaves for the next step, and so on: until 0 are left, the orders are one."""
     for step in (1, 33, 49, 50):
-        assert [_Order(100, 0, Steps.of(step)).origin(epoch) for epoch in range(40)] == list(range(40))
-    assert [_Order(100, 0, Steps.of(90)).origin(epoch) for epoch in range(12)] == 8 * [0] + [8] + 3 * [9]
+        assert [_EpochOrder(100, 0, Steps.of(step)).origin(epoch) for epoch in range(40)] == list(range(40))
+    assert [_EpochOrder(100, 0, Steps.of(90)).origin(epoch) for epoch in range(12)] == 8 * [0] + [8] + 3 * [9]
 
 
 @pytest.mark.parametrize("num_rows", [23, 60, 61, 100, 1000])

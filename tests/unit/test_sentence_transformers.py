@@ -21,6 +21,7 @@ from samecurve.config.schema import Adapter, Embed, Model
 from samecurve.export import hf_export
 from samecurve.interfaces.engine import EvalResult
 from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.tasks import registry
 
 pytestmark = pytest.mark.full
@@ -92,7 +93,7 @@ def environment() -> dict[str, str]:
 def test_loss_gradient_metrics_and_export_are_those_of_sentence_transformers(tmp_path, pooling):
     temperature = 0.07
     recipe = made(tmp_path, rows(), embed=Embed(pooling=pooling, temperature=temperature).model_dump())
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     whole, features = exported(recipe, task, tmp_path / "model")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(temperature), *COLUMNS]
     done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
@@ -116,8 +117,8 @@ def test_loss_gradient_metrics_and_export_are_those_of_sentence_transformers(tmp
 
 def exported(recipe, task, folder: Path):
     """A new model, written as a run does, and the features of all rows by it."""
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu")).eval()
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    whole = construct(type(skeleton), skeleton.config, torch.device("cpu")).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
         weights.load_weights(
@@ -142,12 +143,12 @@ def featured(task, whole) -> torch.Tensor:
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_an_adapters_export_is_read_too(tmp_path, pooling):
     recipe = made(tmp_path, rows(), embed=Embed(pooling=pooling).model_dump())
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     exported(recipe, task, tmp_path / "base")
     settings = Adapter(name="lora", rank=4, alpha=8)
     recipe = recipe.model_copy(update={"model": Model(path=str(tmp_path / "base")), "adapter": settings})
-    skeleton = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    whole = weights.build(type(skeleton), skeleton.config, torch.device("cpu"), settings).eval()
+    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    whole = construct(type(skeleton), skeleton.config, torch.device("cpu"), settings).eval()
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.no_grad():
         weights.load_weights(skeleton, recipe, lambda name, tensor: tensors[name].copy_(tensor))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from samecurve.data.micro_batch import HostFacts, MicroBatch
+from samecurve.data.micro_batch import BatchFacts, MicroBatch
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.losses.cross_entropy import count_trained
 from samecurve.models.attention import varlen
@@ -62,7 +62,7 @@ def row() -> MicroBatch:
     """Documents of 3 and 2 tokens; the prompt of the second one is not trained."""
     inputs = {"input_ids": torch.tensor([[10, 11, 12, 20, 21]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     batch = MicroBatch(inputs, {"labels": torch.tensor([[11, 12, -100, -100, 22]])}, places=torch.tensor([7]))
-    return MicroBatch(batch.inputs, batch.targets, 0, batch.places, HostFacts.of(batch, count_trained))
+    return MicroBatch(batch.inputs, batch.targets, 0, batch.places, BatchFacts.of(batch, count_trained))
 
 
 def test_a_rank_has_its_tokens_and_the_positions_of_the_whole_row():

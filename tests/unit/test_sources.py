@@ -499,7 +499,7 @@ def test_what_runs_write_below_the_data_is_no_data(tmp_path, kind, capsys):
         run.close()
     (folder / "runs" / "now" / "status.json").unlink()  # another machine has its heartbeats there, and no more
     found = made_recipe(folder)
-    first, again = (registry.load(found) for _ in range(2))
+    first, again = (registry.load_task(found) for _ in range(2))
     assert trained_texts(first) == expected == trained_texts(again)
     assert first.train.fingerprint == again.train.fingerprint
     told = capsys.readouterr().out
@@ -553,10 +553,10 @@ def test_no_training_rows_say_why(tmp_path, rows, keys, message):
     jsonl(tmp_path / "tokens.jsonl", "other text")
     keys = {"cache_dir": str(tmp_path / "cache"), **keys}
     overrides = [f"data.path={tmp_path / 'tokens.jsonl'}", "batch.global_batch_size=1"]
-    words = registry.load(made_recipe(folder, *overrides, cache_dir=keys["cache_dir"]))
+    words = registry.load_task(made_recipe(folder, *overrides, cache_dir=keys["cache_dir"]))
     words.tokenizer.save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(DataError) as caught:
-        registry.load(
+        registry.load_task(
             made_recipe(folder, f"tokenizer={{path: {tmp_path / 'tokenizer'}, vocabulary_size: null}}", **keys)
         )
     assert message in str(caught.value)

@@ -141,8 +141,8 @@ def test_every_reader_bears_a_damaged_one(content, tmp_path, capsys):
     assert Run.read(tmp_path).state == sessions(tmp_path)[-1].ended == "not known"
     log = tmp_path / "log"
     log.write_text("exitcode : 3")
-    assert jobs._exit_code(tmp_path, log, 1) == 3
-    assert jobs._reason(tmp_path, log, 3) == f"failed with exit code 3, see {log}"
+    assert jobs.exit_code_of(tmp_path, log, 1) == 3
+    assert jobs.reason_of(tmp_path, log, 3) == f"failed with exit code 3, see {log}"
 
 
 def test_there_is_one_reader():

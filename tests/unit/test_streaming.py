@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import codecs
+import gc
 import gzip
 import itertools
 import json
 import random
+import weakref
 from collections import Counter
 
 import fsspec
@@ -107,20 +109,20 @@ def test_neighbouring_blocks_of_two_epochs_share_no_piece(size):
 def test_a_stream_of_one_block_reads_no_row_twice_in_a_step(recipe_file):
     """All data fit into the buffer, so that the end of an epoch has the same rows as the beginning of the next one."""
     found = loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=1", "steps=20", "batch.global_batch_size=7"])
-    task = registry.load(found)
-    assert task.train._blocks_per_epoch == 1
-    num_rows = len(task.train._make(0))
+    task = registry.load_task(found)
+    assert task.train.blocks_per_epoch == 1
+    num_rows = len(task.train.make_block(0))
     assert 7 < num_rows < 40 and num_rows % 7
     steps = [[tuple(row) for row in step] for step in read(batches(task, found))]
     assert all(len(set(step)) == 7 for step in steps)
     rows = sum(steps, [])
     orders = [rows[epoch * num_rows : (epoch + 1) * num_rows] for epoch in range(3)]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) and orders[0] != orders[1] != orders[2]
-    first = batches(registry.load(found), found)
+    first = batches(registry.load_task(found), found)
     for _ in itertools.islice(first, num_rows // 7 + 1):  # up to the step in which the first epoch ends
         pass
     going_on = {"start_step": first.step, "start_samples": first.samples, "anchor": first.anchor}
-    assert read(batches(registry.load(found), found, **going_on)) == [
+    assert read(batches(registry.load_task(found), found, **going_on)) == [
         list(map(list, step)) for step in steps[first.step :]
     ]
 
@@ -198,7 +200,7 @@ def recipe_file(folder):
     }
     file = folder / "recipe.json"
     file.write_text(json.dumps(content))
-    registry.load(loader.load_recipe(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
+    registry.load_task(loader.load_recipe(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
     content["tokenizer"] = {"path": str(folder / "tokenizer")}
     content["data"] |= {"streaming": True, "shuffle_buffer_mib": 4 * BUFFER / 2**20}
     file.write_text(json.dumps(content))
@@ -218,9 +220,9 @@ def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, m
 
     monkeypatch.setattr("samecurve.data.hub.hub_urls", urls)
     overrides = ["data.path=org/name", "data.validation_fraction=0", "data.revision=v1", "evaluate.split=validation"]
-    task = registry.load(loader.load_recipe(recipe_file, overrides))
+    task = registry.load_task(loader.load_recipe(recipe_file, overrides))
     assert asked == [("org/name", "train", None, "v1"), ("org/name", "validation", None, "v1")]
-    seen = task.tokenizer.decode(task.train._make(0).stream.tokens.tolist())
+    seen = task.tokenizer.decode(task.train.make_block(0).stream.tokens.tolist())
     assert "train 7" in seen and "validation" not in seen
     held_out = task.tokenizer.decode(task.validation.stream.tokens.tolist())
     assert "validation 7" in held_out and "train" not in held_out and len(task.validation.stream.offsets) == 51
@@ -239,7 +241,7 @@ def test_all_worlds_read_the_same_rows(recipe_file):
     found = loader.load_recipe(recipe_file)
     orders = []
     for world in (1, 2, 4):
-        ranks = [read(batches(registry.load(found), found, rank, world)) for rank in range(world)]
+        ranks = [read(batches(registry.load_task(found), found, rank, world)) for rank in range(world)]
         orders.append([sum((rank[step] for rank in ranks), []) for step in range(found.steps)])
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 30 and orders[0][0] != orders[0][1]
@@ -247,10 +249,10 @@ def test_all_worlds_read_the_same_rows(recipe_file):
 
 def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_file, folder):
     found = loader.load_recipe(recipe_file)
-    task = registry.load(found)
+    task = registry.load_task(found)
     seen = Counter()
-    for block in range(task.train._blocks_per_epoch):
-        rows = task.train._make(block)
+    for block in range(task.train.blocks_per_epoch):
+        rows = task.train.make_block(block)
         for start, end in zip(rows.stream.offsets[:-1], rows.stream.offsets[1:], strict=True):
             seen[task.tokenizer.decode(rows.stream.tokens[start:end].tolist(), skip_special_tokens=True)] += 1
     texts = list(sources.find_source(str(folder / "data")).documents())
@@ -262,39 +264,46 @@ def test_an_epoch_trains_each_document_once_and_never_what_is_held_out(recipe_fi
 
 def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file, folder, monkeypatch):
     found = loader.load_recipe(recipe_file)
-    whole = read(batches(registry.load(found), found))
+    whole = read(batches(registry.load_task(found), found))
     for stop in (3, 19):
-        first = batches(registry.load(found), found)
+        first = batches(registry.load_task(found), found)
         going = iter(first)
         before = [next(going) for _ in range(stop)]
         anchor, samples = first.anchor, first.samples
         going.close()
         assert len(before) == stop and anchor["start"] <= samples == 4 * stop
-        task = registry.load(found)
+        task = registry.load_task(found)
         (run,) = (folder / "cache" / "streams").iterdir()
         left = run / "00000001_of_a_session_that_was_killed"
         left.mkdir(exist_ok=True)
         made = []
-        make = task.train._make
-        monkeypatch.setattr(task.train, "_make", lambda block, make=make, made=made: made.append(block) or make(block))
+        make = task.train.make_block
+        monkeypatch.setattr(
+            task.train, "make_block", lambda block, make=make, made=made: made.append(block) or make(block)
+        )
         steps = batches(task, found, start_step=stop, start_samples=samples, anchor=anchor)
         assert not left.exists()
         assert read(steps) == whole[stop:]
         assert min(made) == anchor["block"] > 1
-    assert read(batches(registry.load(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
+    assert read(batches(registry.load_task(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
 
 
-def test_the_disk_holds_some_blocks_only(recipe_file, folder):
+def test_disk_and_memory_hold_some_blocks_only(recipe_file, folder, monkeypatch):
     found = loader.load_recipe(recipe_file, ["steps=100"])
-    steps = batches(registry.load(found), found)
-    most = 0
+    task = registry.load_task(found)
+    make, in_memory = task.train.make_block, weakref.WeakSet()
+    monkeypatch.setattr(task.train, "make_block", lambda block: in_memory.add(rows := make(block)) or rows)
+    steps = batches(task, found)
+    most = most_in_memory = 0
     for _ in steps:
         (run,) = (folder / "cache" / "streams").iterdir()
         most = max(most, len(list(run.iterdir())))
+        gc.collect()
+        most_in_memory = max(most_in_memory, len(in_memory))
     # of the 16 steps behind and those that are prepared; the first one, the one that is read and the one after it
     blocks_per_step = steps.anchor["block"] / 100
     assert most <= 20 * blocks_per_step + 4 < steps.anchor["block"] / 2
-    assert len(steps.rows._made) <= 20 * blocks_per_step + 4
+    assert 1 < most_in_memory <= 20 * blocks_per_step + 4
 
 
 def test_every_row_is_read_once_before_any_is_read_again():
@@ -332,21 +341,24 @@ def test_a_mistake_in_a_later_block_is_raised_where_it_is_read(recipe_file, fold
         file.write("\n{\n")
     found = loader.load_recipe(recipe_file)
     with pytest.raises(DataError, match="a.jsonl: byte .*: invalid JSON at column "):
-        for step in batches(registry.load(found), found):
+        for step in batches(registry.load_task(found), found):
             assert step
 
 
 def test_other_data_do_not_go_on(recipe_file, folder):
-    before = registry.load(loader.load_recipe(recipe_file)).train.fingerprint
-    assert registry.load(loader.load_recipe(recipe_file)).train.fingerprint == before
-    assert registry.load(loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint != before
+    before = registry.load_task(loader.load_recipe(recipe_file)).train.fingerprint
+    assert registry.load_task(loader.load_recipe(recipe_file)).train.fingerprint == before
+    assert (
+        registry.load_task(loader.load_recipe(recipe_file, ["data.shuffle_buffer_mib=0.01"])).train.fingerprint
+        != before
+    )
     with open(folder / "data" / "a.jsonl", "a") as file:
         file.write("\n" + json.dumps({"text": "more"}))
-    assert registry.load(loader.load_recipe(recipe_file)).train.fingerprint != before
+    assert registry.load_task(loader.load_recipe(recipe_file)).train.fingerprint != before
 
 
 def test_what_is_described(recipe_file):
-    task = registry.load(loader.load_recipe(recipe_file))
+    task = registry.load_task(loader.load_recipe(recipe_file))
     described = task.describe()
     assert described["train"]["files"] == 3 and described["train"]["blocks_per_epoch"] > 3
     labels = task.validation[np.arange(len(task.validation))].labels

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from typing import get_args
 
 import pytest
 
+from samecurve.config import loader
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
+from samecurve.errors import ConfigurationError
 from samecurve.specs.tasks import TASKS, readers
 from samecurve.tasks.causal_lm import CausalTask
 from samecurve.tasks.classify import ClassifyTask
@@ -35,8 +38,24 @@ def test_every_task_of_the_schema_has_its_facts():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_is_a_module_and_its_loss_is_what_the_facts_say(name):
-    assert callable(import_module(f"samecurve.tasks.{name}").load)
+    assert callable(import_module(f"samecurve.tasks.{name}").load_task)
     assert {each.by_token for each in CLASSES[name]} == {TASKS[name].by_token}
+
+
+REFUSED = [(task, key, *refusal) for task, spec in TASKS.items() for key, refusal in spec.refuses.items()]
+
+
+@pytest.mark.parametrize(("task", "key", "value", "reason"), REFUSED)
+def test_a_value_that_a_task_cannot_use_is_refused(task, key, value, reason):
+    with pytest.raises(ConfigurationError) as caught:
+        loader.load_recipe(f"recipes/{task}.yaml", [f"{key}={json.dumps(value)}"])
+    assert f"{key}: " in str(caught.value) and f"task {task} {reason}" in str(caught.value)
+
+
+def test_a_task_alone_refuses_its_values():
+    assert len(REFUSED) == 7
+    others = ["batch.global_batch_size=1", "schedule.warmup_steps=0", "data.train_on=all"]
+    assert loader.load_recipe("recipes/sft.yaml", others).batch.global_batch_size == 1
 
 
 def test_keys_that_tasks_read_are_keys_of_a_recipe():

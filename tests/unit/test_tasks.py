@@ -23,6 +23,7 @@ from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.interfaces.engine import EvalResult
 from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.tasks import registry
 
 BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -50,7 +51,7 @@ def made(tmp_path, rows=ROWS, task="classify", **data) -> Recipe:
 
 
 def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
-    task = registry.load(made(tmp_path))
+    task = registry.load_task(made(tmp_path))
     arrays = task.train[np.arange(4)]
     for index, row in enumerate(ROWS):
         ids = task.tokenizer(row["text"], truncation=True, max_length=8)["input_ids"]
@@ -67,7 +68,7 @@ def test_classes_of_a_csv(tmp_path):
         (tmp_path / "rows.csv").write_text(
             "".join(f"{line}\n" for line in ("text,label", *(f"ab,{x}" for x in labels)))
         )
-        task = registry.load(made(tmp_path, path=str(tmp_path / "rows.csv"), **data))
+        task = registry.load_task(made(tmp_path, path=str(tmp_path / "rows.csv"), **data))
         return task.names, task.train.stream.labels.tolist()
 
     assert classes("1", "0", "2", "10", *"3456789")[0] == tuple(map(str, range(11)))
@@ -80,12 +81,12 @@ def test_classes_of_a_csv(tmp_path):
 
 def test_pairs_say_which_text_a_token_is_from(tmp_path):
     rows = [{"text": "ab", "other": "ba ba ba ba ba ba", "label": n % 2} for n in range(4)]
-    tokenizer = registry.load(made(tmp_path, rows, text_pair_column="other")).tokenizer
+    tokenizer = registry.load_task(made(tmp_path, rows, text_pair_column="other")).tokenizer
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"
     names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}  # as a BERT's has them
     config.write_text(json.dumps(json.loads(config.read_text()) | names))
-    task = registry.load(
+    task = registry.load_task(
         made(tmp_path, rows, tokenizer={"path": str(tmp_path / "tokenizer")}, text_pair_column="other")
     )
     arrays = task.train[np.array([0])]
@@ -97,7 +98,7 @@ def test_pairs_say_which_text_a_token_is_from(tmp_path):
 
 def test_metrics_by_hand(tmp_path):
     """Of 3 x a and 1 x b, one a is taken for b: accuracy 3/4, F1 2*2/(2*2+1) = 4/5 and 2*1/(2*1+1) = 2/3; c: nothing."""
-    task = registry.load(made(tmp_path, labels=("no", "yes", "never")))
+    task = registry.load_task(made(tmp_path, labels=("no", "yes", "never")))
     task.splits = task.splits.__class__(task.train, task.train, 0, {})
     logits = torch.eye(3)[torch.tensor([0, 0, 1, 1, 2])]
     found = task.statistics(logits, torch.tensor([0, 0, 0, 1, -100]))
@@ -114,7 +115,7 @@ def test_metrics_by_hand(tmp_path):
 
 
 def test_evaluation_counts_each_row_once(tmp_path):
-    task = registry.load(made(tmp_path, ROWS + ROWS[:1]))
+    task = registry.load_task(made(tmp_path, ROWS + ROWS[:1]))
     for size in (1, 2, 3):
         shards = [EvaluationBatches(task.train, 2, (rank, size)) for rank in range(size)]
         assert sum(task.count(**batch.targets) for shard in shards for batch in shard) == 5
@@ -143,13 +144,13 @@ BAD = [
 @pytest.mark.parametrize(("rows", "data", "row"), BAD)
 def test_what_cannot_be_used_is_told_with_its_place(tmp_path, rows, data, row):
     with pytest.raises(DataError) as caught:
-        registry.load(made(tmp_path, rows, **data))
+        registry.load_task(made(tmp_path, rows, **data))
     check_message(str(caught.value).replace(str(tmp_path), "T"), *row)
 
 
 def test_the_standard_library_is_data_to_classify(tmp_path):
     recipe = made(tmp_path, tokenizer={"vocabulary_size": 300}, path="builtin:python-modules")
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     counts = np.bincount(task.train.stream.labels)
     assert task.names == PACKAGES and len(counts) == len(PACKAGES)
     assert counts.min() > 50 and counts.max() <= 200
@@ -158,21 +159,26 @@ def test_the_standard_library_is_data_to_classify(tmp_path):
 SPECIAL, MASK, WORDS = (0, 1), 1, 50
 
 
-def masked_rows(num_texts=400, length=30) -> MaskedRows:
+def texts_to_mask(num_texts=400, length=30) -> np.ndarray:
     body = np.random.default_rng(0).integers(2, WORDS, (num_texts, length))
     body[:, 0] = 0  # as a [CLS] would be
+    return body
+
+
+def masked_rows(num_texts=400, length=30) -> MaskedRows:
+    body = texts_to_mask(num_texts, length)
     offsets = np.arange(num_texts + 1) * length
     return MaskedRows(TokenStream(body.ravel(), offsets, "s"), 16, 0, Masking(MASK, WORDS, SPECIAL))
 
 
 def test_fifteen_per_cent_are_hidden_and_of_these_ten_stay_and_ten_are_random():
     rows = masked_rows()
-    whole = rows._inputs(np.arange(len(rows)))["input_ids"]
+    whole = np.pad(texts_to_mask(), ((0, 0), (0, 2))).reshape(-1, 16)  # rows of 16 and 14 tokens of each text
     arrays = rows[np.arange(len(rows))]
     ids, labels, mask = arrays.inputs["input_ids"], arrays.labels, arrays.inputs["attention_mask"]
     chosen = labels != -100
     assert not chosen[(mask == 0) | (whole == 0)].any()
-    assert (labels[chosen] == whole[chosen]).all() and (ids[~chosen] == whole[~chosen]).all()
+    assert (labels[chosen] == whole[chosen]).all() and (ids == whole)[~chosen & (mask == 1)].all()
     candidates = ((mask == 1) & (whole != 0)).sum()
     assert chosen.sum() / candidates == pytest.approx(0.15, abs=0.01)
     assert (ids[chosen] == MASK).mean() == pytest.approx(0.8 + 0.1 / WORDS, abs=0.03)
@@ -182,9 +188,11 @@ def test_fifteen_per_cent_are_hidden_and_of_these_ten_stay_and_ten_are_random():
 
 def test_a_long_text_goes_on_in_the_next_row_and_nothing_is_lost():
     rows = masked_rows(num_texts=2)
-    inputs = rows._inputs(np.arange(len(rows)))
-    assert rows.sizes.tolist() == [16, 14, 16, 14] and inputs["attention_mask"].sum() == 60
-    assert inputs["input_ids"][inputs["attention_mask"] == 1].tolist() == rows.stream.tokens.tolist()
+    arrays = rows[np.arange(len(rows))]
+    ids, mask = arrays.inputs["input_ids"], arrays.inputs["attention_mask"]
+    whole = np.where(arrays.labels == -100, ids, arrays.labels)  # what is hidden is in the labels
+    assert rows.sizes.tolist() == [16, 14, 16, 14] and mask.sum() == 60
+    assert whole[mask == 1].tolist() == rows.stream.tokens.tolist()
 
 
 def test_what_is_hidden_depends_on_the_position_and_on_nothing_else(tmp_path):
@@ -203,7 +211,7 @@ def test_what_is_hidden_depends_on_the_position_and_on_nothing_else(tmp_path):
 
 def test_a_pretrained_base_gets_a_new_head_and_the_rest_from_the_file(tmp_path):
     classify = made(tmp_path)
-    task = registry.load(classify)
+    task = registry.load_task(classify)
     config = AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size)
     folder = tmp_path / "base"
     BertForMaskedLM(config).save_pretrained(folder)
@@ -211,7 +219,7 @@ def test_a_pretrained_base_gets_a_new_head_and_the_rest_from_the_file(tmp_path):
     recipe = made(tmp_path, model={"path": str(folder)}, tokenizer={"path": str(folder)})
 
     def filled() -> dict:
-        shape = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+        shape = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
         assert type(shape).__name__ == "BertForSequenceClassification" and shape.num_labels == 2
         found = {}
         weights.load_weights(shape, recipe, lambda name, tensor: found.update({name: tensor.clone()}))
@@ -229,14 +237,14 @@ def test_a_pretrained_base_gets_a_new_head_and_the_rest_from_the_file(tmp_path):
 
 
 def test_a_missing_layer_of_the_base_is_no_new_head(tmp_path):
-    task = registry.load(made(tmp_path))
+    task = registry.load_task(made(tmp_path))
     folder = tmp_path / "base"
     base = BertForMaskedLM(AutoConfig.for_model(**BERT, vocab_size=task.vocabulary_size))
     base.save_pretrained(folder)
     kept = {name: t.clone() for name, t in base.state_dict().items() if "layer.1.output" not in name}
     save_file({name: t for name, t in kept.items() if "decoder" not in name}, folder / "model.safetensors")
     recipe = made(tmp_path, model={"path": str(folder)})
-    shape = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    shape = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     with pytest.raises(ConfigurationError, match="holds no tensor for bert.encoder.layer.1.output"):
         weights.load_weights(shape, recipe, lambda name, tensor: None)
 
@@ -250,14 +258,14 @@ def test_a_missing_layer_of_the_base_is_no_new_head(tmp_path):
 )  # fmt: skip
 def test_models_that_do_not_fit_the_task(tmp_path, task, config, message):
     recipe = made(tmp_path, task=task, model={"config": config})
-    loaded = registry.load(recipe)
+    loaded = registry.load_task(recipe)
     with pytest.raises(ConfigurationError, match=message):
-        weights.skeleton(recipe, loaded.vocabulary_size, loaded.special_tokens, loaded.head)
+        build_skeleton(recipe, loaded.vocabulary_size, loaded.special_tokens, loaded.head)
 
 
 @pytest.mark.parametrize(("task", "token"), [("mlm", "mask_token"), ("classify", "pad_token")])
 def test_a_tokenizer_has_to_have_the_tokens_that_the_task_needs(tmp_path, task, token):
-    tokenizer = registry.load(made(tmp_path, task=task)).tokenizer
+    tokenizer = registry.load_task(made(tmp_path, task=task)).tokenizer
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"
     fields = json.loads(config.read_text())
@@ -265,13 +273,13 @@ def test_a_tokenizer_has_to_have_the_tokens_that_the_task_needs(tmp_path, task, 
     config.write_text(json.dumps(fields))
     assert getattr(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), token) is None
     with pytest.raises(DataError, match=f"no {token}"):
-        registry.load(made(tmp_path, task=task, tokenizer={"path": str(tmp_path / "tokenizer")}))
+        registry.load_task(made(tmp_path, task=task, tokenizer={"path": str(tmp_path / "tokenizer")}))
 
 
 @pytest.fixture
 def no_pad(tmp_path) -> str:
     """A decoder's tokenizer, as many are: it names no token that pads."""
-    tokenizer = registry.load(made(tmp_path)).tokenizer
+    tokenizer = registry.load_task(made(tmp_path)).tokenizer
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     assert AutoTokenizer.from_pretrained(tmp_path / "tokenizer").pad_token is None
@@ -285,11 +293,11 @@ def test_a_decoder_without_a_pad_token_classifies(tmp_path, no_pad):
         model={"config": {**llama, "num_attention_heads": 2}},
         tokenizer={"path": no_pad, "pad_token": "<|end_of_text|>"},
     )
-    task = registry.load(recipe)
+    task = registry.load_task(recipe)
     task.tokenizer.save_pretrained(tmp_path / "export")
     exported = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert (exported.pad_token, len(exported)) == ("<|end_of_text|>", len(AutoTokenizer.from_pretrained(no_pad)))
-    shape = weights.skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    shape = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     assert shape.config.pad_token_id == exported.pad_token_id == exported.eos_token_id
     torch.manual_seed(0)
     reference = AutoModelForSequenceClassification.from_config(shape.config).eval()
@@ -304,11 +312,11 @@ def test_a_decoder_without_a_pad_token_classifies(tmp_path, no_pad):
 
 def test_what_cannot_pad(tmp_path, no_pad):
     with pytest.raises(DataError, match=r"holds, for example its eos_token: tokenizer.pad_token='<|end_of_text|>'"):
-        registry.load(made(tmp_path, tokenizer={"path": no_pad}))
+        registry.load_task(made(tmp_path, tokenizer={"path": no_pad}))
     with pytest.raises(
         ConfigurationError, match='tokenizer.pad_token: found "<pad>" .text., which is not a token of .*;'
     ):
-        registry.load(made(tmp_path, tokenizer={"path": no_pad, "pad_token": "<pad>"}))
+        registry.load_task(made(tmp_path, tokenizer={"path": no_pad, "pad_token": "<pad>"}))
 
 
 @pytest.mark.parametrize("task", ["pretrain", "sft", "dpo", "reward", "classify", "mlm", "embed"])
@@ -321,7 +329,7 @@ def test_rows_of_like_length_by_option(tmp_path, task):
         texts = {"prompt": f"{n}", "text": one, "anchor": f"{n}", "positive": one, "completion": one}
         rows.append({**texts, "chosen": one, "rejected": f"{other} c", "label": n % 2})
     plain, grouped = (
-        registry.load(recipe.model_copy(update={"batch": Batch(global_batch_size=2, sequence_length=64)})).train
+        registry.load_task(recipe.model_copy(update={"batch": Batch(global_batch_size=2, sequence_length=64)})).train
         for recipe in (made(tmp_path, rows, task, group_by_length=wanted) for wanted in (False, True))
     )
     assert isinstance(grouped, LengthGroups) and not isinstance(plain, LengthGroups)

@@ -28,4 +28,4 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
 )
 def test_what_the_user_says_or_a_share_of_the_cores(environ, threads, monkeypatch):
     monkeypatch.setattr(cpu_workers, "num_cores", lambda: 8)
-    assert start._threads(environ) == threads
+    assert start.num_threads(environ) == threads

@@ -61,7 +61,7 @@ def test_training_is_deterministic_across_processes(tmp_path):
 import sys
 from pathlib import Path
 from samecurve.data import sources, tokenizer
-tokenizer._train(Path(sys.argv[2]), sources.find_source(sys.argv[1]), 0.0, 400)
+tokenizer.train_tokenizer(Path(sys.argv[2]), sources.find_source(sys.argv[1]), 0.0, 400)
 """
     make_recipe(tmp_path)
     for seed in "12":

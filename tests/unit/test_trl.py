@@ -120,7 +120,7 @@ def load(folder: Path, path: Path, **data):
         tokenizer={"vocabulary_size": 300},
         batch={"global_batch_size": 1, "sequence_length": LENGTH},
     )
-    return registry.load(recipe)
+    return registry.load_task(recipe)
 
 
 def save_model(folder: Path, vocabulary_size: int) -> None:

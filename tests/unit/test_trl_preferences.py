@@ -143,7 +143,7 @@ def load(folder: Path, task: str = "dpo", **settings):
         tokenizer={"vocabulary_size": 300},
         **({task: settings} if settings else {}),
     )
-    return registry.load(recipe.model_copy(update={"task": task}))
+    return registry.load_task(recipe.model_copy(update={"task": task}))
 
 
 @pytest.fixture(scope="module")

@@ -221,7 +221,7 @@ def load(folder: Path, file: str = "rows", task: str = "dpo", length: int = 512,
         batch={"global_batch_size": 1, "sequence_length": length},
         **sections,
     )
-    return registry.load(recipe.model_copy(update={"task": task}))
+    return registry.load_task(recipe.model_copy(update={"task": task}))
 
 
 def check_tokens(task, expected: list[list[list[list[int]]]]) -> None:

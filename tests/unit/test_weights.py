@@ -12,8 +12,9 @@ from transformers.models.llama import modeling_llama
 
 from samecurve.config.schema import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
+from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
-from samecurve.models.weights import build, describe, load_weights, skeleton
+from samecurve.models.weights import describe, load_weights
 
 LLAMA = {
     "model_type": "llama",
@@ -47,7 +48,7 @@ def filled(made, model=None, names=None) -> dict[str, torch.Tensor]:
         assert name not in found, name
         found[name] = tensor.clone()
 
-    load_weights(model or skeleton(made, 64, TOKENS), made, write, names)
+    load_weights(model or build_skeleton(made, 64, TOKENS), made, write, names)
     return found
 
 
@@ -57,14 +58,14 @@ def from_scratch(request) -> SimpleNamespace:
 
 
 def test_skeleton_is_on_meta_and_tied_as_the_config_says(from_scratch):
-    model = skeleton(from_scratch, 64, TOKENS)
+    model = build_skeleton(from_scratch, 64, TOKENS)
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == model.config.tie_word_embeddings
 
 
 def test_fill_covers_every_parameter_and_buffer_once(from_scratch):
-    model = skeleton(from_scratch, 64, TOKENS)
+    model = build_skeleton(from_scratch, 64, TOKENS)
     expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     assert filled(from_scratch, model).keys() == expected
 
@@ -72,7 +73,7 @@ def test_fill_covers_every_parameter_and_buffer_once(from_scratch):
 def test_seeded_weights_have_the_familys_own_distribution_and_buffers(from_scratch):
     ours = filled(from_scratch)
     torch.manual_seed(0)  # transformers draws by the global generator, and some draws are far from the mean
-    reference = AutoModelForCausalLM.from_config(skeleton(from_scratch, 64, TOKENS).config)
+    reference = AutoModelForCausalLM.from_config(build_skeleton(from_scratch, 64, TOKENS).config)
     for name, tensor in reference.named_parameters():
         assert ours[name].std() == pytest.approx(tensor.std().item(), rel=0.2, abs=1e-9), name
         assert ours[name].mean() == pytest.approx(tensor.mean().item(), abs=5e-3), name
@@ -103,7 +104,7 @@ def test_another_seed_gives_other_weights_and_the_global_generator_is_left_alone
 @pytest.fixture
 def saved(tmp_path):
     """A pretrained folder as transformers writes it, and its weights."""
-    model = AutoModelForCausalLM.from_config(skeleton(recipe(FAMILIES["llama_tied"]), 64, TOKENS).config)
+    model = AutoModelForCausalLM.from_config(build_skeleton(recipe(FAMILIES["llama_tied"]), 64, TOKENS).config)
     model.save_pretrained(tmp_path)
     return tmp_path, dict(model.named_parameters())
 
@@ -129,7 +130,7 @@ def test_pretrained_shards_are_found_through_the_index(saved):
 
 
 def test_a_checkpoint_of_the_base_model_has_no_prefix(tmp_path):
-    model = AutoModelForCausalLM.from_config(skeleton(recipe(FAMILIES["gpt2"]), 64, TOKENS).config)
+    model = AutoModelForCausalLM.from_config(build_skeleton(recipe(FAMILIES["gpt2"]), 64, TOKENS).config)
     model.transformer.save_pretrained(tmp_path)
     found = filled(recipe(path=str(tmp_path)))
     assert torch.equal(found["transformer.wte.weight"], model.transformer.wte.weight)
@@ -165,7 +166,7 @@ def test_a_missing_tensor_and_a_wrong_shape_are_told_by_name(saved):
 
 def test_a_vocabulary_that_the_embedding_does_not_hold_is_refused():
     with pytest.raises(DataError, match="tokenizer has 100 ids, but the model's embedding holds 64"):
-        skeleton(recipe({**LLAMA, "vocab_size": 64}), 100)
+        build_skeleton(recipe({**LLAMA, "vocab_size": 64}), 100)
 
 
 def test_a_foreign_tokenizer_is_named_where_a_model_has_its_own(tmp_path):
@@ -174,12 +175,12 @@ def test_a_foreign_tokenizer_is_named_where_a_model_has_its_own(tmp_path):
     )
     made = recipe(path=str(tmp_path))
     with pytest.raises(DataError) as error:
-        skeleton(made, 100)
+        build_skeleton(made, 100)
     fix = f"the one in {tmp_path} does not belong to it; name the model's own as tokenizer.path"
     assert str(error.value).endswith(f"(vocab_size): {fix}")
     made.tokenizer = Tokenizer(path="other")
     with pytest.raises(DataError, match="other does not belong to it; leave tokenizer.path out"):
-        skeleton(made, 100)
+        build_skeleton(made, 100)
 
 
 BERT = {
@@ -248,14 +249,14 @@ MISTAKES = [
 def test_mistakes_in_the_model_are_told_by_key(made, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigurationError) as error:
-        skeleton(made, 64, TOKENS)
+        build_skeleton(made, 64, TOKENS)
     assert str(error.value).startswith(message)
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed here")
 def test_an_attention_that_is_not_installed_is_told():
     with pytest.raises(ConfigurationError, match=r"model.attention flash_attention_2 \(ImportError: "):
-        skeleton(recipe(LLAMA, attention="flash_attention_2"), 64, TOKENS)
+        build_skeleton(recipe(LLAMA, attention="flash_attention_2"), 64, TOKENS)
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -265,13 +266,13 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
     ("old", "new"), [({"rope_theta": 5e5}, {"rope_theta": 5e5}), ({"rope_scaling": LINEAR}, LINEAR)], ids=str
 )
 def test_older_spellings_that_the_family_translates_are_known(old, new):
-    config = skeleton(recipe({**LLAMA, **old}), 64, TOKENS).config
+    config = build_skeleton(recipe({**LLAMA, **old}), 64, TOKENS).config
     assert new.items() <= config.rope_parameters.items()
 
 
 def test_the_recipes_own_fields_are_left_as_they_are():
     fields = {**LLAMA, "rope_parameters": {"rope_type": "default"}}
-    skeleton(recipe(fields), 64, TOKENS)
+    build_skeleton(recipe(fields), 64, TOKENS)
     assert fields["rope_parameters"] == {"rope_type": "default"}
 
 
@@ -284,7 +285,7 @@ CAUSAL = {
 
 @pytest.mark.parametrize("fields", CAUSAL.values(), ids=CAUSAL)
 def test_what_passes_for_causal_is(fields):
-    model = AutoModelForCausalLM.from_config(skeleton(recipe(fields), 64, TOKENS).config).eval()
+    model = AutoModelForCausalLM.from_config(build_skeleton(recipe(fields), 64, TOKENS).config).eval()
     first = torch.arange(3, 11)[None]
     second = first.clone()
     second[0, -1] = 40
@@ -295,7 +296,7 @@ def test_what_passes_for_causal_is(fields):
 def test_batch_norm_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", lambda size, eps: torch.nn.BatchNorm1d(size, eps))
     with pytest.raises(ConfigurationError) as caught:
-        skeleton(recipe(LLAMA), 64)
+        build_skeleton(recipe(LLAMA), 64)
     assert "model.layers.0.input_layernorm of this llama is a BatchNorm1d" in str(caught.value)
     assert "running statistics would differ between ranks" in str(caught.value)
 
@@ -303,21 +304,21 @@ def test_batch_norm_is_refused_by_name(monkeypatch):
 def test_a_family_with_trained_buffers_is_refused():
     fields = {**LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1}
     with pytest.raises(ConfigurationError, match="deepseek_v3 keeps trained values in buffers .*e_score_corr"):
-        skeleton(recipe(fields), 64, TOKENS)
+        build_skeleton(recipe(fields), 64, TOKENS)
 
 
 def test_dropout_is_told_by_name():
-    assert describe(skeleton(recipe(LLAMA), 64, TOKENS), recipe(LLAMA)) == {
+    assert describe(build_skeleton(recipe(LLAMA), 64, TOKENS), recipe(LLAMA)) == {
         "model_type": "llama",
         "attention": "sdpa",
         "dropout": {},
         "new_head": [],
     }
     gpt2 = recipe(FAMILIES["gpt2"])
-    rates = describe(skeleton(gpt2, 64, TOKENS), gpt2)["dropout"]
+    rates = describe(build_skeleton(gpt2, 64, TOKENS), gpt2)["dropout"]
     assert {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}.items() <= rates.items()
 
 
 def test_build_on_a_device_leaves_no_meta_tensor():
-    made = build(LlamaForCausalLM, skeleton(recipe(LLAMA), 64, TOKENS).config, torch.device("cpu"))
+    made = construct(LlamaForCausalLM, build_skeleton(recipe(LLAMA), 64, TOKENS).config, torch.device("cpu"))
     assert not any(p.is_meta for p in made.parameters()) and json.dumps(made.config.use_cache) == "false"

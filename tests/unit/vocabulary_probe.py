@@ -14,7 +14,7 @@ import torch
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.engines import factory
 from samecurve.metrics.meter import peak_memory_bytes
-from samecurve.models import weights
+from samecurve.models.skeleton import build_skeleton
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
 
@@ -24,8 +24,8 @@ VOCABULARY = 128_256
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator, recipe = factory.start(plan), plan.recipe
-    task = registry.load(recipe)
-    skeleton = weights.skeleton(recipe, VOCABULARY, task.special_tokens)
+    task = registry.load_task(recipe)
+    skeleton = build_skeleton(recipe, VOCABULARY, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
     for parameter in engine.model.parameters():
         parameter.grad = torch.zeros_like(parameter)

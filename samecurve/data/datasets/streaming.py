@@ -52,7 +52,7 @@ class StreamRows(SplitRows):
         order = "the same rows in every epoch" if blocks_per_epoch == 1 else "even blocks, neighbours share no piece"
         self.fingerprint = digest(self.fingerprint, order)
         self.facts = facts
-        self._make, self._drop, self._blocks_per_epoch = make, drop, blocks_per_epoch
+        self.make_block, self._drop, self.blocks_per_epoch = make, drop, blocks_per_epoch
         self._lock = threading.Lock()
         self._made: dict[int, Future[Rows]] = {}
         self._first_block, self._starts = 0, [0]
@@ -92,7 +92,7 @@ class StreamRows(SplitRows):
         for owner in np.unique(owners).tolist():
             inside = np.flatnonzero(owners == owner)
             rows = self._rows(self._first_block + owner)
-            if self._blocks_per_epoch == 1:  # epochs have the same rows, and a step may span two of them
+            if self.blocks_per_epoch == 1:  # epochs have the same rows, and a step may span two of them
                 own = rows.at_positions(indices[inside], self._seed, self._steps)
             else:
                 own = rows.at_positions(indices[inside] - starts[owner], self._seed + self._first_block + owner)
@@ -109,7 +109,7 @@ class StreamRows(SplitRows):
                 break
             num_rows = len(self._rows(block))
             num_empty = 0 if num_rows else num_empty + 1
-            if num_empty > self._blocks_per_epoch:
+            if num_empty > self.blocks_per_epoch:
                 raise DataError("the stream has no training rows; correct data.path or lower data.validation_fraction")
             with self._lock:
                 if block == self._first_block + len(self._starts) - 1:
@@ -130,7 +130,7 @@ class StreamRows(SplitRows):
 
     def _fill(self, block: int, made: Future[Rows]) -> None:
         try:
-            made.set_result(self._make(block))
+            made.set_result(self.make_block(block))
         except BaseException as error:  # raised again where the block is waited for
             made.set_exception(error)
 

@@ -28,7 +28,7 @@ _RUN_AS = {"reduce_scatter": "all_reduce"}  # by Gloo
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCalls:
     """All calls of one collective on this rank.
 
     Attributes:
@@ -46,7 +46,7 @@ class Collective:
     untyped: int = 0
 
 
-def collectives(events: Iterable[dict]) -> list[Collective]:
+def collectives(events: Iterable[dict]) -> list[CollectiveCalls]:
     """Sum up the collectives by name, most bytes first. events: complete events of a trace ("ph": "X")."""
     events = sorted(events, key=lambda event: float(event["ts"]))
     calls = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith(_PREFIX)]
@@ -55,7 +55,7 @@ def collectives(events: Iterable[dict]) -> list[Collective]:
         found[_plain(event["name"])].append(_num_bytes(event.get("args", {}), element_type))
     seconds = _of_kernels(events, "send" if "send" in found else "recv") or _of_transfers(events, calls)
     made = [
-        Collective(name, len(sizes), sum(filter(None, sizes)), seconds.get(name, 0.0), sizes.count(None))
+        CollectiveCalls(name, len(sizes), sum(filter(None, sizes)), seconds.get(name, 0.0), sizes.count(None))
         for name, sizes in found.items()
     ]
     return sorted(made, key=lambda each: (-each.num_bytes, each.name))

@@ -23,7 +23,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Work:
+class OperatorClass:
     """Classification of an operator. kind: a key of KINDS. claims: operators called inside count as the same kind."""
 
     kind: str
@@ -33,33 +33,33 @@ class Work:
 # The first match counts. Fused attention and loss operators claim their matrix multiplications and copies. Eager
 # attention consists of plain operators, of which only the softmax can be told from the rest of the model.
 _OPERATORS = (
-    (rf"^{DATA_WAIT}$", Work("data_wait", claims=True)),
-    (rf"^{LOSS}$", Work("loss", claims=True)),
-    (r"^Optimizer\.step#", Work("optimizer", claims=True)),
-    (r"^c10d::", Work("communication", claims=True)),
+    (rf"^{DATA_WAIT}$", OperatorClass("data_wait", claims=True)),
+    (rf"^{LOSS}$", OperatorClass("loss", claims=True)),
+    (r"^Optimizer\.step#", OperatorClass("optimizer", claims=True)),
+    (r"^c10d::", OperatorClass("communication", claims=True)),
     (
         r"^\w+::.*(scaled_dot_product|(flash|flex|varlen)_att)",
-        Work("attention", claims=True),
+        OperatorClass("attention", claims=True),
     ),
-    (r"^\w+::.*(cross_entropy|log_softmax|nll_loss|kl_div|logsumexp)", Work("loss", claims=True)),
-    (r"^aten::_?(safe_)?softmax", Work("attention")),
-    (r"^aten::(linalg_vector_norm|_foreach_|_fused_(adam|sgd|adagrad)|_amp_)", Work("optimizer")),
-    (r"^aten::(linear|linear_backward|matmul|mm|bmm|addmm|addbmm|baddbmm|mv|dot|einsum)$", Work("matmul")),
-    (r"^aten::_(scaled|grouped|int)_\w*mm$|^(mkldnn|mkl|onednn)::.*(linear|matmul)", Work("matmul")),
-    (r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|zero_|zeros|fill_|full)$", Work("copies")),
-    (r"^aten::(embedding\w*|index\w*|gather|scatter\w*|_local_scalar_dense|item)$", Work("copies")),
-    (r"ddp\.reducer::copy_", Work("copies")),
-    (r"^(CompiledFunction|Torch-Compiled Region|## Call CompiledFxGraph)", Work("elementwise")),
+    (r"^\w+::.*(cross_entropy|log_softmax|nll_loss|kl_div|logsumexp)", OperatorClass("loss", claims=True)),
+    (r"^aten::_?(safe_)?softmax", OperatorClass("attention")),
+    (r"^aten::(linalg_vector_norm|_foreach_|_fused_(adam|sgd|adagrad)|_amp_)", OperatorClass("optimizer")),
+    (r"^aten::(linear|linear_backward|matmul|mm|bmm|addmm|addbmm|baddbmm|mv|dot|einsum)$", OperatorClass("matmul")),
+    (r"^aten::_(scaled|grouped|int)_\w*mm$|^(mkldnn|mkl|onednn)::.*(linear|matmul)", OperatorClass("matmul")),
+    (r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|zero_|zeros|fill_|full)$", OperatorClass("copies")),
+    (r"^aten::(embedding\w*|index\w*|gather|scatter\w*|_local_scalar_dense|item)$", OperatorClass("copies")),
+    (r"ddp\.reducer::copy_", OperatorClass("copies")),
+    (r"^(CompiledFunction|Torch-Compiled Region|## Call CompiledFxGraph)", OperatorClass("elementwise")),
 )
 
 # Kernels without an operator in the trace (from Triton or another library), matched by kernel name.
 _KERNELS = (
-    (r"(?i)nccl|rccl", Work("communication")),
-    (r"(?i)flash|fmha|attention|attn", Work("attention")),
-    (r"(?i)cross_entropy|softmax|nll", Work("loss")),
-    (r"(?i)multi_tensor|adam|lion|optimi[sz]er", Work("optimizer")),
-    (r"(?i)gemm|cutlass|cublas|xmma|nvjet|matmul|_mm_", Work("matmul")),
-    (r"(?i)memcpy|memset|copy|cast|catarray|index|gather|embedding", Work("copies")),
+    (r"(?i)nccl|rccl", OperatorClass("communication")),
+    (r"(?i)flash|fmha|attention|attn", OperatorClass("attention")),
+    (r"(?i)cross_entropy|softmax|nll", OperatorClass("loss")),
+    (r"(?i)multi_tensor|adam|lion|optimi[sz]er", OperatorClass("optimizer")),
+    (r"(?i)gemm|cutlass|cublas|xmma|nvjet|matmul|_mm_", OperatorClass("matmul")),
+    (r"(?i)memcpy|memset|copy|cast|catarray|index|gather|embedding", OperatorClass("copies")),
 )
 # Kernels fused by torch.compile contain the names of their operators; the caller is a whole graph.
 _COMPILED_LOSS = re.compile(r"^triton_.*(cross_entropy|log_softmax|nll_loss)")
@@ -68,7 +68,7 @@ _COMPUTES = re.compile(r"^(?!autograd::|torch::autograd::)\w+::")
 
 
 @lru_cache(maxsize=4096)
-def listed(name: str) -> Work | None:
+def listed(name: str) -> OperatorClass | None:
     """Look up an operator or range of the CPU part of a trace; None if the table has no entry."""
     return next((work for pattern, work in _OPERATORS if re.search(pattern, name)), None)
 
@@ -86,6 +86,6 @@ def is_compiled_loss(kernel: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def of_kernel(name: str) -> Work:
+def of_kernel(name: str) -> OperatorClass:
     """Classify a GPU kernel by its name alone."""
-    return next((work for pattern, work in _KERNELS if re.search(pattern, name)), Work("elementwise"))
+    return next((work for pattern, work in _KERNELS if re.search(pattern, name)), OperatorClass("elementwise"))

@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from samecurve.metrics.profiling.collectives import Collective, collectives
-from samecurve.metrics.profiling.op_kinds import KINDS, Work, computes, is_compiled_loss, listed, of_kernel
+from samecurve.metrics.profiling.collectives import CollectiveCalls, collectives
+from samecurve.metrics.profiling.op_kinds import KINDS, OperatorClass, computes, is_compiled_loss, listed, of_kernel
 from samecurve.metrics.profiling.waiting import Waiting, waiting
 
 MICROSECONDS = 1e-6
@@ -68,7 +68,7 @@ class Breakdown:
     seconds: dict[str, float]
     communication_seconds: float
     operators: list[Operator]
-    collectives: list[Collective]
+    collectives: list[CollectiveCalls]
     allocated_bytes: dict[str, int] = field(default_factory=dict)
     waiting: Waiting | None = None
 
@@ -168,12 +168,12 @@ def _innermost(events: list[dict]) -> Iterator[Span]:
     yield from passed(float("inf"))
 
 
-def _work(event: dict, outer: Work | None) -> Work | None:
+def _work(event: dict, outer: OperatorClass | None) -> OperatorClass | None:
     if outer is not None and outer.claims:
         return outer
     found = listed(event["name"])
     if found is None and event["cat"] == "cpu_op" and computes(event["name"]):
-        found = outer or Work("elementwise")
+        found = outer or OperatorClass("elementwise")
     return found
 
 
