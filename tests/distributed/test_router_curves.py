@@ -46,7 +46,7 @@ def test_compiled_layers_follow_one_process(strategy, world, kind, workspace):
     alone = workspace.run(None, 1, *overrides, "batch.micro_batch_size=8")
     run = workspace.run(strategy, world, *overrides, "batch.micro_batch_size=2", "compile=regional")
     assert alone.returncode == run.returncode == 0, alone.output + run.output
-    assert run.facts["engine"].startswith("FSDP") == (strategy == "fsdp") and run.facts["compile"] == "regional"
+    assert run.facts["engine"].startswith("FSDP") == (strategy == "fsdp") and "recompilations" in run.metrics[0]
     for key, limit in (("loss", 1e-5), ("router_loss", 1e-5), ("grad_norm", 1e-4)):
         assert largest_relative_difference(run.column(key), alone.column(key)) < limit, key
 
