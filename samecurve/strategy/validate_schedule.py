@@ -94,10 +94,11 @@ def check_accelerate(document: Document) -> None:
         document.problem((BLOCK, SIZE), f"{text}; start from configs/pipeline_1f1b.yaml")
     if kind == "FSDP":
         _other_sizes(document)
-    cut = document.get(BLOCK, "parallelism_config_tp_size")
-    if cut not in (None, 1):
-        text = f"found {cut}, but tensor parallelism inside pipeline stages {_UNTESTED}; remove one of the two"
-        document.problem((BLOCK, "parallelism_config_tp_size"), text)
+    for key, what in (("parallelism_config_tp_size", "tensor"), ("parallelism_config_ep_size", "expert")):
+        found = document.get(BLOCK, key)
+        if found not in (None, 1):
+            text = f"found {found}, but {what} parallelism inside pipeline stages {_UNTESTED}; remove one of the two"
+            document.problem((BLOCK, key), text)
 
 
 def _other_sizes(document: Document) -> None:
