@@ -1,0 +1,108 @@
+"""Experts of a layer that two ranks share, against the same experts in one process; which strategies are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_families import round_trip_config
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from samecurve.engines import expert_parallel
+from samecurve.engines.expert_parallel import Dispatch
+from samecurve.engines.mesh import Mesh
+from samecurve.errors import ConfigurationError
+from samecurve.specs.model_families import EXPERT_PARALLEL
+from samecurve.strategy.parallel_dims import ParallelDims
+
+
+def config(family: str) -> PreTrainedConfig:
+    """A tiny model, with 4 experts in each layer if it has any."""
+    found = round_trip_config(family)
+    for name in ("num_local_experts", "num_experts"):
+        if hasattr(found, name):
+            setattr(found, name, 4)
+    return found
+
+
+def tiny(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(family))
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.2)
+    return model
+
+
+def experts_of(model: PreTrainedModel) -> nn.Module:
+    found = expert_parallel._experts(model)
+    assert len(found) == model.config.num_hidden_layers
+    return found[0]
+
+
+def compare(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for family in sorted(EXPERT_PARALLEL):
+        whole, model = tiny(family), tiny(family)
+        expert_parallel.apply(model, Mesh(ParallelDims(dp_shard=2, ep=2), rank, torch.device("cpu")))  # pyright: ignore
+        expected, spread = experts_of(whole), experts_of(model)
+        assert isinstance(spread.forward, Dispatch) and spread.num_experts == 2
+        # the second rank's tokens choose experts of the first one alone, so that its own experts get few tokens or none
+        for chosen in ([[[0, 3], [3, 1], [2, 0]], [[0, 1], [1, 0]]], [[[1, 0]], [[0, 1]]]):
+            made = torch.Generator().manual_seed(1)
+            states = [torch.randn(len(each), 32, generator=made, requires_grad=True) for each in chosen]
+            weights = [torch.rand(len(each), 2, generator=made, requires_grad=True) for each in chosen]
+            outputs = [expected(*each) for each in zip(states, map(torch.tensor, chosen), weights, strict=True)]
+            gradients = torch.autograd.grad(
+                sum(output.square().sum() for output in outputs), [*states, *weights, *expected.parameters()]
+            )
+            of_states, of_weights, of_experts = gradients[:2], gradients[2:4], gradients[4:]
+            output = spread(states[rank], torch.tensor(chosen[rank]), weights[rank])
+            torch.testing.assert_close(output, outputs[rank], rtol=1e-4, atol=1e-5)
+            own = [*spread.parameters()]
+            found = torch.autograd.grad(output.square().sum(), [states[rank], weights[rank], *own])
+            torch.testing.assert_close(found[0], of_states[rank], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[1], of_weights[rank], rtol=1e-4, atol=1e-5)
+            for parameter, gradient, wanted in zip(own, found[2:], of_experts, strict=True):
+                assert isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+                torch.testing.assert_close(gradient.to_local(), wanted[2 * rank : 2 * rank + 2], rtol=1e-4, atol=1e-5)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_outputs_and_gradients_are_those_of_one_process(tmp_path):
+    spawn(compare, (str(tmp_path),), nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "dims", "words"),
+    [
+        (
+            "llama",
+            ParallelDims(dp_shard=2, ep=2),
+            ("found 2", "a llama has no experts", "mixtral", "configs/fsdp.yaml"),
+        ),
+        ("granitemoe", ParallelDims(dp_shard=2, ep=2), ("a granitemoe has not been tested", "olmoe")),
+        ("mixtral", ParallelDims(dp_shard=3, ep=3), ("found 3", "has 4 experts", "use a size that divides them: 2, 4")),
+        ("gpt_oss", ParallelDims(dp_shard=10, ep=2), ("5 processes hold the same 2 experts", "has 32 rows")),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(family, dims, words):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config(family))
+    with pytest.raises(ConfigurationError) as error:
+        expert_parallel.check(model, SimpleNamespace(path="configs/fsdp_ep.yaml", dims=dims))  # pyright: ignore
+    for word in (*words, "configs/fsdp_ep.yaml: parallelism_config.parallelism_config_ep_size: found"):
+        assert word in str(error.value)
+
+
+def test_experts_of_another_dimension_are_sharded_where_they_are_fewer_than_ranks():
+    """Of 4 experts two ranks have two each; a second pair shards them whole, four pairs along the next dimension."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config("mixtral"))
+    for shards in (2, 4, 8, 16):
+        expert_parallel.check(model, SimpleNamespace(path="x", dims=ParallelDims(dp_shard=shards, ep=2)))  # pyright: ignore
