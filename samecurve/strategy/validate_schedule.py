@@ -94,11 +94,10 @@ def check_accelerate(document: Document) -> None:
         document.problem((BLOCK, SIZE), f"{text}; start from configs/pipeline_1f1b.yaml")
     if kind == "FSDP":
         _other_sizes(document)
-    for key, what in (("parallelism_config_tp_size", "tensor"), ("parallelism_config_ep_size", "expert")):
-        found = document.get(BLOCK, key)
-        if found not in (None, 1):
-            text = f"found {found}, but {what} parallelism inside pipeline stages {_UNTESTED}; remove one of the two"
-            document.problem((BLOCK, key), text)
+    cut = document.get(BLOCK, "parallelism_config_tp_size")
+    if cut not in (None, 1):
+        text = f"found {cut}, but tensor parallelism inside pipeline stages {_UNTESTED}; remove one of the two"
+        document.problem((BLOCK, "parallelism_config_tp_size"), text)
 
 
 def _other_sizes(document: Document) -> None:
@@ -107,7 +106,7 @@ def _other_sizes(document: Document) -> None:
         if key not in _FSDP_KEYS:
             text = f"FSDP inside pipeline stages gathers a layer once per step, and another setting {_UNTESTED}"
             document.problem(("fsdp_config", key), f"{text}; remove it")
-    for key in ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"):
+    for key in ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "ep_size"):
         found = document.get(BLOCK, f"{BLOCK}_{key}")
         if found not in (None, 1):
             text = f"found {found}, but it {_UNTESTED}; remove it"
