@@ -70,7 +70,7 @@ def apply(model: PreTrainedModel, mesh: Mesh) -> None:
             experts.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
         own = cast(int, experts.num_experts) // ep.size()
         experts.forward = Dispatch(experts, own, ep.get_group())  # pyright: ignore[reportAttributeAccessIssue]
-        experts.num_experts = own  # pyright: ignore[reportAttributeAccessIssue]
+        experts.num_experts = own  # pyright: ignore[reportArgumentType]
 
 
 def shard(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:

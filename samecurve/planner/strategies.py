@@ -169,17 +169,17 @@ def describe(
     source = wanted.source._replace(document=replace(wanted.source.document, problems=[]))
     validate.check_strategy(source, files, strategy, launch)
     problems = [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
-    return strategy, problems + _experts_problem(wanted.shape, template, strategy.dims.ep)
+    return strategy, problems + _experts_problem(wanted.shape, files.accelerate, strategy.dims.ep)
 
 
-def _experts_problem(shape: ModelShape, template: Template, size: int) -> list[ConfigProblem]:
+def _experts_problem(shape: ModelShape, document: Document, size: int) -> list[ConfigProblem]:
     """Judge what a run finds out when it reads the model's config."""
     if size == 1 or (shape.experts and shape.experts % size == 0):
         return []
     count = shape.experts
     why = f"the model has {count} experts, which {size} does not divide" if count else "the model has no experts"
-    key = ".".join(template.place("ep")[1])
-    return [ConfigProblem(template.path, key, f"found {size}, but {why}")]
+    _, key = AXES["ep"]
+    return [ConfigProblem(document.place(key), ".".join(key), f"found {size}, but {why}")]
 
 
 def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:

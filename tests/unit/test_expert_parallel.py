@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from tiny_families import round_trip_config
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -44,33 +45,39 @@ def experts_of(model: PreTrainedModel) -> nn.Module:
     return found[0]
 
 
+# experts that each rank's tokens choose; in the second case no token needs the second rank's experts
+CHOICES = ([[0, 3], [3, 1], [2, 0]], [[0, 1], [1, 0]]), ([[1, 0]], [[0, 1]])
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+
+
 def compare(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = Mesh(ParallelDims(dp_shard=2, ep=2), rank, torch.device("cpu"))
     for family in sorted(EXPERT_PARALLEL):
         whole, model = tiny(family), tiny(family)
-        expert_parallel.apply(model, Mesh(ParallelDims(dp_shard=2, ep=2), rank, torch.device("cpu")))  # pyright: ignore
+        expert_parallel.apply(model, mesh)
         expected, spread = experts_of(whole), experts_of(model)
         assert isinstance(spread.forward, Dispatch) and spread.num_experts == 2
-        # the second rank's tokens choose experts of the first one alone, so that its own experts get few tokens or none
-        for chosen in ([[[0, 3], [3, 1], [2, 0]], [[0, 1], [1, 0]]], [[[1, 0]], [[0, 1]]]):
-            made = torch.Generator().manual_seed(1)
-            states = [torch.randn(len(each), 32, generator=made, requires_grad=True) for each in chosen]
-            weights = [torch.rand(len(each), 2, generator=made, requires_grad=True) for each in chosen]
-            outputs = [expected(*each) for each in zip(states, map(torch.tensor, chosen), weights, strict=True)]
-            gradients = torch.autograd.grad(
-                sum(output.square().sum() for output in outputs), [*states, *weights, *expected.parameters()]
-            )
-            of_states, of_weights, of_experts = gradients[:2], gradients[2:4], gradients[4:]
-            output = spread(states[rank], torch.tensor(chosen[rank]), weights[rank])
-            torch.testing.assert_close(output, outputs[rank], rtol=1e-4, atol=1e-5)
-            own = [*spread.parameters()]
-            found = torch.autograd.grad(output.square().sum(), [states[rank], weights[rank], *own])
-            torch.testing.assert_close(found[0], of_states[rank], rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(found[1], of_weights[rank], rtol=1e-4, atol=1e-5)
-            for parameter, gradient, wanted in zip(own, found[2:], of_experts, strict=True):
-                assert isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
-                torch.testing.assert_close(gradient.to_local(), wanted[2 * rank : 2 * rank + 2], rtol=1e-4, atol=1e-5)
+        for chosen in CHOICES:
+            compare_experts(rank, expected, spread, [torch.tensor(each) for each in chosen])
     dist.destroy_process_group()
+
+
+def compare_experts(rank: int, expected: nn.Module, spread: nn.Module, chosen: list[Tensor]) -> None:
+    made = torch.Generator().manual_seed(1)
+    states = [torch.randn(len(each), 32, generator=made, requires_grad=True) for each in chosen]
+    weights = [torch.rand(len(each), 2, generator=made, requires_grad=True) for each in chosen]
+    outputs = [expected(*each) for each in zip(states, chosen, weights, strict=True)]
+    loss = torch.stack([output.square().sum() for output in outputs]).sum()
+    wanted = torch.autograd.grad(loss, [states[rank], weights[rank], *expected.parameters()])
+    output = spread(states[rank], chosen[rank], weights[rank])
+    close(output, outputs[rank])
+    found = torch.autograd.grad(output.square().sum(), [states[rank], weights[rank], *spread.parameters()])
+    for gradient, whole in zip(found[:2], wanted[:2], strict=True):
+        close(gradient, whole)
+    for gradient, whole in zip(found[2:], wanted[2:], strict=True):
+        assert isinstance(gradient, DTensor)
+        close(gradient.to_local(), whole[2 * rank : 2 * rank + 2])
 
 
 @pytest.mark.filterwarnings("ignore")
