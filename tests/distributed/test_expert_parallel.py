@@ -87,12 +87,12 @@ def test_bf16_follows_the_fp32_curve(world, workspace):
 @pytest.mark.parametrize(
     "overrides",
     long(
-        ("memory.activation_checkpointing=full",),
-        ("memory.activation_checkpointing=selective", "model.router_loss=batch"),
-        ("optimizer.name=lion", "optimizer.learning_rate=1e-4"),
-        ("optimizer.name=sgd", "loss.implementation=full"),
-        (config_of("mixtral", tie_word_embeddings=True),),
-        (config_of("mixtral", router_jitter_noise=0.1, attention_dropout=0.1),),
+        (("memory.activation_checkpointing=full",),),
+        (("memory.activation_checkpointing=selective", "model.router_loss=batch"),),
+        (("optimizer.name=lion", "optimizer.learning_rate=1e-4"),),
+        (("optimizer.name=sgd", "loss.implementation=full"),),
+        ((config_of("mixtral", tie_word_embeddings=True),),),
+        ((config_of("mixtral", router_jitter_noise=0.1, attention_dropout=0.1),),),
     ),
 )
 def test_options(overrides, workspace):
@@ -117,10 +117,10 @@ WORLDS = {None: 1, "fsdp": 2, "zero3": 2, "fsdp_ep": 2, "fsdp_ep on 4": 4, "hsdp
     [
         ("fsdp_ep", None, "fsdp_ep"),
         *long(
-            ("zero3", "fsdp_ep", "fsdp_ep on 4"),
-            ("fsdp_ep on 4", "fsdp", "fsdp_ep"),
-            (None, "fsdp_ep on 4", "zero3"),
-            ("zero1", "fsdp_ep", "hsdp"),
+            (("zero3", "fsdp_ep", "fsdp_ep on 4"),),
+            (("fsdp_ep on 4", "fsdp", "fsdp_ep"),),
+            ((None, "fsdp_ep on 4", "zero3"),),
+            (("zero1", "fsdp_ep", "hsdp"),),
         ),
     ],
 )
