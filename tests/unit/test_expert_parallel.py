@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +32,10 @@ def config(family: str) -> PreTrainedConfig:
     return found
 
 
-def tiny(family: str) -> PreTrainedModel:
+def tiny(family: str, implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(family))
+    model = AutoModelForCausalLM.from_config(config(family), experts_implementation=implementation)
+    assert model.config._experts_implementation == implementation
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.2)
     return model
@@ -53,8 +55,8 @@ close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 def compare(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = Mesh(ParallelDims(dp_shard=2, ep=2), rank, torch.device("cpu"))
-    for family in sorted(EXPERT_PARALLEL):
-        whole, model = tiny(family), tiny(family)
+    for family, implementation in [*product(sorted(EXPERT_PARALLEL), ["grouped_mm"]), ("mixtral", "eager")]:
+        whole, model = tiny(family, implementation), tiny(family, implementation)
         expert_parallel.apply(model, mesh)
         expected, spread = experts_of(whole), experts_of(model)
         assert isinstance(spread.forward, Dispatch) and spread.num_experts == 2
