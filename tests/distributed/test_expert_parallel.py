@@ -164,3 +164,13 @@ def test_a_pretrained_mixture_goes_on(task, workspace, tmp_path):
     given = f"model={{path: {base}}}", f"tokenizer={{path: {base}}}", f"data.path={rows}", f"task={task}"
     expected = run_of(workspace, None, 1, 8, *given)
     assert_equal(spread_run(workspace, 2, 2, *given), expected)
+
+
+@pytest.mark.full
+def test_accelerate_starts_it(workspace):
+    """By a file with a key that Accelerate does not know."""
+    settings = config_of("mixtral"), PACKED, "steps=6", "checkpoint.every_steps=0", "batch.micro_batch_size=2"
+    expected, found = (workspace.run("fsdp_ep", 2, *settings, launcher=launcher) for launcher in ("fork", "accelerate"))
+    assert expected.returncode == found.returncode == 0, expected.output + found.output
+    assert found.facts["launcher"] == "accelerate" and found.facts["expert_parallel_size"] == 2
+    assert found.column("loss") == expected.column("loss") and found.column("grad_norm") == expected.column("grad_norm")
