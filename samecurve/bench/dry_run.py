@@ -68,7 +68,7 @@ def run(plan: Plan, job: Job, rank: int = 0) -> int:
     family = plan.strategy.family
     if family in ("zero", "pipeline"):
         raise ConfigurationError(f"--dry-run: DeepSpeed ({plan.strategy.name}) allocates buffers that no tracker sees")
-    if family == "schedule" or plan.strategy.dims.cp > 1:
+    if family == "schedule" or plan.strategy.dims.cp > 1 or plan.strategy.dims.ep > 1:
         raise ConfigurationError(f"--dry-run: {plan.strategy.name} sends activations, which no fake rank answers")
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     layers, began = job.shape.layers, time.perf_counter()

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from samecurve.engines import expert_parallel
 from samecurve.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTr
     assert plugin is not None  # accelerator.py passed it for this strategy
     options: dict[str, Any] = {"mesh": mesh.sharding, "mp_policy": plugin.mixed_precision_policy}
     options |= {"offload_policy": plugin.cpu_offload}
+    expert_parallel.shard(model, mesh, {**options, "reshard_after_forward": plugin.reshard_after_forward})
     for layer in _layers(model, plugin):
         fully_shard(layer, **options, reshard_after_forward=plugin.reshard_after_forward)
     tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -66,7 +68,8 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTr
 
 def _layers(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
     """List the modules that fsdp_auto_wrap_policy makes units of their own, inner ones first."""
-    inner_first = [module for module in model.modules() if module is not model][::-1]
+    done = FSDPModule  # experts that are spread over ranks are units already
+    inner_first = [each for each in model.modules() if each is not model and not isinstance(each, done)][::-1]
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         least = plugin.min_num_params or math.inf
         return [module for module in inner_first if sum(p.numel() for p in module.parameters()) > least]

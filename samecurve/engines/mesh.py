@@ -37,6 +37,12 @@ class Mesh:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=DIMENSIONS)
 
     @cached_property
+    def experts(self) -> DeviceMesh:
+        """PyTorch's mesh of the same ranks as experts are arranged. Collective at its first use."""
+        names, shape = zip(*self.dims.expert_sizes.items(), strict=True)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    @cached_property
     def sharding(self) -> DeviceMesh:
         """The mesh over which FSDP2 shards a replica; with replicas its first dimension is that of the replicas."""
         shards = self.devices[FSDP]._flatten("fsdp")

@@ -15,7 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.engines import context_parallel, fsdp, router_loss, sequence_parallel, teacher, tensor_parallel
+from samecurve.engines import (
+    context_parallel,
+    expert_parallel,
+    fsdp,
+    router_loss,
+    sequence_parallel,
+    teacher,
+    tensor_parallel,
+)
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward
@@ -65,6 +73,8 @@ class TorchEngine:
         part = context_parallel.part_of(plan.strategy, self.mesh)
         model = factory.cast_weights(self._build(part), settings)
         summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel) if self.cut else []
+        if plan.strategy.dims.ep > 1:
+            expert_parallel.apply(model, self.mesh)
         cut = tensor_parallel.parts(model, self.mesh)
         drops = dropout.install(model, self.recipe.seed, self.device, part.chunks, cut)
         compilation.prepare(model, self.recipe, self.device, is_cut=self.cut)
@@ -74,7 +84,7 @@ class TorchEngine:
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
         groups = factory.parameter_groups(self.module.named_parameters(), self.shapes, settings, matrices)
-        groups = tensor_parallel.groups_by_mesh(groups) if self.cut else groups
+        groups = tensor_parallel.groups_by_mesh(groups) if self.cut or plan.strategy.dims.ep > 1 else groups
         self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self.tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
         self.summed = [self.tensors[name] for name in summed]
@@ -108,6 +118,8 @@ class TorchEngine:
             return construct(model_class, config, torch.device(self.device), self.recipe.adapter)
         if self.cut:
             tensor_parallel.check(self.skeleton, strategy)
+        if strategy.dims.ep > 1:
+            expert_parallel.check(self.skeleton, strategy)
         validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
         if part.count == 1:
             return construct(model_class, config, torch.device("meta"), self.recipe.adapter)
@@ -235,6 +247,7 @@ class TorchEngine:
             tensor_parallel_size=tensor_parallel.cut_size(dict(self.module.named_parameters())),
             context_parallel_size=exchanging.size if exchanging else 1,
             context_parallel=exchanging.name if exchanging else "",
+            expert_parallel_size=expert_parallel.spread_size(dict(self.module.named_parameters())),
             tp_sequence_parallel=sequence_parallel.cuts_sequence(self.module),
             offload=offload,
             loss_implementation=self.forward.loss_implementation,

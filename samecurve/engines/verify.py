@@ -47,6 +47,7 @@ def _asked(plan: Plan) -> dict:
         "replicate_size": strategy.replicate_size,
         "tensor_parallel_size": strategy.tensor_parallel_size,
         "context_parallel_size": strategy.dims.cp,
+        "expert_parallel_size": strategy.dims.ep,
         "context_parallel": strategy.context_parallel,
         "tp_sequence_parallel": strategy.tp_sequence_parallel,
         "offload": tuple(strategy.offload),

@@ -98,6 +98,7 @@ class EngineDescription:
         tensor_parallel_size: number of ranks over which each layer's weights are cut; 1 otherwise.
         context_parallel_size: number of ranks over which each row's sequence is cut; 1 otherwise.
         context_parallel: how they see each other's keys: ulysses, allgather, ring, or "".
+        expert_parallel_size: number of ranks over which a layer's experts are spread; 1 otherwise.
         tp_sequence_parallel: whether these ranks compute norms and residuals for a part of the tokens each.
         offload: offloaded parts with their device, e.g. optimizer:cpu.
         loss_implementation: full, chunked or liger.
@@ -128,6 +129,7 @@ class EngineDescription:
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
     context_parallel: str = ""
+    expert_parallel_size: int = 1
     tp_sequence_parallel: bool = False
     pipeline_stages: int = 1
     offload: tuple[str, ...] = ()

@@ -253,6 +253,7 @@ def _world(facts: dict) -> str:
     cut = f", {facts['tensor_parallel_size']} tensor-parallel" if facts.get("tensor_parallel_size", 1) > 1 else ""
     if (parts := facts.get("context_parallel_size", 1)) > 1:
         cut += f", {parts} context-parallel ({facts['context_parallel']})"
+    cut += f", {spread} expert-parallel" if (spread := facts.get("expert_parallel_size", 1)) > 1 else ""
     cut += " with sequence parallelism" if facts.get("tp_sequence_parallel") else ""
     return f"{processes} by {facts['launcher']}, {facts['data_parallel_size']} data-parallel{cut}{stages}"
 

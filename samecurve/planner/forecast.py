@@ -84,7 +84,7 @@ def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_
         The choice, and the reason.
     """
     strategy = plan.strategy
-    if strategy.zero_stage == 3 or strategy.family == "schedule" or strategy.dims.cp > 1:
+    if strategy.zero_stage == 3 or strategy.family == "schedule" or max(strategy.dims.cp, strategy.dims.ep) > 1:
         return "off", f"{strategy.name} cannot be compiled"
     try:
         coverage.refuse(plan.recipe)

@@ -49,6 +49,8 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
         found += _tensor_parallel(job, trained_tokens)
     if job.layout.cp > 1:
         found += _context_parallel(job)
+    if job.layout.ep > 1:
+        found.append(_dispatch(job))
     if job.layout.schedule in SCHEDULES:
         found += _scheduled(job, stage)
     elif job.layout.pp > 1:
@@ -131,7 +133,7 @@ def _numbers(job: Job) -> Iterator[Exchange]:
 def _fully_sharded(job: Job) -> list[Exchange]:
     """FSDP2: each layer is gathered for forward and backward; the last unit (head, tied embedding) once."""
     shape, layout, count = job.shape, job.layout, job.grad_accum
-    layers = shape.layers * _padded(job, shape.layer_weights)
+    layers = shape.layers * (_padded(job, shape.layer_weights) - _not_gathered(job))
     embedding, last = _padded(job, shape.embedding_weights), [*shape.final_weights, *shape.head_weights]
     if shape.tied:
         last, embedding = [*last, *shape.embedding_weights], 0
@@ -143,6 +145,24 @@ def _fully_sharded(job: Job) -> list[Exchange]:
         Exchange("dp", "reduce_scatter", "gradients", reduced),
         Exchange("dp", "all_reduce", "shards, over replicas", reduced // layout.shard if replicas > 1 else 0),
     ]
+
+
+def _not_gathered(job: Job) -> int:
+    """Elements of a layer's experts that are other ranks' own; all of them where no two ranks hold the same ones."""
+    layout = job.layout
+    if layout.ep == 1:
+        return 0
+    own = 0 if layout.shard == layout.ep else sum(map(math.prod, job.shape.mlp_weights)) // layout.ep
+    return _padded(job, job.shape.mlp_weights) - own
+
+
+def _dispatch(job: Job) -> Exchange:
+    """Tokens to their experts, outputs back, and the gradients of both, if routers spread tokens evenly."""
+    shape, forwards = job.shape, 2 if job.checkpointing == "full" else 1
+    tokens = job.grad_accum * shape.layers * round(job.tokens) * shape.top_k
+    counts = forwards * INT64 * job.grad_accum * shape.layers * shape.experts
+    sent = 2 * (forwards + 1) * _width(job) * tokens * shape.hidden
+    return Exchange("ep", "all_to_all", "tokens for experts", sent + counts)
 
 
 def _zero(job: Job) -> list[Exchange]:

@@ -77,7 +77,8 @@ class Choice:
     def order(self) -> tuple:
         """What ties are sorted by: few moving parts, then memory headroom."""
         assert self.job and self.found
-        parts = sum(size > 1 for size in (self.job.layout.tp, self.job.layout.pp, self.job.layout.cp))
+        layout = self.job.layout
+        parts = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
         recomputes = self.job.checkpointing != "none"
         return strategies.simplicity(self.name), parts, recomputes, self.found.total_memory_gib
 

@@ -92,12 +92,17 @@ class ModelShape:
     def layer_weights(self) -> list[tuple[int, int]]:
         """Shapes of one layer's weights, (n, 1) for vectors; those of all experts together."""
         width, kv = self.attention_width, round(self.attention_width * self.kv_share)
-        inner = self.ffn * max(self.experts, 1)
         matrices = [(width, self.hidden), (kv, self.hidden), (kv, self.hidden), (self.hidden, width)]
-        matrices += [(inner, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, inner)]
+        matrices += self.mlp_weights
         matrices += [(self.experts, self.hidden)] if self.experts else []
         vectors = [self.hidden] * 2 if self.gated else [*([self.hidden] * 9), self.ffn]
         return [*matrices, *((size, 1) for size in vectors)]
+
+    @property
+    def mlp_weights(self) -> list[tuple[int, int]]:
+        """Shapes of one layer's MLP, or of all its experts together."""
+        inner = self.ffn * max(self.experts, 1)
+        return [(inner, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, inner)]
 
     @property
     def embedding_weights(self) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ file describes are compared, too, so that a plan shows what they would bring; no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -42,6 +43,7 @@ def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Siz
         "dp_replicate": [each for each in divisors(gpus) if each in (*powers(gpus), machines.nodes) and each > 1],
         "cp": _context_sizes(template, wanted, gpus),
         "tp": [each for each in divisors(gpus) if 1 < each <= machines.gpus_per_node],
+        "ep": [each for each in divisors(math.gcd(gpus, wanted.shape.experts)) if 1 < each <= machines.gpus_per_node],
     }
     # Where a number of GPUs has no legal size, the file's own one lets its check say why.
     own = {axis: [size] if (size := template.size(axis)) else [] for axis in template.axes}

@@ -36,6 +36,7 @@ SIMPLE_FIRST = (
     "fsdp_tp",
     "fsdp_ulysses",
     "fsdp_cp",
+    "fsdp_ep",
     "pipeline",
     "pipeline_1f1b",
     "pipeline_gpipe",
@@ -52,6 +53,7 @@ AXES: Mapping[str, tuple[str, KeyPath]] = {
     "dp_replicate": ("accelerate", ("parallelism_config", "parallelism_config_dp_replicate_size")),
     "cp": ("accelerate", ("parallelism_config", "parallelism_config_cp_size")),
     "tp": ("accelerate", ("parallelism_config", "parallelism_config_tp_size")),
+    "ep": ("accelerate", ("parallelism_config", "parallelism_config_ep_size")),
 }
 SCHEDULED = ("parallelism_config", "parallelism_config_pp_size")  # sets pp of PyTorch's schedules
 ULYSSES = ("parallelism_config", "parallelism_config_sp_size")  # sets cp, too
@@ -166,7 +168,18 @@ def describe(
     strategy = resolve.describe_strategy(files, launch)
     source = wanted.source._replace(document=replace(wanted.source.document, problems=[]))
     validate.check_strategy(source, files, strategy, launch)
-    return strategy, [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
+    problems = [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
+    return strategy, problems + _experts_problem(wanted.shape, files.accelerate, strategy.dims.ep)
+
+
+def _experts_problem(shape: ModelShape, document: Document, size: int) -> list[ConfigProblem]:
+    """Judge what a run finds out when it reads the model's config."""
+    if size == 1 or (shape.experts and shape.experts % size == 0):
+        return []
+    count = shape.experts
+    why = f"the model has {count} experts, which {size} does not divide" if count else "the model has no experts"
+    _, key = AXES["ep"]
+    return [ConfigProblem(document.place(key), ".".join(key), f"found {size}, but {why}")]
 
 
 def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
@@ -179,7 +192,7 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     schedule = strategy.pipeline_schedule or ("1f1b" if dims.pp > 1 else "")
     chunks = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
     layout = Layout(
-        ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, virtual_stages=chunks, schedule=schedule, zero=zero,
+        ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, virtual_stages=chunks, schedule=schedule, zero=zero,
         shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
         sequence_parallel=strategy.tp_sequence_parallel,
     )  # fmt: skip

@@ -127,6 +127,10 @@ TENSOR_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gem
 # Families that were compared with one process under context parallelism (tests/distributed/test_context_parallel.py).
 CONTEXT_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3"))
 
+# Mixtures of experts that were compared with one process under expert parallelism
+# (tests/distributed/test_expert_parallel.py).
+EXPERT_PARALLEL = frozenset(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"))
+
 
 def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int) -> None:
     """Raise ConfigurationError if rows are packed and a document's logits could depend on other documents.

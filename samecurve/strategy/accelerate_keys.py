@@ -97,6 +97,7 @@ OURS = (
     "parallelism_config_tp_sequence_parallel",
     "parallelism_config_pp_size",
     "parallelism_config_pp_schedule",
+    "parallelism_config_ep_size",
 )
 
 ACCELERATE: Table = {
@@ -184,6 +185,7 @@ ACCELERATE: Table = {
         "parallelism_config_tp_sequence_parallel": BOOLEAN,
         "parallelism_config_pp_size": ValueRule("an integer above 1", lambda value: _whole(value) and value > 1),
         "parallelism_config_pp_schedule": one_of(*SCHEDULES),
+        "parallelism_config_ep_size": COUNT,
     },
     "deepspeed_config": {
         "deepspeed_config_file": TEXT,

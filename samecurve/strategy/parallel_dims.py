@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 BATCH = ("dp_replicate", "dp_shard")  # ranks that differ in one of these read different rows
 LOSS = (*BATCH, "cp")  # ... train different tokens: token counts and losses are summed over them, gradients averaged
 FSDP = ("dp_shard", "cp")  # a replica of the model is sharded over them
@@ -24,6 +25,8 @@ class ParallelDims:
         dp_shard: shards of each replica; they read different rows.
         cp: parts into which a row's sequence is cut.
         tp: parts into which each layer's weights are cut.
+        ep: ranks that share the experts of a layer, each expert whole on one of them. No dimension of its own: the
+            innermost part of dp_shard x cp.
     """
 
     pp: int = 1
@@ -31,6 +34,18 @@ class ParallelDims:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which an expert is sharded: those of a replica that hold the same experts."""
+        return self.size(*FSDP) // self.ep
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """The sizes by name, outermost first, as experts are arranged."""
+        names = ("pp", "dp_replicate", "efsdp", "ep", "tp")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -67,6 +82,3 @@ class ParallelDims:
             others = self.index(rank, *(name for name in DIMENSIONS if name not in names))
             found.setdefault(others, []).append(rank)
         return list(found.values())
-
-
-DIMENSIONS = tuple(ParallelDims.__dataclass_fields__)

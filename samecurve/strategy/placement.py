@@ -33,7 +33,7 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
     shards = 2 if strategy.replicate_size > 1 else 1
     if strategy.family == "tp":
         return Placement(path, strategy.tensor_parallel_size)
-    unit = strategy.replicate_size * strategy.dims.size("pp", "cp", "tp")
+    unit = strategy.replicate_size * strategy.dims.size("pp", "cp", "tp", "ep")
     return Placement(path, max(-(-num_processes // unit), shards) * unit)
 
 

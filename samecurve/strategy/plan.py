@@ -16,7 +16,7 @@ class Strategy:
 
     name: the file's stem, "single" when nothing was chosen.
     family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline" (DeepSpeed's) | "schedule" (a pipeline by PyTorch);
-        "fsdp" may be tensor- or context-parallel, too, see `dims`.
+        "fsdp" may be tensor-, context- or expert-parallel, too, see `dims`.
     dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
     path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
     deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.

@@ -214,10 +214,11 @@ def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
     replicas = _count(files.accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1)
     cut = _tensor_parallel_size(files) if family in ("tp", "fsdp") else 1
     parts = _context_parallel(files)[1] if family == "fsdp" else 1
+    experts = _expert_parallel_size(files) if family == "fsdp" else 1
     rest = max(world_size // (stages * replicas * parts * cut), 1)
     if family in ("ddp", "tp"):
         return ParallelDims(dp_replicate=rest, tp=cut)
-    return ParallelDims(pp=stages, dp_replicate=replicas, dp_shard=rest, cp=parts, tp=cut)
+    return ParallelDims(pp=stages, dp_replicate=replicas, dp_shard=rest, cp=parts, tp=cut, ep=experts)
 
 
 def _context_parallel(files: Files) -> tuple[str, int]:
@@ -232,6 +233,10 @@ def _context_parallel(files: Files) -> tuple[str, int]:
 
 def _tensor_parallel_size(files: Files) -> int:
     return _count(files.accelerate.get("parallelism_config", "parallelism_config_tp_size"), 1)
+
+
+def _expert_parallel_size(files: Files) -> int:
+    return _count(files.accelerate.get("parallelism_config", "parallelism_config_ep_size"), 1)
 
 
 def _pipeline_size(files: Files) -> int:

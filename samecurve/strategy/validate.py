@@ -16,6 +16,7 @@ from samecurve.specs.tasks import TASKS
 from samecurve.strategy import (
     validate_context_parallel,
     validate_deepspeed,
+    validate_expert_parallel,
     validate_optimizer,
     validate_schedule,
     validate_tensor_parallel,
@@ -44,8 +45,8 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
         _walk(files.deepspeed, DEEPSPEED, source)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
     _names(files, strategy)
-    parallel = validate_tensor_parallel.RULES + validate_context_parallel.RULES + validate_schedule.RULES
-    for rule in (*_RULES, *validate_optimizer.RULES, *parallel):
+    parallel = (validate_tensor_parallel, validate_context_parallel, validate_expert_parallel, validate_schedule)
+    for rule in (*_RULES, *validate_optimizer.RULES, *(rule for each in parallel for rule in each.RULES)):
         with contextlib.suppress(KeyError):
             for key, text in rule(source.value, strategy):
                 source.document.problem(tuple(key.split(".")), text)
@@ -193,6 +194,7 @@ def _accelerate(document: Document) -> None:
             document.problem((block,), f"{text}; remove the block, or change distributed_type")
     validate_tensor_parallel.check_accelerate(document)
     validate_context_parallel.check_accelerate(document)
+    validate_expert_parallel.check_accelerate(document)
     validate_schedule.check_accelerate(document)
     if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
         policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
@@ -245,6 +247,7 @@ def _name(document: Document, strategy: Strategy) -> None:
         "tp": ("tensor-parallel", strategy.tensor_parallel_size),
         "ulysses": ("Ulysses", strategy.dims.cp if by_heads else 1),
         "cp": ("context-parallel", 1 if by_heads else strategy.dims.cp),
+        "ep": ("expert-parallel", strategy.dims.ep),
     }
     for word, (what, size) in sizes.items():
         if claimed[1] == it_is and (word in stem.split("_")) != (size > 1):

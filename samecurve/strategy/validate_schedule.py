@@ -107,7 +107,7 @@ def _other_sizes(document: Document) -> None:
         if key not in _FSDP_KEYS:
             text = f"FSDP inside pipeline stages gathers a layer once per step, and another setting {_UNTESTED}"
             document.problem(("fsdp_config", key), f"{text}; remove it")
-    for key in ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"):
+    for key in ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "ep_size"):
         found = document.get(BLOCK, f"{BLOCK}_{key}")
         if found not in (None, 1):
             text = f"found {found}, but it {_UNTESTED}; remove it"

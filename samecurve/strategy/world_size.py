@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _REPLICAS = ("parallelism_config", "parallelism_config_dp_replicate_size")
 _SHARDS = ("parallelism_config", "parallelism_config_dp_shard_size")
+_EXPERTS = ("parallelism_config", "parallelism_config_ep_size")
 _TENSOR = ("parallelism_config", "parallelism_config_tp_size")
 _SECONDARY = ("zero_optimization", "zero_hpz_partition_size")
 _STAGES = ("pipeline", "stages")
@@ -90,8 +91,13 @@ def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator
 def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
     """Accelerate refuses replicas of one shard each, but only after the model has been loaded."""
     world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
-    cut, parts = strategy.tensor_parallel_size, strategy.dims.cp
-    if world % parts:
+    cut, parts, experts = strategy.tensor_parallel_size, strategy.dims.cp, strategy.dims.ep
+    if world % experts:
+        fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
+        text = f"found {experts}, but {world} processes do not form groups of {experts} that share the experts"
+        fix = f"start a multiple of {experts} processes, or set it to {fitting}"
+        yield _at(accelerate, _EXPERTS, f"{text}; {fix}")
+    elif world % parts:
         fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
         text = f"found {parts}, but {world} processes do not form groups of {parts}"
         fix = f"start a multiple of {parts} processes, or set it to {fitting}"

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from harness import largest_relative_difference, long
+from test_expert_parallel import COMMON, CONFIGS
 
 from samecurve.metrics.profiling.trace import breakdown, read_trace
 from samecurve.planner import inputs, ledger, memory, strategies
@@ -155,6 +156,21 @@ def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
     run, folder, content = profiled(workspace, path, *ACCUMULATED, f"precision={precision}")
     check_ledger(run, folder)
     check_states(run, content)
+
+
+@pytest.mark.full
+def test_experts_exchange_tokens(workspace):
+    """How many tokens travel is the routers' choice; all other bytes are those predicted."""
+    model = {**COMMON, **CONFIGS["mixtral"], "model_type": "mixtral"}
+    more = f"model.config={json.dumps(model)}", "model.router_loss=off"
+    run, folder, content = profiled(workspace, "fsdp_ep", *ACCUMULATED, *more)
+    check_states(run, content)
+    job = planned(run)
+    (stage,), (trace,) = stages(job, by_cost=False), folder.glob("step_*/rank0.pt.trace.json.gz")
+    found, expected = breakdown(read_trace(trace)), ledger.by_collective(ledger.ledger(job, stage))
+    counted = {each.name: each.num_bytes / len(found.steps) for each in found.collectives}
+    assert counted.pop("all_to_all") == pytest.approx(expected.pop("all_to_all"), rel=0.3)
+    assert counted == pytest.approx(expected, abs=1)
 
 
 PLAIN = "precision=fp32"

@@ -206,6 +206,7 @@ def test_texts_beside_each_other():
         ("ddp", 560, "off", "560 steps of "),
         ("ddp", 1_000_000, "regional", "1,000,000 steps of "),
         ("zero3", 1_000_000, "off", "zero3 cannot be compiled"),
+        ("fsdp_ep", 1_000_000, "off", "fsdp_ep cannot be compiled"),
     ],
 )
 def test_auto_compiles_where_the_steps_repay_it(strategy, steps, choice, why):

@@ -21,6 +21,15 @@ def test_sixteen_ranks_by_hand():
     assert [SIXTEEN.index(rank, *BATCH) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+def test_experts_are_spread_over_neighbours_that_read_different_rows():
+    """By hand: on 16 ranks as 2 x 4 x 2, two ranks share the experts, and four pairs hold the same ones."""
+    dims = ParallelDims(dp_replicate=2, dp_shard=4, cp=2, ep=2)
+    assert (dims.world_size, dims.efsdp) == (16, 4)
+    assert dims.expert_sizes == {"pp": 1, "dp_replicate": 2, "efsdp": 4, "ep": 2, "tp": 1}
+    assert dims.sizes == ParallelDims(dp_replicate=2, dp_shard=4, cp=2).sizes  # experts change no other group
+    assert dims.index(3, *LOSS) == 3
+
+
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 1, 1), (2, 1, 2, 2, 2), (1, 2, 3, 2, 1), (1, 1, 1, 1, 1)])
 @pytest.mark.parametrize("names", [("tp",), ("pp",), BATCH, LOSS, FSDP, DIMENSIONS])
 def test_groups_are_those_of_a_device_mesh(sizes, names):

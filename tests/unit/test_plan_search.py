@@ -69,6 +69,19 @@ def test_what_a_version_lacks_follows_from_the_strategy_files():
     assert axes["pipeline"] == ("pp",) and axes["hsdp"] == ("dp_replicate",) and axes["fsdp"] == ()
 
 
+def test_expert_parallelism_is_for_models_with_experts(wanted, tmp_path):
+    machines, templates = cluster("h100x8").scaled(16), [strategies.read("configs/fsdp_ep.yaml")]
+    (refused,) = search.search(wanted, machines, templates)
+    assert refused.verdict == "cannot run" and "parallelism_config_ep_size: found 2" in refused.reason
+    assert "no experts" in refused.reason
+    path = tmp_path / "mixture.json"
+    mixture = {**LLAMA_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    path.write_text(json.dumps(mixture | {"num_hidden_layers": 8, "intermediate_size": 4096}))
+    found = search.search(inputs.read(str(path), []), machines, templates)
+    held = {each.job.layout.ep: each.found.memory_gib for each in found if each.job and each.found}
+    assert held.keys() == {2, 4, 8} and held[8] < held[4] < held[2]  # of gathered layers fewer experts
+
+
 def test_sizes_of_a_file_are_searched_and_judged_by_its_own_check(wanted):
     machines = cluster("h100x8").scaled(16)
     found = search.search(wanted, machines, strategies.shipped())

@@ -59,6 +59,19 @@ def test_large_models_follow_the_textbook():
     assert third["all_gather"] == pytest.approx(2 * 2 * 2 * p, rel=0.02)  # too many to stay whole until the backward
 
 
+def test_experts_by_hand():
+    """2 of 4 ranks share 4 experts: half of them is gathered, by the two ranks that hold them; tokens travel."""
+    mixture = ModelShape(2, 32, 4, 2, 64, 300, gated=True, tied=True, experts=4, top_k=2)
+    root, dense, experts = 300 * 32 + 32, 3072 + 2 * 32 + 4 * 32, 4 * 3 * 32 * 64
+    found = moved("fsdp2", Layout(4, zero=3, shard=4, ep=2), mixture)
+    assert found["all_gather"] == 2 * (root + 2 * 2 * (dense + experts // 2))
+    assert found["reduce_scatter"] == 4 * (root + 2 * (dense + experts // 2))
+    # 64 tokens to 2 experts and back, forward and backward, in bf16; their counts as int64
+    assert found["all_to_all"] == 2 * (4 * 64 * 2 * 32 * 2 + 4 * 8)
+    whole = moved("fsdp2", Layout(2, zero=3, shard=2, ep=2), mixture)
+    assert whole["reduce_scatter"] == 4 * (root + 2 * dense)
+
+
 def test_replicas_exchange_shards_and_rows_are_padded():
     flat, replicated = (moved("fsdp2", Layout(8, zero=3, shard=shard)) for shard in (8, 4))
     assert replicated["all_reduce"] * 4 == replicated["reduce_scatter"] < flat["reduce_scatter"]  # 300 rows, 8 ranks

@@ -32,6 +32,7 @@ LAYOUTS = {
     "packed gate and up": ((8, 6), (Replicate(), _StridedShard(0, split_factor=2))),
     "experts, row-parallel under FSDP2": ((4, 6, 8), (Shard(0), Shard(2))),
     "experts over two dimensions": ((8, 6, 5), (_StridedShard(0, split_factor=2), Shard(0))),
+    "fewer experts than ranks": ((2, 6, 5), (Shard(1), Shard(0))),
     "uneven rows": ((7, 6), (_StridedShard(0, split_factor=2), Shard(0))),
     "fewer rows than ranks": ((1, 6), (Shard(0), Replicate())),
     "norm": ((8,), (Shard(0), Replicate())),

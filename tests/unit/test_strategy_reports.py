@@ -53,6 +53,20 @@ parallelism_config:
   parallelism_config_sp_size: 2
 """
 
+FSDP_EP = FSDP_ULYSSES.replace("_sp_size", "_ep_size")
+
+
+def ep(old, new):
+    """One change in the recipe, under expert parallelism."""
+    path = "configs/fsdp_ep.yaml"
+    return {path: FSDP_EP, **changed("r.yaml", old, new)}, ["r.yaml", "--strategy", path], T
+
+
+def ep_file(old, new, name="fsdp_ep", environ=T):
+    """One change in an Accelerate YAML that spreads experts."""
+    path = f"configs/{name}.yaml"
+    return {path: FSDP_EP.replace(old, new)}, ["r.yaml", "--strategy", path], environ
+
 
 def tp(old, new):
     """One change in the recipe, under tensor parallelism."""
@@ -146,6 +160,36 @@ CASES = [
      [("configs/fsdp_ulysses.yaml:6", "parallelism_config.parallelism_config_sp_size", "2", "3 processes", "start a multiple of 2", "set it to 3")], 6),
     ("ulysses shards", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_dp_shard_size: 4", environ={**T, "WORLD_SIZE": "4"}),
      [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_dp_shard_size", "4", "make 2 shards", "context-parallel", "remove")], 6),
+    ("ep on 3", *ep_file("", "", environ={**T, "WORLD_SIZE": "3"}),
+     [("configs/fsdp_ep.yaml:6", "parallelism_config.parallelism_config_ep_size", "2", "3 processes", "multiple of 2", "set it to 3")], 6),
+    ("ep is 0", *ep_file("ep_size: 2", "ep_size: 0", name="experts"),
+     [("configs/experts.yaml:6", "parallelism_config.parallelism_config_ep_size", "0", "an integer above 0")]),
+    ("ep: name", *ep_file("", "", name="fsdp"),
+     [("configs/fsdp.yaml:1", "distributed_type", "fsdp", "expert-parallel size is 2", "rename")]),
+    ("ep in ddp", *use("configs/tp.yaml", T, {"configs/tp.yaml": TP + "  parallelism_config_ep_size: 2\n"}),
+     [("configs/tp.yaml:5", "parallelism_config.parallelism_config_ep_size", "FSDP", "MULTI_GPU", "fsdp_ep.yaml")]),
+    ("ep offload", *ep_file("fsdp_version: 2", "fsdp_version: 2\n  fsdp_offload_params: true", name="fsdp_ep_offload"),
+     [("configs/fsdp_ep_offload.yaml:4", "fsdp_config.fsdp_offload_params", "true", "compared", "false")]),
+    ("ep and tp", *ep_file("ep_size: 2", "ep_size: 2\n  parallelism_config_tp_size: 2", name="fsdp_ep_tp", environ={**T, "WORLD_SIZE": "4"}),
+     [("configs/fsdp_ep_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "compared", "remove one")]),
+    ("ep and pp", *pp("MULTI_GPU\nnum_processes: 2\nparallelism_config:\n", "FSDP\nfsdp_config: {fsdp_version: 2, fsdp_cpu_ram_efficient_loading: false}\nparallelism_config:\n  parallelism_config_ep_size: 2\n"),
+     [("configs/pipeline_1f1b.yaml:4", "parallelism_config.parallelism_config_ep_size", "2", "compared", "remove")]),
+    ("ep: optimizer", *ep("  learning_rate: 1e-3", "  learning_rate: 1e-3\n  name: muon"),
+     [("r.yaml:15", "optimizer.name", "muon", "whole matrices", "compared", "adamw, lion or sgd", "fsdp.yaml")]),
+    ("ep: adamw_bf16", *ep("  learning_rate: 1e-3", "  learning_rate: 1e-3\n  name: adamw_bf16"),
+     [("r.yaml:15", "optimizer.name", "adamw_bf16", "compared", "adamw, lion or sgd")]),
+    ("ep: compile", *ep("steps: 10", "steps: 10\ncompile: regional"),
+     [("r.yaml:3", "compile", "regional", "how many tokens", "off")]),
+    ("ep: precision", *ep("precision: bf16", "precision: fp16"),
+     [("r.yaml:3", "precision", "fp16", "once more", "fp32 or bf16")]),
+    ("ep: fp8", *ep("steps: 10", "steps: 10\nfp8: tensorwise"),
+     [("r.yaml:3", "fp8", "tensorwise", "torchao", "off")]),
+    ("ep: kernels", *ep("num_hidden_layers: 4}", "num_hidden_layers: 4}\n  kernels: liger"),
+     [("r.yaml:6", "model.kernels", "liger", "compared", "torch")]),
+    ("ep: gradient_sync", *ep("steps: 10", "steps: 10\nmemory: {activation_checkpointing: full, gradient_sync: last_micro_batch}"),
+     [("r.yaml:3", "memory.gradient_sync", "last_micro_batch", "compared", "auto")]),
+    ("ep: offloaded activations", *ep("steps: 10", "steps: 10\nmemory: {activation_checkpointing: offload}"),
+     [("r.yaml:3", "memory.activation_checkpointing", "offload", "compared", "none or full or selective")]),
     ("tp in ddp", *acc("num_processes: 2", "num_processes: 2\nparallelism_config: {parallelism_config_tp_size: 2}"),
      [("configs/ddp.yaml:1", "distributed_type", "ddp", "configures tp", "rename")]),
     ("tp shards", *use("configs/tp.yaml", T, {"configs/tp.yaml": TP + "  parallelism_config_dp_shard_size: 1\n"}),

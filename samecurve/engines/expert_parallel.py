@@ -1,0 +1,202 @@
+"""Expert parallelism: each expert is whole on one of the ranks `ep`, which exchange tokens around a layer's experts.
+
+A token goes to the ranks of all experts that its router chose and comes back (dropless): no expert has a capacity, so
+what is computed is what one process computes. The experts' own `forward` runs, on the tokens that a rank has received;
+transformers' plan of an architecture says which weights are experts'. Its dispatch is not used, because transformers
+5.17 has none: ranks there share their tokens and sum the experts' outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from samecurve.errors import ConfigurationError
+from samecurve.models.flops import num_experts
+from samecurve.optim.dtensor import to_local
+from samecurve.specs.model_families import EXPERT_PARALLEL
+from samecurve.strategy.parallel_dims import LOSS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.engines.mesh import Mesh
+    from samecurve.strategy.plan import Strategy
+
+KEY = "parallelism_config.parallelism_config_ep_size"
+_OF_EXPERTS = "grouped_gemm"  # transformers' style of a weight whose first dimension are the experts
+
+
+def check(model: PreTrainedModel, strategy: Strategy) -> None:
+    """Check that the strategy can spread this architecture's experts, before any weight is loaded.
+
+    Raises:
+        ConfigurationError: the family is untested, or sizes do not divide.
+    """
+    config, dims = model.config.get_text_config(), strategy.dims
+    family, count, where = config.model_type, num_experts(config), f"{strategy.path}: {KEY}: found {dims.ep}"
+    if family not in EXPERT_PARALLEL:
+        text = "has not been tested under expert parallelism" if count > 1 else "has no experts"
+        known = ", ".join(sorted(EXPERT_PARALLEL))
+        raise ConfigurationError(f"{where}, but a {family} {text}; use {known}, or configs/fsdp.yaml")
+    if count % dims.ep:
+        sizes = ", ".join(str(size) for size in range(2, count + 1) if count % size == 0)
+        text = f"the model has {count} experts, which {dims.ep} does not divide"
+        raise ConfigurationError(f"{where}, but {text}; use a size that divides them: {sizes}")
+    weights = {name: weight for experts in _experts(model) for name, weight in experts.named_parameters()}
+    for name, weight in weights.items():
+        rows, columns, *_ = weight.shape
+        if (rows // dims.ep) % dims.efsdp and columns % dims.efsdp:
+            text = f"{dims.efsdp} processes hold the same {rows // dims.ep} experts, whose {name} has {columns} rows"
+            fix = "start a number of processes that divides one of the two, or use configs/fsdp.yaml"
+            raise ConfigurationError(f"{where}, but {text}; {fix}")
+
+
+def apply(model: PreTrainedModel, mesh: Mesh) -> None:
+    """Give each rank its part of the experts, on the meta device, and let the ranks exchange tokens around them."""
+    ep = mesh.experts["ep"]
+    for experts in _experts(model):
+        for name, weight in [*experts.named_parameters()]:
+            part = distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
+        own = cast(int, experts.num_experts) // ep.size()
+        experts.forward = Dispatch(experts, own, ep.get_group())  # pyright: ignore[reportAttributeAccessIssue]
+        experts.num_experts = own  # pyright: ignore[reportArgumentType]
+
+
+def shard(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:
+    """Shard each layer's experts by FSDP2 over the ranks that hold the same ones. Outer units come after them.
+
+    The gradient of an expert is a sum over the tokens of all ranks, as that of other weights, but reduced over the
+    ranks with the same experts only: their number is not what it has to be divided by.
+
+    Args:
+        model: the model, after `apply`; nothing is done to others.
+        mesh: the run's processes.
+        options: of fully_shard, for the other weights.
+    """
+    dims = mesh.dims
+    for experts in (module for module in model.modules() if isinstance(module.forward, Dispatch)):
+        # weights of a token's experts keep the dtype in which their router computes them
+        policy = replace(options["mp_policy"], cast_forward_inputs=False)
+        own = {**options, "mesh": mesh.experts["efsdp"], "mp_policy": policy}
+        unit = fully_shard(experts, **own, shard_placement_fn=lambda weight: _placement(weight, dims.efsdp))
+        unit.set_gradient_divide_factor(float(dims.size(*LOSS)))
+        if dims.efsdp > 1:  # on one rank nothing is reduced, and a sum would be divided twice
+            unit.set_force_sum_reduction_for_comms(True)  # of sums with a factor gloo has none
+
+
+def spread_size(weights: Mapping[str, nn.Parameter]) -> int:
+    """Return the number of ranks over which experts are spread; 1 if they are not."""
+    meshes = [weight.device_mesh for weight in weights.values() if isinstance(weight, DTensor)]
+    return next((mesh["ep"].size() for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), 1)
+
+
+def _experts(model: PreTrainedModel) -> list[nn.Module]:
+    """List the modules with a layer's experts."""
+    plan = model.config.get_text_config().base_model_ep_plan or {}
+    patterns = [name.rpartition(".")[0] for name, style in plan.items() if style == _OF_EXPERTS]
+    expected = re.compile("|".join(re.escape(pattern).replace(r"\*", r"\d+") for pattern in patterns))
+    return [module for name, module in model.base_model.named_modules() if expected.fullmatch(name)]
+
+
+def _placement(weight: nn.Parameter, ranks: int) -> Shard:
+    """Shard whole experts where the ranks divide those of a group, else a part of each expert."""
+    count = cast(DTensor, weight).to_local().shape[0]
+    return Shard(1 if count % ranks else 0)
+
+
+class Dispatch:
+    """The `forward` of a layer's experts, of which each rank of a group has some.
+
+    Args:
+        experts: the module, whose own forward computes what this rank has received.
+        count: experts of each rank; the i-th rank has the i-th part of them.
+        group: the ranks.
+    """
+
+    def __init__(self, experts: nn.Module, count: int, group: dist.ProcessGroup):
+        self._module, self._compute, self._count, self._group = experts, experts.forward, count, group
+
+    def __call__(self, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Compute the weighted sum of the chosen experts' outputs for each token. Collective.
+
+        Args:
+            states: (tokens, width) of this rank.
+            chosen: (tokens, k) int64, numbers of experts, of all ranks' ones.
+            weights: (tokens, k).
+
+        Returns:
+            (tokens, width).
+        """
+        places = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
+        numbers, sent, received = self._announce(chosen.flatten())
+        arrived = _Exchange.apply(states[places // chosen.shape[1]], sent, received, self._group)
+        outputs = _Exchange.apply(self._own_outputs(arrived, numbers), received, sent, self._group)
+        by_token = outputs[places.argsort()].view(*chosen.shape, -1)
+        return (by_token * weights[..., None]).sum(dim=1).to(states.dtype)
+
+    def _announce(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Tell the others what they will get.
+
+        Returns:
+            The experts of the tokens that arrive here, numbered from this rank's first; tokens sent to each rank;
+            tokens received from each.
+        """
+        ranks = self._group.size()
+        counts = chosen.new_zeros(ranks * self._count).scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = counts.view(ranks, self._count)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self._group)
+        # the layer's only wait for the device
+        sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()
+        numbers = torch.arange(self._count, device=chosen.device).repeat(ranks)
+        return numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)), sent, received
+
+    def _own_outputs(self, states: Tensor, numbers: Tensor) -> Tensor:
+        """Compute one expert for each state: (tokens, width). `numbers` are int64, (tokens,)."""
+        found = len(states)
+        if not found:  # a row of zeros, so that the backward pass of this rank exchanges and reduces with the others
+            states, numbers = states.sum(dim=0, keepdim=True), numbers.new_zeros(1)
+        with _local_weights(self._module):
+            return self._compute(states, numbers[:, None], states.new_ones(len(states), 1))[:found]
+
+
+@contextmanager
+def _local_weights(module: nn.Module) -> Iterator[None]:
+    """Replace a module's distributed weights by this rank's parts in the body."""
+    whole = dict(module.named_parameters(recurse=False))
+    for name, weight in whole.items():
+        module._parameters[name] = to_local(weight)  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        module._parameters.update(whole)
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a group. Back go the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found

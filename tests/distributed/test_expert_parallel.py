@@ -1,0 +1,176 @@
+"""Expert parallelism against one process, between strategies and in what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import Run, largest_relative_difference, long, rank_hashes, relative_l2
+from test_equal_curves import LOSS, NORM, WEIGHTS
+from test_tensor_parallel import assert_equal
+
+COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+COMMON |= {"num_experts_per_tok": 2, "router_aux_loss_coef": 1.0}  # so large that the norm shows the router loss
+CONFIGS = {
+    "mixtral": {"intermediate_size": 48, "num_local_experts": 4},
+    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 4, "intermediate_size": 48},
+    "olmoe": {"intermediate_size": 24, "num_experts": 4},
+    "gpt_oss": {"intermediate_size": 24, "num_local_experts": 4, "sliding_window": 9},  # with biases
+}
+PACKED = "data.packing=true"  # of these families Mixtral keeps packed documents apart
+ROWS = "data.group_by_length=true"
+
+
+def config_of(family: str, **changes) -> str:
+    return f"model.config={json.dumps({'model_type': family, **COMMON, **CONFIGS[family], **changes})}"
+
+
+def run_of(workspace, strategy: str | Path | None, world: int, micro_batch: int, *overrides: str) -> Run:
+    settings = "steps=6", "checkpoint.every_steps=3", f"batch.micro_batch_size={micro_batch}"
+    run = workspace.run(strategy, world, *settings, *overrides)
+    assert run.returncode == 0, run.output
+    return run
+
+
+def spread_run(workspace, world: int, micro_batch: int, *overrides: str, strategy: str | Path = "fsdp_ep") -> Run:
+    run = run_of(workspace, strategy, world, micro_batch, *overrides)
+    assert run.facts["expert_parallel_size"] == 2 and run.facts["engine"].startswith("FSDP")
+    assert f"{world} data-parallel, 2 expert-parallel" in run.output
+    return run
+
+
+def assert_same_routing(run: Run, expected: Run) -> None:
+    assert largest_relative_difference(run.column("router_loss"), expected.column("router_loss")) < 1e-5
+    for found, wanted in zip(run.column("expert_share"), expected.column("expert_share"), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "accumulation", "router_loss"),
+    [
+        *(("mixtral", 2, accumulation, "sequence") for accumulation in (1, 2)),
+        *long(("mixtral", 2, 2, "batch"), ("mixtral", 2, 2, "off"), ("mixtral", 4, 1, "batch")),
+        *long(
+            *(
+                (family, world, 2, "sequence")
+                for family in CONFIGS
+                for world in (2, 4)
+                if (family, world) != ("mixtral", 2)
+            )
+        ),
+    ],
+)
+def test_families_follow_one_process(family, world, accumulation, router_loss, workspace):
+    arguments = config_of(family), PACKED if family == "mixtral" else ROWS, f"model.router_loss={router_loss}"
+    expected = run_of(workspace, None, 1, 8, *arguments)
+    run = spread_run(workspace, world, 8 // world // accumulation, *arguments)
+    assert run.facts["gradient_accumulation_steps"] == accumulation
+    assert_equal(run, expected)
+    if router_loss != "off":
+        assert_same_routing(run, expected)
+    found, wanted = run.metrics[-1], expected.metrics[-1]
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("world", long(2, 4))
+def test_bf16_follows_the_fp32_curve(world, workspace):
+    """In bf16 a token near the border of two experts may go to the other one, as in every engine that rounds."""
+    arguments = config_of("mixtral"), PACKED
+    expected = run_of(workspace, None, 1, 8, *arguments)
+    run = spread_run(workspace, world, 4 // world, *arguments, "precision=bf16")
+    for key, limits in (("loss", LOSS), ("grad_norm", NORM)):
+        assert largest_relative_difference(run.column(key), expected.column(key)) < limits["bf16"], key
+    assert relative_l2(run.weights, expected.weights) < WEIGHTS["bf16"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    long(
+        (("memory.activation_checkpointing=full",),),
+        (("memory.activation_checkpointing=selective", "model.router_loss=batch"),),
+        (("optimizer.name=lion", "optimizer.learning_rate=1e-4"),),
+        (("optimizer.name=sgd", "loss.implementation=full"),),
+        ((config_of("mixtral", tie_word_embeddings=True),),),
+        ((config_of("mixtral", router_jitter_noise=0.1, attention_dropout=0.1),),),
+    ),
+)
+def test_options(overrides, workspace):
+    model = () if overrides[0].startswith("model.config") else (config_of("mixtral"),)
+    expected = run_of(workspace, None, 1, 8, *model, PACKED, *overrides)
+    assert_equal(spread_run(workspace, 2, 2, *model, PACKED, *overrides), expected)
+
+
+@pytest.mark.parametrize("experts", long(2, 8))
+def test_experts_that_are_fewer_than_ranks_are_sharded_within(experts, workspace):
+    """On 4 processes two share each expert: half of the experts of one, or half of each expert where it is alone."""
+    arguments = config_of("mixtral", num_local_experts=experts), PACKED
+    expected = run_of(workspace, None, 1, 8, *arguments)
+    assert_equal(spread_run(workspace, 4, 1, *arguments), expected)
+
+
+WORLDS = {None: 1, "fsdp": 2, "zero3": 2, "fsdp_ep": 2, "fsdp_ep on 4": 4, "hsdp": 4, "zero1": 2, "ddp": 2}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("fsdp_ep", None, "fsdp_ep"),
+        *long(
+            (("zero3", "fsdp_ep", "fsdp_ep on 4"),),
+            (("fsdp_ep on 4", "fsdp", "fsdp_ep"),),
+            ((None, "fsdp_ep on 4", "zero3"),),
+            (("zero1", "fsdp_ep", "hsdp"),),
+        ),
+    ],
+)
+def test_a_run_goes_on_under_other_strategies(ways, workspace):
+    """Two steps under each: experts are saved by the ranks that hold them and read by others."""
+    model = config_of("mixtral", num_local_experts=2 if "fsdp_ep on 4" in ways else 4), PACKED
+    settings = *model, "steps=6", "checkpoint.every_steps=2", "checkpoint.keep=3"
+    golden = workspace.run(None, 1, *settings, "batch.micro_batch_size=8")
+    runs: list[Run] = []
+    for way in ways:
+        world, strategy = WORLDS[way], way and way.partition(" ")[0]
+        arguments = strategy, world, *settings, f"batch.micro_batch_size={4 // world or 1}"
+        run = workspace.resume(runs[-1], 2 * len(runs), *arguments) if runs else workspace.run(*arguments)
+        assert run.returncode == 0, run.output
+        assert run.facts["expert_parallel_size"] == (2 if strategy == "fsdp_ep" else 1)
+        runs.append(run)
+    assert golden.returncode == 0 and runs[-1].column("step") == list(range(1, 7))
+    assert largest_relative_difference(runs[-1].column("loss"), golden.column("loss")) < LOSS["fp32"]
+    assert largest_relative_difference(runs[-1].column("grad_norm"), golden.column("grad_norm")) < NORM["fp32"]
+    assert relative_l2(runs[-1].weights, golden.weights) < WEIGHTS["fp32"]
+
+
+@pytest.mark.parametrize("world", long(2, 4))
+def test_it_goes_on_bit_for_bit(world, workspace):
+    settings = config_of("mixtral"), PACKED, "steps=6", "checkpoint.every_steps=3", "batch.micro_batch_size=1"
+    golden = workspace.run("fsdp_ep", world, *settings)
+    run = workspace.resume(golden, 3, "fsdp_ep", world, *settings)
+    assert golden.returncode == run.returncode == 0, golden.output + run.output
+    assert run.column("loss") == golden.column("loss") and run.column("grad_norm") == golden.column("grad_norm")
+    assert rank_hashes(run.checkpoint(6)) == rank_hashes(golden.checkpoint(6))
+
+
+@pytest.mark.parametrize("task", long("sft", "continue_pretrain"))
+def test_a_pretrained_mixture_goes_on(task, workspace, tmp_path):
+    """Weights come from a Hugging Face folder, expert by expert, and go into another one."""
+    base = run_of(workspace, None, 1, 8, config_of("mixtral"), PACKED).directory / "model"
+    rows = tmp_path / "rows.jsonl"
+    talk = [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "very well, thank you"}]
+    line = {"messages": talk} if task == "sft" else {"text": "how are you? very well, thank you"}
+    rows.write_text(f"{json.dumps(line)}\n" * 40)
+    given = f"model={{path: {base}}}", f"tokenizer={{path: {base}}}", f"data.path={rows}", f"task={task}"
+    expected = run_of(workspace, None, 1, 8, *given)
+    assert_equal(spread_run(workspace, 2, 2, *given), expected)
+
+
+@pytest.mark.full
+def test_accelerate_starts_it(workspace):
+    """By a file with a key that Accelerate does not know."""
+    settings = config_of("mixtral"), PACKED, "steps=6", "checkpoint.every_steps=0", "batch.micro_batch_size=2"
+    expected, found = (workspace.run("fsdp_ep", 2, *settings, launcher=launcher) for launcher in ("fork", "accelerate"))
+    assert expected.returncode == found.returncode == 0, expected.output + found.output
+    assert found.facts["launcher"] == "accelerate" and found.facts["expert_parallel_size"] == 2
+    assert found.column("loss") == expected.column("loss") and found.column("grad_norm") == expected.column("grad_norm")
