@@ -1,0 +1,219 @@
+"""A real S3 server on the loopback (moto's, a process of its own) and a proxy in front of it that breaks requests.
+
+scripts/test.sh --full installs moto and s3fs into a folder of their own, which $SAMECURVE_S3 names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from harness import ROOT, free_port
+
+PACKAGES = os.environ.get("SAMECURVE_S3", "")
+MISSING = "scripts/test.sh --full installs moto and s3fs and sets SAMECURVE_S3"
+BUCKET = "bucket"
+KEY_ID, SECRET = "AKIASAMECURVETEST001", "uV0rSecretThatNobodyMaySee/0123456789abc"
+START_SECONDS = 120
+ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>on purpose</Message></Error>"
+WAYS = {
+    "error": "500 before anything happened",
+    "late error": "500 after the server had acted",
+    "throttled": "503 SlowDown",
+    "lost": "the answer was lost after the server had acted",
+    "cut": "the connection was cut in the middle of an upload or of an answer",
+    "flipped": "a bit of an upload was flipped on its way",
+    "killed": "SIGKILL of the process that uploads, before the server acted",
+    "killed after": "SIGKILL of the process that uploads, after the server had acted",
+}
+Choose = Callable[[str, str, int], str]
+
+
+def settings(port: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """The environment of a process that uses the server at this port."""
+    return {
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{address}:{port}",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "PYTHONPATH": f"{ROOT}:{PACKAGES}",
+    }
+
+
+class Server:
+    """moto's server with one bucket."""
+
+    def __init__(self, port: int, address: str = "127.0.0.1"):
+        self.port, self._url = port, f"http://{address}:{port}/{BUCKET}"
+
+    def ask(self, query: str = "", method: str = "GET") -> str:
+        """Send a request of its own, which no proxy breaks."""
+        request = urllib.request.Request(f"{self._url}{query}", method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode(errors="replace")
+
+    def has(self, key: str) -> bool:
+        with contextlib.suppress(OSError):
+            self.ask(f"/{key}", "HEAD")
+            return True
+        return False
+
+    def keys(self) -> list[str]:
+        return re.findall("<Key>([^<]+)</Key>", self.ask("?list-type=2"))
+
+    def unfinished_uploads(self) -> list[str]:
+        return re.findall("<UploadId>([^<]+)</UploadId>", self.ask("?uploads"))
+
+
+@contextmanager
+def server(folder: Path, inside: tuple[str, ...] = (), address: str = "127.0.0.1") -> Iterator[Server]:
+    """inside: a command that the server's is put behind, such as `ip netns exec NAME`."""
+    port = free_port()
+    command = [*inside, sys.executable, "-m", "moto.server", "-H", address, "-p", str(port)]
+    environment = {**os.environ, **settings(port)}
+    with open(folder / "moto.txt", "wb") as said:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said)
+    try:
+        probe = [*inside, sys.executable, "-c", f"import socket; socket.create_connection(('{address}', {port}), 5)"]
+        deadline = time.monotonic() + START_SECONDS
+        while subprocess.run(probe, capture_output=True).returncode:
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "moto.txt").read_text()
+            time.sleep(0.2)
+        yield Server(port, address)
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on to the server, except those that `choose(method, path, body size)` wants broken.
+
+    Attributes:
+        choose: returns one of WAYS, or "" for a request that is passed on.
+        victim: the process that "killed" kills.
+        broken: counts the requests by way.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, server: Server):
+        super().__init__(("127.0.0.1", 0), Relay)
+        self.port, self.target = self.server_address[1], server.port
+        self.choose: Choose = lambda method, path, size: ""
+        self.victim: subprocess.Popen | None = None
+        self.broken: Counter[str] = Counter()
+        self._one = threading.Lock()
+
+    def way(self, method: str, path: str, size: int) -> str:
+        with self._one:  # one at a time, so that a seed decides
+            way = self.choose(method, path, size)
+            self.broken[way] += 1
+            return way
+
+    def kill(self) -> None:
+        assert self.victim is not None
+        self.victim.send_signal(signal.SIGKILL)
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that is gone is what the tests make."""
+
+
+class Relay(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def relay(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        way = self.server.way(self.command, self.path, len(body))
+        if way == "killed":
+            self.server.kill()
+        if way in ("error", "throttled"):
+            return self._answer(*((500, "InternalError") if way == "error" else (503, "SlowDown")))
+        if way == "cut" and body:
+            self._send(body[: len(body) // 2], len(body))
+        if way == "killed" or (way == "cut" and body):
+            return self._cut()
+        status, headers, content = self._send(_flipped(body) if way == "flipped" else body, len(body))
+        if way == "killed after":
+            self.server.kill()
+        if way in ("lost", "killed after"):
+            return self._cut()
+        if way == "late error":
+            return self._answer(500, "InternalError")
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+        half = len(content) // 2 if way == "cut" else len(content)
+        self.wfile.write(b"" if self.command == "HEAD" else content[:half])
+        if way == "cut":
+            self._cut()
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = relay
+
+    def _send(self, body: bytes, size: int) -> tuple[int, list[tuple[str, str]], bytes]:
+        """Send a body that should have `size` bytes. Of a shorter one the server gets no more, and no answer is read."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=60)
+        with contextlib.closing(connection):
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("content-length", "expect", "connection"):
+                    connection.putheader(name, value)
+            connection.putheader("Content-Length", str(size))
+            connection.endheaders(body)
+            if len(body) < size:
+                return 0, [], b""
+            answer = connection.getresponse()
+            content = answer.read()
+            kept = [pair for pair in answer.getheaders() if pair[0].lower() not in _OURS]
+            if self.command != "HEAD":
+                return answer.status, [*kept, ("Content-Length", str(len(content)))], content
+            return answer.status, [*kept, ("Content-Length", answer.getheader("Content-Length", "0"))], content
+
+    def _answer(self, status: int, code: str) -> None:
+        content = b"" if self.command == "HEAD" else ERROR.format(code).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _cut(self) -> None:
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(2)
+
+    def log_message(self, format, *arguments) -> None:
+        """Nobody reads it."""
+
+
+_OURS = ("content-length", "transfer-encoding", "connection", "date", "server")
+
+
+def _flipped(body: bytes) -> bytes:
+    return body[:-1] + bytes([body[-1] ^ 1]) if body else body
+
+
+@contextmanager
+def proxy(server: Server) -> Iterator[Proxy]:
+    made = Proxy(server)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        made.server_close()
