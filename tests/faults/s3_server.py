@@ -29,16 +29,7 @@ BUCKET = "bucket"
 KEY_ID, SECRET = "AKIASAMECURVETEST001", "uV0rSecretThatNobodyMaySee/0123456789abc"
 START_SECONDS = 120
 ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>on purpose</Message></Error>"
-WAYS = {
-    "error": "500 before anything happened",
-    "late error": "500 after the server had acted",
-    "throttled": "503 SlowDown",
-    "lost": "the answer was lost after the server had acted",
-    "cut": "the connection was cut in the middle of an upload or of an answer",
-    "flipped": "a bit of an upload was flipped on its way",
-    "killed": "SIGKILL of the process that uploads, before the server acted",
-    "killed after": "SIGKILL of the process that uploads, after the server had acted",
-}
+WAYS = ("error", "late error", "throttled", "lost", "cut", "flipped", "killed", "killed after")
 Choose = Callable[[str, str, int], str]
 
 
@@ -104,6 +95,9 @@ class Proxy(ThreadingHTTPServer):
 
     Attributes:
         choose: returns one of WAYS, or "" for a request that is passed on.
+            error, throttled: the answer is 500 or 503, and nothing happens. late error, lost: it happens, and the
+            answer is 500 or missing. cut: half of an upload arrives, or half of an answer. flipped: of an upload or
+            an answer a bit. killed, killed after: the process dies before or after it happens.
         victim: the process that "killed" kills.
         broken: counts the requests by way.
     """
@@ -136,37 +130,45 @@ class Relay(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Proxy
 
-    def relay(self) -> None:
+    def __getattr__(self, name: str):
+        if name.startswith("do_"):  # do_GET and its like
+            return self._relay
+        raise AttributeError(name)
+
+    def _relay(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         way = self.server.way(self.command, self.path, len(body))
-        if way == "killed":
-            self.server.kill()
         if way in ("error", "throttled"):
-            return self._answer(*((500, "InternalError") if way == "error" else (503, "SlowDown")))
-        if way == "cut" and body:
+            self._refuse(*((500, "InternalError") if way == "error" else (503, "SlowDown")))
+        elif way == "killed":
+            self.server.kill()
+            self._cut()
+        elif way == "cut" and body:
             self._send(body[: len(body) // 2], len(body))
-        if way == "killed" or (way == "cut" and body):
-            return self._cut()
-        status, headers, content = self._send(_flipped(body) if way == "flipped" else body, len(body))
+            self._cut()
+        else:
+            self._answer(way, *self._send(_flipped(body) if way == "flipped" else body, len(body)))
+
+    def _answer(self, way: str, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+        """Pass the server's answer on, or not."""
         if way == "killed after":
             self.server.kill()
         if way in ("lost", "killed after"):
             return self._cut()
         if way == "late error":
-            return self._answer(500, "InternalError")
+            return self._refuse(500, "InternalError")
         self.send_response(status)
         for name, value in headers:
             self.send_header(name, value)
         self.end_headers()
-        half = len(content) // 2 if way == "cut" else len(content)
-        self.wfile.write(b"" if self.command == "HEAD" else content[:half])
+        if way == "flipped" and self.command == "GET":
+            content = _flipped(content)
+        self.wfile.write(content[: len(content) // 2] if way == "cut" else content)
         if way == "cut":
             self._cut()
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = relay
-
     def _send(self, body: bytes, size: int) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Send a body that should have `size` bytes. Of a shorter one the server gets no more, and no answer is read."""
+        """Send a body that is to have `size` bytes. If it is shorter, the connection ends there, without an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=60)
         with contextlib.closing(connection):
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -179,12 +181,11 @@ class Relay(BaseHTTPRequestHandler):
                 return 0, [], b""
             answer = connection.getresponse()
             content = answer.read()
-            kept = [pair for pair in answer.getheaders() if pair[0].lower() not in _OURS]
-            if self.command != "HEAD":
-                return answer.status, [*kept, ("Content-Length", str(len(content)))], content
-            return answer.status, [*kept, ("Content-Length", answer.getheader("Content-Length", "0"))], content
+        size_of = answer.getheader("Content-Length", "0") if self.command == "HEAD" else str(len(content))
+        kept = [pair for pair in answer.getheaders() if pair[0].lower() not in _REPLACED]
+        return answer.status, [*kept, ("Content-Length", size_of)], content
 
-    def _answer(self, status: int, code: str) -> None:
+    def _refuse(self, status: int, code: str) -> None:
         content = b"" if self.command == "HEAD" else ERROR.format(code).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/xml")
@@ -201,7 +202,7 @@ class Relay(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
-_OURS = ("content-length", "transfer-encoding", "connection", "date", "server")
+_REPLACED = ("content-length", "transfer-encoding", "connection", "date", "server")
 
 
 def _flipped(body: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """A session of a run that trains nothing: fetches the newest checkpoint of a store, commits some and uploads them.
 
-    python s3_uploads.py URL FOLDER NUM_STEPS       prints "uploaded STEP" once a checkpoint is committed in the store
+python s3_uploads.py URL FOLDER NUM_STEPS       prints "uploaded STEP" once a checkpoint is committed in the store
 """
 
 from __future__ import annotations
