@@ -78,15 +78,26 @@ def store_at(port: int, monkeypatch) -> ObjectStore:
 class Weather:
     """What happens to the requests of one session, as a seed decides.
 
-    Each request goes wrong with some probability. In an outage, all do for a while. kill_at: the number of the request
-    at which the process is killed.
+    Each request goes wrong with this probability. In an outage, all do. kill_at: the number of the request at which the
+    process is killed.
     """
 
-    def __init__(self, draw: random.Random, ways: tuple[str, ...], kill_at: int | None = None):
-        self.draw, self.ways, self.kill_at = draw, ways, kill_at
-        self.count, self.probability = 0, draw.choice([0.03, 0.1, 0.25])
-        begin = draw.randrange(80) if draw.random() < 0.25 else 10**9
-        self.outage = range(begin, begin + 50)
+    def __init__(
+        self,
+        draw: random.Random,
+        ways: tuple[str, ...],
+        probability: float,
+        outage: range = range(0),
+        kill_at: int | None = None,
+    ):
+        self.draw, self.ways, self.probability, self.outage, self.kill_at = draw, ways, probability, outage, kill_at
+        self.count = 0
+
+    @classmethod
+    def drawn(cls, draw: random.Random, ways: tuple[str, ...], kill_at: int | None = None) -> Weather:
+        begin = draw.randrange(80)
+        outage = range(begin, begin + 50) if draw.random() < 0.25 else range(0)
+        return cls(draw, ways, draw.choice([0.03, 0.1, 0.25]), outage, kill_at)
 
     def __call__(self, method: str, path: str, size: int) -> str:
         self.count += 1
@@ -167,7 +178,9 @@ def test_no_committed_checkpoint_is_lost_and_no_damaged_one_accepted(server, pro
         if draw.random() < 0.3:  # elsewhere
             run = tmp_path / f"here{number}"
         proxy.broken.clear()
-        proxy.choose = Weather(draw, (*WAYS, "late error"), draw.randrange(1, 90) if draw.random() < 0.5 else None)
+        proxy.choose = Weather.drawn(
+            draw, (*WAYS, "late error"), draw.randrange(1, 90) if draw.random() < 0.5 else None
+        )
         code, said = run_session(proxy, run)
         uploaded = set(map(int, re.findall(r"^uploaded (\d+)$", said, re.MULTILINE)))
         newest = max({newest, *uploaded})
@@ -179,7 +192,7 @@ def test_no_committed_checkpoint_is_lost_and_no_damaged_one_accepted(server, pro
         if newest and max(map(step_number, committed(direct)), default=0) < newest:
             unreadable.append(f"{newest} is not there")
         wrong += damaged(run, tmp_path)
-        wrong += fetch_under_faults(broken, proxy, Weather(draw, WAYS), tmp_path / f"elsewhere{number}")
+        wrong += fetch_under_faults(broken, proxy, Weather.drawn(draw, WAYS), tmp_path / f"elsewhere{number}")
         record = {
             "kind": "store",
             "faults": {way: proxy.broken[way] for way in s3_server.WAYS if proxy.broken[way]},
@@ -213,11 +226,12 @@ def in_store(proxy: Proxy, workspace: Workspace, staging: Path, strategy: str, w
 def test_a_killed_run_goes_on_elsewhere_under_another_strategy(server, proxy, battery, tmp_path):
     workspace, local = battery.workspace, Path("s3", BUCKET, "run")
     expected = workspace.run(None, 1, "batch.micro_batch_size=8")
-    proxy.choose = Weather(random.Random(1), ("error", "late error", "throttled", "lost", "cut"))
+    proxy.choose = Weather(random.Random(1), ("error", "late error", "throttled", "lost", "cut"), 0.1)
     here, elsewhere = tmp_path / "here" / local, tmp_path / "elsewhere" / local
     here.mkdir(parents=True)
     command, settings = in_store(proxy, workspace, tmp_path / "here", "zero2", 2)
-    environment = workspace.environment(**settings, SAMECURVE_FAULTS=f"step@{2 * SAVE_EVERY + 3}:0:hang")
+    slow = ",".join(f"step@{step}:0:slow" for step in range(2 * SAVE_EVERY + 2, STEPS))
+    environment = workspace.environment(**settings, SAMECURVE_FAULTS=slow)
     started = Started(command, environment, here)
     started.wait_for(lambda: server.has(f"run/checkpoints/{folder_name(2 * SAVE_EVERY)}/COMMITTED"), "the upload")
     for process in started.all():
