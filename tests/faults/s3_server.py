@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,11 +29,16 @@ KEY_ID, SECRET = "AKIASAMECURVETEST001", "uV0rSecretThatNobodyMaySee/0123456789a
 START_SECONDS = 120
 ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>on purpose</Message></Error>"
 WAYS = ("error", "late error", "throttled", "lost", "cut", "flipped", "killed", "killed after")
+ASK = """
+import sys, urllib.request as http
+request = http.Request(sys.argv[1], method=sys.argv[2])
+sys.stdout.buffer.write(http.urlopen(request, timeout=60).read())
+"""
 Choose = Callable[[str, str, int], str]
 
 
 def settings(port: int, address: str = "127.0.0.1") -> dict[str, str]:
-    """The environment of a process that uses the server at this port."""
+    """The environment of a process that uses the server, or the proxy, at this port."""
     return {
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -46,19 +50,19 @@ def settings(port: int, address: str = "127.0.0.1") -> dict[str, str]:
 
 
 class Server:
-    """moto's server with one bucket."""
+    """moto's server with one bucket. inside: a command that others are put behind, such as `ip netns exec NAME`."""
 
-    def __init__(self, port: int, address: str = "127.0.0.1"):
-        self.port, self._url = port, f"http://{address}:{port}/{BUCKET}"
+    def __init__(self, port: int, address: str, inside: tuple[str, ...]):
+        self.port, self.address, self._inside = port, address, inside
 
     def ask(self, query: str = "", method: str = "GET") -> str:
-        """Send a request of its own, which no proxy breaks."""
-        request = urllib.request.Request(f"{self._url}{query}", method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.read().decode(errors="replace")
+        """Send a request of its own, which no proxy breaks. Raises CalledProcessError if it fails."""
+        url = f"http://{self.address}:{self.port}/{BUCKET}{query}"
+        done = subprocess.run([*self._inside, sys.executable, "-c", ASK, url, method], check=True, capture_output=True)
+        return done.stdout.decode(errors="replace")
 
     def has(self, key: str) -> bool:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(subprocess.CalledProcessError):
             self.ask(f"/{key}", "HEAD")
             return True
         return False
@@ -71,20 +75,23 @@ class Server:
 
 
 @contextmanager
-def server(folder: Path, inside: tuple[str, ...] = (), address: str = "127.0.0.1") -> Iterator[Server]:
-    """inside: a command that the server's is put behind, such as `ip netns exec NAME`."""
-    port = free_port()
-    command = [*inside, sys.executable, "-m", "moto.server", "-H", address, "-p", str(port)]
-    environment = {**os.environ, **settings(port)}
+def server(folder: Path, address: str = "127.0.0.1", inside: tuple[str, ...] = ()) -> Iterator[Server]:
+    """Start a server with an empty bucket. It is gone afterwards."""
+    made = Server(free_port(), address, inside)
+    command = [*inside, sys.executable, "-m", "moto.server", "-H", address, "-p", str(made.port)]
     with open(folder / "moto.txt", "wb") as said:
+        environment = {**os.environ, **settings(made.port)}
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said)
     try:
-        probe = [*inside, sys.executable, "-c", f"import socket; socket.create_connection(('{address}', {port}), 5)"]
         deadline = time.monotonic() + START_SECONDS
-        while subprocess.run(probe, capture_output=True).returncode:
-            assert process.poll() is None and time.monotonic() < deadline, (folder / "moto.txt").read_text()
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                made.ask(method="PUT")
+                break
             time.sleep(0.2)
-        yield Server(port, address)
+        else:
+            raise AssertionError((folder / "moto.txt").read_text())
+        yield made
     finally:
         process.kill()
         process.wait()

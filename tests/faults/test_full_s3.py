@@ -53,7 +53,6 @@ ONE_ATTEMPT = {"AWS_MAX_ATTEMPTS": "1"}  # botocore's own; s3fs and ObjectStore 
 @pytest.fixture
 def server(tmp_path) -> Iterator[Server]:
     with s3_server.server(tmp_path) as made:
-        made.ask(method="PUT")
         yield made
 
 
