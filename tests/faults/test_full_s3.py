@@ -222,6 +222,11 @@ def in_store(proxy: Proxy, workspace: Workspace, staging: Path, strategy: str, w
     return command, s3_server.settings(proxy.port) | {"SAMECURVE_STAGING": str(staging)}
 
 
+def newest_step(server: Server) -> int:
+    """The step of the newest checkpoint that is committed in the store, 0 if none is."""
+    return max((int(step) for step in re.findall(r"step_(\d+)/COMMITTED\b", " ".join(server.keys()))), default=0)
+
+
 def test_a_killed_run_goes_on_elsewhere_under_another_strategy(server, proxy, battery, tmp_path):
     workspace, local = battery.workspace, Path("s3", BUCKET, "run")
     expected = workspace.run(None, 1, "batch.micro_batch_size=8")
@@ -229,10 +234,10 @@ def test_a_killed_run_goes_on_elsewhere_under_another_strategy(server, proxy, ba
     here, elsewhere = tmp_path / "here" / local, tmp_path / "elsewhere" / local
     here.mkdir(parents=True)
     command, settings = in_store(proxy, workspace, tmp_path / "here", "zero2", 2)
-    slow = ",".join(f"step@{step}:0:slow" for step in range(2 * SAVE_EVERY + 2, STEPS))
-    environment = workspace.environment(**settings, SAMECURVE_FAULTS=slow)
+    last = 3 * SAVE_EVERY  # it stays there, and goes on uploading
+    environment = workspace.environment(**settings, SAMECURVE_FAULTS=f"step@{last + 3}:0:slow,step@{last + 4}:0:hang")
     started = Started(command, environment, here)
-    started.wait_for(lambda: server.has(f"run/checkpoints/{folder_name(2 * SAVE_EVERY)}/COMMITTED"), "the upload")
+    started.wait_for(lambda: newest_step(server) > SAVE_EVERY, "an upload of its second checkpoint or of a later one")
     for process in started.all():
         process.kill()
     assert started.wait(), started.output
@@ -240,11 +245,13 @@ def test_a_killed_run_goes_on_elsewhere_under_another_strategy(server, proxy, ba
     assert (killed["strategy"], killed["world_size"]) == ("zero2", 2)
     assert_no_credentials(started.output, here)
     shutil.rmtree(here)
+    newest = newest_step(server)
 
     command, settings = in_store(proxy, workspace, tmp_path / "elsewhere", "fsdp", 3)
     found = workspace.execute(command, elsewhere, **settings)
     assert found.returncode == 0, found.output
-    assert f"fetched {URL}/checkpoints/{folder_name(2 * SAVE_EVERY)}" in found.output
+    assert f"fetched {URL}/checkpoints/{folder_name(newest)}" in found.output
+    assert f"resuming after step {newest}" in found.output
     assert (found.facts["strategy"], found.facts["world_size"]) == ("fsdp", 3)
     assert found.column("step") == expected.column("step")
     assert largest_relative_difference(found.column("loss"), expected.column("loss")) < 1e-5
