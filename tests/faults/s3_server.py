@@ -56,19 +56,21 @@ class Server:
         self.port, self.address, self._inside = port, address, inside
 
     def ask(self, query: str = "", method: str = "GET") -> str:
-        """Send a request of its own, which no proxy breaks. Raises CalledProcessError if it fails."""
+        """Send a request of its own, without credentials, so that it can list but not read.
+
+        Raises:
+            CalledProcessError: it fails.
+        """
         url = f"http://{self.address}:{self.port}/{BUCKET}{query}"
         done = subprocess.run([*self._inside, sys.executable, "-c", ASK, url, method], check=True, capture_output=True)
         return done.stdout.decode(errors="replace")
 
-    def has(self, key: str) -> bool:
-        with contextlib.suppress(subprocess.CalledProcessError):
-            self.ask(f"/{key}", "HEAD")
-            return True
-        return False
-
     def keys(self) -> list[str]:
         return re.findall("<Key>([^<]+)</Key>", self.ask("?list-type=2"))
+
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint that is committed in the store, 0 if none is."""
+        return max((int(step) for step in re.findall(r"step_(\d+)/COMMITTED\b", " ".join(self.keys()))), default=0)
 
     def unfinished_uploads(self) -> list[str]:
         return re.findall("<UploadId>([^<]+)</UploadId>", self.ask("?uploads"))
