@@ -38,6 +38,16 @@ KINDS = {
     "numbers": "NaN, loss spikes, differing replicas",
     "corruption": "damaged files",
 }
+REQUEST_FAULTS = {
+    "error": "500 before the server acted",
+    "late error": "500 after the server had acted",
+    "throttled": "503 SlowDown",
+    "lost": "no answer after the server had acted",
+    "cut": "connection cut in the middle",
+    "flipped": "a bit flipped on the way",
+    "killed": "SIGKILL of the process before the server acted",
+    "killed after": "SIGKILL of the process after the server had acted",
+}
 
 Row = Sequence[object]
 
@@ -57,8 +67,9 @@ def main() -> None:
 
 
 def page(records: list[dict], stock: dict | None) -> str:
-    pairs, units, hosts = ([r for r in records if r["kind"] == kind] for kind in ("pair", "unit", "host"))
-    records = [r for r in records if r["kind"] not in ("pair", "unit", "host")]
+    apart = ("pair", "unit", "host", "store")
+    pairs, units, hosts, stores = ([r for r in records if r["kind"] == kind] for kind in apart)
+    records = [r for r in records if r["kind"] not in apart]
     runs = [record for record in records if record["kind"] != "corruption"]
     parts = [
         "# What happens to a run that something happens to",
@@ -77,6 +88,8 @@ def page(records: list[dict], stock: dict | None) -> str:
     parts += ["## Per kind of fault", by_kind(records)]
     if hosts:
         parts += ["## A lost host", by_host(hosts)]
+    if stores:
+        parts += ["## An object store whose requests fail", by_request(stores)]
     if units:
         parts += ["## Every operation of a save", by_operation(units)]
     if pairs:
@@ -162,6 +175,27 @@ def by_host(records: list[dict]) -> str:
         f"The run ended {ended} an undisturbed one, by losses and gradient norms."
     )
     return f"{table(header, rows)}\n\n{note}"
+
+
+def by_request(records: list[dict]) -> str:
+    broken = sum((Counter(record["faults"]) for record in records), Counter())
+    rows = [(title, broken[way]) for way, title in REQUEST_FAULTS.items() if broken[way]]
+    sums = {key: sum(r[key] for r in records) for key in ("requests", "commits", "given_up", "lost", "accepted")}
+    results = [
+        ("sessions", len(records)),
+        ("checkpoints committed in the store", sums["commits"]),
+        ("uploads and starts given up until the next try", sums["given_up"]),
+        ("committed checkpoints lost", sums["lost"]),
+        ("damaged or partial checkpoints accepted", sums["accepted"]),
+        ("unfinished uploads left behind by a session that ended", sum(r["unfinished"] for r in records)),
+    ]
+    note = (
+        f"moto's S3 server behind a proxy that breaks requests at random: {broken.total():,} of {sums['requests']:,} "
+        "here. A session fetches the newest checkpoint, often on another machine, commits three of 11 MiB and uploads "
+        "each in parts. After each session every committed checkpoint is read and compared with what was saved, and "
+        "the newest one is fetched while requests fail."
+    )
+    return f"{table(('', 'number'), results)}\n\n{table(('request', 'number'), rows)}\n\n{note}"
 
 
 def in_words(seconds: Iterable[float]) -> str:

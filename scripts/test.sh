@@ -26,7 +26,10 @@ done
 
 make_environment requirements.txt requirements-dev.txt
 install_packages "NVMe offload" libaio-dev
-[ -z "$full" ] || install_packages "the test over two hosts" iproute2 openssh-server pdsh
+if [ -n "$full" ]; then
+    install_packages "the test over two hosts" iproute2 openssh-server pdsh
+    install_packages "the test under SLURM" slurm-wlm munge
+fi
 
 if [ -n "$full" ]; then
     export SAMECURVE_TRL=$PWD/.venv/trl # a reference for the tests alone; what it needs is there already
@@ -43,6 +46,9 @@ if [ -n "$full" ]; then
     [ -d "$SAMECURVE_KUBERNETES/kubernetes_validate" ] ||
         .venv/bin/python -m pip install --quiet --target "$SAMECURVE_KUBERNETES" kubernetes-validate==1.37.0 \
             kubeflow-trainer-api==2.3.0
+    export SAMECURVE_S3=$PWD/.venv/s3 # an S3 server, and what speaks to it
+    [ -d "$SAMECURVE_S3/moto" ] ||
+        .venv/bin/python -m pip install --quiet --target "$SAMECURVE_S3" -c constraints.txt -r requirements-s3.txt
     export SAMECURVE_MKDOCS=$PWD/.venv/mkdocs # builds the documentation
     [ -d "$SAMECURVE_MKDOCS/mkdocs" ] ||
         .venv/bin/python -m pip install --quiet --target "$SAMECURVE_MKDOCS" -r requirements-docs.txt

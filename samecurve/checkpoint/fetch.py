@@ -84,7 +84,7 @@ def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> P
 
 
 def verify(store: ObjectStore, name: str, folder: Path) -> None:
-    """Download one checkpoint into an empty folder and compare size and SHA-256 of every file.
+    """Download one checkpoint into a folder and compare size and SHA-256 of every file.
 
     Raises:
         DamagedManifest: the first problem found.
@@ -118,7 +118,10 @@ def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
             if debris.exists():
                 files.remove_folder(debris)
         partial.mkdir()
-        verify(store, name, partial)
+        try:
+            verify(store, name, partial)
+        except DamagedManifest:  # there, or on its way here
+            verify(store, name, partial)
         for file in (MARKER, MANIFEST):
             with open(partial / file, "rb+") as opened:
                 files.sync(opened)

@@ -157,6 +157,8 @@ class Mirror:
         for name in set(step_names(self._store)) - kept:
             if SET_ASIDE not in self._store.folders(f"{FOLDER}/{name}"):
                 remove_checkpoint(self._store, name)
+        with contextlib.suppress(StorageError):  # no permission to list them: a lifecycle rule of the bucket does it
+            self._store.abort_uploads()
 
 
 def upload_checkpoint(store: ObjectStore, folder: Path) -> None:

@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -196,6 +197,26 @@ class ObjectStore:
         joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
         return f"{joined}-{len(parts)}", digest.hexdigest()
 
+    def abort_uploads(self) -> None:
+        """Abort what others left unfinished below the URL: a killed process, or a request whose answer was lost.
+
+        Only for the one process that uploads there. S3 lists such uploads; other stores remove them by themselves.
+        """
+        call = getattr(self._files, "call_s3", None)
+        bucket, _, folder = self._root.partition("/")
+        if call is None or not folder:  # all of a bucket may hold other runs
+            return
+
+        def aborted() -> None:
+            listed = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/")
+            for upload in listed.get("Uploads", []):
+                try:
+                    call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                except FileNotFoundError:  # an earlier answer was lost
+                    continue
+
+        self._retried("", aborted)
+
     def _check(self, key: str, size: int, etag: str, sha256: str) -> None:
         """Raise OSError unless the store holds what was sent."""
         info = self._files.info(self._path(key))
@@ -255,8 +276,10 @@ def _discard(target: Any) -> None:
     """Abort a multipart upload; the error that led here says more than one from aborting."""
     try:
         target.discard()
-    except Exception:  # the store does not answer; a bucket's lifecycle rule removes what stays
-        return
+    except Exception:  # the store does not answer; `abort_uploads` removes what stays
+        pass
+    with contextlib.suppress(AttributeError):  # fsspec would send the rest when the object is collected
+        target.closed = True
 
 
 def local_files(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:

@@ -89,6 +89,14 @@ def test_a_job_has_the_losses_of_one_host(cluster, workspace):
     assert_same_steps(found, expected)
 
 
+def test_the_doctor_examines_every_task(cluster, workspace):
+    command = [str(BIN / "python"), "-m", "samecurve", "doctor", str(workspace.recipe)]
+    command += [f"output_dir={workspace.folder / 'examined'}", "--seconds", "20"]
+    said = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *command, timeout_seconds=WAIT_SECONDS)
+    assert "packages   node1, node2: " in said and "read on 2, lock held" in said, said
+    assert "over 2 processes on 2 hosts" in said, said
+
+
 def test_a_job_out_of_time_saves_and_goes_on(cluster, workspace):
     """SLURM tells it to stop a minute or two before the end; it saves and is queued again, and goes on from there."""
     job = Job(cluster, workspace, "slurm_time", ENDLESS, "--time=4", "--signal=TERM@60")

@@ -181,7 +181,7 @@ def test_no_fault_of_a_fetch_gets_a_damaged_checkpoint_accepted(ways, url, tmp_p
             assert how.startswith("killed")
         for folder in (here / "checkpoints").glob("step_*"):
             assert contents(folder) == contents(run / "checkpoints" / folder.name), f"request {at}"
-        if not how.startswith("killed") and how != "flipped":
+        if not how.startswith("killed"):
             assert (here / "checkpoints" / folder_name(20)).exists(), f"request {at}"
         fetch_newest(store_at(url), here, print)  # the next start gets the newest
         assert check_files(LocalFileSystem(), here / "checkpoints" / folder_name(20)) == []
@@ -209,6 +209,22 @@ def test_a_file_in_parts_is_discarded_after_a_failure(url, tmp_path, monkeypatch
     assert discarded == opened[:1] and len(opened) > 1
     found = fetched(url, tmp_path / "elsewhere")
     assert found is not None and contents(found) == contents(run / "checkpoints" / found.name)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_uploads_that_nobody_finishes_are_aborted(error, url, tmp_path):
+    """Of a killed process, or whose first answer was lost: S3 keeps their parts, and bills them."""
+    aborted = []
+
+    class Listing(Breaking):
+        def call_s3(self, method, **given):
+            if method == "list_multipart_uploads":
+                return {"Uploads": [{"Key": f"{given['Prefix']}{number}", "UploadId": number} for number in (1, 2)]}
+            aborted.append((given["Key"].rpartition("/")[2], given["UploadId"]))
+            raise error("aborted already, or not ours to abort")
+
+    mirror_of(url, new_run(tmp_path / "run", 10), Listing()).catch_up()  # which has done its own work
+    assert aborted == [("1", 1), ("2", 2)] if error is FileNotFoundError else [("1", 1)]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_if_all_are_the_start_is_refused(url, tmp_path):

@@ -37,6 +37,8 @@ HOSTS = [
     {"fault": "killed", "lost_steps": 8, "seconds_alone": 61.0, "seconds_together": 30.0, "lost_steps_at_return": 2},
     {"fault": "cable cut", "lost_steps": 5, "seconds_alone": 99.0, "seconds_together": 9.0, "lost_steps_at_return": 0},
 ]
+STORE = {"kind": "store", "requests": 70, "commits": 3, "given_up": 1, "lost": 0, "accepted": 0, "unfinished": 0}
+STORES = [{**STORE, "faults": {"lost": 4, "killed": 1}}, {**STORE, "faults": {"lost": 2}, "lost": 1, "accepted": 2}]
 CASE = {"steps_lost": 0, "outcome": "same curve", "date": "2026-01-02", "named": False}
 STOCK = {
     "settings": {"processes": 2, "steps": 30, "save_every": 5, "keep": 2},
@@ -71,19 +73,25 @@ def test_numbers(tmp_path, monkeypatch):
         append_result({"kind": "unit", **unit})
     for host in HOSTS:
         append_result({"kind": "host", "strategy": "ddp", "resumed_equal": True, **host})
+    for store in STORES:
+        append_result(store)
     (tmp_path / "stock.json").write_text(json.dumps(STOCK))
     page = written(tmp_path, "--stock", str(tmp_path / "stock.json"))
     expected = {
         "kills injected": 4,
         "other faults injected": 2,
         "files damaged": 2,
-        "committed checkpoints lost": 1,
         "corruptions accepted": 1,
         "hangs": 1,
         "processes left behind": 2,
         "runs that did not end as the undisturbed one": 1,
     }
     assert {name: cells(page, name) for name in expected} == {name: [[str(n)]] for name, n in expected.items()}
+    assert cells(page, "committed checkpoints lost") == [["1"], ["1"]]  # of runs, and in the store
+    stored = {"sessions": 2, "checkpoints committed in the store": 6, "damaged or partial checkpoints accepted": 2}
+    stored |= {"no answer after the server had acted": 6, "SIGKILL of the process before the server acted": 1}
+    assert {name: cells(page, name) for name in stored} == {name: [[str(n)]] for name, n in stored.items()}
+    assert "7 of 140 here" in page
     assert cells(page, "killed") == [["2", "8", "5.5", "50 (61)", "25 (30)"]]
     assert cells(page, "cable cut") == [["1", "5", "5.0", "99 (99)", "9 (9)"]]
     assert "At a return at most 2 steps were lost" in page and "ended as an undisturbed one" in page

@@ -1,0 +1,158 @@
+"""Failures that the doctor meets outside the facts of a host: missing tools, other hosts, a launcher's ranks."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_doctor import GPU, check, facts, problems  # noqa: F401  a fixture
+
+from samecurve.cli.doctor import _strategy
+from samecurve.config.loader import load_recipe
+from samecurve.doctor import host, host_checks, hosts, ranks, shared_folder, world_checks
+from samecurve.doctor.findings import Finding
+from samecurve.errors import ConfigurationError
+from samecurve.launch import ssh
+from samecurve.launch.hosts import Host
+
+
+def test_a_missing_compiler(facts, tmp_path, monkeypatch):  # noqa: F811
+    recipe = load_recipe("recipes/quickstart.yaml", ["compile=full"])
+    strategy = _strategy("configs/zero2_offload.yaml")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    found = [each for each in host_checks.check(facts, {}, recipe, strategy) if each.area == "compilers"]
+    assert all(each.level == "FAIL" and each.exit_code == 2 for each in found)
+    assert any("compile: full needs a C++ compiler" in each.problem for each in found), found
+    assert any("ninja" in each.problem or "g++" in each.problem or "c++" in each.problem for each in found), found
+
+
+def test_an_interface_that_does_not_lead_to_the_first_host(facts):  # noqa: F811
+    there = {"10.0.0.1": "eth0", "192.168.0.1": "eth1"}
+    wrong = replace(facts, addresses=there, route="eth0", variables={"GLOO_SOCKET_IFNAME": "eth1"})
+    assert problems(check(wrong)) == [
+        "warn network: GLOO_SOCKET_IFNAME=eth1 is not the interface towards the master (eth0); "
+        "unset it, or export GLOO_SOCKET_IFNAME=eth0"
+    ]
+    assert not problems(check(replace(wrong, variables={"GLOO_SOCKET_IFNAME": "eth1,eth0"})))
+
+
+def test_drivers_that_differ(facts):  # noqa: F811
+    drivers = [replace(facts, host=name, versions=facts.versions | {"driver": name}) for name in ("570", "580")]
+    (found,) = [each for each in world_checks.compare(drivers) if each.problem]
+    assert (found.problem, found.fix) == ("driver differ between hosts", "install one driver on all hosts")
+
+
+def test_gpus_are_read_from_the_driver(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    line = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.95, 00000000:FF:00.0"
+    smi.write_text(f'#!/bin/sh\ncase "$*" in *query*) echo "{line}";; *) echo "GPU0  X";; esac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = host.facts({})
+    assert found.gpus == [replace(GPU, bus="00000000:FF:00.0", numa_node=-1)]
+    assert (found.versions["driver"], found.links) == ("580.95", "GPU0  X\n")
+    smi.write_text("#!/bin/sh\nexit 9\n")  # no driver
+    assert host.facts({}).gpus == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem", "fix"),
+    [
+        ((255, "", "ssh: connect to host node2: Connection refused"), "no login without a password", "ssh -v node2"),
+        ((255, "", "root@node2: Permission denied (publickey)."), "no login without a password", "ssh-copy-id node2"),
+        ((0, "python\nclone\n", ""), "not there: ", "on a file system that all hosts mount"),
+        (None, "no answer in", "try ssh node2 true"),
+    ],
+)
+def test_a_host_that_ssh_does_not_reach(answer, problem, fix, monkeypatch):
+    monkeypatch.setattr(ssh, "run", replies(answer))
+    found = hosts.examine([Host("node2", 1)], [], None, 29500, 1.0)
+    assert [each.area for each in found] == ["ssh"] and found[0].exit_code in (2, 6)
+    assert problem in found[0].problem and fix in found[0].fix, found
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [((1, "", "ImportError: no torch"), "it failed there"), (None, "it did not end in")],
+)
+def test_a_host_whose_doctor_fails(answer, problem, monkeypatch):
+    monkeypatch.setattr(hosts, "_reach", lambda host: Finding("ssh", "logs in", host=host.name))
+    monkeypatch.setattr(ssh, "run", replies(answer))
+    _, found = hosts.examine([Host("node2", 1)], [], None, 29500, 1.0)
+    assert found.level == "FAIL" and problem in found.problem
+    assert answer is None or found.seen == "ImportError: no torch"
+
+
+def replies(answer: tuple[int, str, str] | None):
+    """Stands for ssh: (exit code, output, errors), or no answer."""
+
+    def run(host: str, text: str, seconds: float) -> subprocess.CompletedProcess:
+        if answer is None:
+            raise subprocess.TimeoutExpired(text, seconds)
+        return subprocess.CompletedProcess([], *answer)
+
+    return run
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Set the launcher's variables."""
+
+    def launched(rank: int, world_size: int) -> None:
+        settings = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    return launched
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def failures(found: list[Finding]) -> list[tuple[str, str, int]]:
+    return [(each.area, each.problem, each.exit_code) for each in found if each.exit_code]
+
+
+def test_a_rank_that_does_not_report(facts, rank):  # noqa: F811
+    rank(0, 2)
+    found = ranks.examine(facts, [], None, 0.5)
+    assert failures(found) == [("network", "they did not report within 0 s", 6)]
+    assert found[0].seen == "ranks 1" and "they have to reach 127.0.0.1 port" in found[0].fix
+
+
+def test_a_first_rank_that_is_not_reached(facts, rank):  # noqa: F811
+    rank(1, 2)
+    (found,) = failures(ranks.examine(facts, [], None, 0.5))
+    assert found[0::2] == ("network", 6) and "does not reach the first rank at 127.0.0.1" in found[1]
+
+
+def test_a_folder_that_cannot_be_written_and_a_group_that_does_not_connect(facts, rank, tmp_path, monkeypatch):  # noqa: F811
+    rank(0, 1)
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    found = failures(ranks.examine(facts, [], str(tmp_path / "file" / "run"), 5.0))
+    assert [(area, code) for area, _, code in found] == [("shared", 7), ("network", 6)]
+    assert "Not a directory" in found[0][1] and found[1][1] == "the process group does not connect"
+
+
+def test_a_rename_that_is_not_seen(tmp_path):
+    led = shared_folder.SharedFolder(Path(tmp_path), "x")
+    with led.led():
+        (led.path / "partial").write_text("the old name")
+        assert led.follow() == "a renamed file still has its old name here"
+
+
+def test_a_strategy_file_with_a_mistake(tmp_path):
+    wrong = tmp_path / "zero.yaml"
+    wrong.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: absent.json}\n")
+    with pytest.raises(ConfigurationError, match="no such file: .*absent.json"):
+        _strategy(str(wrong))
