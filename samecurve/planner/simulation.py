@@ -123,7 +123,7 @@ def _costs(job: Job, stage: Stage) -> Costs:
         time.optimizer + time.offload + time.host,
         0 if sharded else gather,
         max(1, min(PARTS, round(stage.layers / chunks))),
-        1 - constants.overlap,
+        1 - step_time.hidden_share(job, constants),
     )
 
 

@@ -194,21 +194,27 @@ def send_seconds(job: Job, constants: Profile) -> float:
 def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tuple[float, float]:
     """Return the exposed seconds of data-parallel communication (per micro-batch, per step)."""
     gathered, reduced = data_collectives(job, stage, constants)
+    share = hidden_share(job, constants)
     if job.layout.zero == 3:  # of each layer, hidden behind the layer before
         layers = max(stage.layers, 1)
-        backward = _exposed(gathered + reduced, layers * one.backward, constants)
-        return _exposed(gathered, layers * one.forward, constants) + backward, 0
+        backward = _exposed(gathered + reduced, layers * one.backward, share)
+        return _exposed(gathered, layers * one.forward, share) + backward, 0
     behind = stage.layers * one.backward
     if syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1):
         return reduced, 0
     if reduces_each_micro_batch(job):
-        return _exposed(reduced, behind, constants), gathered
-    return 0, _exposed(reduced + gathered, behind, constants)
+        return _exposed(reduced, behind, share), gathered
+    return 0, _exposed(reduced + gathered, behind, share)
 
 
-def _exposed(seconds: float, behind: float, constants: Profile) -> float:
+def hidden_share(job: Job, constants: Profile) -> float:
+    """Share of communication that computation can hide; on a CPU none, because Gloo needs the cores that compute."""
+    return 0 if job.card.generation == "cpu" else constants.overlap
+
+
+def _exposed(seconds: float, behind: float, share: float) -> float:
     """Seconds of communication that computation of `behind` seconds does not hide."""
-    return max(seconds - constants.overlap * behind, (1 - constants.overlap) * seconds)
+    return max(seconds - share * behind, (1 - share) * seconds)
 
 
 def data_collectives(job: Job, stage: Stage, constants: Profile) -> tuple[float, float]:
