@@ -93,6 +93,8 @@ def _compare(job: Job, few: Tracked, more: Tracked) -> str:
     lines = {line.name: line for line in first.lines}
     held = sum(lines[name].backward for name in STATES)
     of_layer = lines["activations"].forward / job.shape.layers
+    if job.flow == "autocast":  # the tracker counts the copies of the layer's weights, too
+        of_layer += lines["16-bit weights"].forward * job.shape.layer_parameters / job.shape.parameters
 
     def whole(name: str) -> float:
         start, end = getattr(few, name), getattr(more, name)

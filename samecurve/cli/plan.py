@@ -42,6 +42,7 @@ from samecurve.planner import (
     shape_rules,
     step_time,
     strategies,
+    timeline,
 )
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Cluster
@@ -75,7 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", action="store_true", help="also list the bytes of each collective per step")
     parser.add_argument("--shapes", action="store_true", help="also judge the model's dimensions on this kind of GPU")
     parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing of --layout to this file")
+    text = "also simulate a step and failures of nodes, and find the best checkpoint interval"
+    parser.add_argument("--simulate", action="store_true", help=text)
+    text = "write the drawing of --layout, or the timeline of --simulate, to this file"
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=text)
     parser.add_argument("--order", metavar="AXES", default="tp,cp,dp,pp", help="of ranks in it (default: %(default)s)")
     parser.add_argument(
         "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
@@ -128,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
     print("".join(f"\nNot in these numbers: {each}" for each in limits), end="\n" if limits else "")
     if arguments.why or arguments.strategy:
         _print_rejected(choices, wanted, whole)
-    _print_details(order[0], wanted, arguments)
+    _print_details(order[0], wanted, machines, arguments)
     if best is None:
         reasons = [] if order[0].job else [f"{each.name}: {each.reason}" for each in choices]
         raise TopologyError("\n".join([first_line, *reasons]))
@@ -180,6 +184,8 @@ def _settle(arguments: argparse.Namespace) -> None:
     arguments.order = placement.read_order(arguments.order)
     if not arguments.model or not arguments.cluster:
         raise ConfigurationError("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
+    if arguments.svg and arguments.layout and arguments.simulate:
+        raise ConfigurationError("--svg: --layout and --simulate draw different pictures; give one of them")
     require_positive(arguments, "gpus", "top")
 
 
@@ -252,7 +258,7 @@ def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -
         print(plan_text.rejection(first, more))
 
 
-def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace) -> None:
+def _print_details(shown: Choice, wanted: Wanted, machines: Cluster, arguments: argparse.Namespace) -> None:
     """Print what is asked for beside the table, about the answer or, where nothing fits, what comes nearest."""
     job = shown.job
     if not job:
@@ -274,8 +280,13 @@ def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace)
     rows_per_step = wanted.batch.global_batch_size
     if arguments.layout:
         print("\n" + layout_picture.text(job, rows_per_step, arguments.order))
+    drawn = layout_picture.svg(job, rows_per_step, arguments.order) if arguments.svg else ""
+    if arguments.simulate:
+        assert wanted.source.recipe
+        text, drawn = timeline.report(job, machines, wanted.source.recipe.checkpoint)
+        print("\n" + text)
     if arguments.svg:
         with storage_errors(arguments.svg):
-            arguments.svg.write_text(layout_picture.svg(job, rows_per_step, arguments.order), encoding="utf-8")
+            arguments.svg.write_text(drawn, encoding="utf-8")
     if arguments.ranks:
         _check_ranks(shown, wanted, arguments.rank)

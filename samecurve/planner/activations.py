@@ -3,31 +3,33 @@
 GPT: s b h (34 + 5 a s / h), where 5 a s / h are the attention scores that a fused kernel does not keep
 (arXiv:2205.05198, section 4). Tensor parallelism divides 24 of the 34; sequence parallelism divides the rest, too.
 Stacks with fused attention train without dropout, whose two masks are 2 of the 34.
-Llama: s b (28 h + 8 f), no dropout, of which norms and residuals, 10 h, need sequence parallelism to be divided.
+Llama: s b (28 h + 8 f), no dropout, of which norms and residuals, 10 h, need sequence parallelism to be divided. A
+fused norm keeps its input alone and not the fp32 copies, 4 h of the 10 h.
+
+transformers' Llama keeps other tensors, as torch's MemTracker counts them (torch 2.13, transformers 5.18; a: width of
+the attention, k: keys per query). Its norms are made of single operations. With 16-bit weights, a layer keeps
+s b (16 h + 8 f + (4 + 4 k) a): of each norm an fp32 copy, the normalized and the scaled input. Under autocast, norms
+read and write fp32, and the input of each of five products has a 16-bit copy of its own: 26 h. In fp32 it keeps 24 h +
+16 f + 24 a.
 """
 
 from __future__ import annotations
 
 from samecurve.planner.job import Job
+from samecurve.planner.profiles import FUSED_NORMS
 
+NORMS = {"16-bit": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
+LAST_NORM = 24  # of the last norm, and of gradients on their way back, tracked as above
 COMPILED = 0.75  # torch.compile recomputes cheap element-wise results in the backward pass
 
 
-def layer_bytes(job: Job, gathered_inputs: float = 0.0, compiled: bool | None = None) -> float:
-    """Return the bytes of one layer and one micro-batch on one rank without recomputation.
-
-    Args:
-        gathered_inputs: bytes per token and unit of hidden size that stay whole under sequence parallelism.
-        compiled: overrides job.compile.
-    """
+def layer_bytes(job: Job) -> float:
+    """Return the bytes of one layer and one micro-batch on one rank without recomputation."""
     shape, layout = job.shape, job.layout
     split, whole = _per_token(job)
     whole_ranks = layout.tp if layout.sequence_parallel else 1
     kept = split / layout.tp + whole / whole_ranks
-    if job.compile if compiled is None else compiled:
-        kept *= COMPILED
-    if layout.tp > 1 and layout.sequence_parallel:
-        kept += gathered_inputs * shape.hidden
+    kept *= COMPILED if job.compile else 1
     if layout.exchange == "allgather":  # those of the row's other parts are kept, too
         kept += 4 * (layout.cp - 1) * shape.attention_width * shape.kv_share / layout.tp
     return job.tokens * (kept + _score_bytes(job))
@@ -37,9 +39,15 @@ def _per_token(job: Job) -> tuple[float, float]:
     """Return (bytes that tensor parallelism divides, other bytes) of one token in one layer."""
     shape, experts = job.shape, max(job.shape.top_k, 1)
     dispatched = 4 * shape.hidden * experts if shape.experts else 0  # inputs and outputs of the experts, permuted
+    if shape.gated and job.flow:
+        width = shape.attention_width
+        attention = 24 * width if job.flow == "fp32" else (4 + 4 * shape.kv_share) * width
+        inner = (16 if job.flow == "fp32" else 8) * shape.ffn * experts
+        return attention + inner + dispatched, NORMS[job.flow] * shape.hidden
     if shape.gated:
         attention = (8 + 10 * shape.kv_share) * shape.attention_width
-        return attention + 8 * shape.ffn * experts + dispatched, 10 * shape.hidden
+        norms = 4 if job.stack in FUSED_NORMS else 10
+        return attention + 8 * shape.ffn * experts + dispatched, norms * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
     return (2 + 6 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
 

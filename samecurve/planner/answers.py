@@ -46,15 +46,19 @@ def interval(
 ) -> tuple[float, float]:
     """Multiply a value by the 10 % and 90 % quantiles of measured over predicted in similar runs left out of a fit.
 
+    A situation is often one source's, so that its interval is not narrower than its whole stack's.
+
     Args:
         residuals: their logarithms by situation.
         known: whether the value was predicted with constants of the job's own stack; None: as shipped.
     """
-    found = next((residuals[key] for key in situations(job, known) if key in residuals), DEFAULT_WIDTHS)
+    *similar, unknown = situations(job, known)
+    found = [residuals[key] for key in similar if key in residuals] or [residuals.get(unknown, DEFAULT_WIDTHS)]
+    low, high = min(low for low, _ in found), max(high for _, high in found)
     new = job.precision == "fp8" or job.card.generation == "blackwell" or (job.gpu_kind and not known_gpu(job.gpu_kind))
     strange = new or job.offload or job.shape.experts or job.layout.cp > 1
-    low, high = (width * (UNMEASURED if strange else 1) for width in found)
-    return value * math.exp(min(low, 0)), value * math.exp(max(high, 0))
+    wider = UNMEASURED if strange else 1
+    return value * math.exp(wider * min(low, 0)), value * math.exp(wider * max(high, 0))
 
 
 def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:

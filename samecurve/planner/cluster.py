@@ -8,6 +8,7 @@ from pathlib import Path
 
 from samecurve.errors import ConfigurationError
 from samecurve.planner.calibration import Calibration
+from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import PROCESS_GIB, Gpu, gpu
 from samecurve.planner.links import Level
 
@@ -46,6 +47,7 @@ class Cluster:
         levels: links from the inside outwards; empty: the GPU's own, and the network cards.
         reserved_gib: of a GPU, for context, NCCL and other processes; None: the planner's own estimate.
         calibration: corrections learnt from runs on such machines.
+        reliability: failures and slow nodes, for --simulate.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Cluster:
     host: Host = field(default_factory=Host)
     reserved_gib: float | None = None
     calibration: Calibration | None = None
+    reliability: Reliability = field(default_factory=Reliability)
 
     @property
     def gpus(self) -> int:

@@ -12,16 +12,18 @@ import yaml
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, is_file
+from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Gpu, gpu, known_gpu, known_names
 from samecurve.planner.links import Level
 
 KEYS = (
-    "gpu", "device", "nodes", "gpus_per_node", "links", "host", "reserved_gib", "gbit_per_s_per_node",
+    "gpu", "device", "nodes", "gpus_per_node", "links", "host", "reserved_gib", "gbit_per_s_per_node", "reliability",
 )  # fmt: skip
 DEVICE = ("memory_gib", "peak_tflops", "hbm_gb_per_s")
 PEAKS = ("bf16", "fp8", "fp32")
 LINK = ("level", "size", "bus_gb_per_s", "gbit_per_s_per_node", "latency_us")
 HOST = tuple(each.name for each in fields(Host))
+RELIABILITY = tuple(each.name for each in fields(Reliability))
 # Share of a data sheet's peak that the best measured product reaches: 794 of 989 TFLOP/s on an H100, assumed elsewhere.
 MEASURED_SHARE = 0.8
 
@@ -52,11 +54,15 @@ class _Reader:
         own = HOSTS.get(kind, Host())
         self._known(("host",), HOST)
         host = Host(**{key: self._number(("host", key), getattr(own, key), optional=True) for key in HOST})
+        self._known(("reliability",), RELIABILITY)
+        block, usual = "reliability", Reliability()
+        numbers = {key: self._number((block, key), getattr(usual, key), optional=True, least=0) for key in RELIABILITY}
         reserved = None
         if "reserved_gib" in self.document.content:
             reserved = self._number(("reserved_gib",), 0, least=0)
         outer = [each.node_gbit for each in levels[1:] if each.node_gbit]
-        return Cluster(kind, card, nodes, per_node, min(outer, default=nominal), tuple(levels), host, reserved)
+        network, own = min(outer, default=nominal), Reliability(**numbers)
+        return Cluster(kind, card, nodes, per_node, network, tuple(levels), host, reserved, reliability=own)
 
     def _block(self, path: KeyPath) -> Any:
         value: Any = self.document.content
@@ -178,6 +184,8 @@ def text(machines: Cluster) -> str:
         content["links"] = [_level_content(each) for each in machines.levels]
         content["links"][0]["size"] = machines.gpus_per_node
     content["host"] = {key: getattr(machines.host, key) for key in HOST}
+    if machines.reliability != Reliability():
+        content["reliability"] = {key: getattr(machines.reliability, key) for key in RELIABILITY}
     if machines.reserved_gib is not None:
         content["reserved_gib"] = machines.reserved_gib
     return yaml.safe_dump(content, sort_keys=False)

@@ -37,7 +37,8 @@ def left_out(recipe: Recipe) -> list[str]:
     found, checkpointing = [], recipe.memory.activation_checkpointing
     if recipe.precision == "fp32":
         products = "products at bf16 rates unless the cluster file has others"
-        found.append(f"precision fp32. Activations are counted in bf16, {products}: expect more memory and time")
+        models = "activations of models without gated MLPs in 16 bits"
+        found.append(f"precision fp32. Counted are {products}, and {models}: expect more memory and time")
     if not TASKS[recipe.task].predicts_next_token:
         found.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
     if recipe.task == "dpo" and recipe.dpo.has_reference:

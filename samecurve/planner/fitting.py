@@ -26,7 +26,7 @@ TIME_BOUNDS = {
 }
 # An unknown stack launches a layer's hundred kernels in 10 us each; one slow stack must not decide otherwise.
 DEFAULT_BOUNDS = {**TIME_BOUNDS, "layer_floor_us": (30.0, 1500.0)}
-MEMORY_BOUNDS = {"gathered_inputs": (0.5, 5.0), "logits_bytes": (4.0, 20.0)}
+MEMORY_BOUNDS = {"gathered_inputs": (5.0, 200.0), "logits_bytes": (4.0, 20.0)}
 CLIPPED = 0.7  # larger errors, as logarithms, count as this, so that a broken run does not bend a constant
 CLIPPED_MEMORY = 0.25
 SLOW_WEIGHT = 0.5  # of runs that are slow for their stack's reasons

@@ -112,6 +112,7 @@ class Link:
 # One core of a server and Gloo between processes of one host: assumed, for want of a data sheet. Runs calibrate them.
 CPU = Gpu(0.06, 0, 8, 1.0, 64, "cpu", 0.06)
 NODE_STEP_SECONDS = 4e-6
+CPU_STEP_SECONDS = 5e-4  # of Gloo over the loopback interface, assumed
 DEFAULT_NODE_GBIT = 1600
 
 
@@ -122,7 +123,8 @@ def link(card: Gpu, gpus_per_node: int, node_gbit: float, ranks: int, stride: in
     """
     per_node = max(1, min(ranks, gpus_per_node // stride)) if stride < gpus_per_node else 1
     if per_node >= ranks:
-        return Link("node", card.bus_gb_per_s, NODE_STEP_SECONDS)
+        step = CPU_STEP_SECONDS if card.generation == "cpu" else NODE_STEP_SECONDS
+        return Link("node", card.bus_gb_per_s, step)
     network = node_gbit / 8 * NIC_SHARE * per_node / gpus_per_node * crowding(ranks / per_node)
     return Link("network", min(card.bus_gb_per_s, network), step_seconds)
 

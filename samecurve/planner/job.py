@@ -44,6 +44,8 @@ class Job:
         bucket_bytes: buffers in which DeepSpeed reduces gradients, of their whole size from the first gradient on.
         reduces_once: whether FSDP reduces gradients once per step instead of after every micro-batch.
         calibration: corrections learnt from runs on these machines.
+        flow: what carries transformers' activations under this project's engines: "16-bit" weights, "autocast" of fp32
+            ones, or "fp32"; "" for other software.
     """
 
     shape: ModelShape
@@ -73,6 +75,7 @@ class Job:
     bucket_bytes: float = 0
     reduces_once: bool = False
     calibration: Calibration | None = None
+    flow: str = ""
 
     @property
     def tokens(self) -> float:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samecurve.planner.activations import checkpoint_bytes, layer_bytes
+from samecurve.planner.activations import LAST_NORM, checkpoint_bytes, layer_bytes
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import BY_COST, Profile, profile
+from samecurve.planner.profiles import BY_COST, GATHERED, Profile, profile
 from samecurve.planner.stages import Stage, in_flight, stages
 
 CONTEXT_GIB = 0.9  # CUDA context with torch's kernels on recent versions
 NCCL_GIB = 1.2  # channels and buffers of a job with several communicators
-FRAGMENTATION = 0.06  # of what is allocated; torch_reserved over torch_allocated
-BLOCK_ROUNDING = 1.01  # the allocator rounds blocks up; workspace of cuBLAS
+FRAGMENTATION = 0.08  # of what is allocated; torch_reserved over torch_allocated
+# The same of a process's resident memory: the C library keeps some of what tensors give back. One layer of width 512 on
+# 16,384 tokens (AMD EPYC, torch 2.13.0, 2026-11-24): 0.51 GiB of tensors, and 0.63 to 0.73 GiB more than without.
+RESIDENT_GAPS = 0.3
+BLOCK_ROUNDING = 1.01  # the allocator rounds blocks up
+WORKSPACE_GIB = 0.1  # of cuBLAS, up to 32 MiB for each stream (torch's CUBLAS_WORKSPACE_CONFIG)
+AHEAD_SHARE = 0.8  # of a GPU's memory, up to which the host runs ahead
 MOMENTS = ("forward", "backward", "optimizer")
 
 
@@ -38,6 +43,7 @@ class Anatomy:
     lines: tuple[Line, ...]
     reserved_gib: float | None = None
     gpus: int = 1
+    gaps: float = FRAGMENTATION
 
     def total(self, moment: str) -> float:
         return sum(getattr(line, moment) for line in self.lines)
@@ -62,11 +68,14 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     constants = constants or profile(job.stack)
     learnt = job.calibration
     reserved = learnt.process(job.stack) if learnt else None
+    gaps = RESIDENT_GAPS if job.memory_kind == "resident" else FRAGMENTATION
+    kept = job.reserved_gib if reserved is None else reserved
     found = []
     for stage in stages(job, job.stack in BY_COST):
-        lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job)]
+        lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job), *_workspaces(job)]
+        lines.append(_gathered_inputs(job, constants, lines))
         lines += _slack(lines, learnt.memory_factor(job.stack)) if learnt else []
-        found.append(Anatomy(stage, tuple(lines), job.reserved_gib if reserved is None else reserved, job.layout.gpus))
+        found.append(Anatomy(stage, tuple(lines), kept, job.layout.gpus, gaps))
     return found
 
 
@@ -129,8 +138,7 @@ def _states(job: Job, stage: Stage) -> list[Line]:
 
 def _activations(job: Job, stage: Stage, constants: Profile) -> list[Line]:
     layout, tokens, hidden = job.layout, job.tokens, job.shape.hidden
-    # Of the public runs, those with a pipeline keep no gathered inputs (median error 7 % against 9 % with them).
-    whole = layer_bytes(job, constants.gathered_inputs if layout.pp == 1 else 0)
+    whole = layer_bytes(job)
     full = job.checkpointing == "full"
     kept = checkpoint_bytes(job) if full else whole
     count = in_flight(job, stage)
@@ -148,6 +156,7 @@ def _activations(job: Job, stage: Stage, constants: Profile) -> list[Line]:
         ),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
         Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch"),
+        *_own_lines(job, stage),
     ]
     if stage.head:
         logits = tokens * job.shape.vocab / layout.tp * constants.logits_bytes
@@ -156,12 +165,48 @@ def _activations(job: Job, stage: Stage, constants: Profile) -> list[Line]:
     return lines
 
 
+def _own_lines(job: Job, stage: Stage) -> list[Line]:
+    """What transformers' models hold beside the layers' activations under this project's engines."""
+    if not job.flow:
+        return []
+    copies = 2 * sum(stage_parameters(job, stage)) if job.flow == "autocast" else 0
+    last = LAST_NORM * job.tokens * job.shape.hidden if stage.head else 0
+    return [
+        Line("16-bit weights", copies, copies, 0, "2 B per parameter, until the backward pass", "torch.autocast"),
+        Line("last norm", 0, last, 0, f"{LAST_NORM} s b h with gradients of the layers' inputs", "activations.py"),
+    ]
+
+
+def _gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line:
+    """Inputs of products that are whole along the sequence, where sequence parallelism divides what is kept.
+
+    DTensor keeps those of both blocks of a layer for the backward pass, 4 s b h, and Megatron has one buffer for all.
+    Elsewhere, the host launches gathers ahead of the GPU: inputs and outputs of some layers' blocks, at most 8 s b h of
+    each layer. Where memory is short, torch's allocator waits until their work is done, and frees them.
+    """
+    layout, name = job.layout, "gathered inputs"
+    unit, layers = job.tokens * job.shape.hidden, job.shape.layers / layout.pp
+    if layout.tp == 1 or not layout.sequence_parallel:
+        return Line(name, 0, 0, 0, "")
+    if GATHERED.get(job.stack) == "kept":
+        whole = 4 * (layers if job.checkpointing == "none" else 1) * unit
+        return Line(name, whole, whole, 0, "4 s b h per layer", "torch.distributed.tensor")
+    if GATHERED.get(job.stack) == "one buffer":
+        return Line(name, 2 * unit, 2 * unit, 0, "2 s b h", "Megatron's global memory buffer")
+    ahead = min(constants.gathered_inputs, 8 * layers) * unit if layout.pp == 1 else 0
+    free = AHEAD_SHARE * job.memory_gib * GIB
+    forward, backward = (
+        max(0, min(ahead, free - sum(getattr(line, moment) for line in lines))) for moment in MOMENTS[:2]
+    )
+    return Line(name, forward, backward, 0, f"{ahead / unit:.0f} s b h launched ahead of the GPU, while memory is free")
+
+
 def _gathered(job: Job) -> list[Line]:
     """Whole weights of the layer in use and of the prefetched one, and their unreduced gradients."""
     layout, shape = job.layout, job.shape
     if layout.zero < 3:
         return []
-    width = min(job.states.weights, 2)
+    width = job.states.weights if job.precision == "fp32" else min(job.states.weights, 2)
     unit = (shape.dense_layer_parameters + shape.expert_layer_parameters / layout.ep) / layout.tp
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
     units = width * (2 * unit + root)
@@ -179,9 +224,14 @@ def _gathered(job: Job) -> list[Line]:
     ]
 
 
+def _workspaces(job: Job) -> list[Line]:
+    held = 0 if job.memory_kind == "resident" else WORKSPACE_GIB * GIB
+    return [Line("workspaces", held, held, held, "cuBLAS, some streams", "fitted")]
+
+
 def overhead(each: Anatomy) -> list[Line]:
     """List what a GPU holds beside tensors: the allocator's rounding and gaps, the CUDA context and NCCL's buffers."""
-    share = BLOCK_ROUNDING * (1 + FRAGMENTATION) - 1
+    share = BLOCK_ROUNDING * (1 + each.gaps) - 1
     end, middle, update = (each.total(moment) * share for moment in MOMENTS)
     fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", "assumed")
     if each.reserved_gib is not None:

@@ -26,7 +26,9 @@ class Profile:
         overlap: share of the data-parallel communication that may hide behind the backward pass.
         network_share: attained share of the network's nominal rate, beside NIC_SHARE.
         step_us: host time per step: data, logging, clipping.
-        gathered_inputs: inputs of tensor-parallel products kept gathered, in bytes per token and unit of hidden size.
+        gathered_inputs: under sequence parallelism, inputs of tensor-parallel products that are gathered but not freed
+            yet, of all layers together, in bytes per token and unit of hidden size. The host launches a number of
+            gathers ahead of the GPU; in a pipeline, sends and receives hold it back.
         logits_bytes: bytes per logit at the peak of the loss.
     """
 
@@ -40,7 +42,7 @@ class Profile:
     overlap: float = 0.8
     network_share: float = 0.8
     step_us: float = 20000.0
-    gathered_inputs: float = 1.0
+    gathered_inputs: float = 50.0
     logits_bytes: float = 12.0
 
 
@@ -57,6 +59,10 @@ ALIASES = {
     "nemo": "megatron",
     "fsdp": "llm-foundry-fsdp",
 }
+FUSED_NORMS = {"nanotron"}  # stacks whose RMSNorm is one kernel
+# What becomes of inputs that sequence parallelism gathers: DTensor keeps them. Not listed: freed, and gathered again.
+GATHERED = {"fsdp2": "kept", "tp": "kept"}
+GATHERED |= dict.fromkeys(("megatron", *(name for name in ALIASES if ALIASES[name] == "megatron")), "one buffer")
 BY_COST = {"nanotron"}  # stacks that cut a pipeline by cost, head included
 
 

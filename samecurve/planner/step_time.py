@@ -48,8 +48,8 @@ class StepTime:
 def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
     """Predict the step time of a job."""
     constants = constants or profile(job.stack)
-    times = [_stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)]
-    return max((_calibrated(each, job) for each in times), key=lambda time: time.total)
+    times = [stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)]
+    return max(times, key=lambda time: time.total)
 
 
 def _calibrated(time: StepTime, job: Job) -> StepTime:
@@ -60,7 +60,8 @@ def _calibrated(time: StepTime, job: Job) -> StepTime:
     return StepTime(**{part: value * learnt.time_factor(part, job.stack) for part, value in asdict(time).items()})
 
 
-def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
+def stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
+    """Predict the step time of one stage's ranks."""
     layout, count = job.layout, job.grad_accum
     one = kernels.layer(job, constants)
     compute = stage.layers * one.total
@@ -78,7 +79,7 @@ def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
     dense, experts = stage_parameters(job, stage)
     ranks = shard_sizes(job) if layout.zero else (1, 1)
     update = kernels.optimizer(job, dense / ranks[0] + experts / ranks[1], constants)
-    return StepTime(
+    found = StepTime(
         compute=count * compute,
         tensor_parallel=count * tensor,
         context_parallel=count * context,
@@ -90,6 +91,7 @@ def _stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
         offload=offload.seconds(job, dense / ranks[0] + experts / ranks[1]),
         host=constants.step_us * 1e-6,
     )
+    return _calibrated(found, job)
 
 
 def _floor(job: Job, constants: Profile) -> float:
@@ -176,58 +178,74 @@ def expert_seconds(job: Job, constants: Profile) -> float:
 
 
 def pipeline_seconds(job: Job, constants: Profile) -> float:
-    """Exposed seconds of one micro-batch's sends to the neighbouring stages: s b h forward and backward, v times."""
+    """Exposed seconds of one micro-batch's sends to the neighbouring stages: forward and backward, v times."""
     layout = job.layout
-    if layout.pp == 1:
-        return 0
+    return 0 if layout.pp == 1 else layout.virtual_stages * 2 * send_seconds(job, constants)
+
+
+def send_seconds(job: Job, constants: Profile) -> float:
+    """Seconds of one message between neighbouring stages: s b h."""
+    layout = job.layout
     over = _link_of(job, 2, layout.stride("pp"), constants)
     sent = ELEMENT * job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
-    return layout.virtual_stages * 2 * (sent / (over.bus_gb_per_s * 1e9) + SEND_SECONDS)
+    return sent / (over.bus_gb_per_s * 1e9) + SEND_SECONDS
 
 
 def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tuple[float, float]:
     """Return the exposed seconds of data-parallel communication (per micro-batch, per step)."""
+    gathered, reduced = data_collectives(job, stage, constants)
+    share = hidden_share(job, constants)
+    if job.layout.zero == 3:  # of each layer, hidden behind the layer before
+        layers = max(stage.layers, 1)
+        backward = _exposed(gathered + reduced, layers * one.backward, share)
+        return _exposed(gathered, layers * one.forward, share) + backward, 0
+    behind = stage.layers * one.backward
+    if syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1):
+        return reduced, 0
+    if reduces_each_micro_batch(job):
+        return _exposed(reduced, behind, share), gathered
+    return 0, _exposed(reduced + gathered, behind, share)
+
+
+def hidden_share(job: Job, constants: Profile) -> float:
+    """Share of communication that computation can hide; on a CPU none, because Gloo needs the cores that compute."""
+    return 0 if job.card.generation == "cpu" else constants.overlap
+
+
+def _exposed(seconds: float, behind: float, share: float) -> float:
+    """Seconds of communication that computation of `behind` seconds does not hide."""
+    return max(seconds - share * behind, (1 - share) * seconds)
+
+
+def data_collectives(job: Job, stage: Stage, constants: Profile) -> tuple[float, float]:
+    """Return the seconds of data-parallel collectives: to gather a stage's weights once, and to reduce its gradients.
+
+    ZeRO-3 gathers and scatters layer by layer, for each pass of each micro-batch.
+    """
     layout, states = job.layout, job.states
-    size = layout.dp * layout.cp
-    if size == 1:
+    sharded = layout.zero == 3
+    size = max(layout.shard, 1) if sharded else layout.dp * layout.cp
+    if layout.dp * layout.cp == 1:
         return 0, 0
     over = _link_of(job, size, layout.stride("dp") // layout.cp, constants)
-    dense, experts = stage_parameters(job, stage)
-    parameters = dense + experts  # experts travel in smaller groups, at most as slowly
+    parameters = sum(stage_parameters(job, stage))  # experts travel in smaller groups, at most as slowly
+    layers = max(stage.layers, 1)
+    if sharded:
+        volume = collectives.all_gather_volume(ELEMENT * parameters / layers, size)
+        call = layers * collectives.seconds(volume, size, over)
+        return call, call
     weight_bytes, gradient_bytes = min(states.weights, 2), states.accumulators or states.gradients
-    if layout.zero == 3:
-        return _fully_sharded(job, parameters, stage.layers, constants, one), 0
-    bucket = BUCKET_BYTES if layout.zero < 2 else gradient_bytes * parameters / max(stage.layers, 1)
-
-    def call(volume: float) -> float:
-        return collectives.seconds(volume, size, over, bucket)
-
+    bucket = BUCKET_BYTES if layout.zero < 2 else gradient_bytes * parameters / layers
     summed = parameters * gradient_bytes
     # DeepSpeed all-reduces whole gradients under ZeRO-1 and 2, where the textbook has a reduce-scatter (ledger.py)
     whole = not layout.zero or job.stack == "deepspeed"
-    reduced = call(
-        collectives.all_reduce_volume(summed, size) if whole else collectives.all_gather_volume(summed, size)
-    )
-    gathered = call(collectives.all_gather_volume(parameters * weight_bytes, size)) if layout.zero else 0.0
-    hidden = constants.overlap * stage.layers * one.backward
-
-    def exposed(seconds: float) -> float:
-        return max(seconds - hidden, (1 - constants.overlap) * seconds)
-
-    if syncs_every_micro_batch(job.stack, layout.zero, layout.pp > 1):
-        return reduced, 0
-    if layout.zero == 2 and job.stack == "deepspeed":  # ZeRO-2 keeps shards only: it reduces each micro-batch's
-        return exposed(reduced), gathered
-    return 0, exposed(reduced + gathered)
+    volume = collectives.all_reduce_volume(summed, size) if whole else collectives.all_gather_volume(summed, size)
+    weights = collectives.all_gather_volume(parameters * weight_bytes, size) if layout.zero else 0.0
+    reduced, gathered = (collectives.seconds(each, size, over, bucket) for each in (volume, weights))
+    return gathered, reduced
 
 
-def _fully_sharded(job: Job, parameters: float, layers: float, constants: Profile, one: Seconds) -> float:
-    """Exposed seconds per micro-batch of ZeRO-3: each layer gathered twice, its gradients reduced and scattered."""
-    layout = job.layout
-    ranks = max(layout.shard, 1)
-    over = _link_of(job, ranks, layout.stride("dp") // layout.cp, constants)
-    whole = ELEMENT * parameters / max(layers, 1)
-    call = collectives.seconds(collectives.all_gather_volume(whole, ranks), ranks, over)
-    forward = max(call - constants.overlap * one.forward, (1 - constants.overlap) * call)
-    backward = max(2 * call - constants.overlap * one.backward, (1 - constants.overlap) * 2 * call)
-    return layers * (forward + backward)
+def reduces_each_micro_batch(job: Job) -> bool:
+    """Whether gradients are reduced for each micro-batch: DeepSpeed's ZeRO-2 keeps shards only, nanotron just does."""
+    kept = job.layout.zero == 2 and job.stack == "deepspeed"
+    return kept or syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1)

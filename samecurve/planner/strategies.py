@@ -230,9 +230,11 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         chunked_loss=wanted.chunked_loss and layout.pp == 1, checkpointing=wanted.checkpointing, stack=stack,
         levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
         memory_kind="resident" if machines.kind == "cpu" else "", calibration=machines.calibration,
+        flow="fp32" if wanted.precision == "fp32" else "16-bit" if stack in SIXTEEN_BIT else "autocast",
     )  # fmt: skip
 
 
+SIXTEEN_BIT = {"fsdp2", "deepspeed"}  # stacks whose products read 16-bit weights without autocast
 TORCH_STATES = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, 0, ADAM)
 
 

@@ -236,16 +236,16 @@ def timetable(schedule: str, ranks: int, micro_batches: int) -> Timetable:
         rank = runnable.popleft()
         while len(ends[rank]) < len(orders[rank]):
             entry = orders[rank][len(ends[rank])]
-            needed = [each for work in entry if (each := _needed(work, last))]
-            missing = next((each for each in needed if each not in done), None)
+            inputs = [each for work in entry if (each := needed(work, last))]
+            missing = next((each for each in inputs if each not in done), None)
             if missing:
                 waiting[missing].append(rank)
                 break
-            start = max([*ends[rank][-1:], *(done[each] for each in needed), 0])
+            start = max([*ends[rank][-1:], *(done[each] for each in inputs), 0])
             ends[rank].append(start + sum(COSTS[work.kind] for work in entry))
             for work in entry:
                 if work.kind != "W":
-                    key = work.stage, work.kind == "F", work.micro_batch
+                    key = output(work)
                     done[key] = ends[rank][-1]
                     runnable.extend(waiting.pop(key, ()))
     assert all(len(found) == len(entries) for found, entries in zip(ends, orders, strict=True)), schedule
@@ -253,8 +253,13 @@ def timetable(schedule: str, ranks: int, micro_batches: int) -> Timetable:
     return Timetable(tuple(map(tuple, ends)), busy)
 
 
-def _needed(work: Pass, last: int) -> tuple[int, bool, int] | None:
-    """The output that a work takes in; None for the first stage's rows, and for W, which follows its rank's own I."""
+def output(work: Pass) -> tuple[int, bool, int]:
+    """What F, B and I hand on: (stage, whether forward, micro-batch)."""
+    return work.stage, work.kind == "F", work.micro_batch
+
+
+def needed(work: Pass, last: int) -> tuple[int, bool, int] | None:
+    """Name the output that a pass takes in; None: the first stage's rows, and W, which follows its rank's own I."""
     if work.kind == "F":
         return (work.stage - 1, True, work.micro_batch) if work.stage else None
     if work.kind == "W":

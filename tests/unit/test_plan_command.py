@@ -53,7 +53,7 @@ def test_every_public_run_is_answered_well(rows, answers):
     """A bound against regressions. Unseen runs are what counts: scripts/fit_planner.py prints their errors."""
     assert len(rows) > 1900 and not any("unsupported" in each for each in answers.values())
     assert statistics.median(errors(rows, answers, "time_ok", "step_s", "step_seconds")) <= 0.10
-    assert statistics.median(errors(rows, answers, "memory_ok", "memory_gib", "peak_memory_gib")) <= 0.07
+    assert statistics.median(errors(rows, answers, "memory_ok", "memory_gib", "peak_memory_gib")) <= 0.06
     for each in answers.values():
         assert each["step_seconds_low"] <= each["step_seconds"] <= each["step_seconds_high"]
         assert each["peak_memory_gib_low"] <= each["peak_memory_gib"] <= each["peak_memory_gib_high"]
@@ -368,5 +368,5 @@ def test_states_of_an_optimizer(tmp_path):
     parameters = 32000 * 768 + 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768
     assert parameters == 109_529_856
     differences = [(memory[0] - memory[1]) * 2**30, (memory[1] - memory[2]) * 2**30]
-    share = 1.01 * 1.06  # rounding and gaps of the allocator
+    share = 1.01 * 1.08  # rounding and gaps of the allocator
     assert differences == pytest.approx([4 * parameters * share, 2 * parameters * share], rel=1e-4)

@@ -63,6 +63,41 @@ def test_activations_of_a_layer():
     assert layer_bytes(llama) == 4096 * (28 * 2048 + 8 * 8192)
 
 
+# What torch's MemTracker counts for a layer of transformers' Llama of width 512 on 1,024 tokens, in bytes per token and
+# unit of width: with as many keys as queries, with a quarter of them, and with an MLP of width 2,048 instead of 512.
+TRACKED = {"16-bit": (32.02, 29.02, 56.02), "autocast": (49.02, 44.52, 82.02), "fp32": (64.08, 64.08, 112.08)}
+
+
+@pytest.mark.parametrize("flow", TRACKED)
+def test_activations_of_a_transformers_layer(flow):
+    """Autocast also keeps a 16-bit copy of the layer's weights, which is not one of an activation."""
+    plain = ModelShape(4, 512, 8, 8, 512, 320, gated=True, tied=True)
+    for shape, tracked in zip(
+        (plain, replace(plain, kv_heads=2), replace(plain, ffn=2048)), TRACKED[flow], strict=True
+    ):
+        job = a_job(shape, Layout(1), seq=1024, grad_accum=1, flow=flow)
+        (each,) = memory.anatomy(job)
+        lines = named(each, "forward")
+        held = lines["activations"] / 4
+        held += lines["16-bit weights"] * shape.layer_parameters / shape.parameters
+        assert held / 1024 / 512 == pytest.approx(tracked, rel=0.01)
+
+
+def test_gathered_inputs_under_sequence_parallelism():
+    """DTensor keeps 4 s b h of each layer, Megatron one buffer; others run ahead while four fifths are not full."""
+    job = a_job(layout=Layout(1, tp=8, sequence_parallel=True))
+    unit = 4096 * 2048
+    assert named(memory.anatomy(replace(job, stack="fsdp2"))[0], "forward")["gathered inputs"] == 4 * 16 * unit
+    assert named(memory.anatomy(replace(job, stack="megatron"))[0], "forward")["gathered inputs"] == 2 * unit
+    ahead = Profile(gathered_inputs=100)
+    (free,), (full,) = (memory.anatomy(replace(job, micro_batch=rows), ahead) for rows in (1, 30))
+    assert named(free, "forward")["gathered inputs"] == 100 * unit
+    assert full.total("forward") == pytest.approx(memory.AHEAD_SHARE * job.memory_gib * GIB)
+    assert named(full, "forward")["gathered inputs"] < 3000 * unit
+    piped = replace(job, layout=replace(job.layout, pp=2, schedule="1f1b"))
+    assert all(named(each, "forward")["gathered inputs"] == 0 for each in memory.anatomy(piped, ahead))
+
+
 def test_lines_add_up_and_every_moment_has_its_lines():
     for layout in (Layout(8), Layout(8, zero=3, shard=8), Layout(2, pp=4, schedule="1f1b")):
         for each in memory.anatomy(a_job(layout=layout)):
@@ -157,8 +192,8 @@ def test_what_is_not_on_the_gpu_is_not_counted_there():
     assert nccl[1] == 0 < nccl[2]
 
 
-def named(each: memory.Anatomy) -> dict[str, float]:
-    return {line.name: line.backward for line in each.lines}
+def named(each: memory.Anatomy, moment: str = "backward") -> dict[str, float]:
+    return {line.name: getattr(line, moment) for line in each.lines}
 
 
 def overheads(gpus: int) -> list[memory.Line]:
