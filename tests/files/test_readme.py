@@ -110,7 +110,7 @@ def test_the_table_of_exit_codes_is_that_of_the_errors():
 
 def test_families_are_those_that_are_supported():
     for page in ("README.md", "docs/strategies.md"):
-        sentence = re.search(r"pipeline supports the (.*?)\s+families", text(page), re.DOTALL)[1]
+        sentence = re.search(r"pipeline\s+supports\s+the\s+(.*?)\s+families", text(page), re.DOTALL)[1]
         listed = re.split(r",\s+|\s+and\s+", sentence)
         assert {name.lower().replace("-", "") for name in listed} == FAMILIES.keys()
     assert f"for the {len(LIGER)} families" in text("docs/memory_and_speed.md")
