@@ -12,7 +12,7 @@ from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.errors import NumericError, Preempted, StorageError
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.export.verification import Verification, sample_batch
 from samecurve.metrics.console import Progress
@@ -173,13 +173,15 @@ class Session:
         export(
             parameters(),
             self.built.skeleton,
-            task.tokenizer,
-            context.run.model,
+            ExportTarget(
+                context.run.model,
+                task.tokenizer,
+                card=partial(write_card, context.run.path, ExportInfo()),
+                save_task_files=task.save_task_files,
+                check=verification or (lambda directory: None),
+                busy=context.watch.local_progress,
+            ),
             context.accelerator.is_main_process,
-            card=partial(write_card, context.run.path, ExportInfo()),
-            save_task_files=task.save_task_files,
-            check=verification or (lambda directory: None),
-            busy=context.watch.local_progress,
         )
         context.run.sync_metrics()
         context.progress.log(f"the trained model is in {context.run.model}")
