@@ -136,7 +136,7 @@ class Guard:
             listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in differing)
             raise NumericError(
                 f"step {step}: weights that ranks hold alike are not equal, so one of them computed or kept something "
-                f"wrong (memory, device, network); go on from the last checkpoint without that machine\n{listed}"
+                f"wrong (memory, device, network); resume from the last checkpoint without that machine\n{listed}"
             )
         return True
 

@@ -1,4 +1,4 @@
-"""What the training loop uses, and the actions that need several parts of it."""
+"""The session that the training loop gets: its parts, and the actions that need several of them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Session:
                 self.finish_mirror()
             except StorageError as error:  # the run goes on from the local checkpoint, and uploads the rest then
                 self.context.progress.log(str(error))
-            raise Preempted(f"{reason}: saved after step {here.step}; the same command goes on from there")
+            raise Preempted(f"{reason}: saved after step {here.step}; the same command resumes from there")
 
     def finish_mirror(self) -> None:
         """Wait until checkpoint.mirror has the run. Collective: a rank that left would make its launcher end rank 0.
