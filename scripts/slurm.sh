@@ -4,9 +4,9 @@
 #   sbatch scripts/slurm.sh
 #
 # Submit it on a file system that all nodes see, after .venv is there (scripts/quickstart.sh makes it). Five
-# minutes before its time is up, the job is told to stop: it saves and returns to the queue, to go on from
+# minutes before its time is up, the job is asked to stop: it saves, returns to the queue and resumes from
 # there. So does a job that is preempted, within the partition's GraceTime. A job whose node fails returns to
-# the queue, too, and goes on from its last checkpoint.
+# the queue, too, and resumes from its last checkpoint.
 #SBATCH --job-name=samecurve
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -25,6 +25,6 @@ code=0
 srun --cpu-bind=none python \
     train.py recipes/pretrain.yaml --strategy configs/fsdp.yaml data.path=/storage/texts output_dir=/storage/runs/pretrain "$@" || code=$?
 
-# 75: told to stop, and saved
+# 75: stopped on request, with a checkpoint
 if [ "$code" = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -42,7 +42,7 @@ def write_weights(recipe_path: str, folder: Path, overrides: list[str]) -> None:
 
     from samecurve.config import loader
     from samecurve.config.overrides import latest_overrides
-    from samecurve.export.hf_export import export
+    from samecurve.export.hf_export import ExportTarget, export
     from samecurve.models.skeleton import build_skeleton
     from samecurve.tasks import registry
 
@@ -60,7 +60,7 @@ def write_weights(recipe_path: str, folder: Path, overrides: list[str]) -> None:
                 full.normal_(std=STANDARD_DEVIATION, generator=generator)
             yield name, full
 
-    export(parameters(), skeleton, task.tokenizer, folder, is_main=True, dtype=torch.bfloat16)
+    export(parameters(), skeleton, ExportTarget(folder, task.tokenizer, dtype=torch.bfloat16), True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ RANKS = 3
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a collective does.
+    """The effect of a collective.
 
     Attributes:
         sentence: says so in words.
@@ -51,7 +51,7 @@ def explain(names: Sequence[str]) -> None:
     """
     for name in names:
         if name == barrier.NAME:
-            lines = ["barrier: no tensor; no rank goes on before all have come"]
+            lines = ["barrier: no tensor; no rank continues before all have arrived"]
         else:
             lines = _lines(name, COLLECTIVES[name])
         if dist.get_rank() == 0:

@@ -112,13 +112,10 @@ def layers(model: PreTrainedModel) -> list[LayerShapes]:
     """
     names_by_kind: dict[tuple[int, int, bool], list[str]] = {}
     for name, weight, shape in _linear_weights(model):
-        names_by_kind.setdefault((*shape, weight.requires_grad), []).append(_own_name(name))
+        # without peft's suffixes (q_proj.base_layer, lora_A.default)
+        own_name = [part for part in name.split(".") if part not in ("base_layer", lora.NAME)][-1]
+        names_by_kind.setdefault((*shape, weight.requires_grad), []).append(own_name)
     return [LayerShapes(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in names_by_kind.items()]
-
-
-def _own_name(name: str) -> str:
-    """Return the last part of a module's name, without peft's suffixes (q_proj.base_layer, lora_A.default)."""
-    return [part for part in name.split(".") if part not in ("base_layer", lora.NAME)][-1]
 
 
 def _linear_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor, tuple[int, int]]]:

@@ -26,7 +26,6 @@ from samecurve.specs.data_names import FUNCTIONS, PREFERENCES
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
-    from samecurve.data.schemas.conversation import Conversation
 
 BATCH = 16
 
@@ -68,7 +67,11 @@ def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
         path, fraction = recipe.data.path, sources.validation_fraction(recipe)
     source = PreferenceSource if path == PREFERENCES else FunctionSource
     documents = source(path, sources.builtin_files()).documents()
-    held_out = {str(d): _prompt(d) for d in documents if sources.is_held_out(str(d), fraction)}
+    held_out = {}
+    for document in documents:
+        if sources.is_held_out(str(document), fraction):
+            conversation = document.chosen if isinstance(document, Pair) else document
+            held_out[str(document)] = conversation.messages[0]["content"]
     if len(held_out) < count:
         raise ConfigurationError(
             f"--parse_rate: found {count}, but the run held out only {len(held_out)} functions "
@@ -76,11 +79,6 @@ def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
         )
     chosen = heapq.nsmallest(count, held_out, key=lambda text: hashlib.sha256(text.encode()).digest())
     return [held_out[text] for text in chosen]
-
-
-def _prompt(document: Conversation | Pair) -> str:
-    conversation = document.chosen if isinstance(document, Pair) else document
-    return conversation.messages[0]["content"]
 
 
 def generate_functions(

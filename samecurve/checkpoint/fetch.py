@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
 FOLDER = "checkpoints"
-HISTORY = ("metrics.jsonl", "skipped.jsonl", "run.json")  # what a session elsewhere goes on with
+HISTORY = ("metrics.jsonl", "skipped.jsonl", "run.json")  # continued by a session elsewhere
 
 
 def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:

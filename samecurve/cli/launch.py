@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hostfile", metavar="FILE", help="lines NAME slots=N, as for the deepspeed launcher")
     parser.add_argument("--nodes", metavar="N", type=int, help="number of machines whose names are not known yet")
     parser.add_argument("--gpus_per_node", metavar="N", type=int, help="processes on each of --nodes")
-    parser.add_argument("--min_nodes", metavar="N", type=int, help="of torchrun: go on with N hosts if others are lost")
+    parser.add_argument("--min_nodes", metavar="N", type=int, help="of torchrun: continue with N hosts if others fail")
     parser.add_argument("--include", metavar="SLOTS", help="of deepspeed: only these, such as node1:1,2@node2:0")
     parser.add_argument("--exclude", metavar="SLOTS", help="of deepspeed: all but these, such as node1:0")
     parser.add_argument("--port", metavar="N", type=int, help="at which the first host is met (default: 29500)")
@@ -95,7 +95,7 @@ def _check_min_nodes(arguments: argparse.Namespace, target: Target) -> None:
         return
     given = f"--min_nodes {target.min_nodes}"
     if arguments.emit != "torchrun":
-        raise ConfigurationError(f"{given}: only torchrun goes on with fewer hosts; use --emit torchrun")
+        raise ConfigurationError(f"{given}: only torchrun continues with fewer hosts; use --emit torchrun")
     if not target.named:
         raise ConfigurationError(f"{given}: each host needs an address of its own; give --hosts or --hostfile")
     if target.min_nodes >= target.nodes:

@@ -1,12 +1,12 @@
-"""Layers of a recipe: base files, the recipe's file, the command line. A later one replaces what an earlier one says.
+"""Layers of a recipe: base files, the recipe's file, the command line. A later layer overrides an earlier one.
 
-Some keys stand for one another: a model has a path or a config. Whoever gives one of them has decided against the
-other one of an earlier layer, which goes, and that is told. Both in one layer is a mistake, and stays one.
+Some keys are alternatives: a model has a path or a config. One given in a later layer removes the other of an earlier
+layer, with a note in the header. Both in one layer are an error.
 """
 
 from __future__ import annotations
 
-from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, Place, merge_blocks
+from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, merge_blocks
 
 # Given key -> key that it replaces.
 ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
@@ -38,7 +38,12 @@ def merge_over_base(below: Document, document: Document) -> Document:
 def settle_command_line(document: Document) -> None:
     """After all overrides: what they gave replaces what the files said."""
     keys = {key for pair in ALTERNATIVES for key in pair if document.get(*key) is not None}
-    document.notes += _replace(document, {key for key in keys if _typed(document, key)})
+    given = set()  # on the command line: the key, a block around it or a key inside of it
+    for key in keys:
+        inside = [place for path, place in document.places.items() if path[: len(key)] == key]
+        if COMMAND_LINE in (document.place(key), *inside):
+            given.add(key)
+    document.notes += _replace(document, given)
 
 
 def _replace(document: Document, given: set[KeyPath]) -> list[str]:
@@ -51,10 +56,3 @@ def _replace(document: Document, given: set[KeyPath]) -> list[str]:
         del block[old[-1]]
         document.places = {path: place for path, place in document.places.items() if path[: len(old)] != old}
     return notes
-
-
-def _typed(document: Document, key: KeyPath) -> bool:
-    """Whether the command line gave the key, a block around it or a key inside of it."""
-    inside = [place for path, place in document.places.items() if path[: len(key)] == key]
-    places: list[Place] = [document.place(key), *inside]
-    return COMMAND_LINE in places

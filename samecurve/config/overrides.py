@@ -59,7 +59,7 @@ def latest_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _value(text: str) -> tuple[Any, list[str]]:
-    """What the text says, and what is wrong with it."""
+    """Return the value that the text spells, and its problem."""
     document = Document(COMMAND_LINE.file)
     parsed = parse_yaml(text, document) if text else ""
     if document.problems and not text.startswith(("[", "{", '"', "'")):

@@ -223,7 +223,7 @@ class Recipe(Section):
     """A recipe says what is trained, never how the work is spread over devices."""
 
     task: TaskName = "pretrain"
-    """What is trained. See [Fine-tuning](finetuning.md)."""
+    """The kind of training. See [Fine-tuning](finetuning.md)."""
     output_dir: Name
     """The run directory. See [Run directory](run_directory.md). A URL such as `s3://bucket/run` is short for
     `checkpoint.mirror` with a local folder, `$SAMECURVE_STAGING/s3/bucket/run`, else `runs/s3/bucket/run`."""
@@ -266,7 +266,7 @@ class Recipe(Section):
 
     @property
     def evaluation(self) -> Data | None:
-        """What is evaluated on, read like the training data; None: what is held out of those, if anything."""
+        """The evaluation data, read like the training data; None: the held-out part of those, if any."""
         own, data = self.evaluate, self.data
         if own.path is None and own.split is None:
             return None

@@ -73,7 +73,7 @@ class Data(Section):
     mixture: Annotated[tuple[MixtureSource, ...], Field(min_length=1, strict=False)] | None = None
     """Several data sets in place of `path`, for `pretrain`, `continue_pretrain` and `sft`."""
     pattern: str | None = None
-    """Which files of a folder are read, such as `**/*.md`. null: those with the suffix of a text or a table."""
+    """Pattern of the files to read in a folder, such as `**/*.md`. null: those with the suffix of a text or a table."""
     text_column: str = "text"
     """The text of a table's row (`pretrain`, `continue_pretrain`, `classify`, `mlm`)."""
     text_pair_column: Name | None = None
@@ -127,7 +127,7 @@ class Data(Section):
         return self.path if self.path is not None else "data.mixture"
 
     def sources(self) -> tuple[Data, ...]:
-        """What each data set of the mixture is read by; this itself where there is no mixture."""
+        """Settings that read each data set of the mixture; these settings alone without a mixture."""
         if self.mixture is None:
             return (self,)
         given = (source.model_dump(exclude={"weight"}, exclude_none=True) for source in self.mixture)

@@ -1,4 +1,4 @@
-"""What every block of the recipe's schema is made of."""
+"""Base class and number types of all blocks of the recipe's schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user wrote, with its schema's defaults."""
+"""A recipe as the user wrote it, with the schema's defaults."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ANY_ITEM = "*"
 
 
 class RecipeSource(NamedTuple):
-    """What the user wrote. `recipe` is None when anything in it breaks the schema."""
+    """A recipe as the user wrote it. `recipe` is None when anything in it breaks the schema."""
 
     document: Document
     recipe: Recipe | None
     invalid: frozenset[KeyPath]
 
     def value(self, dotted: str) -> Any:
-        """What the recipe says, or the schema's default; a number is a place in a list: `data.mixture.0.path`.
+        """Return a key's value or its default; a number is a place in a list: `data.mixture.0.path`.
 
         Raises KeyError where it is missing, has the wrong type, or may stand in a file that could not be read.
         """

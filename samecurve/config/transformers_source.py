@@ -34,7 +34,7 @@ class Field:
 
     @property
     def needed(self) -> str:
-        """What is accepted, for a message."""
+        """The accepted values, for a message."""
         words = dict.fromkeys(_words(self.annotation)) if self.annotation else {}
         numbers = {_WORDS["int"], _WORDS["float"]}
         if numbers <= words.keys():

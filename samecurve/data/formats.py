@@ -178,7 +178,10 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
         if not fields:  # an empty line
             continue
         if columns is None:
-            columns = _header(place, fields)
+            columns = fields
+            twice = next((name for name in columns if columns.count(name) > 1), None)
+            if twice is not None:
+                raise DataError(f"{place}: two columns are named {twice!r}; rename or remove one")
         elif len(fields) == len(columns):
             yield place, dict(zip(columns, fields, strict=True))
         else:
@@ -186,13 +189,6 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
                 f"{place}: the row has {len(fields)} fields, but the header has {len(columns)}; correct the row, or "
                 "quote the field that contains a comma or a line break"
             )
-
-
-def _header(place: str, columns: list[str]) -> list[str]:
-    twice = next((name for name in columns if columns.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{place}: two columns are named {twice!r}; rename or remove one")
-    return columns
 
 
 def _decoded(file: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the doctor reports: one line for what was seen, and for a problem the command that mends it."""
+"""Findings of the doctor: one line for each observation, with the command that fixes a problem."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def write_json(findings: Sequence[Finding], target: str) -> None:
 
 
 def _lines(finding: Finding, hosts: Sequence[str]) -> list[str]:
-    """hosts: who found the same; they are named up to three."""
+    """Format a finding. hosts: those with the same finding, of which up to three are named."""
     names = ", ".join(filter(None, hosts)) if len(hosts) <= 3 else f"{len(hosts)} hosts"
     problem = "; ".join(filter(None, (finding.problem, finding.fix)))
     first, *others = [*finding.seen.splitlines(), *([problem] if problem else [])]

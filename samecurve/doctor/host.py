@@ -54,7 +54,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one host says about itself.
+    """Facts about one host, collected on it.
 
     Attributes:
         machine: identifies machine and network, so that ranks of one host are counted once. A container with its own

@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from samecurve.doctor.findings import Finding, failed
@@ -32,9 +32,9 @@ def examine(
         good = [host for host, finding in zip(hosts, reached, strict=True) if not finding.exit_code]
         if not good:
             return reached
-        address = master or good[0].name
-        starts = [(host, rank, len(good), address, port, arguments, seconds) for rank, host in enumerate(good)]
-        outputs = list(pool.map(lambda each: _start(*each), starts))
+        meeting = {"WORLD_SIZE": len(good), "MASTER_ADDR": master or good[0].name, "MASTER_PORT": port}
+        worlds = [{"RANK": rank, **meeting} for rank in range(len(good))]
+        outputs = list(pool.map(lambda host, world: _start(host, world, arguments, seconds), good, worlds))
     return [*reached, *(finding for each in outputs for finding in each)]
 
 
@@ -45,21 +45,19 @@ def _reach(host: HostSlots) -> Finding:
     return Finding("ssh", "logs in without a password", host=host.name)
 
 
-def _start(
-    host: HostSlots, rank: int, size: int, address: str, port: int, arguments: Sequence[str], seconds: float
-) -> list[Finding]:
-    variables = {
-        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }  # fmt: skip
-    settings = [f"{name}={value}" for name, value in {**ssh.forwarded(), **variables}.items()]
+def _start(host: HostSlots, world: Mapping[str, object], arguments: Sequence[str], seconds: float) -> list[Finding]:
+    """Run `doctor` as the only process of a host. world: RANK and how to meet the other hosts."""
+    variables = {**ssh.forwarded(), **world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    settings = [f"{name}={value}" for name, value in variables.items()]
     command = ["env", *settings, sys.executable, "-m", "samecurve", "doctor", *arguments, "--json", "-"]
     limit = 8 * seconds + _MORE_SECONDS
     try:
         done = ssh.run(host.name, f"cd {shlex.quote(str(ssh.ROOT))} && {shlex.join(command)}", limit)
         return [Finding(**_fields(each)) for each in json.loads(done.stdout.splitlines()[-1])["findings"]]
     except subprocess.TimeoutExpired:
-        return [failed("doctor", f"rank {rank}", f"it did not end in {limit:.0f} s", "", TopologyError, host.name)]
+        return [
+            failed("doctor", f"rank {world['RANK']}", f"it did not end in {limit:.0f} s", "", TopologyError, host.name)
+        ]
     except (ValueError, IndexError):
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
         return [failed("doctor", said, "it failed there", f"run it on {host.name}", ConfigurationError, host.name)]

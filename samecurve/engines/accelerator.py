@@ -113,10 +113,10 @@ def num_threads(environ: Mapping[str, str] = os.environ) -> int:
 
     torchrun sets OMP_NUM_THREADS to 1 if the user has not set it; one thread is too slow for Adam's update on the CPU.
     """
-    told = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # further numbers are for nested parallel regions
-    of_torchrun = told == "1" and "TORCHELASTIC_RUN_ID" in environ
-    if told.isdecimal() and int(told) > 0 and not of_torchrun:
-        return int(told)
+    given = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # further numbers are for nested parallel regions
+    of_torchrun = given == "1" and "TORCHELASTIC_RUN_ID" in environ
+    if given.isdecimal() and int(given) > 0 and not of_torchrun:
+        return int(given)
     return share_of_cores(int(environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -15,7 +15,7 @@ from samecurve.checkpoint.format import CheckpointReader
 from samecurve.checkpoint.resume import read_state
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
-from samecurve.export.hf_export import export, out_of_range, put_in_place
+from samecurve.export.hf_export import ExportTarget, export, out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.fingerprint import identity
@@ -129,4 +129,9 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     tensors = ((name, reader.read(name, "weight", whole[name]).view(shape)) for name, shape in shapes.items())
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
     save_task_files = task.save_task_files
-    export(tensors, skeleton, task.tokenizer, output, True, dtype=dtype, card=card, save_task_files=save_task_files)
+    export(
+        tensors,
+        skeleton,
+        ExportTarget(output, task.tokenizer, dtype=dtype, card=card, save_task_files=save_task_files),
+        True,
+    )

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,54 +32,63 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 10**9
 
 
-def export(
-    parameters: Iterator[tuple[str, Tensor | None]],
-    skeleton: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    is_main: bool,
-    shard_bytes: int = SHARD_BYTES,
-    dtype: torch.dtype = torch.float32,
-    card: Callable[[Path], None] = lambda directory: None,
-    save_task_files: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None,
-    check: Callable[[Path], None] = lambda directory: None,
-    busy: Callable[[], None] = lambda: None,
-) -> None:
-    """Write safetensors, config and tokenizer to `directory`, atomically; of an adapted model only peft's adapter.
+@dataclass(frozen=True)
+class ExportTarget:
+    """The folder to write, and what is written into it beside the weights.
 
-    Args:
-        parameters: the engine's parameters. Gathering one is collective, so every rank iterates to the end, and
-            problems are reported after the last one.
-        skeleton: the model on the meta device. Each of its parameters is expected once, with its name and shape.
-        tokenizer, directory: the model's tokenizer; the folder to write, which must not exist.
-        is_main: whether this is rank 0, which writes, holds one weight file in memory at most, and raises the errors.
+    Attributes:
+        path: the folder, which must not exist.
+        tokenizer: the model's tokenizer.
         shard_bytes: largest size of a weight file.
         dtype: dtype of the weights in the files.
         card, save_task_files: write the model card and the task's own files into the folder.
         check: called with the complete folder before it gets its name; it may move the folder away and raise.
         busy: called repeatedly while files are flushed to the disk.
+    """
+
+    path: Path
+    tokenizer: PreTrainedTokenizerBase
+    shard_bytes: int = SHARD_BYTES
+    dtype: torch.dtype = torch.float32
+    card: Callable[[Path], None] = lambda directory: None
+    save_task_files: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None
+    check: Callable[[Path], None] = lambda directory: None
+    busy: Callable[[], None] = lambda: None
+
+
+def export(
+    parameters: Iterator[tuple[str, Tensor | None]], skeleton: PreTrainedModel, target: ExportTarget, is_main: bool
+) -> None:
+    """Write safetensors, config and tokenizer to a folder, atomically; of an adapted model only peft's adapter.
+
+    Args:
+        parameters: the engine's parameters. Gathering one is collective, so every rank iterates to the end, and
+            problems are reported after the last one.
+        skeleton: the model on the meta device. Each of its parameters is expected once, with its name and shape.
+        target: the folder.
+        is_main: whether this is rank 0, which writes, holds one weight file in memory at most, and raises the errors.
 
     Raises NumericError for values that are not finite, CheckpointError for a missing, unknown or misshapen tensor,
-    StorageError if the folder cannot be written or already exists, and what `check` raises.
+    StorageError if the folder cannot be written or already exists, and what `target.check` raises.
     """
     if not is_main:
         for _ in parameters:
             pass
         return
-    partial = directory.with_name(f"{directory.name}.partial")
-    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, shard_bytes)
-    writer = _FileWriter(skeleton, layout, partial, dtype)
+    partial = target.path.with_name(f"{target.path.name}.partial")
+    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, target.shard_bytes)
+    writer = _FileWriter(skeleton, layout, partial, target.dtype)
     try:
         for name, tensor in parameters:
             writer.take(name, tensor)
         writer.finish()
         with storage_errors(partial):
-            layout.write_config(skeleton, partial, dtype)
-            tokenizer.save_pretrained(partial)
-            card(partial)
-            save_task_files(partial, skeleton.config)
-            check(partial)
-            put_in_place(partial, directory, busy)
+            layout.write_config(skeleton, partial, target.dtype)
+            target.tokenizer.save_pretrained(partial)
+            target.card(partial)
+            target.save_task_files(partial, skeleton.config)
+            target.check(partial)
+            put_in_place(partial, target.path, target.busy)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import TextStreamer
@@ -45,7 +46,7 @@ class ChatSession:
     ):
         self.generator, self.options, self.system = generator, options, system
         self.turns: list[Message] = []
-        self._print = print_ or _to_stdout
+        self._print = print_ or partial(print, end="", flush=True)
 
     def answer(self, text: str) -> None:
         """Add a user's turn and generate its answer.
@@ -103,10 +104,6 @@ def _run_command(session: ChatSession, command: str, argument: str) -> None:
 
 def _list_commands() -> str:
     return ", ".join(f"{name} ({text})" for name, text in COMMANDS.items())
-
-
-def _to_stdout(text: str) -> None:
-    print(text, end="", flush=True)
 
 
 def _streamer(generator: TextGenerator, print_: Callable[[str], None]):

@@ -118,7 +118,7 @@ class LeakTest:
         """Check that a row's outputs are the same without its padding."""
         if "attention_mask" not in self._rows[0].inputs:
             return "not tested: rows are causal, and padding is to the right of their tokens"
-        found = _first(self._rows, _padded)
+        found = _first(self._rows, lambda inputs: None if inputs["attention_mask"].all() else 0)
         if found is None:
             return f"not tested: none of {self._num_rows} rows has padding"
         row, inputs = found
@@ -181,10 +181,6 @@ def document_boundary(inputs: dict[str, Tensor]) -> int | None:
         return None
     starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
     return starts[1] if len(starts) > 1 else None
-
-
-def _padded(inputs: dict[str, Tensor]) -> int | None:
-    return 0 if not inputs["attention_mask"].all() else None
 
 
 def _window(inputs: dict[str, Tensor], place: int) -> dict[str, Tensor]:

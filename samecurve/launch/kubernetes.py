@@ -13,7 +13,7 @@ from pathlib import Path
 from samecurve.launch.target import CLONE, Target, command
 
 SECONDS_TO_SAVE = 300  # between SIGTERM and the end
-# torchrun gives its processes 30 seconds after SIGTERM unless it is told otherwise; saving a large model takes longer
+# torchrun gives its processes 30 seconds after SIGTERM unless set otherwise; saving a large model takes longer
 TORCHRUN_SECONDS = 270
 _VOLUME = os.path.dirname(CLONE)
 
@@ -22,7 +22,7 @@ def _header(target: Target, name: str, pods: str) -> str:
     return f"""\
 # {Path(target.recipe).stem} on {target.size}: {pods}, one process per GPU.
 # Edit the lines with <-, then:   kubectl apply -f {target.path(name)}
-# After an interruption, delete the job and apply the file again: the run goes on from its last checkpoint.
+# After an interruption, delete the job and apply the file again: the run resumes from its last checkpoint.
 """
 
 
@@ -57,7 +57,7 @@ spec:
     spec:
       subdomain: samecurve         # the Service
       restartPolicy: Never
-      terminationGracePeriodSeconds: {SECONDS_TO_SAVE}   # to save in, after a pod is told to end
+      terminationGracePeriodSeconds: {SECONDS_TO_SAVE}   # time to save after a pod is asked to end
       containers:
         - name: train
           image: example/samecurve:latest   # <- with requirements.txt installed, and g++ for offload
@@ -113,7 +113,7 @@ spec:
                   spec:
                     template:
                       spec:
-                        terminationGracePeriodSeconds: {SECONDS_TO_SAVE}   # to save in, after a pod is told to end
+                        terminationGracePeriodSeconds: {SECONDS_TO_SAVE}   # time to save after a pod is asked to end
                         containers:
                           - name: node
                             volumeMounts:

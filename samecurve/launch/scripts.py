@@ -88,11 +88,11 @@ def _words(words: Sequence[str]) -> str:
     return f'{" ".join(quoted[:cut])} \\\n    {" ".join(quoted[cut:])} "$@"'
 
 
-def _script(target: Target, start: str, told: str, lines: Sequence[str]) -> str:
+def _script(target: Target, start: str, where: str, lines: Sequence[str]) -> str:
     """Put a header before the lines: what is started, how, and where."""
     about = f"# {Path(target.recipe).stem} on {target.size}."
-    where = f"# Start it in the repository's root{told}. More recipe values may follow:"
-    return "\n".join(["#!/usr/bin/env bash", about, where, f"#   {start}", *lines, ""])
+    note = f"# Start it in the repository's root{where}. More recipe values may follow:"
+    return "\n".join(["#!/usr/bin/env bash", about, note, f"#   {start}", *lines, ""])
 
 
 def _on_each_node(launcher: str, target: Target) -> str:
@@ -115,8 +115,8 @@ def _deepspeed(target: Target) -> str:
         lines.insert(0, "# It logs in to the nodes of the hostfile by ssh without a password.")
     if target.nodes > 1 and not target.named:
         lines.insert(1, "# Write their addresses there first.")
-    told = "" if target.nodes == 1 else ", on the first node"
-    return _script(target, f"bash {path}", told, [*lines, f"exec {_words(command('deepspeed', target))}"])
+    where = "" if target.nodes == 1 else ", on the first node"
+    return _script(target, f"bash {path}", where, [*lines, f"exec {_words(command('deepspeed', target))}"])
 
 
 def _slurm(target: Target) -> str:
@@ -130,9 +130,9 @@ def _slurm(target: Target) -> str:
     lines = [
         "#",
         "# Submit it on a file system that all nodes see, after .venv is there (scripts/quickstart.sh makes it). Five",
-        "# minutes before its time is up, the job is told to stop: it saves and returns to the queue, to go on from",
+        "# minutes before its time is up, the job is asked to stop: it saves, returns to the queue and resumes from",
         "# there. So does a job that is preempted, within the partition's GraceTime. A job whose node fails returns to",
-        "# the queue, too, and goes on from its last checkpoint.",
+        "# the queue, too, and resumes from its last checkpoint.",
         *(f"#SBATCH {option}" for option in options),
         "set -euo pipefail",
         'cd "$SLURM_SUBMIT_DIR"',
@@ -143,7 +143,7 @@ def _slurm(target: Target) -> str:
         "code=0",
         f"srun --cpu-bind=none {_words(command('slurm', target))} || code=$?",
         "",
-        "# 75: told to stop, and saved",
+        "# 75: stopped on request, with a checkpoint",
         'if [ "$code" = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
         'exit "$code"',
     ]

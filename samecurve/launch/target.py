@@ -1,4 +1,4 @@
-"""What is to be started and where, and the words that start it under each launcher."""
+"""The run to start, its hosts, and the command line that starts it under each launcher."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from samecurve.strategy.resolve import resolve_plan
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
 CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
 MOST_LOSSES = "1000"  # of hosts in one run; repeated failures at one step end it earlier, see run/failures.py
-HEAD, RANK = "$HEAD", "$RANK"  # set by the script, or by who starts it on each node
+HEAD, RANK = "$HEAD", "$RANK"  # set by the script, or by hand on each node
 CLONE = "/storage/samecurve"  # of this repository, on a volume of the pods
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be started, and where.
+    """The run to start, and its hosts.
 
     Attributes:
         recipe, strategy, overrides: as train.py takes them.

@@ -135,10 +135,12 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     batch = facts["recipe"]["batch"]
     rows, length = batch["global_batch_size"], batch["sequence_length"]
     each = facts["data"].get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
+    counts = facts.get("counts", "tokens")
+    counted = "" if counts == "tokens" else f"the loss is the mean over {counts}, counted as `tokens` in metrics.jsonl"
     lines = [
         ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
         *(("", note) for note in facts.get("notes", ())),
-        ("strategy", _strategy(facts)),
+        ("strategy", facts["strategy"] + (f" ({facts['strategy_path']})" if facts["strategy_path"] else "")),
         ("engine", f"{facts['engine']} on {facts['device']}"),
         ("world", _world(facts)),
         ("parameters", _parameters(facts)),
@@ -151,7 +153,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("fp8", fp8_line(facts)),
         *batch_lines(Batch(**batch), facts["data_parallel_size"], padded=facts["pipeline_stages"] > 1),
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
-        ("", _counted(facts.get("counts", "tokens"))),
+        ("", counted),
         ("dropout", ", ".join(f"{name} {rate}" for name, rate in facts["dropout"].items())),
         ("router loss", facts.get("router_loss", "")),
         ("attention", attention_line(facts)),
@@ -233,18 +235,10 @@ def spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _strategy(facts: dict) -> str:
-    return " ".join(filter(None, [facts["strategy"], f"({facts['strategy_path']})" if facts["strategy_path"] else ""]))
-
-
 def _parameters(facts: dict) -> str:
     count, trained, local = (facts[f"num_{key}"] for key in ("parameters", "trained_parameters", "parameters_per_rank"))
     part = f"{trained:,} of them trained ({trained / count:.2%}), " if trained != count else ""
     return f"{count:,} in all, {part}{local:,} on this rank"
-
-
-def _counted(counts: str) -> str:
-    return "" if counts == "tokens" else f"the loss is the mean over {counts}, which `tokens` in metrics.jsonl counts"
 
 
 def _world(facts: dict) -> str:

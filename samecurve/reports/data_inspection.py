@@ -82,7 +82,11 @@ def inspect(title: str, task: Task, num_samples: int) -> Findings:
     A sample is a row if each row is one text. From rows of several texts, all texts are shown.
     """
     whole = [("train", task.train), ("held out", task.validation)]
-    parts = [named for name, rows in whole if rows is not None for named in _parts(name, rows)]
+    parts = []
+    for name, rows in whole:
+        mixed = rows is not None and len(rows.parts) > 1
+        for index, part in enumerate(rows.parts if rows is not None else ()):
+            parts.append((f"{name}, source {index}" if mixed else name, part))
     first = parts[0][1]
     shown, texts_per_row = _texts(first), len(_roles(first)) or 1
     num_documents = len(shown) if isinstance(shown, TextRows) else _num_documents(shown)
@@ -94,13 +98,6 @@ def inspect(title: str, task: Task, num_samples: int) -> Findings:
         [_part(name, rows, task.tokenizer) for name, rows in parts],
         {name.replace("_", " "): _text(value) for name, value in facts.items()},
     )
-
-
-def _parts(name: str, rows: Rows) -> list[tuple[str, Rows]]:
-    """Split a mixture into its sources."""
-    if len(rows.parts) == 1:
-        return [(name, rows.parts[0])]
-    return [(f"{name}, source {index}", part) for index, part in enumerate(rows.parts)]
 
 
 def _roles(rows: Rows) -> tuple[str, ...]:

@@ -46,10 +46,9 @@ def _part(part: PartStatistics, sequence_length: int) -> Iterator[str]:
         yield f'<tr><th>{low:,}-{high - 1:,}<td class="bar">{bar} {count:,}{note}'
     yield "</table>\n<h3>The first rows</h3>\n<p>A block is a document; green is the share that is trained.</p>"
     for members in part.rows:
-        yield f'<div class="row">{"".join(_block(*member, sequence_length) for member in members)}</div>'
-
-
-def _block(size: int, trained: int, sequence_length: int) -> str:
-    inner = f'<div style="width: {100 * trained / max(size, 1):.1f}%"></div>'
-    title = f"{size} tokens, {trained} trained"
-    return f'<div style="width: {100 * size / sequence_length:.3f}%" title="{title}">{inner}</div>'
+        blocks = []
+        for size, trained in members:
+            inner = f'<div style="width: {100 * trained / max(size, 1):.1f}%"></div>'
+            style = f'style="width: {100 * size / sequence_length:.3f}%"'
+            blocks.append(f'<div {style} title="{size} tokens, {trained} trained">{inner}</div>')
+        yield f'<div class="row">{"".join(blocks)}</div>'

@@ -247,11 +247,9 @@ def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:
     marks = []
     for start, numbers in at.items():
         label = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        tooltip = "\n".join(_session_tooltip(number, known[number - 1]) for number in numbers)
-        marks.append(Mark(start + 1, label, tooltip, run))
+        lines = []
+        for number in numbers:
+            strategy, world_size = (known[number - 1].facts.get(key, "not known") for key in ("strategy", "world_size"))
+            lines.append(f"session {number} resumed after step {start}: {strategy}, world size {world_size}")
+        marks.append(Mark(start + 1, label, "\n".join(lines), run))
     return marks
-
-
-def _session_tooltip(number: int, session: SessionRecord) -> str:
-    strategy, world_size = (session.facts.get(key, "not known") for key in ("strategy", "world_size"))
-    return f"session {number} resumed after step {session.start_step}: {strategy}, world size {world_size}"

@@ -1,4 +1,4 @@
-"""What a heartbeat says, and the file that it is in."""
+"""The content of a heartbeat, and its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conclusions from what one rank knows of all ranks: who died, who hangs, and who reports it. No clock, no file."""
+"""Conclusions from what one rank knows of all ranks: which died or hang, which one reports it. No clock, no file."""
 
 from __future__ import annotations
 

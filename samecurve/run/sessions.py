@@ -47,8 +47,11 @@ def _backwards(run: Path) -> Iterator[SessionRecord]:
         facts = in_new_names(read_json(folder / "run.json"))
         if not facts:  # the session ended before it wrote run.json
             continue
-        status = read_status(folder / STATUS)
-        yield SessionRecord(facts, _ended(split_refused(status)[0]))
+        status, _ = split_refused(read_status(folder / STATUS))
+        state, reason = status.get("state", "not known"), status.get("reason")
+        # a session that still says running was killed, or lost its machine
+        ended = "without a reason" if state == "running" else f"{state}: {reason}" if reason else state
+        yield SessionRecord(facts, ended)
         if not _is_own(facts):
             return
 
@@ -57,10 +60,3 @@ def _is_own(facts: dict) -> bool:
     """Whether a session resumed from a checkpoint of its own directory."""
     source = facts.get("resumed_from")
     return bool(source) and Path(source).parent == Path(str(facts.get("output_dir"))) / "checkpoints"
-
-
-def _ended(status: dict) -> str:
-    state, reason = status.get("state", "not known"), status.get("reason")
-    if state == "running":
-        return "without a word"
-    return f"{state}: {reason}" if reason else state

@@ -136,7 +136,7 @@ def _leave_note(folder: Path, error: SamecurveError, environ: Mapping[str, str])
 
 
 def _rendezvous(environ: Mapping[str, str]) -> list[str]:
-    """What all processes of one start have in common."""
+    """Identifier that all processes of one start share."""
     return [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
 
 

@@ -6,6 +6,8 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from samecurve.errors import DataError, NumericError
 
 if TYPE_CHECKING:
@@ -124,13 +126,17 @@ class Guard:
         every = self._settings.compare_replicas_every_steps
         if not every or step % every:
             return False
-        own = {label: _digest(tensor) for label, tensor in engine.state.replicas()}
+        replicas = ((label, tensor.detach().contiguous().cpu()) for label, tensor in engine.state.replicas())
+        # of the bytes, because numpy has no bf16
+        own = {
+            label: hashlib.sha256(each.view(-1).view(torch.uint8).numpy().data).hexdigest() for label, each in replicas
+        }
         differing = self._world.conclude(own, _differing)
         if differing:
             listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in differing)
             raise NumericError(
                 f"step {step}: weights that ranks hold alike are not equal, so one of them computed or kept something "
-                f"wrong (memory, device, network); go on from the last checkpoint without that machine\n{listed}"
+                f"wrong (memory, device, network); resume from the last checkpoint without that machine\n{listed}"
             )
         return True
 
@@ -149,9 +155,3 @@ def _differing(of_all: list[dict[str, str]]) -> list[tuple[int, list[str]]]:
         if labels:
             differing.append((rank, labels))
     return differing
-
-
-def _digest(tensor) -> str:
-    import torch
-
-    return hashlib.sha256(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()).hexdigest()

@@ -67,7 +67,7 @@ class DoesNotFit(ConfigurationError):
 
 
 class RehearsedStage(NamedTuple):
-    """What one stage took.
+    """Measurements of one stage.
 
     Attributes:
         peak_bytes: largest peak of a process's memory during the stage.
@@ -105,7 +105,7 @@ def before_training(plan: Plan) -> Plan:
 
 
 def rehearse(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -> Plan:
-    """Rehearse a run, and print what each stage took.
+    """Rehearse a run, and print the time and memory of each stage.
 
     Args:
         ranks: environment variables of the ranks that this process stands for.
@@ -265,7 +265,7 @@ def _error(code: int, reason: str) -> SamecurveError:
 
 
 def print_report(stages: list[RehearsedStage] | None) -> None:
-    """Print what each stage took, beside what is free. stages: the result of `run`."""
+    """Print the time and memory of each stage, and the free memory. stages: the result of `run_stages`."""
     if stages is None:
         print("rehearsal: the run has no step left", flush=True)
         return

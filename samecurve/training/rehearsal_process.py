@@ -72,7 +72,9 @@ class StageMeter:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            # on a CPU, torch raises a plain RuntimeError where an allocation fails
+            if not out_of_memory and "can't allocate memory" not in str(error):
                 raise
             first = (str(error).splitlines() or ["out of memory"])[0]
             raise DoesNotFit(f"{name}: {first}\n{self._remedy(name)}") from error
@@ -84,7 +86,9 @@ class StageMeter:
                 "output_dir to another disk"
             ) from error
         seconds = time.perf_counter() - began
-        own = (peak_memory_bytes(self._device), _free_memory(self._device), self._written() - before, disk)
+        on_gpu = self._device.type == "cuda"
+        free_bytes = torch.cuda.mem_get_info(self._device)[0] if on_gpu else psutil.virtual_memory().available
+        own = (peak_memory_bytes(self._device), free_bytes, self._written() - before, disk)
         peaks, free, written, disks = zip(*self._world.conclude(own, list), strict=True)
         largest = max(peaks)  # the disk is as rank 0 sees it, which writes last
         self.done.append(RehearsedStage(name, seconds, largest, peaks.index(largest), min(free), written[0], disks[0]))
@@ -198,11 +202,6 @@ def check_room(recipe: Recipe, stages: list[RehearsedStage], num_kept: int) -> N
         )
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on a CPU, torch raises a plain RuntimeError for that."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
 def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -211,7 +210,3 @@ def _reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
     except OSError:  # elsewhere than on Linux: the peak stays that of the whole process so far
         pass
-
-
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""What the training loop uses, and the actions that need several parts of it."""
+"""The session that the training loop gets: its parts, and the actions that need several of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.errors import NumericError, Preempted, StorageError
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.export.verification import Verification, sample_batch
 from samecurve.metrics.console import Progress
@@ -143,7 +143,7 @@ class Session:
                 self.finish_mirror()
             except StorageError as error:  # the run goes on from the local checkpoint, and uploads the rest then
                 self.context.progress.log(str(error))
-            raise Preempted(f"{reason}: saved after step {here.step}; the same command goes on from there")
+            raise Preempted(f"{reason}: saved after step {here.step}; the same command resumes from there")
 
     def finish_mirror(self) -> None:
         """Wait until checkpoint.mirror has the run. Collective: a rank that left would make its launcher end rank 0.
@@ -173,13 +173,15 @@ class Session:
         export(
             parameters(),
             self.built.skeleton,
-            task.tokenizer,
-            context.run.model,
+            ExportTarget(
+                context.run.model,
+                task.tokenizer,
+                card=partial(write_card, context.run.path, ExportInfo()),
+                save_task_files=task.save_task_files,
+                check=verification or (lambda directory: None),
+                busy=context.watch.local_progress,
+            ),
             context.accelerator.is_main_process,
-            card=partial(write_card, context.run.path, ExportInfo()),
-            save_task_files=task.save_task_files,
-            check=verification or (lambda directory: None),
-            busy=context.watch.local_progress,
         )
         context.run.sync_metrics()
         context.progress.log(f"the trained model is in {context.run.model}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data
     from samecurve.metrics.meter import Meter
 
-RUN_IDS = "runs.json"  # the run's names in its trackers, by which a later session goes on with them
+RUN_IDS = "runs.json"  # the run's names in its trackers, by which a later session continues them
 
 
 class Trackers:

@@ -14,7 +14,7 @@ import torch
 
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.engines import factory
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
@@ -44,7 +44,7 @@ def main() -> None:
             "position_ids": rows.inputs["position_ids"],
         }
         torch.save(saved, folder / "logits.pt")
-    export(engine.parameters(), skeleton, task.tokenizer, folder / "model", accelerator.is_main_process)
+    export(engine.parameters(), skeleton, ExportTarget(folder / "model", task.tokenizer), accelerator.is_main_process)
     accelerator.end_training()
 
 

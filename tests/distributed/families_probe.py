@@ -17,7 +17,7 @@ import torch
 from samecurve.config.schema import Model
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.engines import factory
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models import weights
 from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
@@ -53,7 +53,7 @@ def trained(accelerator, plan, task, kept: list) -> dict:
     held_out = EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard)
     engine.evaluate(held_out)
     target = Path(recipe.model.path).with_name(Path(recipe.output_dir).name)
-    export(engine.parameters(), skeleton, task.tokenizer, target, accelerator.is_main_process)
+    export(engine.parameters(), skeleton, ExportTarget(target, task.tokenizer), accelerator.is_main_process)
     described = {"engine": engine.describe().engine, "attention": weights.describe(skeleton, recipe)["attention"]}
     return {"losses": losses, "logits": kept[0][0], "inputs": held_out[0].inputs, **described}
 

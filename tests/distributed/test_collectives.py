@@ -61,7 +61,7 @@ rank 0          1 2 3  1 10 100
 rank 1       10 20 30  2 20 200
 rank 2    100 200 300  3 30 300
 
-barrier: no tensor; no rank goes on before all have come
+barrier: no tensor; no rank continues before all have arrived
 """
 
 

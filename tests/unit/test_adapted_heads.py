@@ -23,7 +23,7 @@ from transformers import (
 
 from samecurve.cli import commands
 from samecurve.errors import ConfigurationError
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import loading
 from samecurve.models.hf_config import Head
 from samecurve.models.lora import is_adapter_weight, trained_shapes
@@ -130,7 +130,12 @@ def test_peft_reads_the_export_and_merge_proves_itself(case, base, tmp_path, cap
     model = moved(filled(case, base, dora=case is CASES["gpt2 classifier"]))
     expected, folder = said(model), tmp_path / "run" / "model"
     parameters = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
-    export(parameters, model, tokenizer(), folder, True, save_task_files=lambda where, _: (where / "beside").mkdir())
+    export(
+        parameters,
+        model,
+        ExportTarget(folder, tokenizer(), save_task_files=lambda where, _: (where / "beside").mkdir()),
+        True,
+    )
     assert not (folder / "config.json").exists()  # transformers would take it for a whole model
     loaded = PeftModel.from_pretrained(case.load.from_pretrained(base, **case.options), folder).eval()
     torch.testing.assert_close(said(loaded), expected, rtol=1e-5, atol=1e-6)
@@ -151,7 +156,7 @@ def test_peft_reads_the_export_and_merge_proves_itself(case, base, tmp_path, cap
 def test_other_commands_do_not_take_it_for_a_language_model(case, base, tmp_path, capsys):
     model = filled(case, base)
     parameters = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
-    export(parameters, model, tokenizer(), tmp_path / "model", True)
+    export(parameters, model, ExportTarget(tmp_path / "model", tokenizer()), True)
     for command in (["generate"], ["lm_eval", "arc_easy"]):
         assert commands.main([command[0], str(tmp_path), *command[1:]]) == 2
         assert "which is no causal language model" in capsys.readouterr().err
@@ -162,7 +167,7 @@ def test_a_head_is_not_drawn_where_the_adapter_lacks_it(case, base, tmp_path):
     """An adapter whose file lost it: its model would be one with a random head."""
     model = filled(case, base)
     parameters = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
-    export(parameters, model, tokenizer(), tmp_path / "model", True)
+    export(parameters, model, ExportTarget(tmp_path / "model", tokenizer()), True)
     file = tmp_path / "model" / "adapter_model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if "classifier" not in name}, file, {"format": "pt"})
     with pytest.raises(ConfigurationError, match=r"which is no sequence classifier \(no classifier"):

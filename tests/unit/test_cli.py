@@ -19,7 +19,7 @@ from samecurve.bench.jobs import Outcome, StrategyJob
 from samecurve.cli import commands, compare, summary
 from samecurve.config import loader, rules_memory
 from samecurve.errors import ConfigurationError
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import folders
 from samecurve.run.run_directory import RunDirectory
 
@@ -480,7 +480,12 @@ def trained(tmp_path_factory):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None))
-    export(((name, p.detach()) for name, p in model.named_parameters()), model, tokenizer, directory / "model", True)
+    export(
+        ((name, p.detach()) for name, p in model.named_parameters()),
+        model,
+        ExportTarget(directory / "model", tokenizer),
+        True,
+    )
     return directory
 
 

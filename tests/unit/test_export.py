@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from samecurve.errors import CheckpointError, NumericError, StorageError
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 
 LLAMA = {
     "hidden_size": 16,
@@ -53,7 +53,7 @@ def weights(trained):
 
 
 def export_to(directory, skeleton, tensors, shard_bytes=10**9):
-    export(iter(tensors), skeleton, tokenizer(), directory, True, shard_bytes)
+    export(iter(tensors), skeleton, ExportTarget(directory, tokenizer(), shard_bytes=shard_bytes), True)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,9 +155,9 @@ def test_every_rank_gathers_to_the_end(is_main, tmp_path):
 
     if is_main:
         with pytest.raises(CheckpointError):
-            export(parameters(), skeleton, tokenizer(), tmp_path / "model", True)
+            export(parameters(), skeleton, ExportTarget(tmp_path / "model", tokenizer()), True)
     else:
-        export(parameters(), skeleton, tokenizer(), tmp_path / "model", False)
+        export(parameters(), skeleton, ExportTarget(tmp_path / "model", tokenizer()), False)
     assert gathered == list(weights(trained))
     assert not list(tmp_path.iterdir())
 
@@ -194,7 +194,7 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_another_dtype(tmp_path, dtype):
     trained, skeleton = trained_and_skeleton("llama_tied")
-    export(iter(weights(trained).items()), skeleton, tokenizer(), tmp_path / "model", True, dtype=dtype)
+    export(iter(weights(trained).items()), skeleton, ExportTarget(tmp_path / "model", tokenizer(), dtype=dtype), True)
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor.to(dtype)) for name, tensor in weights(trained).items())
     assert LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").dtype == dtype
@@ -206,12 +206,19 @@ def test_what_fp16_cannot_hold(tmp_path):
     with pytest.raises(
         NumericError, match=f"{NORM}: 16 values exceed the range of float16 .up to 100000.; choose bf16"
     ):
-        export(iter(tensors.items()), skeleton, tokenizer(), tmp_path / "model", True, dtype=torch.float16)
-    export(iter(tensors.items()), skeleton, tokenizer(), tmp_path / "model", True, dtype=torch.bfloat16)
+        export(
+            iter(tensors.items()), skeleton, ExportTarget(tmp_path / "model", tokenizer(), dtype=torch.float16), True
+        )
+    export(iter(tensors.items()), skeleton, ExportTarget(tmp_path / "model", tokenizer(), dtype=torch.bfloat16), True)
 
 
 def test_the_card_is_in_the_folder(tmp_path):
     trained, skeleton = trained_and_skeleton("llama_tied")
     parameters = iter(weights(trained).items())
-    export(parameters, skeleton, tokenizer(), tmp_path / "model", True, card=lambda folder: (folder / "x").touch())
+    export(
+        parameters,
+        skeleton,
+        ExportTarget(tmp_path / "model", tokenizer(), card=lambda folder: (folder / "x").touch()),
+        True,
+    )
     assert (tmp_path / "model" / "x").exists()

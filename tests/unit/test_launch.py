@@ -135,7 +135,7 @@ def test_the_examples_are_what_is_printed(launcher, file):
         ("--emit deepspeed --hostfile {uneven} --include c", 2, "--include c: no host 'c'; the hosts are a, b"),
         ("--emit deepspeed --hostfile {uneven} --include b:1", 2, "no slot 1 on b; b has 1 slots, numbered from 0"),
         ("--emit deepspeed --hostfile {uneven} --exclude a@b", 2, "--exclude a@b: no slot is left"),
-        ("--emit slurm --hosts {yaml} --min_nodes 1", 2, "--min_nodes 1: only torchrun goes on with fewer hosts"),
+        ("--emit slurm --hosts {yaml} --min_nodes 1", 2, "--min_nodes 1: only torchrun continues with fewer hosts"),
         ("--emit torchrun --nodes 2 --gpus_per_node 1 --min_nodes 1", 2, "each host needs an address of its own"),
         ("--emit torchrun --hosts {yaml} --min_nodes 2", 2, "--min_nodes 2: found 2 hosts, but it must be less"),
         ("--emit torchrun --hosts {yaml} --min_nodes 1 --run", 2, "--run ends all hosts when one fails"),

@@ -16,7 +16,7 @@ from samecurve.cli import commands
 from samecurve.config import loader
 from samecurve.config.schema import Adapter
 from samecurve.errors import ConfigurationError
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models.flops import token_flops
 from samecurve.models.lora import is_adapted, is_adapter_weight, trained_shapes, weights_fingerprint
 from samecurve.models.pipeline_split import sequential, split_layers
@@ -132,7 +132,7 @@ def test_peft_reads_the_export_and_merge_proves_itself(folders, family, fields, 
 
 def write(model, folder) -> None:
     parameters = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
-    export(parameters, model, tokenizer(), folder, True)
+    export(parameters, model, ExportTarget(folder, tokenizer()), True)
 
 
 def test_a_wrong_merge_is_not_kept(folders, tmp_path, monkeypatch, capsys):

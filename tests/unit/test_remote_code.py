@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from samecurve.cli import commands
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import loading
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weights import load_weights
@@ -86,7 +86,7 @@ def test_it_is_trained_and_exported_with_its_files(folder, tmp_path):
     assert list(folder.parent.rglob("*.ran"))
     weights = {name: torch.full(p.shape, 0.01) for name, p in model.named_parameters()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=_tokenizer(tmp_path))
-    export(iter(weights.items()), model, tokenizer, tmp_path / "exported", is_main=True)
+    export(iter(weights.items()), model, ExportTarget(tmp_path / "exported", tokenizer), True)
     assert {"configuration_toy.py", "modeling_toy.py"} <= {path.name for path in (tmp_path / "exported").iterdir()}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
     assert type(again).__name__ == "ToyForCausalLM"

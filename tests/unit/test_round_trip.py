@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedT
 
 from samecurve.config.schema import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError
-from samecurve.export.hf_export import export
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_conversion import groups
@@ -90,7 +90,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def written(model, shape, folder: Path, **options) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokens(models.BPE()), eos_token="<eos>")
-    export(iter(model.named_parameters()), shape, tokenizer, folder, True, **options)
+    export(iter(model.named_parameters()), shape, ExportTarget(folder, tokenizer, **options), True)
     return folder
 
 

@@ -125,7 +125,10 @@ def exported(recipe, task, folder: Path):
             skeleton, recipe, lambda name, tensor: tensors[name].copy_(3 * tensor if "weight" in name else tensor)
         )
     hf_export.export(
-        whole.named_parameters(), skeleton, task.tokenizer, folder, True, save_task_files=task.save_task_files
+        whole.named_parameters(),
+        skeleton,
+        hf_export.ExportTarget(folder, task.tokenizer, save_task_files=task.save_task_files),
+        True,
     )
     return whole, featured(task, whole)
 
@@ -158,7 +161,9 @@ def test_an_adapters_export_is_read_too(tmp_path, pooling):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     parameters = ((name, p.detach()) for name, p in trained.items())
     further = task.save_task_files
-    hf_export.export(parameters, skeleton, task.tokenizer, tmp_path / "model", True, save_task_files=further)
+    hf_export.export(
+        parameters, skeleton, hf_export.ExportTarget(tmp_path / "model", task.tokenizer, save_task_files=further), True
+    )
     features = featured(task, whole)
     assert (features - before).abs().max() > 0.05
     done = subprocess.run(

@@ -87,7 +87,9 @@ class ExampleSource(sources.TableSource):
             return str(label) if self.names is None else self.names[label]
         check_characters(place, self.label_column, label)
         if self.names is not None and label not in self.names:
-            raise DataError(f"{at} is {label!r:.40}, which is not one of the classes {_listed(self.names)}; {_FIX}")
+            more = len(self.names) - _SHOWN_NAMES
+            listed = ", ".join(self.names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+            raise DataError(f"{at} is {label!r:.40}, which is not one of the classes {listed}; {_FIX}")
         return label
 
 
@@ -211,8 +213,3 @@ def _value(place: str, key: str, column: str, row: dict) -> Any:
     if column not in row:
         raise no_column(place, row, {key: column})
     return row[column]
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = len(names) - _SHOWN_NAMES
-    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
