@@ -68,8 +68,8 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTr
 
 def _layers(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
     """List the modules that fsdp_auto_wrap_policy makes units of their own, inner ones first."""
-    done = FSDPModule  # experts that are spread over ranks are units already
-    inner_first = [each for each in model.modules() if each is not model and not isinstance(each, done)][::-1]
+    # experts that are spread over ranks are units already
+    inner_first = [each for each in model.modules() if each is not model and not isinstance(each, FSDPModule)][::-1]
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         least = plugin.min_num_params or math.inf
         return [module for module in inner_first if sum(p.numel() for p in module.parameters()) > least]

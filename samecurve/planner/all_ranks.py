@@ -79,6 +79,7 @@ def report(wanted: Wanted, template: Template, sizes: dict[str, int], job: Job, 
     ranks = resolve(wanted, strategy.dims)
     wrong = [*(f"{each.key}: {each.text}" for each in found), *problems(wanted, strategy.dims, ranks, job)]
     used = " x ".join(f"{name} {size}" for name, size in strategy.dims.sizes.items() if size > 1) or "one process"
+    used += f", experts over {strategy.dims.ep} of dp_shard" if strategy.dims.ep > 1 else ""
     rank = ranks[min(shown, len(ranks) - 1)]
     place = ", ".join(f"{name} {rank.place[name]}" for name, size in strategy.dims.sizes.items() if size > 1) or "alone"
     rows = f"rows {rank.rows[0]} to {rank.rows[1] - 1}" if rank.rows[1] > rank.rows[0] else "no row"
