@@ -83,6 +83,15 @@ def test_activations_of_a_transformers_layer(flow):
         assert held / 1024 / 512 == pytest.approx(tracked, rel=0.01)
 
 
+def test_experts_on_different_ranks_hold_the_tokens_of_the_fullest_one():
+    """Of each of two experts a token has 8 f + 4 h; across an all-to-all 8 f + 8 h, and a fifth more of them."""
+    mixture = replace(LLAMA, experts=8, top_k=2)
+    here, there = (layer_bytes(a_job(mixture, Layout(8, ep=ep))) for ep in (1, 8))
+    dense = 4096 * 28 * 2048
+    assert here == dense + 4096 * 2 * (8 * 8192 + 4 * 2048)
+    assert there == pytest.approx(dense + 1.2 * 4096 * 2 * (8 * 8192 + 8 * 2048))
+
+
 def test_gathered_inputs_under_sequence_parallelism():
     """DTensor keeps 4 s b h of each layer, Megatron one buffer; others run ahead while four fifths are not full."""
     job = a_job(layout=Layout(1, tp=8, sequence_parallel=True))
