@@ -93,7 +93,7 @@ def job(row: dict[str, str]) -> Job:
         cells.count("gpus_per_node", 8), cells.number("inter_node_gbit"), "fp8" if "fp8" in precision else precision,
         cells.text("fp8_recipe"), cells.flag("flash"), cells.flag("compile"), cells.flag("async_tp"),
         cells.flag("chunked_loss"), cells.text("activation_checkpointing") or "none", cells.text("stack"),
-        cells.text("memory_kind"),
+        cells.text("memory_kind"), packed_experts=cells.flag("packed_experts"),
     )  # fmt: skip
 
 
