@@ -20,6 +20,7 @@ from samecurve.planner.profiles import FUSED_NORMS
 
 NORMS = {"16-bit": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
 LAST_NORM = 24  # of the last norm, and of gradients on their way back, tracked as above
+EXPERT_IMBALANCE = 1.2
 COMPILED = 0.75  # torch.compile recomputes cheap element-wise results in the backward pass
 
 
@@ -37,8 +38,11 @@ def layer_bytes(job: Job) -> float:
 
 def _per_token(job: Job) -> tuple[float, float]:
     """Return (bytes that tensor parallelism divides, other bytes) of one token in one layer."""
-    shape, experts = job.shape, max(job.shape.top_k, 1)
-    dispatched = 4 * shape.hidden * experts if shape.experts else 0  # inputs and outputs of the experts, permuted
+    shape, experts = job.shape, max(job.shape.top_k, 1) * expert_imbalance(job)
+    copies = (
+        2 if job.layout.ep > 1 else 1
+    )  # inputs and outputs of the experts, permuted before and behind an all-to-all
+    dispatched = 4 * copies * shape.hidden * experts if shape.experts else 0
     if shape.gated and job.flow:
         width = shape.attention_width
         attention = 24 * width if job.flow == "fp32" else (4 + 4 * shape.kv_share) * width
@@ -50,6 +54,11 @@ def _per_token(job: Job) -> tuple[float, float]:
         return attention + 8 * shape.ffn * experts + dispatched, norms * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
     return (2 + 6 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
+
+
+def expert_imbalance(job: Job) -> float:
+    """Tokens of the rank whose experts get the most, by the mean, where experts are on different ranks (assumed)."""
+    return EXPERT_IMBALANCE if job.shape.experts and job.layout.ep > 1 else 1
 
 
 def _score_bytes(job: Job) -> float:

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from samecurve.errors import ConfigurationError
-from samecurve.planner import calibration, job_record, memory, printing, step_time
+from samecurve.planner import bench_results, calibration, job_record, memory, printing, step_time
+from samecurve.planner.bench_results import BenchResult
 from samecurve.planner.calibration import GROUPS, Calibration, library
 from samecurve.planner.hardware import GIB, canonical, gpu
 from samecurve.planner.job import Job
 from samecurve.storage.atomic import read_json, utc_timestamp
 from samecurve.storage.jsonl import read_lines
 
+NOTHING: Mapping[str, float] = {}
 FEWEST_STEPS = 3  # behind the session's first one, which compiles, allocates and connects
 # Expected: runs vary by 7 %, parts of a step differ by e^0.5 from their common factor and libraries by e^0.4. A factor
 # that strays so far costs as much as one run's usual error: the squares of 0.07 / 0.5 and of 0.07 / 0.4.
@@ -72,39 +74,50 @@ def read(folder: Path) -> FinishedRun:
 
 
 def from_paths(paths: Sequence[Path]) -> tuple[Calibration, str]:
-    """Read a calibration file, or learn from run directories and write the file that later plans and runs read.
+    """Read a calibration file, or learn from runs and results of bench and write the file that later plans read.
 
     Returns:
         The calibration, and what to print about it.
     """
-    if len(paths) == 1 and paths[0].is_file():
+    found = {path: bench_results.read(path) for path in paths if path.is_file()}
+    if len(paths) == 1 and found and not found[paths[0]]:
         learnt = calibration.read(paths[0])
         assert learnt, "the file is there"
         return learnt, learnt.describe()
-    runs = [read(each) for each in paths]
-    learnt = learn(runs)
+    benches = [each for each in found.values() if each]
+    runs = [read(each) for each in paths if not found.get(each)]
+    learnt = learn(runs, benches)
     path = calibration.default_path(learnt.kind)
     calibration.write(learnt, path)
     learnt = replace(learnt, path=str(path))
-    return learnt, f"{report(runs, learnt)}\n\nwritten: {path}, which plans and runs on {learnt.kind} read from now on"
+    return (
+        learnt,
+        f"{report(runs, learnt, benches)}\n\nwritten: {path}, which plans and runs on {learnt.kind} read from now on",
+    )
 
 
-def learn(runs: Sequence[FinishedRun]) -> Calibration:
-    """Fit the factors to runs of one kind of hardware, with intervals from the runs left out one at a time."""
-    kinds = sorted({canonical(each.job.gpu_kind) for each in runs})
+def learn(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] = ()) -> Calibration:
+    """Fit the factors to runs of one kind of hardware, with intervals from the runs left out one at a time.
+
+    Args:
+        benches: measurements of the hardware, from whose factors those of the runs stray with caution.
+    """
+    kinds = sorted({*(canonical(each.job.gpu_kind) for each in runs), *(each.kind for each in benches)})
     if len(kinds) != 1:
         raise ConfigurationError(f"--calibrate: the runs are of different hardware: {', '.join(kinds)}; give one kind")
-    facts = runs[-1].facts
+    facts = runs[-1].facts if runs else benches[-1].facts
+    measured = bench_results.together(benches)
     origin = {
         "device": facts.get("device"),
-        "processor": facts.get("hardware", {}).get("processor"),
+        "processor": facts.get("hardware", {}).get("processor") if runs else facts["device"],
         "versions": facts.get("versions", {}),
         "date": utc_timestamp(),
         "runs": [str(each.folder) for each in runs],
+        "bench": [str(each.path) for each in benches],
     }
-    left_out = errors_left_out(runs)
+    left_out = errors_left_out(runs, measured)
     return replace(
-        _fitted(kinds[0], runs),
+        _fitted(kinds[0], runs, measured) if runs else Calibration(kinds[0], time=measured),
         origin=origin,
         time_interval=_interval([time for time, _ in left_out]),
         memory_interval=_interval([held for _, held in left_out]),
@@ -116,13 +129,13 @@ def errors(runs: Sequence[FinishedRun], learnt: Calibration | None = None) -> li
     return [(_time_error(run, learnt), _memory_error(run, learnt)) for run in runs]
 
 
-def errors_left_out(runs: Sequence[FinishedRun]) -> list[tuple[float, float]]:
+def errors_left_out(runs: Sequence[FinishedRun], measured: Mapping[str, float] = NOTHING) -> list[tuple[float, float]]:
     """Return the errors of each run, predicted with what the other runs teach; none of fewer than two runs."""
     if len(runs) < 2:
         return []
     others = [[*runs[:index], *runs[index + 1 :]] for index in range(len(runs))]
     kind = canonical(runs[0].job.gpu_kind)
-    return [errors([run], _fitted(kind, rest))[0] for run, rest in zip(runs, others, strict=True)]
+    return [errors([run], _fitted(kind, rest, measured))[0] for run, rest in zip(runs, others, strict=True)]
 
 
 def _time_error(run: FinishedRun, learnt: Calibration | None) -> float:
@@ -147,8 +160,8 @@ def _interval(left_out: Sequence[float]) -> tuple[float, float] | None:
     return -width, width
 
 
-def _fitted(kind: str, runs: Sequence[FinishedRun]) -> Calibration:
-    time, stack_time = _time_factors(runs)
+def _fitted(kind: str, runs: Sequence[FinishedRun], measured: Mapping[str, float]) -> Calibration:
+    time, stack_time = _time_factors(runs, measured)
     found = Calibration(kind, time=time, stack_time=stack_time)
     if kind == "cpu":
         return replace(found, process_gib=_by_library(runs, _process_gib, statistics.fmean))
@@ -156,13 +169,15 @@ def _fitted(kind: str, runs: Sequence[FinishedRun]) -> Calibration:
     return replace(found, memory=ratios)
 
 
-def _time_factors(runs: Sequence[FinishedRun]) -> tuple[dict[str, float], dict[str, float]]:
+def _time_factors(
+    runs: Sequence[FinishedRun], measured: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
     """Find one factor of all step times, from which each part's and each library's strays with caution.
 
     Returns:
         Factors by group of parts, and by library; no libraries where the runs are all of one.
     """
-    parts = [_grouped(run.job) for run in runs]
+    parts = [{name: measured.get(name, 1) * part for name, part in _grouped(run.job).items()} for run in runs]
     libraries = sorted({library(run.job.stack) for run in runs})
     libraries = libraries if len(libraries) > 1 else []
 
@@ -175,7 +190,7 @@ def _time_factors(runs: Sequence[FinishedRun]) -> tuple[dict[str, float], dict[s
 
     cautions = {**dict.fromkeys(GROUPS, CAUTION), **dict.fromkeys(libraries, LIBRARY_CAUTION)}
     found = minimize(cost, dict.fromkeys(("all", *cautions), 0.0))
-    of_parts = {name: math.exp(found["all"] + found[name]) for name in GROUPS}
+    of_parts = {name: measured.get(name, 1) * math.exp(found["all"] + found[name]) for name in GROUPS}
     return of_parts, {name: math.exp(found[name]) for name in libraries}
 
 
@@ -215,9 +230,9 @@ def _by_library(
     return {**found, "": mean([*found.values()])}
 
 
-def report(runs: Sequence[FinishedRun], learnt: Calibration) -> str:
+def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[BenchResult] = ()) -> str:
     """Format predicted against measured: as shipped, with all runs' factors, and with those of the other runs."""
-    columns = [errors(runs), errors(runs, learnt), errors_left_out(runs)]
+    columns = [errors(runs), errors(runs, learnt), errors_left_out(runs, bench_results.together(benches))]
     header = ["run", "strategy", "step s", "before", "after", "left out", "memory GiB", "before", "after", "left out"]
     rows = [header]
     for index, run in enumerate(runs):
@@ -230,7 +245,8 @@ def report(runs: Sequence[FinishedRun], learnt: Calibration) -> str:
     slack = ", ".join(f"{name or 'others'} {value:.3f}" for name, value in learnt.memory.items())
     named = {"time": factors, "whole step": stacks, "process beside tensors": beside, "tensors": slack}
     lines = [f"{name}: {text}" for name, text in named.items() if text]
-    return "\n".join(["predicted against measured:", printing.table(rows), "", "factors learnt:", *lines])
+    tables = ["predicted against measured:", printing.table(rows), ""] if runs else []
+    return "\n".join([*(f"{each.path}: {each.note}" for each in benches), *tables, "factors learnt:", *lines])
 
 
 def _percent(error: float) -> str:

@@ -62,8 +62,10 @@ class Calibration:
 
     def describe(self) -> str:
         """Say in a few words what the constants come from."""
-        runs, date = len(self.origin.get("runs", ())), str(self.origin.get("date", ""))[:10]
-        return f"calibrated on {runs} {'run' if runs == 1 else 'runs'}, {date}: {self.path}"
+        counts = {"run": len(self.origin.get("runs", ())), "result of bench": len(self.origin.get("bench", ()))}
+        plural = {"run": "runs", "result of bench": "results of bench"}
+        named = [f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items() if count]
+        return f"calibrated on {' and '.join(named)}, {str(self.origin.get('date', ''))[:10]}: {self.path}"
 
     def warnings(self, kind: str, processor: str, versions: Mapping[str, str | None]) -> list[str]:
         """List how the machine and the libraries that are planned for differ from those of the runs."""

@@ -13,7 +13,7 @@ from samecurve.config.documents import Document, KeyPath, describe, format_probl
 from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, is_file
 from samecurve.planner.goodput import Reliability
-from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Gpu, gpu, known_gpu, known_names
+from samecurve.planner.hardware import DEFAULT_NODE_GBIT, MEASURED_SHARE, Gpu, gpu, known_gpu, known_names
 from samecurve.planner.links import Level
 
 KEYS = (
@@ -24,8 +24,6 @@ PEAKS = ("bf16", "fp8", "fp32")
 LINK = ("level", "size", "bus_gb_per_s", "gbit_per_s_per_node", "latency_us")
 HOST = tuple(each.name for each in fields(Host))
 RELIABILITY = tuple(each.name for each in fields(Reliability))
-# Share of a data sheet's peak that the best measured product reaches: 794 of 989 TFLOP/s on an H100, assumed elsewhere.
-MEASURED_SHARE = 0.8
 
 
 def cluster(text: str) -> Cluster:

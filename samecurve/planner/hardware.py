@@ -12,6 +12,7 @@ from pathlib import Path
 MIB, GIB = 2**20, 2**30
 NIC_SHARE = 0.73  # of the nominal rate, large payloads; hardware.json: per_accelerator_nic_rate
 UNCROWDED_NODES = 16
+MEASURED_SHARE = 0.8  # best measured product by the data sheet's peak: 794 of 989 TFLOP/s on an H100, assumed elsewhere
 PROCESS_GIB = 0.6  # resident memory of a process on a CPU beside its tensors: Python, torch and libraries (assumed)
 
 
@@ -72,7 +73,7 @@ def canonical(kind: str) -> str:
 
 
 def _readable(pattern: str) -> str:
-    return pattern.replace(".*", "-").strip("^$").removesuffix(r"\b")
+    return pattern.replace(".*", "-").replace(r"\b", "").strip("^$").replace("?", "")
 
 
 @lru_cache(maxsize=1)
@@ -82,6 +83,13 @@ def _rows() -> dict[str, Gpu]:
     best, fp8 = rates["MAMF_bf16_measured"], rates["MAMF_fp8_measured"]
     h100, slides = best["H100 SXM"], measured()["bus_bandwidth_GBps"]["nvidia_gtc_slide_allreduce_busbw_GBps"]
     nvlink3, nvlink4, nvlink5 = _nvlink(slides["NVLink3"]), _nvlink(slides["NVLink4"]), 2 * _nvlink(slides["NVLink4"])
+    pcie4, pcie5 = measured()["bus_bandwidth_GBps"]["pcie"]["allreduce_pcie4"], 48.0
+
+    def card(tflops: float, hbm_gb_per_s: float, bus_gb_per_s: float, memory_gib: float, fp8: float = 0) -> Gpu:
+        """Describe a GPU of which only the data sheet's dense peaks are known."""
+        peak, low = MEASURED_SHARE * tflops, MEASURED_SHARE * fp8
+        return Gpu(peak, low, hbm_gb_per_s, bus_gb_per_s, memory_gib, "other")
+
     return {
         r"GB200|GB300": Gpu(best["GB200"], fp8["GB200"], 8000, nvlink5, 184, "blackwell"),
         r"B300": Gpu(best["B300"], fp8["B300"], 8000, nvlink5, 268, "blackwell"),
@@ -90,12 +98,25 @@ def _rows() -> dict[str, Gpu]:
         r"H200": Gpu(h100, fp8["H200"], 4800, nvlink4, 139.8, "hopper"),
         r"H800": Gpu(h100, fp8["H100"], 3350, nvlink4 * 400 / 900, 79.1, "hopper"),
         r"H20\b": Gpu(h100 * 148 / 989.5, fp8["H100"] * 148 / 989.5, 4000, nvlink4, 95.6, "hopper"),
+        r"H100.*NVL": card(835, 3900, pcie5, 93.1, 1671),
+        r"H100.*PCIe": card(756, 2000, pcie5, 79.1, 1513),
         r"H100": Gpu(h100, fp8["H100"], 3350, nvlink4, 79.1, "hopper"),
         r"A800": Gpu(best["A100 SXM"], 0, 2039, nvlink3 * 400 / 600, 79.2, "ampere"),
         r"A100.*40": Gpu(best["A100 SXM"], 0, 1555, nvlink3, 39.4, "ampere"),
+        r"A100.*PCIe": Gpu(best["A100 PCIe"], 0, 1935, pcie4, 79.2, "ampere"),
         r"A100": Gpu(best["A100 SXM"], 0, 2039, nvlink3, 79.2, "ampere"),
+        r"MI325X": Gpu(best["MI325X"], 0, 6000, 312.9, 255, "other"),
         r"MI300X": Gpu(best["MI300X"], 0, 5300, 312.9, 191, "other"),
         r"V100": Gpu(100, 0, 900, _nvlink(slides["NVLink2"]), 31.7, "other"),
+        r"L40S": card(362, 864, pcie4, 44.4, 733),
+        r"L40\b": card(181, 864, pcie4, 44.4, 362),
+        r"\bL4\b": card(121, 300, pcie4, 22.0, 242),
+        r"A6000": card(155, 768, pcie4, 47.4),
+        r"A40\b": card(150, 696, pcie4, 44.4),
+        r"A10G?\b": card(125, 600, pcie4, 22.0),
+        r"RTX.*4090$": card(165, 1008, pcie4, 23.5, 330),
+        r"RTX.*3090$": card(71, 936, pcie4, 23.5),
+        r"T4\b": card(65, 320, pcie4 / 2, 14.6),
         r"^cpu$": CPU,
     }
 

@@ -46,6 +46,7 @@ class Job:
         calibration: corrections learnt from runs on these machines.
         flow: what carries transformers' activations under this project's engines: "16-bit" weights, "autocast" of fp32
             ones, or "fp32"; "" for other software.
+        packed_experts: whether a layer's experts are one tensor and one product, or take turns.
     """
 
     shape: ModelShape
@@ -76,6 +77,7 @@ class Job:
     reduces_once: bool = False
     calibration: Calibration | None = None
     flow: str = ""
+    packed_experts: bool = True
 
     @property
     def tokens(self) -> float:

@@ -11,6 +11,7 @@ from samecurve.planner.profiles import Profile, attention_rate, sustained
 ELEMENT = 2  # bytes of bf16 and fp16
 BACKWARD_ATTENTION = 2.5  # five products instead of two, as the fused kernel recomputes the scores
 COMPILED_FLOOR = 0.5  # share of the launches that remain
+EXPERT_LAUNCH_US = 100  # of the ten kernels of an expert that takes its turn: selection, products, addition (assumed)
 SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward
 FP8_CASTS = {"tensorwise": 6, "rowwise": 8, "": 6}  # bytes moved per element of a product's inputs and outputs
 
@@ -52,7 +53,10 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
 def layer(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of one layer, the recomputed forward included in the backward."""
     products, attention, traffic = _products(job, constants), _attention(job, constants), _traffic(job, constants)
-    floor = constants.layer_floor_us * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
+    launches = constants.layer_floor_us + (
+        0 if job.packed_experts else EXPERT_LAUNCH_US * job.shape.experts / job.layout.ep
+    )
+    floor = launches * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
     forward = max(products + attention + traffic, floor)
     factor = BACKWARD_ATTENTION if job.flash else 2
     backward = max(2 * products + factor * attention + 1.5 * traffic, 1.5 * floor)

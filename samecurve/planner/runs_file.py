@@ -17,6 +17,7 @@ NEEDED = (
     "global_batch seq precision weight_bytes grad_bytes accum_bytes master_bytes optim_bytes flash compile async_tp "
     "fp8_recipe chunked_loss packed_experts activation_checkpointing memory_kind"
 ).split()
+USUAL_HEAD, USUAL_VOCABULARY = 128, 50_257  # width of an attention head; GPT-2's vocabulary
 UNUSED = (
     "source url model params_b step_s tokens_per_s_per_gpu mfu_pct_published memory_gib status oom_evidence time_ok "
     "memory_ok quality note"
@@ -40,45 +41,79 @@ def read(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def job(row: dict[str, str]) -> Job:
-    """Turn a row into a job. Raises ValueError, which names the column, for a cell that is no number or is missing."""
+class _Cells:
+    """Reads the cells of a row. Raises ValueError, which names the column."""
 
-    def number(name: str, default: float = 0) -> float:
-        text = row[name].strip()
+    def __init__(self, row: dict[str, str]):
+        self.row = row
+
+    def text(self, name: str) -> str:
+        return self.row[name].strip()
+
+    def number(self, name: str, default: float = 0) -> float:
+        text = self.text(name)
         try:
             return float(text) if text else default
         except ValueError:
             raise ValueError(f"column {name}: {text!r} is not a number") from None
 
-    def count(name: str, default: int = 1) -> int:
-        return int(number(name, default)) or default
+    def count(self, name: str, default: int = 1) -> int:
+        return int(self.number(name, default)) or default
 
-    def size(name: str) -> int:
-        if number(name) < 1:
-            raise ValueError(f"column {name}: found {row[name].strip()!r}, expected a positive number")
-        return int(number(name))
+    def size(self, name: str, default: float = 0) -> int:
+        found = int(self.number(name, default))
+        if found < 1:
+            raise ValueError(f"column {name}: found {self.text(name)!r}, expected a positive number")
+        return found
 
-    def flag(name: str) -> bool:
-        return bool(number(name))
+    def flag(self, name: str) -> bool:
+        return bool(self.number(name))
 
-    heads, gated = size("heads"), row["mlp"].strip() != "gelu"
-    shape = ModelShape(
-        size("layers"), size("hidden"), heads, count("kv_heads", heads), size("ffn"), size("vocab"), gated,
-        flag("tied"), int(number("experts")), int(number("top_k")), 0 if gated else size("seq"),
-    )  # fmt: skip
-    names = ("dp", "tp", "pp", "cp", "ep", "virtual_stages")
-    layout = Layout(
-        **{name: count(name) for name in names}, schedule=row["schedule"].strip(), zero=int(number("zero")),
-        shard=count("shard", count("dp") if number("zero") else 1), sequence_parallel=flag("sequence_parallel"),
-        exchange="ring",
-    )  # fmt: skip
-    states = StateBytes(*(number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")))
-    kind = row["gpu"].strip()
+
+def job(row: dict[str, str]) -> Job:
+    """Turn a row into a job.
+
+    What a row leaves out follows from its other cells where they imply it, and is what is usual where they do not.
+
+    Raises:
+        ValueError: a cell is no number, or one without which nothing is known is missing; it names the column.
+    """
+    cells = _Cells(row)
+    shape, layout = _shape(cells), _layout(cells)
+    rows = max(1, cells.count("global_batch") // layout.dp)  # of a step on one data-parallel rank
+    micro_batch = cells.size("micro_batch", max(1, rows // cells.count("grad_accum")))
+    sizes = [cells.number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")]
+    kind, precision = cells.text("gpu"), cells.text("precision")
     if not kind:
         raise ValueError("column gpu: missing; give a kind such as H100-80GB")
     return Job(
-        shape, layout, gpu(kind), size("micro_batch"), size("seq"), count("grad_accum"), states, kind,
-        number("gpu_memory_gib"), count("gpus_per_node", 8), number("inter_node_gbit"), row["precision"].strip(),
-        row["fp8_recipe"].strip(), flag("flash"), flag("compile"), flag("async_tp"), flag("chunked_loss"),
-        row["activation_checkpointing"].strip() or "none", row["stack"].strip(), row["memory_kind"].strip(),
+        shape, layout, gpu(kind), micro_batch, cells.size("seq"),
+        cells.count("grad_accum", max(1, rows // micro_batch)),
+        StateBytes(*sizes) if any(sizes) else StateBytes(), kind, cells.number("gpu_memory_gib"),
+        cells.count("gpus_per_node", 8), cells.number("inter_node_gbit"), "fp8" if "fp8" in precision else precision,
+        cells.text("fp8_recipe"), cells.flag("flash"), cells.flag("compile"), cells.flag("async_tp"),
+        cells.flag("chunked_loss"), cells.text("activation_checkpointing") or "none", cells.text("stack"),
+        cells.text("memory_kind"), packed_experts=cells.flag("packed_experts"),
+    )  # fmt: skip
+
+
+def _shape(cells: _Cells) -> ModelShape:
+    gated, hidden = cells.text("mlp") != "gelu", cells.size("hidden")
+    heads = cells.size("heads", max(1, hidden // USUAL_HEAD))
+    ffn = cells.size("ffn", round(8 * hidden / 3) if gated else 4 * hidden)
+    return ModelShape(
+        cells.size("layers"), hidden, heads, cells.count("kv_heads", heads), ffn,
+        cells.size("vocab", USUAL_VOCABULARY), gated, cells.flag("tied"), int(cells.number("experts")),
+        int(cells.number("top_k")), 0 if gated else cells.size("seq"),
+    )  # fmt: skip
+
+
+def _layout(cells: _Cells) -> Layout:
+    sizes = {name: cells.count(name) for name in ("tp", "pp", "cp", "ep", "virtual_stages")}
+    replicas = cells.count("dp", max(1, cells.count("gpus") // (sizes["tp"] * sizes["pp"] * sizes["cp"])))
+    zero = int(cells.number("zero"))
+    return Layout(
+        replicas, **sizes, schedule=cells.text("schedule"), zero=zero,
+        shard=cells.count("shard", replicas if zero else 1), sequence_parallel=cells.flag("sequence_parallel"),
+        exchange="ring",
     )  # fmt: skip

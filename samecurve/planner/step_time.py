@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 
 from samecurve.planner import collectives, kernels, links, offload
+from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.bubbles import idle_slots
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Link, link
 from samecurve.planner.job import Job
@@ -13,7 +14,6 @@ from samecurve.planner.memory import shard_sizes, stage_parameters
 from samecurve.planner.profiles import BY_COST, Profile, profile, syncs_every_micro_batch
 from samecurve.planner.stages import Stage, stages
 
-EXPERT_IMBALANCE = 1.2  # tokens of the fullest rank by the mean
 HIDDEN_TENSOR_PARALLEL = 0.5  # exposed share with overlapped products
 BUCKET_BYTES = 25e6  # of DDP's gradient buckets, torch's default
 SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage
@@ -174,7 +174,7 @@ def expert_seconds(job: Job, constants: Profile) -> float:
         return 0
     over = _link_of(job, size, job.layout.stride("dp"), constants)
     volume = ELEMENT * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.layout.tp
-    return 4 * EXPERT_IMBALANCE * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
+    return 4 * expert_imbalance(job) * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
 
 
 def pipeline_seconds(job: Job, constants: Profile) -> float:

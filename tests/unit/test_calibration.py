@@ -157,6 +157,64 @@ def test_answers_of_a_table_use_what_was_learnt_on_such_gpus(tmp_path):
         assert ratio == pytest.approx(2 if "H100" in row["gpu"] else 1), row["gpu"]
 
 
+BENCH = {"device": "some processor", "threads": 2, "versions": {"torch": "2.13.0"}, "date": "2026-11-24"}
+MATMUL = {"benchmark": "matmul", **BENCH, "tflops": {"fp32": {"512": 0.03, "2048": 0.06}, "bf16": {"512": 9.0}}}
+# 16 GiB summed by two processes at 2 GB/s of bus bandwidth, where 1 is assumed: half the seconds.
+LARGE = {"name": "all_reduce", "num_bytes": 2**34, "seconds": 2**34 / 2e9, "bus_gb_per_second": 2.0}
+SMALL = [{**LARGE, "num_bytes": size, "seconds": 9.0} for size in (4, 4096)]
+GATHERED = {**LARGE, "name": "broadcast", "seconds": 9.0}
+
+
+def collectives_of(*timings: dict) -> dict:
+    return {"benchmark": "collectives", **BENCH, "processes": 2, "machines": 1, "timings": [*timings, GATHERED]}
+
+
+def bench(folder: Path, content: dict) -> Path:
+    path = folder / f"{content['benchmark']}.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_bench_replaces_the_assumed_rates(tmp_path, cache, capsys):
+    """A core multiplies 0.06 / 2 TFLOP/s where 0.06 are assumed; the links are about twice as fast."""
+    paths = [bench(tmp_path, MATMUL), bench(tmp_path, collectives_of(*SMALL, LARGE, {**LARGE, "num_bytes": 2**34 + 1}))]
+    assert main(["plan", "--calibrate", *map(str, paths)]) == 0
+    shown = capsys.readouterr().out
+    assert "fp32 products 0.03 TFLOP/s, assumed 0.06" in shown and "bus bandwidth up to 2 GB/s over the node" in shown
+    learnt = calibration.read(cache / "cpu.json")
+    assert learnt and learnt.time["compute"] == pytest.approx(2)
+    assert learnt.time["communication"] == pytest.approx(0.5, rel=0.05)
+    assert "calibrated on 2 results of bench, 20" in learnt.describe()
+    faster, slower = (step_time.breakdown(replace(job_of("ddp"), calibration=each)) for each in (None, learnt))
+    assert slower.compute == pytest.approx(2 * faster.compute) and slower.host == faster.host
+
+
+def test_bench_helps_a_run_to_tell_the_parts_of_a_step_apart(tmp_path):
+    """One run alone cannot say whether computation or communication is slow; bench has measured both."""
+    run, other = (calibrate.read(recorded(tmp_path, name)) for name in ("ddp", "fsdp"))
+    link = LARGE["seconds"] * 2 * TRUE["communication"]
+    rates = {"fp32": {"2048": 2 * 0.06 / TRUE["compute"]}}
+    paths = [bench(tmp_path, {**MATMUL, "tflops": rates}), bench(tmp_path, collectives_of({**LARGE, "seconds": link}))]
+    benches = [calibrate.bench_results.read(path) for path in paths]
+    alone, helped = calibrate.learn([run]), calibrate.learn([run], benches)
+    errors = [abs(calibrate.errors([other], each)[0][0]) for each in (alone, helped)]
+    assert errors[1] < 0.05 and errors[1] < errors[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"benchmark": "dataloader", **BENCH}, "bench dataloader measures no rate of the planner's"),
+        (collectives_of(*SMALL[:0]), "not what bench writes"),
+        ({**MATMUL, "device": "NVIDIA H100 PCIe", "tflops": {"bf16": {"2048": 500}}}, "H100-PCIe, cpu"),
+    ],
+)
+def test_results_of_bench_that_teach_nothing_say_why(content, message, tmp_path, capsys):
+    paths = [bench(tmp_path, content), recorded(tmp_path, "ddp")]
+    assert main(["plan", "--calibrate", *map(str, paths)]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 import re
 import statistics
@@ -108,13 +109,42 @@ def test_a_file_that_is_no_table(tmp_path, capsys):
 def test_a_row_that_ends_early_is_unsupported(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text(",".join(runs_file.NEEDED) + "\nshort,new\n")
-    assert answer(runs_file.read(path)[0])["unsupported"] == "column heads: found '', expected a positive number"
+    assert answer(runs_file.read(path)[0])["unsupported"] == "column hidden: found '', expected a positive number"
+
+
+def test_what_a_row_leaves_out_follows_from_its_other_cells(rows):
+    row = next(row for row in rows if row["tp"] == "4" and row["grad_accum"] == "32")
+    row, hidden = {**row, "mlp": "gelu"}, int(row["hidden"])
+    usual = {"heads": str(hidden // 128), "kv_heads": "", "ffn": str(4 * hidden), "vocab": "50257"}
+    left_out = dict.fromkeys([*usual, "micro_batch", "dp"], "")
+    assert answer({**row, **left_out}) == answer({**row, **usual})
+    implied = {name: value for name, value in row.items() if name not in ("grad_accum", "dp")}
+    assert answer({**implied, "grad_accum": "", "dp": ""}) == answer(row)
+
+
+STRANGE = {
+    "gpu": ["V100-32GB", "L4", "MI300X", "NVIDIA H100 PCIe", "B200", "TPU"], "stack": ["", "fsdp2", "nemo", "new"],
+    "precision": ["fp8", "fp32", "mxfp8", ""], "zero": ["", "2", "3"], "pp": ["1", "3", "64"], "tp": ["1", "16"],
+    "schedule": ["", "gpipe", "interleaved", "DualPipeV", "new"], "virtual_stages": ["", "4"], "ep": ["", "8"],
+    "activation_checkpointing": ["", "full", "selective", "new"], "memory_kind": ["nvidia_smi", "new"],
+    "experts": ["0", "64"], "seq": ["512", "1048576"], "layers": ["1", "61"], "hidden": ["64", "25600"],
+    "vocab": ["", "262144"], "weight_bytes": ["", "1"], "inter_node_gbit": ["", "0", "25"], "gpus_per_node": ["", "72"],
+}  # fmt: skip
+
+
+def test_strange_rows_are_answered(rows):
+    chance = random.Random(0)
+    for _ in range(1000):
+        row = {**chance.choice(rows), **{name: chance.choice(STRANGE[name]) for name in chance.sample([*STRANGE], 5)}}
+        found = answer(row)
+        numbers = [value for name, value in found.items() if name.startswith(("step", "peak"))]
+        assert len(numbers) == 6 and all(0 < value < math.inf for value in numbers), (row, found)
 
 
 def test_an_unknown_gpu_gets_a_wider_interval(rows):
     """Its rates are an A100's."""
     row = {**next(row for row in rows if row["gpu"] == "A100-80GB"), "gpu_memory_gib": "24"}
-    known, unknown = answer(row), answer({**row, "gpu": "RTX 4090"})
+    known, unknown = answer(row), answer({**row, "gpu": "RTX 9999"})
     assert known["step_seconds"] == unknown["step_seconds"]
     assert known["step_seconds_high"] < unknown["step_seconds_high"]
     assert "column gpu: missing" in answer({**row, "gpu": ""})["unsupported"]
@@ -283,8 +313,8 @@ def test_cluster_files(config, tmp_path, capsys):
     [
         ("gpu: H200\nnode: 2\ngpus_per_node: 8\n", "node: unknown key"),
         (
-            "gpu: RTX 4090\nnodes: 1\ngpus_per_node: 8\n",
-            'found "RTX 4090" (text), expected a GPU with known rates: GB200',
+            "gpu: RTX 9999\nnodes: 1\ngpus_per_node: 8\n",
+            'found "RTX 9999" (text), expected a GPU with known rates: GB200',
         ),
         (
             "gpu: h100\nnodes: 1\ngpus_per_node: 8\ngbit_per_s_per_node: fast\n",
