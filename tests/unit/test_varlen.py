@@ -1,16 +1,21 @@
 """Attention by documents: equal to attention with the mask that it goes without, gradients too."""
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from reads import Reads
 from torch.nn.attention import varlen as torch_varlen
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from samecurve.data.micro_batch import HostFacts, MicroBatch
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import block_causal, choice, varlen
+from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 from samecurve.models.hf_config import CAUSAL
 
 LENGTHS = ((700,), (1, 299, 400), (64, 20, 30, 5, 81, 256, 244), (690, 10))
@@ -188,7 +193,7 @@ def documents(query, key, value, starts, scale, window):
 
 def kernel(query, key, value, starts, _, longest, __, causal, scale, window, shares_heads=False, *more):
     """What stands behind torch's varlen_attn, which only GPUs have, as it is written in books."""
-    assert starts.dtype == torch.int32 and longest == max(starts.diff().tolist())
+    assert starts.dtype == torch.int32 and longest >= max(starts.diff().tolist())
     assert (shares_heads or query.shape == key.shape) and causal == (window == [-1, 0])
     output = torch.empty_like(query)
     for at, _, _, v, probabilities in documents(query, key, value, starts, scale, window):
@@ -216,7 +221,7 @@ def kernels():
 
 @pytest.fixture
 def as_on_a_gpu(kernels, monkeypatch):
-    monkeypatch.setattr(varlen, "_on_gpu", lambda first: True)
+    monkeypatch.setattr(varlen, "_on_gpu", lambda device: True)
 
 
 @pytest.mark.parametrize("shares_heads", {False, varlen._SHARES_HEADS})
@@ -241,6 +246,72 @@ def test_padding_is_no_document_of_its_own(as_on_a_gpu):
     exists[0, 650:], exists[1, :30] = 0, 0
     starts = masks(attention_mask=exists)[1].documents.starts
     assert starts.tolist() == [0, 700, 730, 1400, 2100, 2800]
+
+
+def padding() -> torch.Tensor:
+    exists = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    exists[0, 650:], exists[1, :30] = 0, 0
+    return exists
+
+
+def loaded(attention_mask: torch.Tensor | None) -> MaskFacts:
+    """What the data loader finds out about the rows of `masks`."""
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    more = {"position_ids": positions()} if attention_mask is None else {"attention_mask": attention_mask}
+    facts = HostFacts.of(MicroBatch({"input_ids": ids, **more}, {"labels": ids}), lambda labels: 0)
+    assert facts.documents is not None
+    return MaskFacts(facts.packed, facts.padded, *facts.documents)
+
+
+@pytest.mark.parametrize("attention_mask", [None, padding()], ids=["packed", "padded"])
+@pytest.mark.parametrize("window", [None, 2, 100, 690])
+def test_the_loaders_documents_are_those_that_a_gpu_would_find(window, attention_mask, as_on_a_gpu):
+    found = masks(window, attention_mask)[1].documents
+    facts = loaded(attention_mask)
+    with masks_from(facts), Reads() as reads:
+        mask = masks(window, attention_mask)[1]
+    assert mask.first is None and mask.documents.starts.equal(found.starts)
+    assert (mask.documents.longest, mask.documents.window) == (1024, found.window)
+    assert not [stack for _, _, stack in reads.found if "varlen.py" in stack]
+
+
+def test_attention_with_the_loaders_documents_is_the_same(as_on_a_gpu):
+    inputs, gradient = tensors(torch.float32, key_heads=2)
+    mask = masks(100)[0]
+    with masks_from(loaded(None)):
+        visible = masks(100)[1]
+    exact = masked([x.double() for x in inputs], gradient.double(), mask)
+    with Reads() as reads:
+        found = by_documents(inputs, gradient, visible)
+    assert error(found, exact) < 1e-5
+    # what stands for the kernel reads the documents itself
+    assert not [stack for _, _, stack in reads.found if "in kernel" not in stack and "in backward_kernel" not in stack]
+
+
+@pytest.mark.parametrize("more", [{"local_size": 64}, {"use_vmap": True}], ids=["chunks", "own mask function"])
+def test_documents_that_cannot_express_a_mask_are_not_taken(more, as_on_a_gpu):
+    with masks_from(loaded(None)):
+        mask = varlen.visible_keys(ROWS, LENGTH, LENGTH, config=AutoConfig.for_model("llama"), **more)
+    assert mask.first is not None
+
+
+def test_other_documents_do_not_compile_a_layer_again(kernels):
+    """A8 of docs/gpu.md: the lengths of documents are other ones in each micro-batch."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(module)
+        return module.forward
+
+    layer = torch.compile(partial(varlen.attention, torch.nn.Module()), backend=backend)
+    query = torch.randn(1, HEADS, LENGTH, WIDTH)
+    for lengths in ((700,), (300, 400), (1, 299, 400), (9,) * 70 + (70,), (690, 10), (5,) * 140, (100, 600)):
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        longest = 1 << (max(lengths) - 1).bit_length()
+        documents = varlen.Documents.of(starts, longest, None)
+        layer(query, query, query, varlen.VarlenMask(None, documents))
+    assert len(graphs) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
