@@ -1,8 +1,8 @@
 """Layers' inputs in host memory between forward and backward pass, copied while the device computes.
 
-A copy to the host is queued beside the computation. The backward pass takes the layers in reverse: while it computes one,
-the input of the layer before is on its way back. The last layer's input stays on the device as well, because the backward
-pass begins with it.
+A copy to the host is queued beside the computation. The backward pass takes the layers in reverse: while it computes
+one, the input of the layer before is on its way back. The last layer's input stays on the device as well, because the
+backward pass begins with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Answers from the host to what transformers would ask the device about each micro-batch's attention mask.
 
 To find out whether it needs a mask at all, transformers (5.23, masking_utils.py) reads two values from the device in
-each forward pass: whether rows have several documents, and whether there is padding. varlen.py would read where they
-start. Each read waits for all queued kernels, and the data loader knows the answers. Importing this module puts the answers before those questions; outside of
-`masks_from`, transformers asks as ever.
+each forward pass: whether rows have several documents, and whether there is padding. varlen.py would read where
+documents start. Each read waits for all queued kernels, and the data loader knows the answers. Importing this module
+puts them before transformers' questions; outside of `masks_from`, it asks as ever.
 """
 
 from __future__ import annotations
