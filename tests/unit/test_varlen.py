@@ -1,5 +1,6 @@
 """Attention by documents: equal to attention with the mask that it goes without, gradients too."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from samecurve.data.micro_batch import HostFacts, MicroBatch
 from samecurve.errors import ConfigurationError
-from samecurve.models.attention import block_causal, choice, varlen
+from samecurve.models.attention import block_causal, choice, measured, varlen
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 from samecurve.models.hf_config import CAUSAL
 
@@ -329,7 +330,8 @@ def test_the_kernel_of_a_gpu(window, key_heads):
 
 
 def recipe(attention: str, precision: str = "bf16") -> SimpleNamespace:
-    return SimpleNamespace(model=SimpleNamespace(attention=attention), precision=precision)
+    data = SimpleNamespace(packing=True)
+    return SimpleNamespace(model=SimpleNamespace(attention=attention), precision=precision, task="pretrain", data=data)
 
 
 def choose_attention(made: SimpleNamespace, config) -> str:
@@ -352,7 +354,20 @@ def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):
         choose_attention(recipe("varlen"), AutoConfig.for_model("gemma2"))
 
 
-def test_on_a_gpu_only_where_it_was_asked_for(monkeypatch):
+def test_the_header_says_how_auto_chose(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    asked, gpu = recipe("auto"), torch.device("cuda")
+    assert measured.describe(asked, gpu) == ""  # one long text needs no mask
+    asked.task = "sft"
+    assert measured.describe(asked, gpu) == "auto: nothing measured on this GPU yet, see docs/gpu.md"
+    assert measured.describe(asked, torch.device("cpu")) == measured.describe(recipe("sdpa"), gpu) == ""
+    path = tmp_path / "measured.json"
+    row = {"attention": "varlen", "tokens_per_second": {"sdpa": 9e3, "varlen": 12e3}, "date": "2027-01-02T03:04:05"}
+    path.write_text(json.dumps({"H100": row}))
+    assert measured.describe(asked, gpu, path) == "auto: measured 2027-01-02, tokens/s: sdpa 9,000, varlen 12,000"
+
+
+def test_on_a_gpu_only_where_it_was_asked_for_or_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -360,6 +375,21 @@ def test_on_a_gpu_only_where_it_was_asked_for(monkeypatch):
     assert choose_attention(recipe("auto"), llama) == "sdpa"
     assert choose_attention(recipe("varlen"), llama) == "varlen"
     assert choose_attention(recipe("varlen", "fp16"), llama) == "varlen"
+
+    packed = recipe("auto")
+    packed.task = "sft"
+    assert choose_attention(packed, llama) == "sdpa"  # nothing has been measured
+
+    path = tmp_path / "measured.json"
+    rates = {"sdpa": 9000.0, "varlen": 12_000.0}
+    path.write_text(json.dumps({"Tesla T4": {"attention": "varlen", "tokens_per_second": rates, "date": "2027-01-02"}}))
+    monkeypatch.setattr(measured.fastest, "__defaults__", (path,))
+    assert choose_attention(packed, llama) == "varlen"
+    assert choose_attention(packed, AutoConfig.for_model("gpt2")) == "sdpa"  # it has dropout
+    packed.precision = "fp16"
+    assert choose_attention(packed, llama) == "sdpa"
+    packed.precision, packed.task = "bf16", "pretrain"
+    assert choose_attention(packed, llama) == "sdpa"
 
     def refused(text: str, config=llama, precision: str = "bf16") -> None:
         with pytest.raises(ConfigurationError, match=text):
