@@ -110,10 +110,8 @@ def test_mfu_is_the_published_one_by_the_published_convention():
 
 def machine_with(device: str, toy: bool = False, **rates: float) -> dict:
     """Rates of the cases that decide the attention for packed documents; 0: it failed."""
-    rows = {PACKED[name]: {"state": "done", "tokens_per_second": rate, "date": "2027"} for name, rate in rates.items()}
-    failed = {
-        PACKED[name]: {"state": "failed", "reason": "", "date": "2027"} for name, rate in rates.items() if not rate
-    }
+    done = {name: {"state": "done", "tokens_per_second": rate, "date": "2027"} for name, rate in rates.items()}
+    rows = {PACKED[name]: done[name] if rate else {"state": "failed"} for name, rate in rates.items()}
     facts = {"device": device, "toy": toy, "versions": {"torch": "2.11.0", "transformers": "5.17.0", "peft": "1"}}
     return {"facts": facts, "rows": rows}
 
