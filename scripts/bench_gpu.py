@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import runs  # noqa: E402
-from benchmarks.gpu.cases import GROUPS, Case, cases, chosen  # noqa: E402
+from benchmarks.gpu import attention_table, runs  # noqa: E402
+from benchmarks.gpu.cases import GROUPS, PACKED, Case, cases, chosen  # noqa: E402
 from benchmarks.gpu.page import page  # noqa: E402
 from benchmarks.machine import commit, said  # noqa: E402
 from samecurve.distributed.cpu_workers import num_cores  # noqa: E402
@@ -129,6 +129,8 @@ class Kept:
             path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._results, self._content)
         write_text(self._output, page(self._content))
+        if case.name in PACKED.values() and not self._facts["toy"]:
+            write_json(attention_table.PATH, read_json(attention_table.PATH) | attention_table.table(self._content))
 
     def _row(self, case: Case) -> dict:
         return self._machine["rows"].get(case.name, {})

@@ -3,6 +3,10 @@
 # kernels of varlen, Liger and adamw_bf16. The others run on a CPU (scripts/test.sh). PYTHON=python3 takes an environment
 # that is there, with pytest, instead of making .venv.
 #
+# The kernels that defaults depend on come first: those of varlen and Liger, then options on one GPU, then strategies. On
+# a machine with a single GPU two processes share it over gloo. Each result is kept at once, as a line of
+# runs/test_gpu.jsonl. A test ends after five minutes.
+#
 #   bash scripts/test_gpu.sh [pytest arguments ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,5 +14,7 @@ source scripts/_environment.sh
 
 [ -n "${PYTHON:-}" ] || make_environment requirements.txt requirements-dev.txt
 export HF_HUB_OFFLINE=1
-exec "${PYTHON:-python}" -m pytest tests/gpu tests/unit/test_varlen.py \
-    tests/unit/test_liger.py::test_loss_and_gradients_are_those_of_pytorch "$@"
+mkdir -p runs
+export SAMECURVE_GPU_TEST_RESULTS="${SAMECURVE_GPU_TEST_RESULTS:-$PWD/runs/test_gpu.jsonl}"
+exec "${PYTHON:-python}" -m pytest tests/unit/test_varlen.py \
+    tests/unit/test_liger.py::test_loss_and_gradients_are_those_of_pytorch tests/gpu "$@"

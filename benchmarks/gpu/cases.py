@@ -47,6 +47,16 @@ PAIRS = (
     "model.attention=flash_attention_2 batch.micro_batch_size=1",
 )
 OPTIONS_ON = "1b-documents"
+PACKED = {"sdpa": "8b-sft", "varlen": "8b-sft-varlen"}
+"""Attention and its case with packed documents: by these `model.attention: auto` chooses on a GPU."""
+
+DECIDING = (
+    *PACKED.values(),
+    *("1b", "1b-compiled", "1b-kept", "1b-fsdp"),
+    *(OPTIONS_ON, "1b:compile=full", "1b:activation_checkpointing=offload"),
+    *("8b-offload", "8b-offload-last"),
+)
+"""Cases that decide a default or a row of docs/gpu.md."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +124,13 @@ def _resolved(name: str) -> Recipe:
 
 
 def cases(num_devices: int, toy: bool = False) -> list[Case]:
-    """In the order in which they are measured: those first that say most, a peer beside what it is compared with.
+    """In the order in which they are measured: those first that decide defaults, then those that say most, a peer
+    beside what it is compared with.
 
     num_devices: GPUs of this machine.
     """
     found = [*_ceilings(), *_sizes(), *_shapes(), *(_devices(num_devices) if num_devices > 1 else ()), *_options()]
+    found.sort(key=lambda case: (case.group != "ceilings", case.name not in DECIDING))
     return [_as_toy(case) for case in found] if toy else found
 
 
@@ -184,7 +196,11 @@ def _shapes() -> Iterator[Case]:
     yield case("1b", "sft", data="conversations", against="")
     # host memory: 60 GiB with bf16 weights and moments, 48 GiB; the 8B one with fp32 masters would want 120 GiB
     # by count its update on 16 cores moves 2 TB a step
-    yield case("8b", "offload", BF16, strategy="fsdp_offload", profiled=False, seconds=600.0)
+    offload = case("8b", "offload", BF16, strategy="fsdp_offload", profiled=False, seconds=600.0, against="")
+    yield offload
+    # gradients of several micro-batches are added on the CPU, or on the GPU and copied once
+    last = "memory.gradient_sync=last_micro_batch"
+    yield replace(offload, name="8b-offload-last", overrides=(BF16, last), against="8b-offload")
     yield case("3b", "offload", strategy="zero2_offload", profiled=False)
 
 

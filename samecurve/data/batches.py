@@ -122,8 +122,9 @@ class StepBatches:
     @staticmethod
     def _examined(batch: MicroBatch, count: Callable[..., int]) -> MicroBatch:
         facts = BatchFacts.of(batch, count)
-        pinned = None if facts.positions is None else _pinned(facts.positions)
-        return replace(batch, facts=facts._replace(positions=pinned))
+        positions = None if facts.positions is None else _pinned(facts.positions)
+        documents = facts.documents and facts.documents._replace(starts=_pinned(facts.documents.starts))
+        return replace(batch, facts=facts._replace(positions=positions, documents=documents))
 
     def _whole(self, step: int, rows: np.ndarray | None = None) -> MicroBatch:
         """Return this rank's rows of a step as one batch. rows: replace those that the step reads."""

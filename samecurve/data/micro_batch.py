@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
@@ -38,6 +39,31 @@ class Counts(NamedTuple):
         return cls(*map(sum, zip(*each, strict=True)))
 
 
+class Documents(NamedTuple):
+    """Documents of a micro-batch whose rows are concatenated, for attention without a mask.
+
+    Attributes:
+        starts: int32 (num_documents + 1,), start of each document and end of the last one.
+        longest: upper bound of the tokens of a document, a power of two, so that compiled code meets few of them.
+    """
+
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Tensor]) -> Documents:
+        """Find the documents as transformers' masks do: by position_ids, or with an attention_mask by the padding."""
+        begins = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+        begins[:, 0] = True
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        if mask is not None:
+            begins.scatter_(1, mask.int().argmax(dim=1, keepdim=True), True)
+        elif positions is not None:
+            begins[:, 1:] = positions.diff(dim=1) != 1
+        starts = functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel())
+        return cls(starts.int(), 1 << (int(starts.diff().max()) - 1).bit_length())
+
+
 class BatchFacts(NamedTuple):
     """What a step has to know of a micro-batch on the host; a question to the device would wait for all queued kernels.
 
@@ -47,6 +73,7 @@ class BatchFacts(NamedTuple):
         packed: whether position_ids ever go on by another step than 1 within a row, as between two documents; None
             without position_ids.
         padded: whether the attention_mask has a 0; None without an attention_mask.
+        documents: see Documents; None: unknown.
         wait_for_step: waits for the sums of `counts` over the step's micro-batches and all ranks, which the loader has
             started; None: it has not.
     """
@@ -55,6 +82,7 @@ class BatchFacts(NamedTuple):
     positions: Tensor | None
     packed: bool | None
     padded: bool | None
+    documents: Documents | None
     wait_for_step: Callable[[], list[int]] | None = None
 
     @classmethod
@@ -66,6 +94,7 @@ class BatchFacts(NamedTuple):
             trained_positions(batch.labels),
             None if positions is None else bool((positions.diff(dim=-1) != 1).any()),
             None if mask is None else not mask.all(),
+            Documents.of(batch.inputs),
         )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from samecurve.distributed import allocator, control_group, network
 from samecurve.distributed.cpu_workers import share_of_cores
-from samecurve.engines import cpu_bridge, launch_env
+from samecurve.engines import cpu_bridge, launch_env, shared_gpu
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
 from samecurve.models.attention import cudnn
@@ -98,6 +98,7 @@ def _prepare_environment(strategy: Strategy) -> None:
     network.choose_interface()
     control_group.lengthen_default_timeouts()
     launch_env.export_launch_env(strategy)
+    shared_gpu.prepare()
     launch_env.rejoin_after_restart(cpu_bridge.backend(strategy), control_group.TIMEOUT)
 
 

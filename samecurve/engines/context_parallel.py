@@ -56,6 +56,8 @@ class SequencePart:
         tokens.
         """
         rows, length = batch.inputs["input_ids"].shape
+        if length % (self.count * len(self.chunks)) and batch.facts:  # of the documents without that padding
+            batch = replace(batch, facts=batch.facts._replace(documents=None))
         given = {"position_ids": torch.arange(length).expand(rows, -1), **batch.inputs}
         inputs = {
             name: self._padded(tensor, 0) if name in _OF_WHOLE_ROWS else self.own(tensor)

@@ -15,6 +15,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from samecurve.distributed.control_group import TIMEOUT
+from samecurve.engines import shared_gpu
 from samecurve.errors import TopologyError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def needed() -> bool:
 
 def backend(strategy: Strategy) -> str | None:
     """Backend of the process group; None leaves the choice to Accelerate."""
-    return "gloo" if needed() and strategy.family != "single" else None
+    return "gloo" if (needed() or shared_gpu.asked()) and strategy.family != "single" else None
 
 
 def prepare(strategy: Strategy) -> None:

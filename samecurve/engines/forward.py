@@ -189,7 +189,8 @@ class Forward:
 
 
 def _mask_facts(batch: MicroBatch) -> MaskFacts:
-    return MaskFacts(batch.facts.packed, batch.facts.padded) if batch.facts else MaskFacts()
+    facts = batch.facts
+    return MaskFacts(facts.packed, facts.padded, *(facts.documents or ())) if facts else MaskFacts()
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

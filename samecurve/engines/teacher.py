@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from samecurve.engines import context_parallel, fsdp
+from samecurve.models import frozen_weights
 from samecurve.models import weights as models
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.specs.model_families import check_packing
@@ -43,7 +44,8 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
     if plan and family == "fsdp":
         is_cut, meta = plan.strategy.dims.cp > 1, torch.device("meta")
         model = context_parallel.build(skeleton, recipe, plan.strategy, mesh) if is_cut else _frozen(skeleton, meta)
-        found = fsdp.shard(accelerator, model.requires_grad_(False), mesh)
+        frozen_weights.store_in_bf16(model.requires_grad_(False), recipe, everywhere=True)
+        found = fsdp.shard(accelerator, model, mesh)
     elif family == "zero" and zero_stage == 3:
         found = _partitioned(accelerator, skeleton)
     elif family == "zero":
@@ -51,7 +53,9 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         found = _frozen(skeleton, torch.device(accelerator.device))
         found.to(torch_dtype(recipe.precision))  # pyright: ignore[reportArgumentType]  # transformers hides the signature
     else:
-        found = accelerator.prepare_model(_frozen(skeleton, torch.device(accelerator.device)), evaluation_mode=True)
+        alone = _frozen(skeleton, torch.device(accelerator.device))
+        frozen_weights.store_in_bf16(alone, recipe)
+        found = accelerator.prepare_model(alone, evaluation_mode=True)
     _fill(found, skeleton, recipe)
     found.eval()  # DeepSpeed's method returns None
     return found

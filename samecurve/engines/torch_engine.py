@@ -127,6 +127,7 @@ class TorchEngine:
 
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:
+            frozen_weights.store_in_bf16(model, self.recipe, everywhere=True)
             return fsdp.shard(self.accelerator, model, self.mesh)
         if self.cut:  # only autocast is left to Accelerate
             tensor_parallel.allocate(model, self.device)
@@ -210,7 +211,7 @@ class TorchEngine:
 
     def describe(self) -> EngineDescription:
         """See Engine.describe. Batch size and clipping come from the recipe, all else from the live objects."""
-        weight = next(self.model.parameters())
+        weight = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         # Accelerate silently ignores a precision that the device does not support
         precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None

@@ -185,7 +185,7 @@ def attention_line(facts: dict) -> str:
     if chosen == "sdpa" and facts.get("cudnn_attention") == "off":
         length = facts["recipe"]["batch"]["sequence_length"]
         return f"sdpa without cuDNN's kernels: their gradients can be NaN at {length} tokens (64 modulo 128)"
-    return chosen
+    return f"{chosen} ({facts['attention_choice']})" if facts.get("attention_choice") else chosen
 
 
 def _new_head(facts: dict) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from samecurve.errors import ConfigurationError
+from samecurve.models.activation_offload import Offload, copies_of
 from samecurve.models.attention import varlen
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
     found = layers(model)
     # reentrant checkpointing needs an input with a gradient, which the first layer of a model with an adapter lacks
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    kinds = {"selective": partial(_selective, keeps=memory.selective_save), "offload": _offloaded}
+    kinds = {
+        "selective": partial(_selective, keeps=memory.selective_save),
+        "offload": partial(_offloaded, offload=Offload()),
+    }
     wrap = partial(kinds.get(kind, _full), recompute=recompute)
     for index in recomputed(memory, len(found)):
         found[index].forward = _in_training(found[index], wrap)
@@ -124,12 +128,11 @@ def _selective(forward: Forward, recompute: Callable, keeps: str) -> Forward:
     return partial(recompute, forward, context_fn=_contexts(keeps))
 
 
-def _offloaded(forward: Forward, recompute: Callable) -> Forward:
+def _offloaded(forward: Forward, recompute: Callable, offload: Offload) -> Forward:
     """Recompute as with full checkpointing, from inputs kept in host memory."""
 
     def offloaded(*args, **kwargs):
-        # pinned memory, because otherwise the copy back would wait for the host
-        with torch.autograd.graph.save_on_cpu(pin_memory=args[0].is_cuda):
+        with offload.of_layer(copies_of(args[0].device)):
             return recompute(forward, *args, **kwargs)
 
     return offloaded

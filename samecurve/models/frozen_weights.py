@@ -8,18 +8,23 @@ from torch import nn
 from samecurve.config.schema import Recipe
 
 
-def store_in_bf16(model: nn.Module, recipe: Recipe) -> None:
-    """Store the frozen weights of linear layers in bf16, in place, where bf16 is what every use casts them to.
+def store_in_bf16(model: nn.Module, recipe: Recipe, everywhere: bool = False) -> None:
+    """Store frozen weights in bf16, in place, where every use casts them to bf16: no result changes.
 
-    Autocast does so with precision bf16, hence nothing that is computed changes. Other layers stay: an embedding's
-    output would go on in bf16. With DoRA all stay, because peft computes norms in the weights' own dtype.
+    With DoRA all stay fp32, because peft computes norms in the weights' own dtype.
+
+    Args:
+        model: the model, before a strategy wraps it.
+        recipe: its recipe; only with precision bf16 is anything stored.
+        everywhere: whether each weight is computed in bf16, as under FSDP's mixed precision. Autocast does so for
+            linear layers alone: an embedding's output would go on in bf16.
     """
     if recipe.precision != "bf16" or recipe.adapter.dora:
         return
     linear = [module for module in model.modules() if type(module) is nn.Linear]  # no fp8 and no quantized layers
     others = (module for module in model.modules() if type(module) is not nn.Linear)
     shared = {parameter for module in others for parameter in module.parameters(recurse=False)}
-    for module in linear:
-        for parameter in module.parameters(recurse=False):
-            if not parameter.requires_grad and parameter not in shared:
-                parameter.data = parameter.data.to(torch.bfloat16)
+    found = model.parameters() if everywhere else (p for module in linear for p in module.parameters(recurse=False))
+    for parameter in found:
+        if not parameter.requires_grad and (everywhere or parameter not in shared):
+            parameter.data = parameter.data.to(torch.bfloat16)

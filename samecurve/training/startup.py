@@ -17,7 +17,7 @@ from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
-from samecurve.models.attention import cudnn
+from samecurve.models.attention import cudnn, measured
 from samecurve.models.compilation import Recompilations
 from samecurve.models.skeleton import build_skeleton
 from samecurve.planner import forecast
@@ -222,6 +222,7 @@ def _introduce(session: Session) -> None:
     described = weights.describe(built.skeleton, recipe) | asdict(engine.describe())
     described |= {"adapter": built.identity["adapter"], "allocator": factory.allocator(accelerator)}
     described |= {"cudnn_attention": cudnn.describe(accelerator.device)}
+    described |= {"attention_choice": measured.describe(recipe, accelerator.device)}
     described |= {"num_fp8_modules": fp8.count(built.skeleton, recipe.fp8)}
     described |= {"router_loss": routers.describe(recipe.model.router_loss, built.skeleton)}
     facts = run_facts(plan, described, built.task.describe(), factory.device_name(accelerator))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from samecurve.config.schema import Adapter, Memory
 from samecurve.errors import ConfigurationError
-from samecurve.models import dropout, lora
+from samecurve.models import activation_checkpointing, dropout, lora
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers, repeated_share
+from samecurve.models.activation_offload import copies_of
 from samecurve.models.flops import token_flops
 
 LAYERS, TOKENS, HIDDEN, WIDTH, KEYS, HEADS = 4, 2 * 16, 32, 64, 16, 4
@@ -132,20 +134,72 @@ def test_full_keeps_each_layers_input_alone():
     assert kept_bytes(deep) - kept_bytes(shallow) == (LAYERS - 1) * TOKENS * HIDDEN * 4
 
 
-def test_offloaded_is_each_layers_input_and_nothing_else(monkeypatch):
-    seen, pinned = [], []
+class NotedCopies:
+    """Copies of a pretended device, noted in the order of their start and of their use."""
 
-    class Host(torch.autograd.graph.saved_tensors_hooks):
-        def __init__(self, pin_memory):
-            pinned.append(pin_memory)
-            super().__init__(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor)
+    def __init__(self):
+        self.events: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
 
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Host)
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.events.append(f"out {len(self.shapes)}")
+        self.shapes.append(tuple(tensor.shape))
+        host = tensor.clone()
+        host.number = len(self.shapes) - 1
+        return host
+
+    def to_device(self, host: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.events.append(f"back {host.number}")
+
+        def needed() -> torch.Tensor:
+            self.events.append(f"wait {host.number}")
+            return host
+
+        return needed
+
+
+@pytest.fixture
+def copies(monkeypatch) -> NotedCopies:
+    noted = NotedCopies()
+    monkeypatch.setattr(activation_checkpointing, "copies_of", lambda device: noted)
+    return noted
+
+
+def test_offloaded_is_each_layers_input_and_nothing_else(copies):
     model = build()
     checkpoint_layers(model, KINDS["offload"])
     forward(model).backward()
-    assert [tuple(tensor.shape) for tensor in seen if tensor.numel()] == [(2, TOKENS // 2, HIDDEN)] * LAYERS
-    assert pinned == [False] * LAYERS  # on a CPU
+    assert copies.shapes == [(2, TOKENS // 2, HIDDEN)] * LAYERS
+
+
+def test_each_layers_input_is_on_its_way_back_while_the_next_layer_computes(copies):
+    """The last layer's stays; each other one is fetched as the backward pass comes to the layer behind it."""
+    model = build()
+    checkpoint_layers(model, KINDS["offload"])
+    for module in layers(model):
+        module.register_full_backward_pre_hook(lambda *_: copies.events.append("backward"))
+    for _ in range(2):  # the second micro-batch has nothing of the first one
+        forward(model).backward()
+        expected = ["out 0", "out 1", "out 2", "out 3", "backward", "back 2", "backward", "wait 2", "back 1"]
+        assert copies.events == [*expected, "backward", "wait 1", "back 0", "backward", "wait 0"]
+        copies.events.clear(), copies.shapes.clear()
+
+
+def test_a_graph_may_be_used_twice(copies):
+    plain, model = build(), build()
+    checkpoint_layers(model, KINDS["offload"])
+    for each in (plain, model):
+        loss = forward(each)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    found, expected = gradients(model), gradients(plain)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_nothing_is_copied_on_a_cpu():
+    host = copies_of(torch.device("cpu"))
+    tensor = torch.ones(2)
+    assert host.to_host(tensor) is tensor and host.to_device(tensor)() is tensor
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("full", 8), ("every_n_layers", 6), ("offload", 8), ("matmul", 8)])

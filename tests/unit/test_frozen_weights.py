@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from samecurve.config.schema import Adapter
@@ -52,6 +55,30 @@ def test_half_the_bytes_and_the_same_loss_and_gradients():
     assert all(torch.equal(one, two) for one, two in zip(gradients, others, strict=True))
     kept = {p.dtype for name, p in other.named_parameters() if p.requires_grad or "norm" in name or "embed" in name}
     assert kept == {torch.float32}
+
+
+@pytest.fixture
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_under_fsdp_all_frozen_weights_are_and_nothing_changes(world_of_one):
+    model, recipe = adapted()
+    other = copy.deepcopy(model)
+    store_in_bf16(other, recipe, everywhere=True)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    results = []
+    for each in (model, other):
+        for layer in [*each.model.layers, each]:
+            fully_shard(layer, mesh=world_of_one, mp_policy=policy)
+        loss = each(IDS, labels=IDS).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.to_local() for p in each.parameters() if p.requires_grad)])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True)) and len(results[0]) > 8
+    assert {p.dtype for p in other.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in other.parameters() if p.requires_grad} == {torch.float32}
 
 
 @pytest.mark.parametrize(("precision", "dora"), [("fp32", False), ("fp16", False), ("bf16", True)])

@@ -15,12 +15,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu import page, runs
+from benchmarks.gpu import attention_table, page, runs
 from benchmarks.gpu.cases import (
+    DECIDING,
     GROUPS,
     HERE,
     MEASURED,
     OPTIONS_ON,
+    PACKED,
     WARM_UP,
     Case,
     _digest,
@@ -104,6 +106,35 @@ def test_mfu_is_the_published_one_by_the_published_convention():
     assert page.all_parameters(row | {"flops": flops}) == pytest.approx(by_hand * 10_471 / 989e12)
     assert round(page.all_parameters(row | {"flops": flops}), 3) == page.PUBLISHED_MFU
     assert page.all_parameters(row | {"flops": flops, "trains_all": False}) is None
+
+
+def machine_with(device: str, toy: bool = False, **rates: float) -> dict:
+    """Rates of the cases that decide the attention for packed documents; 0: it failed."""
+    done = {name: {"state": "done", "tokens_per_second": rate, "date": "2027"} for name, rate in rates.items()}
+    rows = {PACKED[name]: done[name] if rate else {"state": "failed"} for name, rate in rates.items()}
+    facts = {"device": device, "toy": toy, "versions": {"torch": "2.11.0", "transformers": "5.17.0", "peft": "1"}}
+    return {"facts": facts, "rows": rows}
+
+
+def test_the_table_of_attention_has_the_fastest_of_each_device():
+    results = {
+        "a": machine_with("A", sdpa=100.0, varlen=130.0),
+        "b": machine_with("B", sdpa=100.0, varlen=101.0),  # noise
+        "c": machine_with("C", sdpa=100.0, varlen=0.0),
+        "d": machine_with("D", varlen=10.0),
+        "e": machine_with("E", toy=True, sdpa=100.0, varlen=200.0),
+    }
+    found = attention_table.table(results)
+    assert {device: row["attention"] for device, row in found.items()} == {"A": "varlen", "B": "sdpa"}
+    assert found["A"]["tokens_per_second"] == {"sdpa": 100.0, "varlen": 130.0}
+    assert found["A"]["versions"] == {"torch": "2.11.0", "transformers": "5.17.0"}
+
+
+def test_what_decides_a_default_comes_first():
+    names = [case.name for case in CASES]
+    first = names[: len(DECIDING) + 1]
+    assert first[0] == "ceilings" and set(first[1:]) == set(DECIDING)
+    assert set(PACKED.values()) <= set(DECIDING)
 
 
 RUN = {"engine": "LlamaForCausalLM", "world_size": 1, "num_parameters": 10, "num_trained_parameters": 10}

@@ -1,16 +1,22 @@
 """Attention by documents: equal to attention with the mask that it goes without, gradients too."""
 
+import json
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from reads import Reads
 from torch.nn.attention import varlen as torch_varlen
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from samecurve.data.micro_batch import HostFacts, MicroBatch
 from samecurve.errors import ConfigurationError
-from samecurve.models.attention import block_causal, choice, varlen
+from samecurve.models.attention import block_causal, choice, measured, varlen
+from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 from samecurve.models.hf_config import CAUSAL
 
 LENGTHS = ((700,), (1, 299, 400), (64, 20, 30, 5, 81, 256, 244), (690, 10))
@@ -188,7 +194,7 @@ def documents(query, key, value, starts, scale, window):
 
 def kernel(query, key, value, starts, _, longest, __, causal, scale, window, shares_heads=False, *more):
     """What stands behind torch's varlen_attn, which only GPUs have, as it is written in books."""
-    assert starts.dtype == torch.int32 and longest == max(starts.diff().tolist())
+    assert starts.dtype == torch.int32 and longest >= max(starts.diff().tolist())
     assert (shares_heads or query.shape == key.shape) and causal == (window == [-1, 0])
     output = torch.empty_like(query)
     for at, _, _, v, probabilities in documents(query, key, value, starts, scale, window):
@@ -216,7 +222,7 @@ def kernels():
 
 @pytest.fixture
 def as_on_a_gpu(kernels, monkeypatch):
-    monkeypatch.setattr(varlen, "_on_gpu", lambda first: True)
+    monkeypatch.setattr(varlen, "_on_gpu", lambda device: True)
 
 
 @pytest.mark.parametrize("shares_heads", {False, varlen._SHARES_HEADS})
@@ -243,6 +249,72 @@ def test_padding_is_no_document_of_its_own(as_on_a_gpu):
     assert starts.tolist() == [0, 700, 730, 1400, 2100, 2800]
 
 
+def padding() -> torch.Tensor:
+    exists = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    exists[0, 650:], exists[1, :30] = 0, 0
+    return exists
+
+
+def loaded(attention_mask: torch.Tensor | None) -> MaskFacts:
+    """What the data loader finds out about the rows of `masks`."""
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    more = {"position_ids": positions()} if attention_mask is None else {"attention_mask": attention_mask}
+    facts = HostFacts.of(MicroBatch({"input_ids": ids, **more}, {"labels": ids}), lambda labels: 0)
+    assert facts.documents is not None
+    return MaskFacts(facts.packed, facts.padded, *facts.documents)
+
+
+@pytest.mark.parametrize("attention_mask", [None, padding()], ids=["packed", "padded"])
+@pytest.mark.parametrize("window", [None, 2, 100, 690])
+def test_the_loaders_documents_are_those_that_a_gpu_would_find(window, attention_mask, as_on_a_gpu):
+    found = masks(window, attention_mask)[1].documents
+    facts = loaded(attention_mask)
+    with masks_from(facts), Reads() as reads:
+        mask = masks(window, attention_mask)[1]
+    assert mask.first is None and mask.documents.starts.equal(found.starts)
+    assert (mask.documents.longest, mask.documents.window) == (1024, found.window)
+    assert not [stack for _, _, stack in reads.found if "varlen.py" in stack]
+
+
+def test_attention_with_the_loaders_documents_is_the_same(as_on_a_gpu):
+    inputs, gradient = tensors(torch.float32, key_heads=2)
+    mask = masks(100)[0]
+    with masks_from(loaded(None)):
+        visible = masks(100)[1]
+    exact = masked([x.double() for x in inputs], gradient.double(), mask)
+    with Reads() as reads:
+        found = by_documents(inputs, gradient, visible)
+    assert error(found, exact) < 1e-5
+    # what stands for the kernel reads the documents itself
+    assert not [stack for _, _, stack in reads.found if "in kernel" not in stack and "in backward_kernel" not in stack]
+
+
+@pytest.mark.parametrize("more", [{"local_size": 64}, {"use_vmap": True}], ids=["chunks", "own mask function"])
+def test_documents_that_cannot_express_a_mask_are_not_taken(more, as_on_a_gpu):
+    with masks_from(loaded(None)):
+        mask = varlen.visible_keys(ROWS, LENGTH, LENGTH, config=AutoConfig.for_model("llama"), **more)
+    assert mask.first is not None
+
+
+def test_other_documents_do_not_compile_a_layer_again(kernels):
+    """A8 of docs/gpu.md: the lengths of documents are other ones in each micro-batch."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(module)
+        return module.forward
+
+    layer = torch.compile(partial(varlen.attention, torch.nn.Module()), backend=backend)
+    query = torch.randn(1, HEADS, LENGTH, WIDTH)
+    for lengths in ((700,), (300, 400), (1, 299, 400), (9,) * 70 + (70,), (690, 10), (5,) * 140, (100, 600)):
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        longest = 1 << (max(lengths) - 1).bit_length()
+        documents = varlen.Documents.of(starts, longest, None)
+        layer(query, query, query, varlen.VarlenMask(None, documents))
+    assert len(graphs) == 2
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 @pytest.mark.parametrize("window", [None, 100])
@@ -258,7 +330,8 @@ def test_the_kernel_of_a_gpu(window, key_heads):
 
 
 def recipe(attention: str, precision: str = "bf16") -> SimpleNamespace:
-    return SimpleNamespace(model=SimpleNamespace(attention=attention), precision=precision)
+    data = SimpleNamespace(packing=True)
+    return SimpleNamespace(model=SimpleNamespace(attention=attention), precision=precision, task="pretrain", data=data)
 
 
 def choose_attention(made: SimpleNamespace, config) -> str:
@@ -281,7 +354,20 @@ def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):
         choose_attention(recipe("varlen"), AutoConfig.for_model("gemma2"))
 
 
-def test_on_a_gpu_only_where_it_was_asked_for(monkeypatch):
+def test_the_header_says_how_auto_chose(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    asked, gpu = recipe("auto"), torch.device("cuda")
+    assert measured.describe(asked, gpu) == ""  # one long text needs no mask
+    asked.task = "sft"
+    assert measured.describe(asked, gpu) == "auto: nothing measured on this GPU yet, see docs/gpu.md"
+    assert measured.describe(asked, torch.device("cpu")) == measured.describe(recipe("sdpa"), gpu) == ""
+    path = tmp_path / "measured.json"
+    row = {"attention": "varlen", "tokens_per_second": {"sdpa": 9e3, "varlen": 12e3}, "date": "2027-01-02T03:04:05"}
+    path.write_text(json.dumps({"H100": row}))
+    assert measured.describe(asked, gpu, path) == "auto: measured 2027-01-02, tokens/s: sdpa 9,000, varlen 12,000"
+
+
+def test_on_a_gpu_only_where_it_was_asked_for_or_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -289,6 +375,21 @@ def test_on_a_gpu_only_where_it_was_asked_for(monkeypatch):
     assert choose_attention(recipe("auto"), llama) == "sdpa"
     assert choose_attention(recipe("varlen"), llama) == "varlen"
     assert choose_attention(recipe("varlen", "fp16"), llama) == "varlen"
+
+    packed = recipe("auto")
+    packed.task = "sft"
+    assert choose_attention(packed, llama) == "sdpa"  # nothing has been measured
+
+    path = tmp_path / "measured.json"
+    rates = {"sdpa": 9000.0, "varlen": 12_000.0}
+    path.write_text(json.dumps({"Tesla T4": {"attention": "varlen", "tokens_per_second": rates, "date": "2027-01-02"}}))
+    monkeypatch.setattr(measured.fastest, "__defaults__", (path,))
+    assert choose_attention(packed, llama) == "varlen"
+    assert choose_attention(packed, AutoConfig.for_model("gpt2")) == "sdpa"  # it has dropout
+    packed.precision = "fp16"
+    assert choose_attention(packed, llama) == "sdpa"
+    packed.precision, packed.task = "bf16", "pretrain"
+    assert choose_attention(packed, llama) == "sdpa"
 
     def refused(text: str, config=llama, precision: str = "bf16") -> None:
         with pytest.raises(ConfigurationError, match=text):

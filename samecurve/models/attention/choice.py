@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from samecurve.errors import ConfigurationError
-from samecurve.models.attention import varlen
+from samecurve.models.attention import measured, varlen
 from samecurve.models.weight_conversion import supports
 from samecurve.specs.model_families import VARLEN
 
@@ -25,8 +25,9 @@ def choose_attention(
 ) -> str:
     """Return transformers' name of the implementation that `model.attention` selects.
 
-    auto selects varlen where measurements found it faster, for a causal language model in bf16 on a CPU
-    (benchmarks/kernels.md), otherwise sdpa, and eager for a family without sdpa. `kind` is Head.kind.
+    auto selects varlen where measurements found it faster: for a causal language model in bf16 on a CPU
+    (benchmarks/kernels.md), on a GPU as measured.json has it. Otherwise it selects sdpa, and eager for a family without
+    sdpa. `kind` is Head.kind.
 
     Raises:
         ConfigurationError: the family or this machine does not support the implementation.
@@ -49,7 +50,8 @@ def choose_attention(
     reason = _without_varlen(config) or (_without_varlen_on_gpu(config, recipe.precision) if on_gpu else None)
     if asked == varlen.NAME and reason:
         raise ConfigurationError(f"model.attention: found varlen, but {reason}; use auto")
-    gains = recipe.precision == "bf16" and kind == "causal_lm" and not on_gpu
+    found = measured.fastest(recipe) if on_gpu else varlen.NAME
+    gains = recipe.precision == "bf16" and kind == "causal_lm" and found == varlen.NAME
     if asked == varlen.NAME or (gains and not reason):
         return varlen.NAME
     return "sdpa" if supports(model_class, "sdpa") else "eager"

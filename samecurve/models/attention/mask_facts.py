@@ -1,9 +1,9 @@
 """Answers from the host to what transformers would ask the device about each micro-batch's attention mask.
 
 To find out whether it needs a mask at all, transformers (5.23, masking_utils.py) reads two values from the device in
-each forward pass: whether rows have several documents, and whether there is padding. Each read waits for all queued
-kernels, and the data loader knows both. Importing this module puts the answers before those questions; outside of
-`told`, transformers asks as ever.
+each forward pass: whether rows have several documents, and whether there is padding. varlen.py would read where
+documents start. Each read waits for all queued kernels, and the data loader knows the answers. Importing this module
+puts them before transformers' questions; outside of `masks_from`, it asks as ever.
 """
 
 from __future__ import annotations
@@ -25,14 +25,24 @@ class MaskFacts(NamedTuple):
     Attributes:
         packed: whether position_ids ever go on by another step than 1 within a row, as between two documents.
         padded: whether the attention_mask has a 0.
+        starts: int32 (num_documents + 1,) on the host, start of each document and end of the last one where the rows
+            are concatenated.
+        longest: upper bound of the tokens of a document.
     """
 
     packed: bool | None = None
     padded: bool | None = None
+    starts: Tensor | None = None
+    longest: int = 0
 
 
 _UNKNOWN = MaskFacts()
 _CURRENT = ContextVar("mask facts", default=_UNKNOWN)
+
+
+def known() -> MaskFacts:
+    """Return what is known of the micro-batch whose forward pass runs."""
+    return _CURRENT.get()
 
 
 @contextmanager

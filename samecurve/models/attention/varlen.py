@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from samecurve.models.attention import block_causal
+from samecurve.models.attention.mask_facts import known
 
 NAME = "varlen"
 WIDEST_ON_A_GPU = 256
@@ -34,11 +35,11 @@ class VarlenMask:
 
     Attributes:
         first: int64 (batch_size, 1, sequence_length, 1), index of the first visible key; the last one is the query's
-            own.
+            own. None where `documents` takes its place.
         documents: the same for `varlen_attn` on a GPU; None on a CPU.
     """
 
-    first: Tensor
+    first: Tensor | None
     documents: Documents | None
 
 
@@ -47,13 +48,18 @@ class Documents(NamedTuple):
 
     Attributes:
         starts: int32 (num_documents + 1,), start of each document and end of the last one.
-        longest: number of tokens of the longest document.
-        window: maximum number of visible keys before a query's own.
+        longest: number of tokens of the longest document, or an upper bound.
+        window: maximum number of visible keys before a query's own; -1 if that is the document. Decided here, not in
+            the layers, which would be compiled for each length.
     """
 
     starts: Tensor
     longest: int
     window: int
+
+    @classmethod
+    def of(cls, starts: Tensor, longest: int, window: int | None) -> Documents:
+        return cls(starts, longest, -1 if window is None or window + 1 >= longest else window)
 
 
 def visible_keys(
@@ -69,10 +75,13 @@ def visible_keys(
     """
     if (q_length, q_offset, kv_offset) != (kv_length, 0, 0):
         raise ValueError("varlen attention takes whole rows, without a cache of keys: pass use_cache=False")
+    on_gpu = _on_gpu(arguments.get("device", "cpu"))
+    if on_gpu and (documents := _known(**arguments)) is not None:
+        return VarlenMask(None, documents)
     first = first_visible(batch_size, q_length, **arguments)
     # torch gives no type to a function under torch.compiler.disable
-    documents: Documents | None = _documents(first) if _on_gpu(first) else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
-    return VarlenMask(first[:, None, :, None], documents)
+    found: Documents | None = _documents(first) if on_gpu else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    return VarlenMask(first[:, None, :, None], found)
 
 
 def first_visible(
@@ -107,8 +116,27 @@ def first_visible(
     return highest
 
 
-def _on_gpu(first: Tensor) -> bool:
-    return first.is_cuda
+def _on_gpu(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def _known(
+    device: torch.device | str = "cpu",
+    local_size: int | None = None,
+    config: Any = None,
+    use_vmap: bool = False,
+    **_,
+) -> Documents | None:
+    """Return the documents that the data loader has found, without a question to the device; None if they do not do.
+
+    Args:
+        local_size: of a sliding window, or of the chunks of llama4_text, which documents cannot express.
+        use_vmap: whether a family has changed the mask by a function of its own.
+    """
+    facts, window = known(), None if local_size is None else local_size - 1
+    if facts.starts is None or use_vmap or local_size not in (None, getattr(config, "sliding_window", None)):
+        return None
+    return Documents.of(facts.starts.to(device, non_blocking=True), facts.longest, window)
 
 
 @torch.compiler.disable  # the number of documents depends on the data
@@ -118,7 +146,7 @@ def _documents(first: Tensor) -> Documents:
     begins = (before == 0).flatten().nonzero().flatten()
     starts = nn.functional.pad(begins, (0, 1), value=first.numel())  # a new tensor of it would wait once more
     longest, window = torch.stack([starts.diff().max(), before.max()]).tolist()
-    return Documents(starts.int(), longest, window)
+    return Documents.of(starts.int(), longest, window)
 
 
 def attention(
@@ -157,6 +185,7 @@ def attention(
     with torch.autocast(kind, enabled=False):  # autocast would compute the probabilities in fp32
         if attention_mask.documents is not None:
             return _of_torch(query, key, value, attention_mask.documents, scale), None
+        assert attention_mask.first is not None
         return block_causal.attend(query, key, value, attention_mask.first, scale), None
 
 
@@ -178,10 +207,18 @@ def _of_torch(query: Tensor, key: Tensor, value: Tensor, documents: Documents, s
         groups = query.shape[1] // key.shape[1]
         key, value = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (key, value))
     flat_query, flat_key, flat_value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    sizes = (-1, 0) if window + 1 >= longest else (window, 0)
     shared: dict[str, Any] = {"enable_gqa": True} if _SHARES_HEADS else {}
     output = varlen_attn(
-        flat_query, flat_key, flat_value, starts, starts, longest, longest, scale=scale, window_size=sizes, **shared
+        flat_query,
+        flat_key,
+        flat_value,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(window, 0),
+        **shared,
     )
     assert isinstance(output, Tensor)  # a tuple only with return_aux
     return output.unflatten(0, (query.shape[0], query.shape[2]))
