@@ -23,7 +23,7 @@ def test_a_missing_compiler(facts, tmp_path, monkeypatch):  # noqa: F811
     strategy = _strategy("configs/zero2_offload.yaml")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    found = [each for each in host_checks.check(facts, {}, recipe, strategy) if each.area == "compilers"]
+    found = [each for each in host_checks.check_host(facts, {}, recipe, strategy) if each.area == "compilers"]
     assert all(each.level == "FAIL" and each.exit_code == 2 for each in found)
     assert any("compile: full needs a C++ compiler" in each.problem for each in found), found
     assert any("ninja" in each.problem or "g++" in each.problem or "c++" in each.problem for each in found), found

@@ -76,7 +76,7 @@ tokenizer.train_tokenizer(Path(sys.argv[2]), sources.find_source(sys.argv[1]), 0
 def test_training_is_cached_and_keyed_by_content(tmp_path, monkeypatch):
     tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizers_of_recipes, "_train", lambda *_, **__: pytest.fail("trained again"))
+        patch.setattr(tokenizers_of_recipes, "train_tokenizer", lambda *_, **__: pytest.fail("trained again"))
         tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path, vocabulary_size=310))
     (tmp_path / "data" / "new.txt").write_text("more")

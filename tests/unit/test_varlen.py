@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from samecurve.data.micro_batch import HostFacts, MicroBatch
+from samecurve.data.micro_batch import BatchFacts, MicroBatch
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import block_causal, choice, measured, varlen
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
@@ -259,7 +259,7 @@ def loaded(attention_mask: torch.Tensor | None) -> MaskFacts:
     """What the data loader finds out about the rows of `masks`."""
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     more = {"position_ids": positions()} if attention_mask is None else {"attention_mask": attention_mask}
-    facts = HostFacts.of(MicroBatch({"input_ids": ids, **more}, {"labels": ids}), lambda labels: 0)
+    facts = BatchFacts.of(MicroBatch({"input_ids": ids, **more}, {"labels": ids}), lambda labels: 0)
     assert facts.documents is not None
     return MaskFacts(facts.packed, facts.padded, *facts.documents)
 
