@@ -20,15 +20,17 @@ PADDING = [[[1, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 0]], [[0, 1, 1], [1, 1, 1]
 
 
 def facts(**inputs: torch.Tensor) -> BatchFacts:
-    inputs = {"input_ids": torch.zeros(2, 2, dtype=torch.long), **inputs}
-    batch = MicroBatch(inputs, {"labels": torch.tensor([[1, -100], [-100, 2]])})
+    (like,) = inputs.values()
+    labels = torch.full(like.shape, -100)
+    labels[0, 0], labels[1, 1] = 1, 2
+    batch = MicroBatch({"input_ids": torch.zeros(like.shape, dtype=torch.long), **inputs}, {"labels": labels})
     return BatchFacts.of(batch, lambda labels: int((labels >= 0).sum()))
 
 
 def test_what_the_host_finds_by_hand():
     found = facts(position_ids=torch.tensor(ROWS[2]))
     assert (found.counts, found.packed, found.padded) == ((2, 2, 3), True, None)
-    assert found.positions is not None and found.positions.tolist() == [0, 3]
+    assert found.positions is not None and found.positions.tolist() == [0, 6]
     assert not facts(position_ids=torch.tensor(ROWS[1])).packed
 
 
