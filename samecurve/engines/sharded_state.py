@@ -179,6 +179,7 @@ class Zero3Shards:
             with self._swapped_in(index, writing=False) as flat:
                 for parameter in group:
                     self._refresh(parameter, flat)
+        zero.invalidate_secondary_tensor()  # hpZ's second copy, which the next step would gather
 
     def _refresh(self, parameter: DeepSpeedParameter, flat: Tensor) -> None:
         """Set the working weight to its fp32 master in the group's `flat` weights. Collective."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from samecurve.engines import context_parallel, fsdp
+from samecurve.engines import context_parallel, fsdp, zero3_partition
 from samecurve.models import frozen_weights
 from samecurve.models import weights as models
 from samecurve.models.skeleton import build_skeleton, construct
@@ -73,7 +73,7 @@ def _partitioned(accelerator: Accelerator, skeleton: PreTrainedModel) -> nn.Modu
     config = accelerator.deepspeed_plugin.deepspeed_config
     zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
     config = {**config, "zero_optimization": zero}
-    with_weights = _frozen(skeleton, deepspeed.zero.Init(config_dict_or_path=config))
+    with_weights = _frozen(skeleton, zero3_partition.context(config))
     engine, *_ = deepspeed.initialize(model=with_weights, config=config)
     return engine
 

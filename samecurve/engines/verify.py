@@ -43,6 +43,7 @@ def _asked(plan: Plan) -> dict:
         "gradient_clipping": recipe.optimizer.max_grad_norm,
         "precision": recipe.precision,
         "zero_stage": strategy.zero_stage,
+        "secondary_partition": strategy.secondary_partition,
         "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3 or _shards_stages(strategy),
         "replicate_size": strategy.replicate_size,
         "tensor_parallel_size": strategy.tensor_parallel_size,

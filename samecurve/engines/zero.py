@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samecurve.engines import deepspeed_introspection, router_loss, teacher
+from samecurve.engines import deepspeed_introspection, router_loss, teacher, zero3_partition
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward
 from samecurve.engines.loss_implementation import install_loss
@@ -54,7 +54,7 @@ class ZeroEngine:
         where = torch.device(self.device)
         if plan.strategy.zero_stage == 3:
             assert accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
-            where = deepspeed.zero.Init(config_dict_or_path=accelerator.deepspeed_plugin.deepspeed_config)
+            where = zero3_partition.context(accelerator.deepspeed_plugin.deepspeed_config)
         model = construct(type(skeleton), skeleton.config, where, recipe.adapter)
         drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
@@ -174,6 +174,7 @@ class ZeroEngine:
             weight_dtype=dtype_name(engine.get_data_types()[0]),
             sharded=hasattr(next(engine.parameters()), "ds_id"),
             offload=offload,
+            secondary_partition=zero3_partition.secondary_partition(engine.module),
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(engine.module)),
         )

@@ -94,6 +94,7 @@ class EngineDescription:
         accumulation_dtype: dtype in which gradients are accumulated; None if unused or unknown.
         sharded: whether each rank holds only a shard of each weight.
         zero_stage: DeepSpeed's ZeRO stage, 0 without ZeRO.
+        secondary_partition: number of ranks over which ZeRO-3 shards a second copy of the weights; 1 without one.
         replicate_size: number of replicas of the sharded model (HSDP); 1 otherwise.
         tensor_parallel_size: number of ranks over which each layer's weights are cut; 1 otherwise.
         context_parallel_size: number of ranks over which each row's sequence is cut; 1 otherwise.
@@ -125,6 +126,7 @@ class EngineDescription:
     reduce_dtype: str | None
     sharded: bool
     zero_stage: int = 0
+    secondary_partition: int = 1
     replicate_size: int = 1
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1

@@ -248,6 +248,8 @@ def _world(facts: dict) -> str:
     if (parts := facts.get("context_parallel_size", 1)) > 1:
         cut += f", {parts} context-parallel ({facts['context_parallel']})"
     cut += f", {spread} expert-parallel" if (spread := facts.get("expert_parallel_size", 1)) > 1 else ""
+    if (group := facts.get("secondary_partition", 1)) > 1:
+        cut += f", a second copy of the weights over each {group}"
     cut += " with sequence parallelism" if facts.get("tp_sequence_parallel") else ""
     return f"{processes} by {facts['launcher']}, {facts['data_parallel_size']} data-parallel{cut}{stages}"
 

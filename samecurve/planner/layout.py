@@ -16,6 +16,7 @@ class Layout:
         schedule: of the pipeline: PyTorch's name of one of its own, else 1f1b, interleaved, zb-1p, zb-2p, or "".
         exchange: how ranks see the keys of a row's other parts: ulysses, allgather or ring.
         zero: what is sharded over `shard` ranks: 1 optimizer, 2 gradients too, 3 weights too.
+        secondary: ranks over which ZeRO-3 shards a second copy of the weights (hpZ); 1 without one.
         sequence_parallel: whether the parts that TP does not split are split along the sequence.
     """
 
@@ -28,6 +29,7 @@ class Layout:
     schedule: str = ""
     zero: int = 0
     shard: int = 1
+    secondary: int = 1
     sequence_parallel: bool = False
     exchange: str = "ring"
 

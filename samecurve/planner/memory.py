@@ -210,6 +210,7 @@ def _gathered(job: Job) -> list[Line]:
     unit = (shape.dense_layer_parameters + shape.expert_layer_parameters / layout.ep) / layout.tp
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
     units = width * (2 * unit + root)
+    second = job.states.weights * job.shape.parameters / layout.secondary if layout.secondary > 1 else 0
     reduced = job.states.gradients * unit
     return [
         Line(
@@ -220,6 +221,7 @@ def _gathered(job: Job) -> list[Line]:
             "two layers, embedding and head",
             "torch's MemTracker under fully_shard",
         ),
+        Line("secondary weights", second, second, 0, f"a copy over {layout.secondary} ranks", "arXiv:2306.10209, hpZ"),
         Line("reduce buffer", 0, reduced, 0, "one layer's gradients before the reduce-scatter"),
     ]
 

@@ -197,7 +197,7 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
     share = hidden_share(job, constants)
     if job.layout.zero == 3:  # of each layer, hidden behind the layer before
         layers = max(stage.layers, 1)
-        backward = _exposed(gathered + reduced, layers * one.backward, share)
+        backward = _exposed(_gathered_again(job, stage, gathered, constants) + reduced, layers * one.backward, share)
         return _exposed(gathered, layers * one.forward, share) + backward, 0
     behind = stage.layers * one.backward
     if syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1):
@@ -205,6 +205,16 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
     if reduces_each_micro_batch(job):
         return _exposed(reduced, behind, share), gathered
     return 0, _exposed(reduced + gathered, behind, share)
+
+
+def _gathered_again(job: Job, stage: Stage, gathered: float, constants: Profile) -> float:
+    """Return the seconds of ZeRO-3's second gather, which may be among the ranks of a second copy alone (hpZ)."""
+    size, layers = job.layout.secondary, max(stage.layers, 1)
+    if size == 1:
+        return gathered
+    near = _link_of(job, size, job.layout.stride("dp"), constants)
+    volume = collectives.all_gather_volume(ELEMENT * sum(stage_parameters(job, stage)) / layers, size)
+    return layers * collectives.seconds(volume, size, near)
 
 
 def hidden_share(job: Job, constants: Profile) -> float:

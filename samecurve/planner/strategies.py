@@ -31,6 +31,7 @@ SIMPLE_FIRST = (
     "zero2",
     "fsdp",
     "zero3",
+    "zero3_hpz",
     "hsdp",
     "tp",
     "fsdp_tp",
@@ -194,7 +195,7 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     layout = Layout(
         ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, virtual_stages=chunks, schedule=schedule, zero=zero,
         shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
-        sequence_parallel=strategy.tp_sequence_parallel,
+        sequence_parallel=strategy.tp_sequence_parallel, secondary=strategy.secondary_partition,
     )  # fmt: skip
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
     described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)

@@ -29,12 +29,12 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
     if files.accelerate.get("distributed_type") == "NO":
         return Placement(None, 1)
     strategy = describe_strategy(files, Launch("torchrun", num_processes))
-    # a replica of one shard is no sharding, and Accelerate refuses it
-    shards = 2 if strategy.replicate_size > 1 else 1
+    # a replica of one shard is no sharding, and Accelerate refuses it; one group has no use for a second copy
+    least = 2 if strategy.replicate_size > 1 or strategy.secondary_partition > 1 else 1
     if strategy.family == "tp":
         return Placement(path, strategy.tensor_parallel_size)
-    unit = strategy.replicate_size * strategy.dims.size("pp", "cp", "tp", "ep")
-    return Placement(path, max(-(-num_processes // unit), shards) * unit)
+    unit = strategy.replicate_size * strategy.secondary_partition * strategy.dims.size("pp", "cp", "tp", "ep")
+    return Placement(path, max(-(-num_processes // unit), least) * unit)
 
 
 def another_strategy(strategy: str) -> str:

@@ -24,6 +24,7 @@ class Strategy:
     context_parallel: how the ranks of a sequence see each other's keys: "ulysses", "allgather", "ring" (Accelerate's
         "alltoall"), or "" without dims.cp.
     nvme_paths: the folders of offloading to NVMe.
+    secondary_partition: ranks over which ZeRO-3 shards a second copy of the weights (ZeRO++'s hpZ); 1 without one.
     fsdp_*, tp_sequence_parallel, pipeline_*: the keys of these names, defaults filled in.
 
     `accelerate` and `deepspeed` are kept whole for run.json and for DeepSpeed itself; code asks the typed fields.
@@ -41,6 +42,7 @@ class Strategy:
     zero_stage: int
     offload: tuple[str, ...]
     nvme_paths: tuple[Path, ...] = ()
+    secondary_partition: int = 1
     fsdp_forward_prefetch: bool = False
     fsdp_reduce_dtype: str = "fp32"
     tp_sequence_parallel: bool = False

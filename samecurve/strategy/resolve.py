@@ -194,6 +194,7 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         zero_stage=_count(deepspeed.get("zero_optimization", "stage"), 0),
         offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
         nvme_paths=_nvme_paths(deepspeed),
+        secondary_partition=_secondary_partition(deepspeed),
         context_parallel=_context_parallel(files)[0] if family == "fsdp" else "",
         fsdp_forward_prefetch=accelerate.get("fsdp_config", "fsdp_forward_prefetch") is True,
         fsdp_reduce_dtype=_text(accelerate.get("fsdp_config", "fsdp_reduce_dtype"), "fp32"),
@@ -246,6 +247,12 @@ def _pipeline_size(files: Files) -> int:
 def _schedule(files: Files) -> str:
     found = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
     return found if found in SCHEDULES else "1F1B"
+
+
+def _secondary_partition(deepspeed: Document) -> int:
+    if deepspeed.get("zero_optimization", "stage") != 3:
+        return 1
+    return _count(deepspeed.get("zero_optimization", "zero_hpz_partition_size"), 1)
 
 
 def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:

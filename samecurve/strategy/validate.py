@@ -248,6 +248,7 @@ def _name(document: Document, strategy: Strategy) -> None:
         "ulysses": ("Ulysses", strategy.dims.cp if by_heads else 1),
         "cp": ("context-parallel", 1 if by_heads else strategy.dims.cp),
         "ep": ("expert-parallel", strategy.dims.ep),
+        "hpz": ("secondary partition's", strategy.secondary_partition),
     }
     for word, (what, size) in sizes.items():
         if claimed[1] == it_is and (word in stem.split("_")) != (size > 1):

@@ -76,6 +76,10 @@ def _offload(document: Document, strategy: Strategy) -> None:
             document.problem((*path, "device"), f"found {describe(device)}, but {text}")
         if device in ("cpu", "nvme") and strategy.family == "pipeline":
             document.problem(path, "a pipeline does not support offloading; remove it")
+    if strategy.secondary_partition > 1 and any(part.startswith("param:") for part in strategy.offload):
+        text = f"found {strategy.secondary_partition}, but a second copy of offloaded weights has not been compared "
+        text += "with one process; remove it or offload_param"
+        document.problem(("zero_optimization", "zero_hpz_partition_size"), text)
     ratio = document.get("zero_optimization", "offload_optimizer", "ratio")
     if isinstance(ratio, (int, float)) and ratio < 1 and low_stage:
         text = f"found {ratio}, but only stage 3 offloads a part and zero_optimization.stage is {strategy.zero_stage}"

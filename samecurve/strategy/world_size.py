@@ -37,10 +37,11 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
         text = f"{world} processes cannot be divided into {stages} stages; start a multiple of {stages}"
         yield _at(files.deepspeed, _STAGES, text)
     yield from _wrong_mesh(files.accelerate, strategy)
-    secondary = files.deepspeed.get(*_SECONDARY)
-    if isinstance(secondary, int) and secondary > 1 and strategy.zero_stage == 3 and world % secondary:
-        text = f"found {secondary}, which does not divide the {world} processes; use a divisor of {world}"
-        yield _at(files.deepspeed, _SECONDARY, text)
+    secondary = strategy.secondary_partition
+    if secondary > 1 and (world % secondary or world == secondary):
+        text = f"found {secondary}, but {world} processes do not form several groups of {secondary}"
+        fix = f"start a multiple of {secondary} from {2 * secondary} on, or use configs/zero3.yaml"
+        yield _at(files.deepspeed, _SECONDARY, f"{text}, each with a second copy of the weights; {fix}")
 
 
 def _at(document: Document, path: KeyPath, text: str) -> ConfigProblem:

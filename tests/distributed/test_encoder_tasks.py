@@ -172,9 +172,9 @@ def test_follows_the_plain_loop(task, family, strategy, workspace, settings):
     assert relative_l2(run.weights, expected.weights) < 1e-4
 
 
-def start(workspace, expected: Setting, strategy: str):
+def start(workspace, expected: Setting, strategy: str, world: int = 2):
     alone = strategy == "single"
-    run = workspace.run(None if alone else strategy, 1 if alone else 2, *expected.overrides)
+    run = workspace.run(None if alone else strategy, 1 if alone else world, *expected.overrides)
     assert run.returncode == 0, run.output
     return run
 

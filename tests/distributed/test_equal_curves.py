@@ -30,8 +30,10 @@ ENGINES = {
     "pipeline_zbv": "ScheduleZBVZeroBubble",
     "pipeline_dualpipev": "ScheduleDualPipeV",
     "pipeline_fsdp": "Schedule1F1B",
-} | dict.fromkeys(["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"], "DeepSpeedEngine")
-STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3, "pipeline": 1}
+}
+STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3, "zero3_hpz": 3}
+ENGINES |= dict.fromkeys(STAGES, "DeepSpeedEngine")
+STAGES["pipeline"] = 1
 OFFLOAD = {
     "zero2_offload": ["optimizer:cpu"],
     "zero3_offload": ["optimizer:cpu", "param:cpu"],
@@ -40,6 +42,9 @@ OFFLOAD = {
 CONTEXT = {"fsdp_ulysses": "ulysses", "fsdp_cp": "allgather"}
 SCHEDULES = tuple(name for name in ENGINES if name.startswith("pipeline_"))
 SHARDED = ("fsdp", "fsdp_tp", *CONTEXT, "hsdp", "pipeline_fsdp", "zero3", "zero3_offload", "zero3_nvme")
+SHARDED += ("zero3_hpz",)
+# NVMe's library takes minutes to compile; of the schedules test_pipeline_schedules.py runs one every day
+SELDOM = ("zero3_nvme", "zero3_hpz", *SCHEDULES)
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 ONLY_EXPERTS = {"fsdp_ep"}  # test_expert_parallel.py has models with experts
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of
@@ -86,7 +91,7 @@ class Case:
 def worlds(strategy: str) -> list[int]:
     """The last one is run every day."""
     given = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
-    given |= dict.fromkeys(CONTEXT, [4, 2]) | dict.fromkeys(SCHEDULES, [2]) | {"pipeline_fsdp": [4]}
+    given |= dict.fromkeys(CONTEXT, [4, 2]) | dict.fromkeys(SCHEDULES, [2]) | {"pipeline_fsdp": [4], "zero3_hpz": [4]}
     return given.get(strategy, [1, 2])
 
 
@@ -98,11 +103,10 @@ def accumulations(strategy: str) -> tuple[int, int]:
 def cases() -> list:
     fp32 = [Case(name, world, count) for name in ENGINES for world in worlds(name) for count in accumulations(name)]
     bf16 = [Case(name, worlds(name)[-1], accumulations(name)[-1], "bf16") for name in ENGINES]
-    # every day: each strategy on its last world with accumulation, where most can go wrong, without NVMe, whose
-    # library takes minutes to compile; FSDP without accumulation; in bf16 one of each kind of optimizer
+    # every day: each strategy but SELDOM on its last world with accumulation, where most can go wrong; FSDP without
+    # accumulation; in bf16 one of each kind of optimizer
     often = [case for case in fp32 if case.world == worlds(case.strategy)[-1] and case.accumulation == 2]
-    # of the schedules test_pipeline_schedules.py runs one every day
-    often = [case for case in often if case.strategy not in ("zero3_nvme", *SCHEDULES)] + [Case("fsdp", 2, 1)]
+    often = [case for case in often if case.strategy not in SELDOM] + [Case("fsdp", 2, 1)]
     often += [case for case in bf16 if case.strategy in ("fsdp", "zero1", "pipeline")]
     return [pytest.param(case, marks=() if case in often else pytest.mark.full, id=str(case)) for case in fp32 + bf16]
 
@@ -156,6 +160,7 @@ def assert_what_ran(run: Run, case: Case) -> None:
     assert facts["gradient_accumulation_steps"] == case.accumulation
     assert facts["precision"] == case.precision
     assert facts["zero_stage"] == STAGES.get(case.strategy, 0)
+    assert facts["secondary_partition"] == (2 if case.strategy == "zero3_hpz" else 1)
     if case.strategy.startswith("pipeline"):
         assert facts["pipeline_stages"] == case.stages
     replicas = 2 if case.strategy == "hsdp" else 1

@@ -22,6 +22,7 @@ SAME_CODE = {
     "zero2": "zero2_offload",
     "zero3_offload": "zero3",
     "zero3_nvme": "zero3",
+    "zero3_hpz": "zero3",
     **dict.fromkeys(set(SCHEDULES) - {"pipeline_1f1b"}, "pipeline_1f1b"),
 }
 OTHER_CODE_IN_BF16 = ["zero1", "zero3", "pipeline"]  # other optimizer classes, or bf16 weights beside fp32 masters

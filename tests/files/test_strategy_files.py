@@ -13,7 +13,7 @@ from samecurve.strategy.accelerate_keys import OURS
 ROOT = Path(__file__).parents[2]
 STRATEGIES = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
 DEEPSPEED = {path.stem: path for path in (ROOT / "ds_configs").glob("*.json")}
-WITH_JSON = {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "pipeline"}
+WITH_JSON = {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero3_hpz", "pipeline"}
 SCHEDULES = {"pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev"}
 MULTI_GPU = {"ddp", "tp"} | SCHEDULES
 FSDP = {"fsdp", "fsdp_offload", "hsdp", "fsdp_tp", "fsdp_ulysses", "fsdp_cp", "fsdp_ep", "pipeline_fsdp"}
@@ -50,7 +50,9 @@ def test_accelerate_reads_the_file(name):
     assert config.distributed_type == ({"single": "NO"} | dict.fromkeys(MULTI_GPU, "MULTI_GPU")).get(name) or (
         "DEEPSPEED" if name in WITH_JSON else "FSDP"
     )
-    assert arguments.num_processes == {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4}.get(name, 2)
+    assert arguments.num_processes == {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "zero3_hpz": 4}.get(
+        name, 2
+    )
     # the recipe owns the precision; with a DeepSpeed JSON the key would raise
     assert config.mixed_precision is None and arguments.mixed_precision == "no"
 
@@ -122,6 +124,7 @@ def test_deepspeed_reads_the_json(name):
     device = {"offload": "cpu", "nvme": "nvme"}.get(name.partition("_")[2])
     assert (zero.offload_optimizer and zero.offload_optimizer.device) == device
     assert (zero.offload_param and zero.offload_param.device) == (device if zero.stage == 3 else None)
+    assert zero.zero_hpz_partition_size == (2 if name == "zero3_hpz" else 1)
     # sums of bf16 gradients would depend on the number of ranks and micro-batches
     assert str(config.communication_data_type) == "torch.float32"
     assert config.grad_accum_dtype == "fp32"

@@ -49,6 +49,19 @@ def test_deepspeed_6_86b(sizes, steady, peak):
     assert max(each.peak for each in memory.anatomy(job)) / GIB == pytest.approx(peak, rel=0.05)
 
 
+def test_a_second_copy_of_the_weights():
+    """Under hpZ over 8 of 64 ranks, from the forward pass to the update: 2 bytes of a parameter divided by 8."""
+    layout, keys = Layout(64, zero=3, shard=64), {"states": StateBytes(), "stack": "deepspeed"}
+    plain, second = (a_job(layout=replace(layout, secondary=size), **keys) for size in (1, 8))
+    (before,), (after,) = memory.anatomy(plain), memory.anatomy(second)
+    for moment, copy in (
+        ("forward", 2 * LLAMA.parameters / 8),
+        ("backward", 2 * LLAMA.parameters / 8),
+        ("optimizer", 0),
+    ):
+        assert after.total(moment) - before.total(moment) == pytest.approx(copy)
+
+
 def test_activations_of_a_layer():
     """s b h (34 + 5 a s / h), divided as Table 2 of arXiv:2205.05198 says."""
     fused = a_job(GPT, Layout(1), seq=512)

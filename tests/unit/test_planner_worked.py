@@ -127,6 +127,21 @@ def test_deepspeed_reduces_whole_gradients():
     assert every / once == pytest.approx(2 * 4 / 2, rel=0.01)
 
 
+def test_a_second_copy_in_each_node_saves_one_of_three_exchanges():
+    """ZeRO-3 gathers twice and reduces once per micro-batch; on a slow network one within nodes costs nothing."""
+    plain, second = (
+        Job(
+            LLAMA_7B, Layout(64, zero=3, shard=64, secondary=size), gpu("H100-80GB"), 1, 512, 1,
+            node_gbit=0.1, stack="deepspeed",
+        )
+        for size in (1, 8)
+    )  # fmt: skip
+    stage, constants = memory.stages(plain, False)[0], step_time.profile("deepspeed")
+    one = step_time.kernels.layer(plain, constants)
+    (whole, _), (saved, _) = (step_time.data_seconds(each, stage, constants, one) for each in (plain, second))
+    assert saved / whole == pytest.approx(2 / 3, rel=0.01)
+
+
 def test_sizes_of_every_printed_row_make_all_gpus(capsys):
     """dp x tp x pp x cp = N, of the choices and of the shapes that this version cannot run."""
     model = str(Path("benchmarks/planner/llama_8b.json"))

@@ -94,6 +94,10 @@ def pp(old, new, environ=T):
     return files, ["r.yaml", "--strategy", "configs/pipeline_1f1b.yaml"], environ
 
 
+FOUR = {**T, "WORLD_SIZE": "4"}
+HPZ = '{"zero_optimization": {"stage": 3,\n"zero_hpz_partition_size": 2}}'
+
+
 # name, changed files, command line, environment, the report's rows (see report_cases.py), and the exit code where it is
 # not 2
 # fmt: off
@@ -228,6 +232,14 @@ CASES = [
      [("configs/pipeline_1f1b.yaml:3", "parallelism_config.parallelism_config_pp_schedule", "missing", "set it to one of")]),
     ("pp and tp", *pp("_pp_schedule: 1F1B\n", "_pp_schedule: 1F1B\n  parallelism_config_tp_size: 2\n"),
      [("configs/pipeline_1f1b.yaml:6", "parallelism_config.parallelism_config_tp_size", "2", "compared", "remove")]),
+    ("hpz on 2", *use("ds_configs/zero3_hpz.json", T, {"ds_configs/zero3_hpz.json": HPZ}),
+     [("ds_configs/zero3_hpz.json:2", "zero_optimization.zero_hpz_partition_size", "2", "2 processes", "several groups", "from 4 on", "zero3.yaml")], 6),
+    ("hpz on 6 by 4", *use("ds_configs/zero3_hpz.json", {**T, "WORLD_SIZE": "6"}, {"ds_configs/zero3_hpz.json": HPZ.replace("2}}", "4}}")}),
+     [("ds_configs/zero3_hpz.json:2", "zero_optimization.zero_hpz_partition_size", "4", "6 processes", "multiple of 4 from 8 on")], 6),
+    ("hpz: name", *use("ds_configs/zero3.json", FOUR, {"ds_configs/zero3.json": HPZ}),
+     [("ds_configs/zero3.json:1", "zero_optimization.stage", "called zero3", "secondary partition's size is 2", "rename")]),
+    ("hpz: offload", *use("ds_configs/mine.json", FOUR, {"ds_configs/mine.json": HPZ.replace("}}", ',\n"offload_param": {"device": "cpu"}}}')}),
+     [("ds_configs/mine.json:2", "zero_optimization.zero_hpz_partition_size", "2", "offloaded weights", "offload_param")]),
     ("fsdp_tp on 3", *use("configs/fsdp_tp.yaml", {**T, "WORLD_SIZE": "3"}, {"configs/fsdp_tp.yaml": FSDP_TP}),
      [("configs/fsdp_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "3 processes", "start 2", "set it to 3")], 6),
     ("fsdp_tp shards", *use("configs/fsdp_tp.yaml", {**T, "WORLD_SIZE": "4"}, {"configs/fsdp_tp.yaml": FSDP_TP + "  parallelism_config_dp_shard_size: 4\n"}),
