@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from samecurve.engines import grad_cache
 from samecurve.engines.context_parallel import SequencePart, gather_outputs
 from samecurve.interfaces.engine import EvalResult
-from samecurve.interfaces.task import Task
+from samecurve.interfaces.task import Task, measure_of
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
@@ -74,10 +74,7 @@ class Forward:
 
     def _task_loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self.loss_implementation != "full":
-            # by its own name the loss needs no whole logits where the vocabulary is divided over ranks
-            inherited = getattr(self.task.loss, "__func__", None) is Task.loss
-            measure = token_loss_sum if inherited else self.task.loss
-            return self.sums(measure, batch), torch.zeros(0, device=self.accelerator.device)
+            return self.sums(measure_of(self.task), batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
         loss, statistics = self.task.step_loss(logits, **targets, **context)
         # all ranks that share rows have computed them whole

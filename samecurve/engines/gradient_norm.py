@@ -43,14 +43,28 @@ def squared_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     Returns:
         (1,) fp64 on the device; nothing waits for it.
     """
+    squares = _by_copies(parameters, mesh)
+    if [*squares] == [mesh.dims.world_size]:  # every rank has all gradients
+        return squares[mesh.dims.world_size].reshape(1).to(mesh.device, non_blocking=True)
+    return mesh.total(_share(squares), over=DIMENSIONS)
+
+
+def squares_share(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
+    """Compute this rank's share of `squared_norm`, (1,) fp64: the sum over all ranks counts each element once."""
+    squares = _by_copies(parameters, mesh)
+    return _share(squares).to(mesh.device) if squares else torch.zeros(1, dtype=torch.float64, device=mesh.device)
+
+
+def _by_copies(parameters: Sequence[nn.Parameter], mesh: Mesh) -> dict[int, Tensor]:
+    """Sum the squares of the gradients of which equally many ranks hold the same elements, by that number."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         by_copies.setdefault(num_copies(parameter, mesh), []).append(local_gradient(parameter))
-    squares = {copies: norms(gradients).square().sum() for copies, gradients in by_copies.items()}
-    if [*squares] == [mesh.dims.world_size]:  # every rank has all gradients
-        return squares[mesh.dims.world_size].reshape(1).to(mesh.device, non_blocking=True)
-    total = torch.stack([square / copies for copies, square in squares.items()]).sum(0, keepdim=True)
-    return mesh.total(total, over=DIMENSIONS)
+    return {copies: norms(gradients).square().sum() for copies, gradients in by_copies.items()}
+
+
+def _share(squares: dict[int, Tensor]) -> Tensor:
+    return torch.stack([square / copies for copies, square in squares.items()]).sum(0, keepdim=True)
 
 
 def num_copies(parameter: nn.Parameter, mesh: Mesh) -> int:

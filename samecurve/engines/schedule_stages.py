@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from samecurve.errors import ConfigurationError
-from samecurve.models.pipeline_split import Decoder, Layer
-from samecurve.optim.dtensor import local_gradient
+from samecurve.losses.chunked_cross_entropy import Measure, TokenSums
+from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -22,24 +22,36 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
 
 
+class Measures(NamedTuple):
+    """What the last stage computes of its logits, in chunks of tokens."""
+
+    training: Measure
+    evaluation: Measure
+
+
 class StageLayers(nn.Module):
     """Consecutive layers; stages pass on hidden states alone, because each of them reads the position_ids itself."""
 
-    def __init__(self, layers: list[Layer], autocast: torch.dtype | None):
+    def __init__(self, layers: list[Layer], autocast: torch.dtype | None, measures: Measures | None):
         super().__init__()
-        self.layers, self._autocast = nn.ModuleList(layers), autocast
+        self.layers, self._autocast, self._measures = nn.ModuleList(layers), autocast, measures
 
-    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute hidden states, or logits on the last stage.
+    def forward(self, hidden: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Compute hidden states; on the last stage logits or, with `labels`, the measure's sums over all tokens.
 
         Args:
             hidden: (micro_batch_size, sequence_length, hidden_size); on the first stage input_ids without hidden_size.
             position_ids: (micro_batch_size, sequence_length).
+            labels: (micro_batch_size, sequence_length), where the stages have measures.
         """
         flow = hidden, position_ids
+        options = {}
+        if labels is not None and self._measures:
+            measure = self._measures.training if self.training else self._measures.evaluation
+            options["sums"] = TokenSums(measure, {"labels": labels})
         with torch.autocast(hidden.device.type, self._autocast) if self._autocast else nullcontext():
             for layer in self.layers:
-                flow = layer(flow)
+                flow = layer(flow, **(options if isinstance(layer, (HeadLayer, TiedHead)) else {}))
         return flow[0] if isinstance(flow, tuple) else flow
 
 
@@ -59,7 +71,14 @@ class LocalStages:
         ConfigurationError: a stage would have no decoder layer, or two sharded stages of a rank one weight.
     """
 
-    def __init__(self, layers: list[Layer], strategy: Strategy, autocast: torch.dtype | None, mesh: Mesh):
+    def __init__(
+        self,
+        layers: list[Layer],
+        strategy: Strategy,
+        autocast: torch.dtype | None,
+        mesh: Mesh,
+        measures: Measures | None = None,
+    ):
         self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
         self.schedule = SCHEDULES[self.name]
         self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
@@ -82,7 +101,7 @@ class LocalStages:
                 "to false, or take a schedule without a V (GPipe, 1F1B, Interleaved1F1B)"
             )
         mine = self.schedule.stages(self.rank, self.ranks)
-        self.modules = {stage: self._allocated(StageLayers(stages[stage], autocast), mesh) for stage in mine}
+        self.modules = {stage: self._allocated(StageLayers(stages[stage], autocast, measures), mesh) for stage in mine}
         self.weights = dict(pair for stage in mine for layer in stages[stage] for pair in layer.named_weights())
         self.has_first, self.has_last = 0 in mine, self.count - 1 in mine
 
@@ -105,23 +124,23 @@ class LocalStages:
         """Return the rank of a stage of this pipeline among all processes."""
         return self.peers[self.rank_of(stage)]
 
-    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """List the gradients of the weights that this rank's stages own, and of those that another rank owns.
-
-        Of a sharded weight, this rank's shard.
-        """
-        own: list[Tensor] = []
-        others: list[Tensor] = []
+    def trained(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """List the weights with a gradient that this rank's stages own, and those that another rank owns."""
+        own: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, weight in self.weights.items():
             if weight.grad is not None:
-                (own if self.owner[name] in self.modules else others).append(local_gradient(weight))
+                (own if self.owner[name] in self.modules else others).append(weight)
         return own, others
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, hidden_size: int) -> Tensor | None:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, hidden_size: int, labels: Tensor | None = None
+    ) -> Tensor | None:
         """Pass rows through all stages without a gradient. Collective.
 
         Returns:
-            Logits (rows, sequence_length, vocabulary_size) on the rank of the last stage, None elsewhere.
+            On the rank of the last stage logits, (rows, sequence_length, vocabulary_size), or sums, see StageLayers;
+            None elsewhere.
         """
         hidden = input_ids
         with torch.no_grad():
@@ -132,7 +151,7 @@ class LocalStages:
                 if before != self.rank:
                     hidden = torch.empty(*input_ids.shape, hidden_size, device=self.device)
                     dist.recv(hidden, self.peers[before])
-                hidden = self.modules[stage](hidden, position_ids)
+                hidden = self.modules[stage](hidden, position_ids, labels)
                 if after != self.rank:
                     dist.send(hidden.float().contiguous(), self.peers[after])
         for module in self.modules.values():

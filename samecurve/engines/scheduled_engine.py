@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,25 +16,26 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from samecurve.engines import fsdp
+from samecurve.engines import fsdp, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums
+from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
-from samecurve.engines.schedule_stages import LocalStages
+from samecurve.engines.schedule_stages import LocalStages, Measures
 from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.timed_stage import TimedStage
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
+from samecurve.interfaces.task import measure_of
 from samecurve.models import dropout
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, to_local
-from samecurve.optim.norms import norms
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.planner.timetables import ScheduleRun
 from samecurve.specs.precision import PRECISIONS, compute_dtype
@@ -62,21 +63,31 @@ class ScheduledEngine:
         self.shard = self._mesh.shard
         _check_dropout(skeleton, plan)
         self._autocast = compute_dtype(self.recipe.precision)
-        layers = split_layers(copy.deepcopy(skeleton))
-        self._stages = stages = LocalStages(layers, plan.strategy, self._autocast, self._mesh)
+        whole, dims = copy.deepcopy(skeleton), self._mesh.dims
+        self._measures, summed = None, []
+        if dims.tp > 1:  # on the meta device and by module, so that it may precede the cut into stages
+            tensor_parallel.check(skeleton, plan.strategy)
+            summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
+            self._measures = Measures(measure_of(task), partial(evaluation_sums, task))
+        self._stages = stages = LocalStages(
+            split_layers(whole), plan.strategy, self._autocast, self._mesh, self._measures
+        )
+        self._summed = [stages.weights[name] for name in summed if name in stages.weights]
         self._module = nn.ModuleList(stages.modules.values()).train()
         self._tie_group = self._group_of_ends() if stages.tied else None
-        self._replica = self._mesh.dims.index(self._mesh.rank, "dp_replicate"), self._mesh.dims.dp_replicate
 
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         groups = factory.parameter_groups(stages.weights.items(), self.shapes, settings)
+        groups = tensor_parallel.groups_by_mesh(groups) if dims.tp > 1 else groups
         self._optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
-        self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total, lambda _: self._replica[1])
+        copies = partial(num_copies, mesh=self._mesh)
+        self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total, copies, readers=dims.tp)
         with torch.no_grad():
             load_weights(skeleton, self.recipe, self._write, names=set(stages.weights))
         saved = {name for name in stages.weights if stages.owner[name] in stages.modules}
         states = factory.state_names(settings, self.shapes)
-        self.state: State = DTensorShards(stages.weights, self._optimizer, states, self._replica, saved)
+        replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
+        self.state: State = DTensorShards(stages.weights, self._optimizer, states, replica, saved)
         self._loss_weight = math.nan
         # the last ones are kept, because rows that are grouped by length have many shapes
         self._schedule = lru_cache(maxsize=16)(self._build_schedule)
@@ -96,24 +107,28 @@ class ScheduledEngine:
         if tokens == 0:
             return StepResult.of_nothing()
         set_learning_rate(self._optimizer, learning_rate)
-        averaged = self._mesh.dims.dp_shard  # FSDP2 averages gradients over these ranks; replicas sum theirs
+        dims = self._mesh.dims
+        averaged = dims.dp_shard  # FSDP2 averages gradients over these ranks; replicas sum theirs
         self._loss_weight = averaged / tokens
         run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))
         with record_function(run.range):
-            mean = self._forward_backward(micro_batches)
+            mean = self._forward_backward(micro_batches) / (averaged * dims.tp)
+            counted, again = stages.trained()
+            tensor_parallel.sum_gradients(self._summed, self._mesh)
+            place_gradients([*counted, *again])
             for name in sorted(stages.tied & stages.weights.keys()):
                 dist.all_reduce(local_gradient(stages.weights[name]), group=self._tie_group)
-            counted, again = stages.gradients()
-            self._mesh.add([*counted, *again], over=("dp_replicate",))
-            sums = torch.stack([mean.double(), _squares(counted).to(self.device), _squares(again).to(self.device)])
-            mean, *both = self._total(sums)  # waits for the last rank
-        mean, (squares, squares_again) = mean / averaged, (each / self._replica[1] for each in both)
+            gradients = [local_gradient(weight) for weight in (*counted, *again)]
+            self._mesh.add(gradients, over=("dp_replicate",))
+            squared = [squares_share(weights, self._mesh) for weights in (counted, again)]
+            sums = torch.cat([mean.double().reshape(1), *squared])
+            mean, squares, squares_again = self._total(sums)  # waits for the last rank
         grad_norm = math.sqrt(squares)
         applied = math.isfinite(mean) and math.isfinite(grad_norm)
         if applied:
             factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6))
             if factor != 1.0:
-                torch._foreach_mul_([*counted, *again], factor)
+                torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
         self._optimizer.zero_grad()
         result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale=False)
@@ -134,7 +149,8 @@ class ScheduledEngine:
         inputs = (input_ids,) if stages.has_first else ()
         # losses are read from the list: the loss function is also called once on no values, to find out shapes
         last = {"target": labels, "losses": losses} if stages.has_last else {}
-        schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **last)
+        of_last = {"labels": labels} if self._measures else {}
+        schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
     def _build_schedule(self, shape: torch.Size, num_micro_batches: int) -> Any:
@@ -148,18 +164,19 @@ class ScheduledEngine:
         # losses are weighted by the step's tokens, so that gradients need no division by the micro-batches
         return kind(stages[0] if single else stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._task.step_loss(logits, labels=labels)[0] * self._loss_weight
+    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        loss = output if self._measures else self._task.step_loss(output, labels=labels)[0]
+        return loss * self._loss_weight
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         sums, tokens = torch.zeros(1, dtype=torch.float64, device=self.device), self._count(micro_batches)
         for batch in micro_batches:
             batch = batch.to(self.device)
-            logits = self._logits(batch)
-            if logits is not None:
-                found = evaluation_sums(self._task, logits, **batch.targets)
+            found = self._run(batch, batch.labels if self._measures else None)
+            if found is not None:
+                found = found if self._measures else evaluation_sums(self._task, found, **batch.targets)
                 sums = sums + found if len(sums) == len(found) else found
-        loss, *statistics = self._total(sums)
+        loss, *statistics = self._total(sums / self._mesh.dims.tp)
         return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -167,7 +184,7 @@ class ScheduledEngine:
 
     def outputs(self, batch: MicroBatch) -> Tensor | None:
         batch = batch.to(self.device)
-        logits, last = self._logits(batch), self._stages.global_rank(self._stages.count - 1)
+        logits, last = self._run(batch), self._stages.global_rank(self._stages.count - 1)
         if 0 not in self._stages.peers:  # the other pipelines compute the same
             return None
         if last == 0:
@@ -180,10 +197,10 @@ class ScheduledEngine:
         dist.recv(found, src=last)
         return found.cpu()
 
-    def _logits(self, batch: MicroBatch) -> Tensor | None:
+    def _run(self, batch: MicroBatch, labels: Tensor | None = None) -> Tensor | None:
         self._module.eval()
         input_ids, position_ids = (batch.inputs[name] for name in _INPUTS)
-        found = self._stages.forward(input_ids, position_ids, self._skeleton.config.hidden_size)
+        found = self._stages.forward(input_ids, position_ids, self._skeleton.config.hidden_size, labels)
         self._module.train()
         return found
 
@@ -208,6 +225,7 @@ class ScheduledEngine:
 
     def describe(self) -> EngineDescription:
         recipe, weights = self.recipe, self._stages.weights
+        num_parameters = sum(to_local(weight).numel() for weight in weights.values())
         sharded = any(isinstance(module, FSDPModule) for module in self._stages.modules.values())
         return EngineDescription(
             engine=schedules.get_schedule_class(self._plan.strategy.pipeline_schedule).__name__,
@@ -219,7 +237,7 @@ class ScheduledEngine:
             device=str(self.device),
             num_parameters=self._skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
-            num_parameters_per_rank=sum(to_local(weight).numel() for weight in weights.values()),
+            num_parameters_per_rank=num_parameters,
             precision=PRECISIONS[dtype_name(self._autocast or torch.float32)],
             micro_batch_size=recipe.batch.micro_batch_size,
             gradient_accumulation_steps=recipe.batch.accumulation_steps(self.shard[1]),
@@ -227,8 +245,10 @@ class ScheduledEngine:
             weight_dtype=dtype_name(next(iter(weights.values())).dtype),
             reduce_dtype="fp32" if sharded else None,
             sharded=sharded,
+            tensor_parallel_size=tensor_parallel.cut_size(weights),
+            loss_implementation="chunked" if self._measures else "full",
             # they are reduced after the step's last backward pass
-            whole_gradient_bytes=sum(4 * weight.numel() for weight in weights.values()) if sharded else 0,
+            whole_gradient_bytes=4 * num_parameters * self._mesh.dims.dp_shard if sharded else 0,
         )
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
@@ -240,11 +260,7 @@ class ScheduledEngine:
 
 
 _INPUTS = ("input_ids", "position_ids")
-
-
-def _squares(gradients: list[Tensor]) -> Tensor:
-    """Sum the squares of all elements: an fp64 scalar."""
-    return norms(gradients).square().sum().double() if gradients else torch.zeros((), dtype=torch.float64)
+_OF_STAGE = ("dp_replicate", "dp_shard", "tp")  # ranks that differ in these have the same stages
 
 
 def _check_dropout(skeleton: PreTrainedModel, plan: Plan) -> None:

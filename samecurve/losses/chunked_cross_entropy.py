@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
-from samecurve.losses.vocabulary_parallel import Columns, own_part
+from samecurve.losses.vocabulary_parallel import Columns, HeadWeights, own_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ class TokenSums:
 
 @torch.compiler.disable
 def chunked_sums(
-    hidden: Tensor, head: nn.Linear, wanted: TokenSums, kind: str = "chunked", compiles: bool = False
+    hidden: Tensor, head: nn.Linear | HeadWeights, wanted: TokenSums, kind: str = "chunked", compiles: bool = False
 ) -> Tensor:
     """Compute the sums `wanted` of the logits head(hidden) in chunks; fp32 in training.
 

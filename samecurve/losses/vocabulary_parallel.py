@@ -19,6 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 
 
+class HeadWeights(NamedTuple):
+    """The weights of an output head that is no module of its own, such as a tied embedding."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
 class Columns(NamedTuple):
     """The part of the vocabulary that this rank has, from `start` on; as many columns on each of `count` ranks."""
 

@@ -14,11 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from samecurve.errors import ConfigurationError
+from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
+from samecurve.losses.vocabulary_parallel import HeadWeights, own_part
 from samecurve.specs.model_families import FAMILIES
 
 Flow = tuple[Tensor, Tensor]
@@ -90,8 +93,11 @@ class HeadLayer(Layer):
         super().__init__(head=prefix)
         self.head = head
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+    def forward(self, hidden: Tensor, sums: TokenSums | None = None) -> Tensor:
+        """Compute logits, or the sums of their chunks."""
+        if sums is None:
+            return self.head(hidden)
+        return chunked_sums(hidden, HeadWeights(self.head.weight, self.head.bias), sums)  # pyright: ignore  # no types
 
 
 class TiedHead(Layer):
@@ -101,16 +107,23 @@ class TiedHead(Layer):
         super().__init__()
         self.embedding = embedding
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return project(self.embedding, hidden)
+    def forward(self, hidden: Tensor, sums: TokenSums | None = None) -> Tensor:
+        """Compute logits, or the sums of their chunks."""
+        if sums is None:
+            return project(self.embedding, hidden)
+        return chunked_sums(hidden, HeadWeights(self.embedding.tokens.weight), sums)  # pyright: ignore  # no types
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
         return self.embedding.named_weights()
 
 
 def project(embedding: TokenEmbedding, hidden: Tensor) -> Tensor:
-    """Compute logits with the transposed token embedding."""
-    return F.linear(hidden, embedding.tokens.weight)
+    """Compute logits with the transposed token embedding; without a gradient if its rows are divided over ranks."""
+    weight = embedding.tokens.weight
+    if not isinstance(weight, DTensor):
+        return F.linear(hidden, weight)
+    part, _, columns = own_part(weight, None)
+    return columns.whole(F.linear(hidden, part))
 
 
 class Positions:

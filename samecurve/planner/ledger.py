@@ -46,7 +46,7 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
         return []
     found = [*_numbers(job)]
     if job.layout.tp > 1:
-        found += _tensor_parallel(job, trained_tokens)
+        found += _tensor_parallel(job, stage, trained_tokens)
     if job.layout.cp > 1:
         found += _context_parallel(job)
     if job.layout.ep > 1:
@@ -191,24 +191,26 @@ def _zero3(job: Job) -> list[Exchange]:
     ]
 
 
-def _tensor_parallel(job: Job, trained_tokens: float | None) -> list[Exchange]:
+def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> list[Exchange]:
     """Sums over the group: two per layer, forward and backward, and one of the embeddings.
 
     With sequence parallelism each sum within the layers is a reduce-scatter behind a block and an all-gather in front
     of the next, which send as much; and the sequence is cut and joined at the two ends. Autocast casts below the point
     where gradients are summed, so that these are fp32; so are the embeddings and what a norm returns. The loss
-    exchanges three fp32 numbers per token and the hidden state's gradient.
+    exchanges three fp32 numbers per token and the hidden state's gradient; in a pipeline of all tokens, trained or not.
     """
     shape, count = job.shape, job.grad_accum
+    layers = round(stage.layers) if job.layout.pp > 1 else shape.layers
     width, hidden = _width(job), count * round(job.tokens) * job.shape.hidden
-    inner = 2 * shape.layers * hidden
+    inner = 2 * layers * hidden
     # PyTorch stops to recompute a layer in front of its last sum, which the backward pass does not need
     gathered, summed = (1, 0.5) if job.checkpointing == "full" else (0, 0)
-    tokens = count * round(job.tokens) if trained_tokens is None else trained_tokens
-    loss = Exchange("tp", "all_reduce", "loss", round(tokens * (3 * FP32 + width * shape.hidden)))
+    tokens = count * round(job.tokens) if trained_tokens is None or job.layout.pp > 1 else trained_tokens
+    embedded = stage.embedding * hidden * FP32
+    loss = Exchange("tp", "all_reduce", "loss", stage.head * round(tokens * (3 * FP32 + width * shape.hidden)))
     if not job.layout.sequence_parallel:
         return [
-            Exchange("tp", "all_reduce", "hidden states", round(hidden * FP32 + inner * width * (1 + summed))),
+            Exchange("tp", "all_reduce", "hidden states", embedded + round(inner * width * (1 + summed))),
             Exchange("tp", "all_reduce", "gradients of hidden states", inner * FP32),
             loss,
         ]
@@ -280,10 +282,11 @@ def _scheduled(job: Job, stage: Stage) -> list[Exchange]:
     apart = [pair for pair in pairwise(ranks) if pair[0] != pair[1]]
     crossed = sum(stage.index in pair for pair in apart)  # each sends one way and receives the other
     shares = shape.tied and stage.embedding != stage.head
+    tied = shares * FP32 * shape.head_parameters // layout.tp
     return [
         Exchange("pp", "send", "hidden states and their gradients", crossed * hidden),
         Exchange("pp", "recv", "hidden states and their gradients", crossed * hidden),
-        Exchange("pp", "all_reduce", "gradients of the tied embedding", shares * FP32 * shape.head_parameters),
+        Exchange("pp", "all_reduce", "gradients of the tied embedding", tied),
         Exchange("dp", "all_reduce", "gradients", FP32 * _held(job, stage) if layout.dp > 1 else 0),
     ]
 

@@ -45,6 +45,7 @@ SIMPLE_FIRST = (
     "pipeline_zbv",
     "pipeline_dualpipev",
     "pipeline_fsdp",
+    "pp_fsdp_tp",
 )
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size by default
@@ -228,7 +229,8 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         wanted.shape, layout, machines.card, rows, wanted.batch.sequence_length,
         wanted.batch.accumulation_steps(layout.dp), states, machines.kind, gpus_per_node=machines.gpus_per_node,
         node_gbit=machines.node_gbit, precision=wanted.precision,
-        chunked_loss=wanted.chunked_loss and layout.pp == 1, checkpointing=wanted.checkpointing, stack=stack,
+        chunked_loss=wanted.chunked_loss and (layout.pp == 1 or layout.tp > 1),
+        checkpointing=wanted.checkpointing, stack=stack,
         levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
         memory_kind="resident" if machines.kind == "cpu" else "", calibration=machines.calibration,
         flow="fp32" if wanted.precision == "fp32" else "16-bit" if stack in SIXTEEN_BIT else "autocast",

@@ -31,8 +31,8 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
     strategy = describe_strategy(files, Launch("torchrun", num_processes))
     # a replica of one shard is no sharding, and Accelerate refuses it; one group has no use for a second copy
     least = 2 if strategy.replicate_size > 1 or strategy.secondary_partition > 1 else 1
-    if strategy.family == "tp":
-        return Placement(path, strategy.tensor_parallel_size)
+    if strategy.family == "tp" or (strategy.dims.tp > 1 and files.accelerate.get("distributed_type") == "MULTI_GPU"):
+        return Placement(path, strategy.dims.size("pp", "tp"))  # a cut model has no replicas
     unit = strategy.replicate_size * strategy.secondary_partition * strategy.dims.size("pp", "cp", "tp", "ep")
     return Placement(path, max(-(-num_processes // unit), least) * unit)
 

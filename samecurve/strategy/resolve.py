@@ -208,9 +208,9 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
 def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
     """What the files leave open, replicas for DDP and else shards, takes the rest of the processes."""
     if family == "schedule":
-        size, kind = _pipeline_size(files), files.accelerate.get("distributed_type")
-        rest = max(world_size // size, 1)
-        return ParallelDims(pp=size, **{"dp_shard" if kind == "FSDP" else "dp_replicate": rest})
+        size, cut = _pipeline_size(files), _tensor_parallel_size(files)
+        others = "dp_shard" if files.accelerate.get("distributed_type") == "FSDP" else "dp_replicate"
+        return ParallelDims(pp=size, tp=cut, **{others: max(world_size // (size * cut), 1)})
     stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1
     replicas = _count(files.accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1)
     cut = _tensor_parallel_size(files) if family in ("tp", "fsdp") else 1

@@ -207,7 +207,7 @@ def _accelerate(document: Document) -> None:
             document.problem((block, key), advice)
 
 
-_NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|tp|pipeline|single)(_|$)")
+_NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|tp|pipeline|pp|single)(_|$)")
 
 
 def _names(files: Files, strategy: Strategy) -> None:
@@ -232,7 +232,7 @@ def _name(document: Document, strategy: Strategy) -> None:
     if not claimed:
         return
     truth = {"zero": f"zero{strategy.zero_stage}", "fsdp": "hsdp" if strategy.replicate_size > 1 else "fsdp"}
-    truth["schedule"] = "pipeline"
+    truth["schedule"] = "pp" if claimed[1] == "pp" else "pipeline"
     is_json = document.name.endswith(".json")
     kind_key: KeyPath = ("zero_optimization", "stage") if is_json else ("distributed_type",)
     offload_key: KeyPath = ("zero_optimization",) if is_json else ("fsdp_config",)

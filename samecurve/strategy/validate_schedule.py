@@ -25,6 +25,8 @@ _WORDS = {
     "dualpipev": "DualPipeV",
 }
 _FSDP_KEYS = ("fsdp_version", "fsdp_cpu_ram_efficient_loading")
+_SEQUENCE = "parallelism_config_tp_sequence_parallel"
+_CUT = ("GPipe", "1F1B", "Interleaved1F1B")  # with tensor parallelism
 _UNTESTED = "has not been compared with one process under a pipeline schedule"
 _ELSEWHERE = "configs/pipeline.yaml"
 # By key: what is allowed, and why nothing else is.
@@ -35,7 +37,6 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "adapter.name": ((None,), f"an adapter {_UNTESTED}"),
     "fp8": (OFF, f"a layer of torchao {_UNTESTED}"),
     "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),
-    "loss.implementation": (("auto", "full"), "the last stage computes whole logits"),
     "memory.activation_checkpointing": (("none",), f"recomputing {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
     "numerics.compare_replicas_every_steps": ((0,), f"comparing copies of a stage {_UNTESTED}"),
@@ -54,6 +55,14 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if SCHEDULES[strategy.pipeline_schedule].folded:
         why = "PyTorch computes wrong gradients of compiled layers where a backward pass is cut in two (zero bubble)"
     yield "compile", f"found {found}, but {why}; use off, or {_ELSEWHERE}"
+
+
+def _loss(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    found, cut = value("loss.implementation"), strategy.tensor_parallel_size > 1
+    allowed = ("auto", "chunked" if cut else "full")
+    if _applies(strategy) and found not in allowed:
+        why = "no rank of the last stage has whole logits" if cut else "the last stage computes whole logits"
+        yield "loss.implementation", f"found {found}, but {why}; use {' or '.join(allowed)}, or another strategy"
 
 
 def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
@@ -96,9 +105,12 @@ def check_accelerate(document: Document) -> None:
     if kind == "FSDP":
         _other_sizes(document)
     cut = document.get(BLOCK, "parallelism_config_tp_size")
-    if cut not in (None, 1):
-        text = f"found {cut}, but tensor parallelism inside pipeline stages {_UNTESTED}; remove one of the two"
-        document.problem((BLOCK, "parallelism_config_tp_size"), text)
+    if cut not in (None, 1) and schedule in SCHEDULES and schedule not in _CUT:
+        text = f"found {schedule}, but with stages that are cut (parallelism_config_tp_size: {cut}) it {_UNTESTED}"
+        document.problem((BLOCK, SCHEDULE), f"{text}; use {' or '.join(_CUT)}")
+    if document.get(BLOCK, _SEQUENCE) is True:
+        text = f"found true, but stages would pass on parts of the sequence, which {_UNTESTED}; set it to false"
+        document.problem((BLOCK, _SEQUENCE), text)
 
 
 def _other_sizes(document: Document) -> None:
@@ -116,4 +128,4 @@ def _other_sizes(document: Document) -> None:
 
 
 _SHARED = (rule(_applies, key, allowed, why, "another strategy") for key, (allowed, why) in _ALLOWED.items())
-RULES = (_compile, _micro_batches, *_SHARED)
+RULES = (_compile, _loss, _micro_batches, *_SHARED)

@@ -32,6 +32,8 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
             fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
             text = f"found {stages}, but {world} processes do not form pipelines of {stages}"
             yield _at(files.accelerate, _PIPELINE, f"{text}; start a multiple of {stages}, or set it to {fitting}")
+        else:
+            yield from _wrong_cut(files.accelerate, strategy)
         return
     if world % stages:
         text = f"{world} processes cannot be divided into {stages} stages; start a multiple of {stages}"
@@ -42,6 +44,20 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
         text = f"found {secondary}, but {world} processes do not form several groups of {secondary}"
         fix = f"start a multiple of {secondary} from {2 * secondary} on, or use configs/zero3.yaml"
         yield _at(files.deepspeed, _SECONDARY, f"{text}, each with a second copy of the weights; {fix}")
+
+
+def _wrong_cut(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
+    """Tensor parallelism inside of pipeline stages, of which there are no replicas without FSDP."""
+    world, dims = strategy.world_size, strategy.dims
+    unit = dims.size("pp", "tp")
+    if dims.tp == 1:
+        return
+    text = f"found {dims.tp}, but {world} processes do not form {dims.pp} stages of"
+    if accelerate.get("distributed_type") == "FSDP" and world % unit:
+        yield _at(accelerate, _TENSOR, f"{text} a multiple of {dims.tp}; start a multiple of {unit}")
+    elif accelerate.get("distributed_type") != "FSDP" and world != unit:
+        fix = f"start {unit}, or use configs/pp_fsdp_tp.yaml, which shards over the others"
+        yield _at(accelerate, _TENSOR, f"{text} {dims.tp}; {fix}")
 
 
 def _at(document: Document, path: KeyPath, text: str) -> ConfigProblem:

@@ -16,7 +16,7 @@ STOP = 5
 LOSS, NORM = 1e-5, 1e-4
 WORLDS = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
 WORLDS |= dict.fromkeys(CONTEXT, [2, 4]) | dict.fromkeys(SCHEDULES, [2])
-WORLDS |= {"pipeline_1f1b": [2, 4], "pipeline_fsdp": [4], "zero3_hpz": [4]}
+WORLDS |= {"pipeline_1f1b": [2, 4], "pipeline_fsdp": [4], "zero3_hpz": [4], "pp_fsdp_tp": [8]}
 # 3 processes divide neither the rows of a weight (FSDP) nor its number of values (ZeRO-3)
 UNEVEN = ("ddp", "fsdp", "zero1", "zero3")
 CASES = [

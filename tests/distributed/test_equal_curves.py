@@ -30,6 +30,7 @@ ENGINES = {
     "pipeline_zbv": "ScheduleZBVZeroBubble",
     "pipeline_dualpipev": "ScheduleDualPipeV",
     "pipeline_fsdp": "Schedule1F1B",
+    "pp_fsdp_tp": "Schedule1F1B",
 }
 STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3, "zero3_hpz": 3}
 ENGINES |= dict.fromkeys(STAGES, "DeepSpeedEngine")
@@ -40,9 +41,9 @@ OFFLOAD = {
     "zero3_nvme": ["optimizer:nvme", "param:nvme"],
 }
 CONTEXT = {"fsdp_ulysses": "ulysses", "fsdp_cp": "allgather"}
-SCHEDULES = tuple(name for name in ENGINES if name.startswith("pipeline_"))
+SCHEDULES = tuple(name for name in ENGINES if name.startswith(("pipeline_", "pp_")))
 SHARDED = ("fsdp", "fsdp_tp", *CONTEXT, "hsdp", "pipeline_fsdp", "zero3", "zero3_offload", "zero3_nvme")
-SHARDED += ("zero3_hpz",)
+SHARDED += ("zero3_hpz", "pp_fsdp_tp")
 # NVMe's library takes minutes to compile; of the schedules test_pipeline_schedules.py runs one every day
 SELDOM = ("zero3_nvme", "zero3_hpz", *SCHEDULES)
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
@@ -62,12 +63,12 @@ class Case:
 
     @property
     def stages(self) -> int:
-        return min(2, self.world) if self.strategy.startswith("pipeline") else 1
+        return min(2, self.world) if self.strategy == "pipeline" or self.strategy in SCHEDULES else 1
 
     @property
     def cut(self) -> int:
         """Ranks of a tensor-parallel group."""
-        return 2 if self.strategy in ("tp", "fsdp_tp") else 1
+        return 2 if "tp" in self.strategy.split("_") else 1
 
     @property
     def parts(self) -> int:
@@ -91,7 +92,11 @@ class Case:
 def worlds(strategy: str) -> list[int]:
     """The last one is run every day."""
     given = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
-    given |= dict.fromkeys(CONTEXT, [4, 2]) | dict.fromkeys(SCHEDULES, [2]) | {"pipeline_fsdp": [4], "zero3_hpz": [4]}
+    given |= (
+        dict.fromkeys(CONTEXT, [4, 2])
+        | dict.fromkeys(SCHEDULES, [2])
+        | {"pipeline_fsdp": [4], "zero3_hpz": [4], "pp_fsdp_tp": [8]}
+    )
     return given.get(strategy, [1, 2])
 
 
@@ -161,7 +166,7 @@ def assert_what_ran(run: Run, case: Case) -> None:
     assert facts["precision"] == case.precision
     assert facts["zero_stage"] == STAGES.get(case.strategy, 0)
     assert facts["secondary_partition"] == (2 if case.strategy == "zero3_hpz" else 1)
-    if case.strategy.startswith("pipeline"):
+    if case.stages > 1:
         assert facts["pipeline_stages"] == case.stages
     replicas = 2 if case.strategy == "hsdp" else 1
     assert facts["replicate_size"] == replicas

@@ -34,7 +34,10 @@ def test_the_export_of_every_strategy_is_the_trained_model(strategy, workspace):
     if strategy == "zero3_nvme" and not libaio_is_installed():
         pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
     run = workspace.run(
-        strategy, {"single": 1, "hsdp": 4, "zero3_hpz": 4}.get(strategy, 2), "batch.micro_batch_size=1", *SHORT
+        strategy,
+        {"single": 1, "hsdp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8}.get(strategy, 2),
+        "batch.micro_batch_size=1",
+        *SHORT,
     )
     kind, difference, limit = verified(run)
     assert kind == "logits" and difference < 1e-5 < limit * 1e2

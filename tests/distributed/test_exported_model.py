@@ -11,7 +11,7 @@ from test_equal_curves import ENGINES, SCHEDULES, Case, accumulations, libaio_is
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "zero3_hpz": 4}
+WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8}
 EVERY_DAY = ["single", "fsdp", "zero3", "pipeline"]
 
 

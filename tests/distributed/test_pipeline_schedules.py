@@ -24,7 +24,7 @@ ENGINES = {
 }
 
 
-def short_run(workspace, strategy: str | None, world: int, *overrides: str) -> Run:
+def short_run(workspace, strategy: str | Path | None, world: int, *overrides: str) -> Run:
     run = workspace.run(strategy, world, *SETTINGS, *overrides)
     assert run.returncode == 0, run.output
     return run
@@ -100,6 +100,53 @@ def test_pipelines_that_read_different_rows_follow_one_process(strategy, tied, w
     assert run.facts["sharded"] == (bool(sharded) or name == "pipeline_fsdp")
     if run.facts["sharded"]:  # of its stages, with a tied embedding on both ends
         assert run.facts["num_parameters_per_rank"] < 0.35 * run.facts["num_parameters"]
+    compare(run, expected)
+
+
+# untied and tied weights; qwen3 has norms of each head, whose gradient is a sum over the ranks of a stage
+CUT = {
+    "llama": {"tie_word_embeddings": True},
+    "llama untied": {"tie_word_embeddings": False},
+    "mistral": {"model_type": "mistral"},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+}
+
+
+def cut_stages(workspace, schedule: str) -> Path:
+    """A strategy file with two stages, each cut over two ranks, without FSDP."""
+    path = workspace.folder / "cut_stages" / schedule / "pp_tp.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = yaml.safe_load(workspace.strategy("pp_fsdp_tp").read_text())
+    content["parallelism_config"]["parallelism_config_pp_schedule"] = schedule
+    del content["fsdp_config"]
+    path.write_text(yaml.safe_dump(content | {"distributed_type": "MULTI_GPU", "num_processes": 4}))
+    return path
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [
+        *product(["1F1B", "GPipe", "Interleaved1F1B"], ["llama", "llama untied"]),
+        *(("1F1B", model) for model in ("mistral", "qwen2", "qwen3")),
+        *(("pp_fsdp_tp", model) for model in ("llama", "llama untied", "qwen3")),
+    ],
+)
+def test_stages_that_are_cut_follow_one_process(strategy, model, workspace):
+    """Two stages of two ranks, or of two shards of two, on four micro-batches of packed rows."""
+    shards = 2 if strategy == "pp_fsdp_tp" else 1
+    config = f"model.config={json.dumps({**LLAMA, **CUT[model]})}"
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
+    file = strategy if shards > 1 else cut_stages(workspace, strategy)
+    run = short_run(workspace, file, 4 * shards, f"batch.micro_batch_size={2 // shards}", config)
+    facts = run.facts
+    assert facts["engine"] == ("Schedule1F1B" if shards > 1 else f"Schedule{strategy}")
+    assert (facts["pipeline_stages"], facts["tensor_parallel_size"], facts["data_parallel_size"]) == (2, 2, shards)
+    assert (facts["gradient_accumulation_steps"], facts["loss_implementation"]) == (4, "chunked")
+    assert facts["sharded"] == (shards > 1)
+    # of a stage with the embedding, more than half of the weights
+    assert facts["num_parameters_per_rank"] < 0.7 / (2 * shards) * facts["num_parameters"]
     compare(run, expected)
 
 

@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from harness import STEPS, Run, largest_relative_difference, launch_command, long, rank_hashes
+from harness import STEPS, Run, largest_relative_difference, launch_command, long, rank_hashes, relative_l2
 from safetensors.torch import load_file
 from test_equal_curves import (
     ENGINES,
@@ -23,7 +23,7 @@ from test_equal_curves import (
 )
 
 STOP = 5
-LOSS, NORM = 1e-5, 1e-4
+LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
 CASES = {
     name: Case(name, worlds(name)[-1] if name != "pipeline" else 2, max(accumulations(name)[0], 2)) for name in ENGINES
 }
@@ -106,6 +106,28 @@ def test_another_strategy_goes_on_on_the_same_curve(name, origin, workspace):
     assert largest_relative_difference(run.column("loss")[STOP:], golden.column("loss")[STOP:]) < LOSS
     assert largest_relative_difference(run.column("grad_norm")[STOP:], golden.column("grad_norm")[STOP:]) < NORM
     assert f"strategy: {origin} -> {name}" in run.output
+
+
+WAY = (Case("zero3", 2, 2), Case("pp_fsdp_tp", 8, 2), Case("fsdp_ulysses", 4, 2), Case("single", 1, 1))
+
+
+@pytest.mark.full
+def test_a_run_that_changes_devices_three_times_ends_on_the_same_curve(workspace, reference):
+    """Five steps each on 2, 8 and 4 processes, and the last ten in one."""
+    run = run_case(workspace, WAY[0])
+    for count, case in enumerate(WAY[1:], start=1):
+        strategy = None if case.strategy == "single" else case.strategy
+        run = workspace.resume(run, count * STOP, strategy, case.world, case.micro_batch)
+        assert run.returncode == 0, run.output
+        assert_what_ran(run, case)
+        assert f"strategy: {WAY[count - 1].strategy} -> {case.strategy}" in run.output
+    assert run.column("step") == list(range(1, STEPS + 1))
+    for key in ("learning_rate", "tokens"):
+        assert run.column(key) == reference.column(key), key
+    assert largest_relative_difference(run.column("loss"), reference.column("loss")) < LOSS
+    assert largest_relative_difference(run.column("grad_norm"), reference.column("grad_norm")) < NORM
+    assert relative_l2(run.weights, reference.weights) < WEIGHTS
+    assert abs(run.metrics[-1]["eval_loss"] / reference.metrics[-1]["eval_loss"] - 1) < LOSS
 
 
 GPT2 = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 32, resid_pdrop: 0.1, embd_pdrop: 0.1}"

@@ -94,8 +94,16 @@ def pp(old, new, environ=T):
     return files, ["r.yaml", "--strategy", "configs/pipeline_1f1b.yaml"], environ
 
 
-FOUR = {**T, "WORLD_SIZE": "4"}
+PP_TP = PP.replace("  parallelism_config_pp_size", "  parallelism_config_tp_size: 2\n  parallelism_config_pp_size")
+PP_FSDP_TP = FSDP_TP + "  parallelism_config_pp_size: 2\n  parallelism_config_pp_schedule: 1F1B\n"
+FOUR, EIGHT = ({**T, "WORLD_SIZE": count} for count in ("4", "8"))
 HPZ = '{"zero_optimization": {"stage": 3,\n"zero_hpz_partition_size": 2}}'
+
+
+def cut_pp(old, new, environ=FOUR, changed_recipe=None):
+    """One change in the file of a pipeline whose stages are cut, or in its recipe."""
+    files = {"configs/pp_tp.yaml": PP_TP.replace("num_processes: 2\n", "").replace(old, new)}
+    return files | (changed_recipe or {}), ["r.yaml", "--strategy", "configs/pp_tp.yaml"], environ
 
 
 # name, changed files, command line, environment, the report's rows (see report_cases.py), and the exit code where it is
@@ -230,8 +238,23 @@ CASES = [
      [("configs/pipeline_1f1b.yaml:5", "parallelism_config.parallelism_config_pp_schedule", "GPipe", "called pipeline_1f1b", "rename", "1F1B")]),
     ("pp without schedule", *pp("  parallelism_config_pp_schedule: 1F1B\n", ""),
      [("configs/pipeline_1f1b.yaml:3", "parallelism_config.parallelism_config_pp_schedule", "missing", "set it to one of")]),
-    ("pp and tp", *pp("_pp_schedule: 1F1B\n", "_pp_schedule: 1F1B\n  parallelism_config_tp_size: 2\n"),
-     [("configs/pipeline_1f1b.yaml:6", "parallelism_config.parallelism_config_tp_size", "2", "compared", "remove")]),
+    ("pp and tp: name", *pp("num_processes: 2\nparallelism_config:\n", "parallelism_config:\n  parallelism_config_tp_size: 2\n", FOUR),
+     [("configs/pipeline_1f1b.yaml:1", "distributed_type", "pipeline_1f1b", "tensor-parallel size is 2", "rename")]),
+    ("pp and tp on 8", *cut_pp("", "", EIGHT),
+     [("configs/pp_tp.yaml:3", "parallelism_config.parallelism_config_tp_size", "2", "8 processes", "2 stages of 2", "start 4", "pp_fsdp_tp.yaml")], 6),
+    ("pp and tp: schedule", *cut_pp("1F1B", "ZBVZeroBubble"),
+     [("configs/pp_tp.yaml:5", "parallelism_config.parallelism_config_pp_schedule", "ZBVZeroBubble", "parallelism_config_tp_size", "compared", "GPipe or 1F1B or Interleaved1F1B")]),
+    ("pp and tp: sequence", *cut_pp("_tp_size: 2\n", "_tp_size: 2\n  parallelism_config_tp_sequence_parallel: true\n"),
+     [("configs/pp_tp.yaml:4", "parallelism_config.parallelism_config_tp_sequence_parallel", "true", "parts of the sequence", "false")]),
+    ("pp and tp: loss", *cut_pp("", "", FOUR, changed("r.yaml", "steps: 10", "steps: 10\nloss: {implementation: full}")),
+     [("r.yaml:3", "loss.implementation", "full", "whole logits", "auto or chunked")]),
+    ("pp and fsdp and tp on 6", *use("configs/pp_fsdp_tp.yaml", {**T, "WORLD_SIZE": "6"}, {"configs/pp_fsdp_tp.yaml": PP_FSDP_TP}),
+     [("configs/pp_fsdp_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "6 processes", "2 stages of a multiple of 2", "multiple of 4")], 6),
+    ("pp and fsdp and cp", *use("configs/pp_fsdp_tp.yaml", EIGHT, {"configs/pp_fsdp_tp.yaml": PP_FSDP_TP + "  parallelism_config_cp_size: 2\n"}),
+     [("configs/pp_fsdp_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "compared", "context parallelism", "remove"),
+      ("configs/pp_fsdp_tp.yaml:10", "parallelism_config.parallelism_config_cp_size", "2", "compared", "pipeline schedule", "remove")]),
+    ("tp and cp", *use("configs/fsdp_tp_cp.yaml", EIGHT, {"configs/fsdp_tp_cp.yaml": FSDP_TP + "  parallelism_config_cp_size: 2\n"}),
+     [("configs/fsdp_tp_cp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "compared", "remove")]),
     ("hpz on 2", *use("ds_configs/zero3_hpz.json", T, {"ds_configs/zero3_hpz.json": HPZ}),
      [("ds_configs/zero3_hpz.json:2", "zero_optimization.zero_hpz_partition_size", "2", "2 processes", "several groups", "from 4 on", "zero3.yaml")], 6),
     ("hpz on 6 by 4", *use("ds_configs/zero3_hpz.json", {**T, "WORLD_SIZE": "6"}, {"ds_configs/zero3_hpz.json": HPZ.replace("2}}", "4}}")}),
