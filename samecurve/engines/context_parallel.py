@@ -118,10 +118,12 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
     if config.model_type not in CONTEXT_PARALLEL:
         known = ", ".join(sorted(CONTEXT_PARALLEL))
         found.append(f"{config.model_type} has not been tested under context parallelism; use {known}")
-    elif strategy.context_parallel == context.Ulysses.name and config.num_attention_heads % size:
-        heads = config.num_attention_heads
+    elif strategy.context_parallel == context.Ulysses.name and config.num_attention_heads // strategy.dims.tp % size:
+        heads = config.num_attention_heads // strategy.dims.tp
         sizes = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
-        text = f"the model's num_attention_heads is {heads}, which {size} does not divide, and each rank gets as many"
+        share = f", {heads} on a rank of tensor parallelism" if strategy.dims.tp > 1 else ""
+        text = f"the model's num_attention_heads is {config.num_attention_heads}{share}, which {size} does not divide"
+        text += ", and each rank gets as many"
         found.append(f"{text} heads; use a size that divides it: {sizes}; configs/fsdp_cp.yaml takes any")
     if config._attn_implementation == "eager":
         text = "the model computes attention by transformers' eager code, which cannot be exchanged"
@@ -135,6 +137,10 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
         text = f"attention has dropout ({named}), of which a rank can only draw the part of whole heads"
         fix = f"set it to 0 in model.config, or use configs/fsdp_ulysses.yaml on rows of one multiple of {size} tokens"
         found.append(f"{text}; {fix}")
+    if strategy.dims.tp > 1 and (drawn := dropout.rates(config)):
+        named = ", ".join(f"{key} {rate}" for key, rate in drawn.items())
+        text = f"dropout ({named}) has not been compared with one process beside tensor parallelism"
+        found.append(f"{text}; set it to 0 in model.config")
     if found:
         lines = (f"{strategy.path}: {strategy.context_key}: found {size}, but {text}" for text in found)
         raise ConfigurationError("\n".join(f"{line}, or use configs/fsdp.yaml" for line in lines))

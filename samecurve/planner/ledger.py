@@ -233,10 +233,10 @@ def _context_parallel(job: Job) -> list[Exchange]:
     shape, layout = job.shape, job.layout
     forwards = 2 if job.checkpointing == "full" else 1
     each = job.grad_accum * shape.layers * _width(job) * round(job.tokens)
-    width = shape.attention_width
+    width = shape.attention_width // layout.tp
     keys = width * shape.kv_heads // shape.heads
     if layout.exchange == "ulysses":
-        repeated = keys * (layout.cp // math.gcd(shape.kv_heads, layout.cp))
+        repeated = keys * (layout.cp // math.gcd(shape.kv_heads // layout.tp, layout.cp))
         sent = each * 2 * (width + repeated)
         return [Exchange("cp", "all_to_all", "heads for sequence", (forwards + 1) * sent)]
     block = each * 2 * keys

@@ -38,6 +38,7 @@ SIMPLE_FIRST = (
     "fsdp_ulysses",
     "fsdp_cp",
     "fsdp_ep",
+    "fsdp_tp_cp",
     "pipeline",
     "pipeline_1f1b",
     "pipeline_gpipe",

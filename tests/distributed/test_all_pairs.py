@@ -16,7 +16,7 @@ STOP = 5
 LOSS, NORM = 1e-5, 1e-4
 WORLDS = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
 WORLDS |= dict.fromkeys(CONTEXT, [2, 4]) | dict.fromkeys(SCHEDULES, [2])
-WORLDS |= {"pipeline_1f1b": [2, 4], "pipeline_fsdp": [4], "zero3_hpz": [4], "pp_fsdp_tp": [8]}
+WORLDS |= {"pipeline_1f1b": [2, 4], "pipeline_fsdp": [4], "zero3_hpz": [4], "pp_fsdp_tp": [8], "fsdp_tp_cp": [4, 8]}
 # 3 processes divide neither the rows of a weight (FSDP) nor its number of values (ZeRO-3)
 UNEVEN = ("ddp", "fsdp", "zero1", "zero3")
 CASES = [
@@ -24,7 +24,7 @@ CASES = [
     for name in ENGINES
     for world in WORLDS.get(name, [1, 2, 3, 4] if name in UNEVEN else [1, 2, 4])
 ]
-NO_LORA = ("pipeline", "zero3_nvme", "tp", "fsdp_tp", *SCHEDULES)
+NO_LORA = ("pipeline", "zero3_nvme", "tp", "fsdp_tp", "fsdp_tp_cp", *SCHEDULES)
 LORA_CASES = [Case(name, WORLDS.get(name, [2])[-1], 1) for name in ENGINES if name not in NO_LORA]
 LORA_CASES += [Case("pipeline", 2, 1), Case("fsdp", 3, 1), Case("zero3", 3, 1)]
 GLOBAL_BATCH = 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from harness import long
 from test_equal_curves import CONTEXT
 from test_tensor_parallel import SIZES, assert_equal, short_run
@@ -56,6 +57,28 @@ def test_families_on_packed_rows(family, way, world, workspace):
     run = context_run(workspace, way, world, 4 // (world // 2), config_of(family), PACKED)
     assert [run.facts[key] for key in ("context_parallel_size", "gradient_accumulation_steps")] == [2, 2]
     assert f"2 context-parallel ({WAYS[way]})" in run.output
+    assert_equal(run, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_and_rows_are_cut(way, family, workspace):
+    """Two parts of every layer, two of every row, and shards over the latter."""
+    word, key = ("ulysses", "sp_size") if way == "fsdp_ulysses" else ("cp", "cp_size")
+    path = workspace.folder / "cut_twice" / way / f"fsdp_tp_{word}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = yaml.safe_load(workspace.strategy("fsdp_tp_cp").read_text())
+    block = {"parallelism_config_tp_size": 2, f"parallelism_config_{key}": 2}
+    block |= {"parallelism_config_cp_comm_strategy": "alltoall"} if way == "ring" else {}
+    path.write_text(yaml.safe_dump(content | {"parallelism_config": block}))
+    config = config_of(family, num_key_value_heads=2)
+    expected = short_run(workspace, None, 1, 8, config, PACKED)
+    run = short_run(workspace, path, 4, 4, config, PACKED)
+    facts = run.facts
+    assert (facts["tensor_parallel_size"], facts["context_parallel_size"]) == (2, 2)
+    assert (facts["context_parallel"], facts["data_parallel_size"], facts["sharded"]) == (WAYS[way], 1, True)
+    assert facts["gradient_accumulation_steps"] == 2
     assert_equal(run, expected)
 
 

@@ -13,7 +13,7 @@ from reads import Reads
 from test_equal_curves import CONTEXT, ENGINES, SCHEDULES
 from torch import Tensor
 
-WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4}
+WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "fsdp_tp_cp": 4}
 WAIT = "engines/step_sums.py: read"  # the only one: loss, norm, statistics and routers, right before the update
 COUNTS = "engines/mesh.py: count", "distributed/control_group.py: wait"  # on the CPU; alone, and with other ranks
 DROPOUT = "models/dropout.py: _of"  # MicroBatch.places, which stay on the CPU

@@ -23,6 +23,7 @@ ENGINES = {
     "fsdp_tp": "FSDPLlamaForCausalLM",
     "fsdp_ulysses": "FSDPLlamaForCausalLM",
     "fsdp_cp": "FSDPLlamaForCausalLM",
+    "fsdp_tp_cp": "FSDPLlamaForCausalLM",
     "pipeline": "PipelineEngine",
     "pipeline_gpipe": "ScheduleGPipe",
     "pipeline_1f1b": "Schedule1F1B",
@@ -41,11 +42,12 @@ OFFLOAD = {
     "zero3_nvme": ["optimizer:nvme", "param:nvme"],
 }
 CONTEXT = {"fsdp_ulysses": "ulysses", "fsdp_cp": "allgather"}
+CUT_ROWS = {**CONTEXT, "fsdp_tp_cp": "allgather"}
 SCHEDULES = tuple(name for name in ENGINES if name.startswith(("pipeline_", "pp_")))
 SHARDED = ("fsdp", "fsdp_tp", *CONTEXT, "hsdp", "pipeline_fsdp", "zero3", "zero3_offload", "zero3_nvme")
-SHARDED += ("zero3_hpz", "pp_fsdp_tp")
+SHARDED += ("zero3_hpz", "pp_fsdp_tp", "fsdp_tp_cp")
 # NVMe's library takes minutes to compile; of the schedules test_pipeline_schedules.py runs one every day
-SELDOM = ("zero3_nvme", "zero3_hpz", *SCHEDULES)
+SELDOM = ("zero3_nvme", "zero3_hpz", "fsdp_tp_cp", *SCHEDULES)
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 ONLY_EXPERTS = {"fsdp_ep"}  # test_expert_parallel.py has models with experts
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of
@@ -73,7 +75,7 @@ class Case:
     @property
     def parts(self) -> int:
         """Ranks over which a row's sequence is cut."""
-        return 2 if self.strategy in CONTEXT else 1
+        return 2 if self.strategy in CUT_ROWS else 1
 
     @property
     def readers(self) -> int:
@@ -95,7 +97,7 @@ def worlds(strategy: str) -> list[int]:
     given |= (
         dict.fromkeys(CONTEXT, [4, 2])
         | dict.fromkeys(SCHEDULES, [2])
-        | {"pipeline_fsdp": [4], "zero3_hpz": [4], "pp_fsdp_tp": [8]}
+        | {"pipeline_fsdp": [4], "zero3_hpz": [4], "pp_fsdp_tp": [8], "fsdp_tp_cp": [8, 4]}
     )
     return given.get(strategy, [1, 2])
 
@@ -172,7 +174,7 @@ def assert_what_ran(run: Run, case: Case) -> None:
     assert facts["replicate_size"] == replicas
     assert facts["tensor_parallel_size"] == case.cut
     assert facts["data_parallel_size"] == case.readers
-    assert (facts["context_parallel_size"], facts["context_parallel"]) == (case.parts, CONTEXT.get(case.strategy, ""))
+    assert (facts["context_parallel_size"], facts["context_parallel"]) == (case.parts, CUT_ROWS.get(case.strategy, ""))
     assert facts["offload"] == OFFLOAD.get(case.strategy, [])
     assert facts["sharded"] == (case.strategy in SHARDED)
     # of what is cut, a tensor-parallel group holds one copy; norms are whole; stages are not of one size

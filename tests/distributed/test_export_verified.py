@@ -35,7 +35,7 @@ def test_the_export_of_every_strategy_is_the_trained_model(strategy, workspace):
         pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
     run = workspace.run(
         strategy,
-        {"single": 1, "hsdp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8}.get(strategy, 2),
+        {"single": 1, "hsdp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8, "fsdp_tp_cp": 4}.get(strategy, 2),
         "batch.micro_batch_size=1",
         *SHORT,
     )

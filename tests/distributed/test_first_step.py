@@ -9,7 +9,7 @@ import pytest
 from harness import launch_command, long
 from test_equal_curves import ENGINES, libaio_is_installed
 
-WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8}
+WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8, "fsdp_tp_cp": 4}
 EVERY_DAY = ["fsdp", "zero3", "pipeline"]
 
 

@@ -19,6 +19,7 @@ SAME_CODE = {
     "fsdp_tp": "fsdp",
     "fsdp_ulysses": "fsdp",
     "fsdp_cp": "fsdp",
+    "fsdp_tp_cp": "fsdp",
     "zero2": "zero2_offload",
     "zero3_offload": "zero3",
     "zero3_nvme": "zero3",

@@ -16,8 +16,9 @@ DEEPSPEED = {path.stem: path for path in (ROOT / "ds_configs").glob("*.json")}
 WITH_JSON = {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero3_hpz", "pipeline"}
 SCHEDULES = {"pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev"}
 MULTI_GPU = {"ddp", "tp"} | SCHEDULES
-FSDP = {"fsdp", "fsdp_offload", "hsdp", "fsdp_tp", "fsdp_ulysses", "fsdp_cp", "fsdp_ep", "pipeline_fsdp", "pp_fsdp_tp"}
-PROCESSES = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8}
+MESHES = {"fsdp_tp", "fsdp_ulysses", "fsdp_cp", "fsdp_ep", "pipeline_fsdp", "pp_fsdp_tp", "fsdp_tp_cp"}
+FSDP = {"fsdp", "fsdp_offload", "hsdp"} | MESHES
+PROCESSES = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8, "fsdp_tp_cp": 8}
 WITHOUT_JSON = {"single"} | FSDP | MULTI_GPU
 OWNED_BY_THE_RECIPE = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -89,7 +90,7 @@ def test_fsdp_files_make_the_plugin_they_promise(name):
     assert made["FSDP_VERSION"] == "2"
     assert made["FSDP_OFFLOAD_PARAMS"] == ("true" if name == "fsdp_offload" else "false")
     assert made["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-    meshes = {"hsdp": "2"} | dict.fromkeys(FSDP - {"fsdp", "fsdp_offload", "hsdp"}, "1")
+    meshes = {"hsdp": "2"} | dict.fromkeys(MESHES, "1")
     assert made.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE") == meshes.get(name)
 
 

@@ -23,6 +23,7 @@ GIVEN = {
     "fsdp_ep": (2, 2, 4, 8),
     "zero3_hpz": (4, 4, 4, 8),
     "pp_fsdp_tp": (4, 4, 4, 8),
+    "fsdp_tp_cp": (4, 4, 4, 8),
     "pipeline": (2, 2, 4, 8),
     **dict.fromkeys((name for name in STRATEGIES if name.startswith("pipeline_")), (2, 2, 4, 8)),
 }

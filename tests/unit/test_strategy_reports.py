@@ -96,6 +96,7 @@ def pp(old, new, environ=T):
 
 PP_TP = PP.replace("  parallelism_config_pp_size", "  parallelism_config_tp_size: 2\n  parallelism_config_pp_size")
 PP_FSDP_TP = FSDP_TP + "  parallelism_config_pp_size: 2\n  parallelism_config_pp_schedule: 1F1B\n"
+FSDP_TP_CP = FSDP_TP + "  parallelism_config_cp_size: 2\n"
 FOUR, EIGHT = ({**T, "WORLD_SIZE": count} for count in ("4", "8"))
 HPZ = '{"zero_optimization": {"stage": 3,\n"zero_hpz_partition_size": 2}}'
 
@@ -164,8 +165,6 @@ CASES = [
      [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_cp_comm_strategy", "alltoall", "parallelism_config_cp_size is above 1", "remove")]),
     ("ulysses in ddp", *use("configs/tp.yaml", T, {"configs/tp.yaml": TP + "  parallelism_config_sp_size: 2\n"}),
      [("configs/tp.yaml:5", "parallelism_config.parallelism_config_sp_size", "FSDP", "MULTI_GPU", "fsdp_ulysses.yaml")]),
-    ("ulysses and tp", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_tp_size: 2", name="fsdp_ulysses_tp", environ={**T, "WORLD_SIZE": "4"}),
-     [("configs/fsdp_ulysses_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "compared", "remove")]),
     ("ulysses offload", *cp("fsdp_version: 2", "fsdp_version: 2\n  fsdp_offload_params: true", name="fsdp_ulysses_offload"),
      [("configs/fsdp_ulysses_offload.yaml:4", "fsdp_config.fsdp_offload_params", "true", "compared", "false")]),
     ("ulysses on 3", *cp("", "", environ={**T, "WORLD_SIZE": "3"}),
@@ -251,10 +250,14 @@ CASES = [
     ("pp and fsdp and tp on 6", *use("configs/pp_fsdp_tp.yaml", {**T, "WORLD_SIZE": "6"}, {"configs/pp_fsdp_tp.yaml": PP_FSDP_TP}),
      [("configs/pp_fsdp_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "6 processes", "2 stages of a multiple of 2", "multiple of 4")], 6),
     ("pp and fsdp and cp", *use("configs/pp_fsdp_tp.yaml", EIGHT, {"configs/pp_fsdp_tp.yaml": PP_FSDP_TP + "  parallelism_config_cp_size: 2\n"}),
-     [("configs/pp_fsdp_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "compared", "context parallelism", "remove"),
-      ("configs/pp_fsdp_tp.yaml:10", "parallelism_config.parallelism_config_cp_size", "2", "compared", "pipeline schedule", "remove")]),
-    ("tp and cp", *use("configs/fsdp_tp_cp.yaml", EIGHT, {"configs/fsdp_tp_cp.yaml": FSDP_TP + "  parallelism_config_cp_size: 2\n"}),
-     [("configs/fsdp_tp_cp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "compared", "remove")]),
+     [("configs/pp_fsdp_tp.yaml:10", "parallelism_config.parallelism_config_cp_size", "2", "compared", "pipeline schedule", "remove")]),
+    ("tp and cp on 6", *use("configs/fsdp_tp_cp.yaml", {**T, "WORLD_SIZE": "6"}, {"configs/fsdp_tp_cp.yaml": FSDP_TP_CP}),
+     [("configs/fsdp_tp_cp.yaml:8", "parallelism_config.parallelism_config_cp_size", "2", "6 processes", "groups of 2", "multiple of 4")], 6),
+    ("tp and cp: sequence", *use("configs/fsdp_tp_cp.yaml", FOUR, {"configs/fsdp_tp_cp.yaml": FSDP_TP_CP + "  parallelism_config_tp_sequence_parallel: true\n"}),
+     [("configs/fsdp_tp_cp.yaml:9", "parallelism_config.parallelism_config_tp_sequence_parallel", "true", "two ways", "compared", "false")]),
+    ("tp and cp: loss", {"configs/fsdp_tp_cp.yaml": FSDP_TP_CP, **changed("r.yaml", "steps: 10", "steps: 10\nloss: {implementation: full}")},
+     ["r.yaml", "--strategy", "configs/fsdp_tp_cp.yaml"], FOUR,
+     [("r.yaml:3", "loss.implementation", "full", "whole logits", "tensor parallelism together", "auto or chunked")]),
     ("hpz on 2", *use("ds_configs/zero3_hpz.json", T, {"ds_configs/zero3_hpz.json": HPZ}),
      [("ds_configs/zero3_hpz.json:2", "zero_optimization.zero_hpz_partition_size", "2", "2 processes", "several groups", "from 4 on", "zero3.yaml")], 6),
     ("hpz on 6 by 4", *use("ds_configs/zero3_hpz.json", {**T, "WORLD_SIZE": "6"}, {"ds_configs/zero3_hpz.json": HPZ.replace("2}}", "4}}")}),
