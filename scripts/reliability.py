@@ -193,7 +193,7 @@ def by_request(records: list[dict]) -> str:
         f"moto's S3 server behind a proxy that breaks requests at random: {broken.total():,} of {sums['requests']:,} "
         "here. A session fetches the newest checkpoint, often on another machine, commits three of 11 MiB and uploads "
         "each in parts. After each session every committed checkpoint is read and compared with what was saved, and "
-        "the newest one is fetched while requests fail."
+        f"the newest one is fetched while requests fail. Run {when(records)}."
     )
     return f"{table(('', 'number'), results)}\n\n{table(('request', 'number'), rows)}\n\n{note}"
 

@@ -187,7 +187,10 @@ class Forward:
 
 def _mask_facts(batch: MicroBatch) -> MaskFacts:
     facts = batch.facts
-    return MaskFacts(facts.packed, facts.padded, *(facts.documents or ())) if facts else MaskFacts()
+    if facts is None:
+        return MaskFacts()
+    starts, longest = facts.documents or (None, 0)
+    return MaskFacts(facts.packed, facts.padded, starts, longest)
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

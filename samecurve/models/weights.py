@@ -197,7 +197,7 @@ def _head_hint(model: PreTrainedModel, missing: set[str]) -> str:
 
 
 def new_head_names(model: PreTrainedModel, recipe: Recipe) -> list[str]:
-    """List a pretrained model's newly initialized parameters, for the header. Raises as `fill`."""
+    """List a pretrained model's newly initialized parameters, for the header. Raises as `load_weights`."""
     if recipe.model.path is None or not (recipe.model.new_head or is_classifier(model)):
         return []
     return sorted(new_head(model, recipe, Pretrained(model, without_adapter(model), recipe.model.path).missing()))

@@ -35,7 +35,7 @@ from started import Started
 
 from samecurve.checkpoint.fetch import committed, fetch_newest, verify
 from samecurve.checkpoint.manifest import DamagedManifest, folder_name, list_checkpoints, step_of
-from samecurve.errors import SamecurveError
+from samecurve.errors import SamecurveError, StorageError
 from samecurve.storage import object_store
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore
@@ -150,8 +150,8 @@ def unreadable_and_wrong(store: ObjectStore, folder: Path) -> tuple[list[str], l
         here.mkdir(parents=True)
         try:
             verify(store, name, here)
-        except DamagedManifest as error:
-            unreadable.append(f"{name}: {error.damage}")
+        except (DamagedManifest, StorageError) as error:
+            unreadable.append(f"{name}: {error}")
             continue
         if hashes(here) != truth(folder.parent, step_number(name)):
             wrong.append(name)
