@@ -10,13 +10,14 @@ from harness import Run, largest_relative_difference, long, rank_hashes, relativ
 from test_equal_curves import LOSS, NORM, WEIGHTS
 from test_tensor_parallel import assert_equal
 
-COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 COMMON |= {"num_experts_per_tok": 2, "router_aux_loss_coef": 1.0}  # so large that the norm shows the router loss
 CONFIGS = {
     "mixtral": {"intermediate_size": 48, "num_local_experts": 4},
     "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 4, "intermediate_size": 48},
     "olmoe": {"intermediate_size": 24, "num_experts": 4},
-    "gpt_oss": {"intermediate_size": 24, "num_local_experts": 4, "sliding_window": 9},  # with biases
+    # with biases
+    "gpt_oss": {"intermediate_size": 24, "num_local_experts": 4, "sliding_window": 9, "head_dim": 8},
 }
 PACKED = "data.packing=true"  # of these families Mixtral keeps packed documents apart
 ROWS = "data.group_by_length=true"
@@ -158,10 +159,12 @@ def test_a_pretrained_mixture_goes_on(task, workspace, tmp_path):
     """Weights come from a Hugging Face folder, expert by expert, and go into another one."""
     base = run_of(workspace, None, 1, 8, config_of("mixtral"), PACKED).directory / "model"
     rows = tmp_path / "rows.jsonl"
-    talk = [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "very well, thank you"}]
-    line = {"messages": talk} if task == "sft" else {"text": "how are you? very well, thank you"}
-    rows.write_text(f"{json.dumps(line)}\n" * 40)
+    lines = [{"prompt": f"what is {n}? ", "completion": f"{n} is {n * n} / {n}"} for n in range(40)]
+    if task == "continue_pretrain":
+        lines = [{"text": line["prompt"] + line["completion"]} for line in lines]
+    rows.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     given = f"model={{path: {base}}}", f"tokenizer={{path: {base}}}", f"data.path={rows}", f"task={task}"
+    given += ("data.chat=false",) if task == "sft" else ()
     expected = run_of(workspace, None, 1, 8, *given)
     assert_equal(spread_run(workspace, 2, 2, *given), expected)
 
