@@ -12,6 +12,7 @@ from samecurve.strategy.accelerate_keys import ACCELERATE, OURS, RecipeOwned, Re
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, STAGES, ZERO
 
 FAMILIES = {
+    "pp_": "schedule",
     "single": "single",
     "ddp": "ddp",
     "fsdp": "fsdp",

@@ -32,7 +32,11 @@ def findings(
     schedule: str = "1F1B", ranks: int = 2, family: str = "schedule", readers: int = 1, **changes
 ) -> list[tuple[str, str]]:
     strategy = SimpleNamespace(
-        family=family, pipeline_schedule=schedule, pipeline_stages=ranks, data_parallel_size=readers
+        family=family,
+        pipeline_schedule=schedule,
+        pipeline_stages=ranks,
+        data_parallel_size=readers,
+        tensor_parallel_size=1,
     )
     return [finding for rule in RULES for finding in rule((GOOD | changes).__getitem__, strategy)]
 
