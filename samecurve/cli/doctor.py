@@ -20,7 +20,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import read_hostfile
 from samecurve.planner import model_config
 from samecurve.specs.optimizers import OPTIMIZERS
-from samecurve.strategy import resolve, slurm
+from samecurve.strategy import resolve, slurm, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.plan import Strategy
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int | Work:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True) if arguments.recipe else None
-    strategy = _strategy(arguments.strategy) if arguments.strategy else None
+    strategy = _strategy(arguments) if arguments.strategy else None
     if arguments.hostfile:
         return _hosts(arguments)
     needed = needed_bytes(recipe) if recipe else {}
@@ -50,12 +50,18 @@ def run(arguments: argparse.Namespace) -> int | Work:
     return examination.report(examination.one_host(recipe, strategy, needed), arguments.json)
 
 
-def _strategy(path: str) -> Strategy:
-    files = resolve.read_files(path)
-    problems = [*files.accelerate.problems, *files.deepspeed.problems]
-    if problems:
+def _strategy(arguments: argparse.Namespace) -> Strategy:
+    """Read the strategy's files; with a recipe their keys and values are checked as at the start of a run."""
+    launch = Launch("python", 1)
+    files = resolve.read_files(arguments.strategy)
+    strategy = resolve.describe_strategy(files, launch)
+    if arguments.recipe:
+        source = recipes.read_recipe(arguments.recipe, arguments.overrides)
+        validate.check_strategy(source, files, strategy, launch)
+    found = [*files.accelerate.problems, *files.deepspeed.problems]
+    if problems := [each for each in found if not each.topology]:  # a run may have more processes than the doctor
         raise ConfigurationError(format_problems(problems))
-    return resolve.describe_strategy(files, Launch("python", 1))
+    return strategy
 
 
 def _hosts(arguments: argparse.Namespace) -> int:

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 from test_doctor import GPU, check, facts, problems  # noqa: F401  a fixture
 
-from samecurve.cli.doctor import _strategy
+from samecurve.cli.commands import main
 from samecurve.config.loader import load_recipe
 from samecurve.doctor import host, host_checks, hosts, ranks, shared_folder, world_checks
 from samecurve.doctor.findings import Finding
-from samecurve.errors import ConfigurationError
 from samecurve.launch import ssh
 from samecurve.launch.hosts import HostSlots
+from samecurve.strategy import resolve
+from samecurve.strategy.launchers import Launch
 
 
 def test_a_missing_compiler(facts, tmp_path, monkeypatch):  # noqa: F811
     recipe = load_recipe("recipes/quickstart.yaml", ["compile=full"])
-    strategy = _strategy("configs/zero2_offload.yaml")
+    strategy = resolve.describe_strategy(resolve.read_files("configs/zero2_offload.yaml"), Launch("python", 1))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     found = [each for each in host_checks.check_host(facts, {}, recipe, strategy) if each.area == "compilers"]
@@ -151,8 +152,17 @@ def test_a_rename_that_is_not_seen(tmp_path):
         assert led.follow() == "a renamed file still has its old name here"
 
 
-def test_a_strategy_file_with_a_mistake(tmp_path):
+def test_a_strategy_file_with_a_mistake(tmp_path, capsys):
     wrong = tmp_path / "zero.yaml"
     wrong.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: absent.json}\n")
-    with pytest.raises(ConfigurationError, match="no such file: .*absent.json"):
-        _strategy(str(wrong))
+    assert main(["doctor", "--strategy", str(wrong)]) == 2
+    message = capsys.readouterr().err
+    assert "no such file" in message and "absent.json" in message
+
+
+def test_a_key_of_the_strategy_that_nobody_reads(tmp_path, capsys):
+    file = tmp_path / "wrong.yaml"
+    file.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_polcy: X}\n")
+    assert main(["doctor", "recipes/quickstart.yaml", "--strategy", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert "wrong.yaml:2: fsdp_config.fsdp_auto_wrap_polcy: unknown key; did you mean fsdp_auto_wrap_policy?" in message
