@@ -5,7 +5,7 @@
 #
 # The kernels that defaults depend on come first: those of varlen and Liger, then options on one GPU, then strategies. On
 # a machine with a single GPU two processes share it over gloo. Each result is kept at once, as a line of
-# runs/test_gpu.jsonl. A test ends after five minutes.
+# runs/test_gpu.jsonl. A run ends after five minutes.
 #
 #   bash scripts/test_gpu.sh [pytest arguments ...]
 set -euo pipefail
@@ -16,5 +16,6 @@ source scripts/_environment.sh
 export HF_HUB_OFFLINE=1
 mkdir -p runs
 export SAMECURVE_GPU_TEST_RESULTS="${SAMECURVE_GPU_TEST_RESULTS:-$PWD/runs/test_gpu.jsonl}"
+export SAMECURVE_TEST_LIMIT_SECONDS="${SAMECURVE_TEST_LIMIT_SECONDS:-300}"
 exec "${PYTHON:-python}" -m pytest tests/unit/test_varlen.py \
     tests/unit/test_liger.py::test_loss_and_gradients_are_those_of_pytorch tests/gpu "$@"
