@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from samecurve.engines import grad_cache
 from samecurve.engines.context_parallel import SequencePart, gather_outputs
 from samecurve.interfaces.engine import EvalResult
-from samecurve.interfaces.task import Task, measure_of
+from samecurve.interfaces.task import Task
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
@@ -191,6 +191,12 @@ def _mask_facts(batch: MicroBatch) -> MaskFacts:
         return MaskFacts()
     starts, longest = facts.documents or (None, 0)
     return MaskFacts(facts.packed, facts.padded, starts, longest)
+
+
+def measure_of(task: Task) -> Callable[..., Tensor]:
+    """Return the task's loss; by its own name it needs no whole logits where the vocabulary is divided over ranks."""
+    inherited = getattr(task.loss, "__func__", None) is Task.loss
+    return token_loss_sum if inherited else task.loss
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from samecurve.engines import fsdp, tensor_parallel
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.forward import evaluation_sums
+from samecurve.engines.forward import evaluation_sums, measure_of
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
@@ -29,7 +29,6 @@ from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
-from samecurve.interfaces.task import measure_of
 from samecurve.models import dropout
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers

@@ -139,9 +139,3 @@ class Task(Protocol):
 
     def save_task_files(self, directory: Path, config: PreTrainedConfig) -> None:
         """Write the task's further files into the exported model's folder. `config` is the model's."""
-
-
-def measure_of(task: Task) -> Callable[..., Tensor]:
-    """Return the task's loss; by its own name it needs no whole logits where the vocabulary is divided over ranks."""
-    inherited = getattr(task.loss, "__func__", None) is Task.loss
-    return token_loss_sum if inherited else task.loss

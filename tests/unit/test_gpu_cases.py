@@ -293,7 +293,7 @@ def test_what_is_measured_is_kept_until_the_case_is_another(tmp_path, monkeypatc
     for _ in range(2):
         assert bench_gpu.main(options) == 0
         monkeypatch.chdir(tmp_path)
-    assert measured == ["3b", "1b"] and "2 cases, of which 2 are there already" in capsys.readouterr().out
+    assert measured == ["1b", "3b"] and "2 cases, of which 2 are there already" in capsys.readouterr().out
     rows = json.loads((tmp_path / "found.json").read_text())["1 x H, torch 2.11.0, transformers None, toy size"]["rows"]
     assert rows["1b"]["driver"] == "580" and rows["1b"]["definition"]["resolved"]
     assert "| 1b | 5 |" in (tmp_path / "runs" / "gpu.md").read_text()
@@ -302,7 +302,7 @@ def test_what_is_measured_is_kept_until_the_case_is_another(tmp_path, monkeypatc
     name = "1 x H, torch 2.11.0, transformers None, toy size"
     (tmp_path / "found.json").write_text(json.dumps({name: {"facts": facts(), "rows": rows}}))
     assert bench_gpu.main(options) == 0
-    assert measured == ["3b", "1b", "1b"]
+    assert measured == ["1b", "3b", "1b"]
 
 
 def test_another_default_of_a_recipe_is_another_case(tmp_path, monkeypatch):
@@ -412,7 +412,7 @@ def test_a_case_is_not_begun_that_the_minutes_would_cut_off(tmp_path, monkeypatc
 
 
 def test_what_says_most_comes_first():
-    """Some of it in the first half hour that somebody has a GPU: each size in every form before its peers."""
+    """In the first half hour that somebody has a GPU: what defaults depend on, at the smallest size that shows it."""
     first = [case.name for case in cases(num_devices=1)][:10]
-    forms = "", "-compiled", "-kept"
-    assert first == ["ceilings", *(f"{size}{form}" for size in ("8b", "3b", "1b") for form in forms)]
+    assert first[:6] == ["ceilings", "1b", "1b-compiled", "1b-kept", "1b-fsdp", "1b-documents"]
+    assert first[6:] == ["8b-sft", "8b-sft-varlen", "8b-offload", "8b-offload-last"]

@@ -29,6 +29,7 @@ STRATEGY = SimpleNamespace(
     zero_stage=3,
     replicate_size=1,
     tensor_parallel_size=1,
+    secondary_partition=1,
     dims=ParallelDims(dp_shard=2),
     context_parallel="",
     tp_sequence_parallel=False,
