@@ -27,6 +27,7 @@ from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import TokenSums
 from samecurve.losses.cross_entropy import token_loss_sum
+from samecurve.models import bf16_copies
 from samecurve.models.activation_checkpointing import checkpoint_layers
 from samecurve.models.hf_config import model_config
 from samecurve.models.lora import trained_shapes
@@ -93,7 +94,7 @@ def _compare(job: Job, few: Tracked, more: Tracked) -> str:
     lines = {line.name: line for line in first.lines}
     held = sum(lines[name].backward for name in STATES)
     of_layer = lines["activations"].forward / job.shape.layers
-    if job.flow == "autocast":  # the tracker counts the copies of the layer's weights, too
+    if job.flow in ("copies", "autocast"):  # the tracker counts the copies of the layer's weights, too
         of_layer += lines["16-bit weights"].forward * job.shape.layer_parameters / job.shape.parameters
 
     def whole(name: str) -> float:
@@ -163,6 +164,9 @@ def _apply(plan: Plan, model: Any, skeleton: Any, mesh: Mesh) -> tuple[nn.Module
     model = factory.cast_weights(model, settings)
     if strategy.tensor_parallel_size > 1:
         tensor_parallel.apply(model, mesh, strategy.tp_sequence_parallel)
+    copies = accelerator.computes_in_copies(plan)
+    if copies:
+        bf16_copies.install_in_layers(model)
     checkpoint_layers(model, recipe.memory)
     install_loss(model, skeleton, cast(Any, SimpleNamespace(by_token=True)), recipe, CPU)
     if strategy.family == "fsdp":
@@ -171,6 +175,8 @@ def _apply(plan: Plan, model: Any, skeleton: Any, mesh: Mesh) -> tuple[nn.Module
         model = fsdp.shard(cast(Any, SimpleNamespace(state=state, device=CPU)), model, mesh)
     else:
         tensor_parallel.allocate(model, CPU)
+        if copies:
+            bf16_copies.install_around(model)
     groups = factory.parameter_groups(
         model.named_parameters(), shapes, settings, factory.hidden_matrices(skeleton, shapes)
     )
@@ -195,7 +201,8 @@ def _step(
 ) -> float:
     """Train a step of at most two micro-batches. Returns the bytes of states with all gradients, 0 untracked."""
     held = 0.0
-    autocast = plan.strategy.family != "fsdp" and plan.recipe.precision != "fp32"
+    casts = plan.strategy.family == "fsdp" or accelerator.computes_in_copies(plan)
+    autocast = not casts and plan.recipe.precision != "fp32"
     context = torch.autocast("cpu", compute_dtype(plan.recipe.precision)) if autocast else nullcontext()
     for _ in range(min(job.grad_accum, 2)):
         if tracker:

@@ -61,7 +61,7 @@ def start(plan: Plan) -> Accelerator:
         # Accelerate 1.15 knows only the name that torch 2.13 deprecates, and torch 2.11 knows no other
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
-        mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
+        mixed_precision="no" if recipe.precision == "fp32" or computes_in_copies(plan) else recipe.precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
         kwargs_handlers=[
             InitProcessGroupKwargs(backend=cpu_bridge.backend(strategy), timeout=control_group.TIMEOUT),
@@ -88,6 +88,11 @@ def start(plan: Plan) -> Accelerator:
     liger.check_device(recipe, accelerator.device)
     cudnn.configure(recipe, accelerator.device)
     return accelerator
+
+
+def computes_in_copies(plan: Plan) -> bool:
+    """Whether whole weights are cast to bf16 layer by layer, as FSDP's shards are, instead of by autocast."""
+    return plan.recipe.precision == "bf16" and plan.strategy.family in ("single", "ddp")
 
 
 def _prepare_environment(strategy: Strategy) -> None:

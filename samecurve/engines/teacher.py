@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from samecurve.engines import context_parallel, fsdp, zero3_partition
+from samecurve.engines.accelerator import computes_in_copies
 from samecurve.models import frozen_weights
 from samecurve.models import weights as models
 from samecurve.models.skeleton import build_skeleton, construct
@@ -54,7 +55,8 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         found.to(torch_dtype(recipe.precision))  # pyright: ignore[reportArgumentType]  # transformers hides the signature
     else:
         alone = _frozen(skeleton, torch.device(accelerator.device))
-        frozen_weights.store_in_bf16(alone, recipe)
+        # with a plan nothing is computed under autocast
+        frozen_weights.store_in_bf16(alone, recipe, everywhere=plan is not None and computes_in_copies(plan))
         found = accelerator.prepare_model(alone, evaluation_mode=True)
     _fill(found, skeleton, recipe)
     found.eval()  # DeepSpeed's method returns None

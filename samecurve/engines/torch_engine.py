@@ -24,6 +24,7 @@ from samecurve.engines import (
     teacher,
     tensor_parallel,
 )
+from samecurve.engines.accelerator import computes_in_copies
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward
@@ -37,7 +38,7 @@ from samecurve.engines.step_sums import StepSums
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import bnb_4bit, compilation, dropout, frozen_weights, liger
+from samecurve.models import bf16_copies, bnb_4bit, compilation, dropout, frozen_weights, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
@@ -77,7 +78,8 @@ class TorchEngine:
             expert_parallel.apply(model, self.mesh)
         cut = tensor_parallel.parts(model, self.mesh)
         drops = dropout.install(model, self.recipe.seed, self.device, part.chunks, cut)
-        compilation.prepare(model, self.recipe, self.device, is_cut=self.cut)
+        self.copies = computes_in_copies(plan)
+        compilation.prepare(model, self.recipe, self.device, is_cut=self.cut, copies=self.copies)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         router = router_loss.install(self.recipe, model, self.mesh)
         self.model = self._prepare(model)
@@ -131,8 +133,9 @@ class TorchEngine:
             return fsdp.shard(self.accelerator, model, self.mesh)
         if self.cut:  # only autocast is left to Accelerate
             tensor_parallel.allocate(model, self.device)
-        else:
-            frozen_weights.store_in_bf16(model, self.recipe)
+        elif self.copies:
+            frozen_weights.store_in_bf16(model, self.recipe, everywhere=True)
+            bf16_copies.install_around(model)
         return self.accelerator.prepare_model(model, evaluation_mode=self.cut)
 
     def _write(self, name: str, full: Tensor) -> None:
@@ -214,6 +217,7 @@ class TorchEngine:
         weight = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         # Accelerate silently ignores a precision that the device does not support
         precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
+        precision = "bf16" if self.copies else precision
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
         replicate_size, offload = 1, ()
         # not after a step, which leaves the root's weights whole

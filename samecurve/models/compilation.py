@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._triton import has_triton
 
-from samecurve.models import fp8, liger
+from samecurve.models import bf16_copies, fp8, liger
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers
 from samecurve.specs.compilation import COMPILED
 
@@ -34,7 +34,14 @@ VARIANTS = 32
 SETTLED_STEPS = 10
 
 
-def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: str = "", is_cut: bool = False) -> None:
+def prepare(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    device: torch.device,
+    but: str = "",
+    is_cut: bool = False,
+    copies: bool = False,
+) -> None:
     """Apply the recipe's kernels, fp8, activation checkpointing and compilation before a strategy wraps the model.
 
     Args:
@@ -43,12 +50,15 @@ def prepare(model: PreTrainedModel, recipe: Recipe, device: torch.device, but: s
         device: device of the computation.
         but: kind of activation checkpointing that the engine itself applies, "" for none.
         is_cut: whether tensor parallelism has cut the layers.
+        copies: whether the layers compute in bf16 copies of their weights.
 
     Raises:
         ConfigurationError: as activation_checkpointing.layers, liger.replace and fp8.convert.
     """
     liger.replace(model, recipe.model.kernels)
     fp8.convert(model, recipe, device)
+    if copies:
+        bf16_copies.install_in_layers(model)
     memory = recipe.memory
     # Copies to the host cannot be compiled. A compiled recomputation of cut layers saves their mesh, which torch 2.13
     # takes for a tensor; selective checkpointing works, and only inside of the compiled layer.

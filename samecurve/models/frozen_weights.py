@@ -16,8 +16,8 @@ def store_in_bf16(model: nn.Module, recipe: Recipe, everywhere: bool = False) ->
     Args:
         model: the model, before a strategy wraps it.
         recipe: its recipe; only with precision bf16 is anything stored.
-        everywhere: whether each weight is computed in bf16, as under FSDP's mixed precision. Autocast does so for
-            linear layers alone: an embedding's output would go on in bf16.
+        everywhere: whether each weight is computed in bf16, as in training. Autocast, which evaluations of a model
+            alone have, does so for linear layers alone: an embedding's output would go on in bf16.
     """
     if recipe.precision != "bf16" or recipe.adapter.dora:
         return
@@ -26,5 +26,6 @@ def store_in_bf16(model: nn.Module, recipe: Recipe, everywhere: bool = False) ->
     shared = {parameter for module in others for parameter in module.parameters(recurse=False)}
     found = model.parameters() if everywhere else (p for module in linear for p in module.parameters(recurse=False))
     for parameter in found:
-        if not parameter.requires_grad and (everywhere or parameter not in shared):
+        quantized = parameter.dtype != torch.float32
+        if not parameter.requires_grad and not quantized and (everywhere or parameter not in shared):
             parameter.data = parameter.data.to(torch.bfloat16)

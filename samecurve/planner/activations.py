@@ -18,7 +18,7 @@ from __future__ import annotations
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import FUSED_NORMS
 
-NORMS = {"16-bit": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
+NORMS = {"16-bit": 16, "copies": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
 LAST_NORM = 24  # of the last norm, and of gradients on their way back, tracked as above
 EXPERT_IMBALANCE = 1.2
 COMPILED = 0.75  # torch.compile recomputes cheap element-wise results in the backward pass

@@ -44,8 +44,8 @@ class Job:
         bucket_bytes: buffers in which DeepSpeed reduces gradients, of their whole size from the first gradient on.
         reduces_once: whether FSDP reduces gradients once per step instead of after every micro-batch.
         calibration: corrections learnt from runs on these machines.
-        flow: what carries transformers' activations under this project's engines: "16-bit" weights, "autocast" of fp32
-            ones, or "fp32"; "" for other software.
+        flow: what carries transformers' activations under this project's engines: "16-bit" weights, 16-bit "copies" of
+            fp32 ones, "autocast" of fp32 ones, or "fp32"; "" for other software.
         packed_experts: whether a layer's experts are one tensor and one product, or take turns.
     """
 

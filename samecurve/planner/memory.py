@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samecurve.planner.activations import LAST_NORM, checkpoint_bytes, layer_bytes
 from samecurve.planner.hardware import GIB
@@ -169,10 +169,12 @@ def _own_lines(job: Job, stage: Stage) -> list[Line]:
     """What transformers' models hold beside the layers' activations under this project's engines."""
     if not job.flow:
         return []
-    copies = 2 * sum(stage_parameters(job, stage)) if job.flow == "autocast" else 0
+    if job.flow == "copies" and job.checkpointing == "full":
+        stage = replace(stage, layers=1)  # a recomputed layer casts its weights again
+    copies = 2 * sum(stage_parameters(job, stage)) if job.flow in ("copies", "autocast") else 0
     last = LAST_NORM * job.tokens * job.shape.hidden if stage.head else 0
     return [
-        Line("16-bit weights", copies, copies, 0, "2 B per parameter, until the backward pass", "torch.autocast"),
+        Line("16-bit weights", copies, copies, 0, "2 B per parameter, until the backward pass", "bf16_copies.py"),
         Line("last norm", 0, last, 0, f"{LAST_NORM} s b h with gradients of the layers' inputs", "activations.py"),
     ]
 

@@ -234,16 +234,24 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         checkpointing=wanted.checkpointing, stack=stack,
         levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
         memory_kind="resident" if machines.kind == "cpu" else "", calibration=machines.calibration,
-        flow="fp32" if wanted.precision == "fp32" else "16-bit" if stack in SIXTEEN_BIT else "autocast",
+        flow=_flow(stack, wanted.precision),
     )  # fmt: skip
 
 
-SIXTEEN_BIT = {"fsdp2", "deepspeed"}  # stacks whose products read 16-bit weights without autocast
+def _flow(stack: str, precision: str) -> str:
+    """Find what carries activations (`Job.flow`): only tensor parallelism, schedules and fp16 have autocast."""
+    if precision == "fp32":
+        return "fp32"
+    if stack in ("fsdp2", "deepspeed"):
+        return "16-bit"
+    return "copies" if stack in ("single", "ddp") and precision == "bf16" else "autocast"
+
+
 TORCH_STATES = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, 0, ADAM)
 
 
 def _states(strategy: Strategy, wanted: Wanted) -> StateBytes:
-    """Bytes per parameter. Torch's engines keep fp32 weights and autocast; DeepSpeed keeps 16-bit ones and a copy."""
+    """Bytes per parameter. Torch's engines keep fp32 weights; DeepSpeed keeps 16-bit ones and a copy."""
     if strategy.family not in ("zero", "pipeline"):
         states = TORCH_STATES
     elif wanted.precision == "fp32":

@@ -52,7 +52,8 @@ ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 ONLY_EXPERTS = {"fsdp_ep"}  # test_expert_parallel.py has models with experts
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of
 # tokens, a gradient norm does not average. Strategies round at different places (DeepSpeed keeps bf16 weights, FSDP
-# casts them per layer, DDP autocasts per operator), so bf16 runs are compared with the fp32 trajectory itself.
+# and DDP cast them per layer, tensor parallelism autocasts per operator), so bf16 runs are compared with the fp32
+# trajectory itself.
 LOSS, NORM, WEIGHTS = {"fp32": 1e-5, "bf16": 5e-3}, {"fp32": 1e-4, "bf16": 5e-2}, {"fp32": 1e-4, "bf16": 2e-2}
 
 
@@ -139,6 +140,18 @@ def test_follows_the_reference(case: Case, workspace, reference):
     found, expected = run.metrics[-1], reference.metrics[-1]
     assert found["eval_tokens"] == expected["eval_tokens"]
     assert abs(found["eval_loss"] / expected["eval_loss"] - 1) < LOSS[case.precision]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_in_bf16_copies_of_weights_have_one_curve(strategy, world, workspace):
+    """With the same micro-batches: products of other shapes round otherwise."""
+    keys = "precision=bf16", "batch.micro_batch_size=2"
+    alone, run = workspace.run(None, 1, *keys), workspace.run(strategy, world, *keys)
+    assert alone.facts["engine"] == ENGINES["single"] and run.facts["engine"] == ENGINES[strategy]
+    assert alone.facts["precision"] == run.facts["precision"] == "bf16"
+    assert largest_relative_difference(run.column("loss"), alone.column("loss")) < LOSS["fp32"]
+    assert largest_relative_difference(run.column("grad_norm"), alone.column("grad_norm")) < NORM["fp32"]
 
 
 def run_case(workspace, case: Case) -> Run:

@@ -1,0 +1,86 @@
+"""Computation in bf16 copies of fp32 weights, each made for the length of one layer's forward pass.
+
+That is FSDP2's mixed precision without shards: what goes from layer to layer is bf16, where autocast keeps it in fp32,
+and gradients are added up in fp32, because the cast is part of the graph. Loss and gradients are FSDP's bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from samecurve.errors import ConfigurationError
+from samecurve.models.activation_checkpointing import layers
+
+_Weights = tuple[tuple[tuple[str, str], ...], ...]
+"""(path of a module, name in it) of all places of each weight. Alike layers have equal ones and share compiled code."""
+
+
+def install_in_layers(model: nn.Module) -> None:
+    """Make each repeated layer compute in bf16, in place. Recomputation that is installed later casts anew.
+
+    Compiled recomputation refuses side effects; these are undone at the end of the forward pass.
+    """
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for layer in _layers(model):
+        _install(layer, _weights(layer))
+
+
+def install_around(model: nn.Module) -> None:
+    """Make the model's other modules compute in bf16, in place. Call after the loss is installed in its forward."""
+    _install(model, _weights(model, {module for layer in _layers(model) for module in layer.modules()}))
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    try:
+        return layers(model)
+    except ConfigurationError:  # the model's code does not mark them
+        return []
+
+
+def _weights(module: nn.Module, without: Collection[nn.Module] = ()) -> _Weights:
+    """List the places of each floating-point weight; not of those that are quantized, nor of modules in `without`."""
+    places: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    for path, owner in module.named_modules():
+        for name, weight in owner._parameters.items():
+            if owner not in without and weight is not None and weight.dtype in (torch.float32, torch.bfloat16):
+                places.setdefault(weight, []).append((path, name))
+    return tuple(map(tuple, places.values()))
+
+
+def _install(module: nn.Module, weights: _Weights) -> None:
+    plain = module.forward
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _in_bf16(module, weights):
+            return plain(*args, **kwargs)
+
+    module.forward = forward
+
+
+@contextmanager
+def _in_bf16(module: nn.Module, weights: _Weights) -> Iterator[None]:
+    """Shadow each weight by a copy: an attribute of the module itself is found before its parameter of that name.
+
+    So `parameters()` still lists the weights, whose hooks and gradients are the parameters'.
+    """
+    shadowed = []
+    for places in weights:
+        owners = [module.get_submodule(path) for path, _ in places]
+        weight = owners[0]._parameters[places[0][1]]
+        assert weight is not None
+        copy = weight.to(torch.bfloat16)
+        for owner, (_, name) in zip(owners, places, strict=True):
+            owner.__dict__[name] = copy
+            shadowed.append((owner, name))
+    try:
+        yield
+    finally:
+        for owner, name in shadowed:
+            del owner.__dict__[name]
