@@ -110,7 +110,7 @@ def overrides_of(name: str) -> tuple[str, ...]:
 def pretrained() -> Path:
     """A small Llama with a chat template, made once."""
     if not (PRETRAINED / "model").exists():
-        command = [sys.executable, "train.py", "recipes/sft.yaml", "steps=20", f"output_dir={PRETRAINED}"]
+        command = [sys.executable, "train.py", "recipes/sft.yaml", "steps=20", "schedule.warmup_steps=5", f"output_dir={PRETRAINED}"]
         subprocess.run([*command, "evaluate.every_steps=0"], check=True)
     return PRETRAINED / "model"
 
