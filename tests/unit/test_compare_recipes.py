@@ -37,19 +37,26 @@ def test_cells(script):
 
 
 def test_page(script):
-    """Equal reasons have one number, in the order in which they come."""
+    """A row per strategy, a column per recipe. Equal reasons have one number, in the order in which they come."""
     about = {"steps": 8, "precision": "fp32", "date": "2026-01-02", "commit": "c0ffee"}
-    good = {"single": {"loss": 0.0, "norm": 0.0}, "tp": {"refused": "dropout"}, "ddp": {"loss": 2e-7, "norm": 3e-6}}
-    bad = {"single": {"loss": 0.0, "norm": 0.0}, "tp": {"refused": "dropout"}, "ddp": {"failed": "died"}}
+    reference = {"loss": 0.0, "norm": 0.0, "world": 1}
+    refused = {"refused": "recipes/a.yaml:9: task: found a, but dropout (and 2 more, see runs/tp.log)"}
+    good = {"single": reference, "tp": refused, "ddp": {"loss": 2e-7, "norm": 3e-6, "world": 2}}
+    bad = {
+        "single": reference,
+        "tp": {"refused": "recipes/b.yaml:7: task: found b, but dropout"},
+        "ddp": {"failed": "died"},
+    }
     page = script.page(
         {
             "b": {**about, "agree": False, "overrides": ["steps=3"], "strategies": bad},
             "a": {**about, "agree": True, "overrides": [], "strategies": good},
         }
     )
-    assert "| `a` | 0e+00 0e+00 | (1) | 2e-07 3e-06 | PASS |" in page
-    assert "| `b` | 0e+00 0e+00 | (1) | FAIL | FAIL |" in page
-    assert page.count("1. dropout") == 1 and "| `b` | 8 | fp32 | `steps=3` | 2026-01-02 | c0ffee |" in page
+    assert "| strategy | processes | `a` | `b` | largest norm |" in page
+    assert "| `ddp` | 2 | 2e-07 | FAIL | 3e-06 |" in page and "|  |  | PASS | FAIL |  |" in page
+    assert "| `tp` |  | (1) | (1) |  |" in page and page.count("1. task: dropout") == 1
+    assert "| `b` | 8 | fp32 | `steps=3` | 2026-01-02 | c0ffee |" in page
 
 
 def test_what_is_not_as_shipped(script, monkeypatch):
