@@ -30,6 +30,7 @@ from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResul
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import dropout
+from samecurve.models.activation_checkpointing import checkpoint_layers
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
@@ -68,6 +69,7 @@ class ScheduledEngine:
             tensor_parallel.check(skeleton, plan.strategy)
             summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
             self._measures = Measures(measure_of(task), partial(evaluation_sums, task))
+        checkpoint_layers(whole, self.recipe.memory)
         self._stages = stages = LocalStages(
             split_layers(whole), plan.strategy, self._autocast, self._mesh, self._measures
         )
@@ -83,10 +85,11 @@ class ScheduledEngine:
         self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total, copies, readers=dims.tp)
         with torch.no_grad():
             load_weights(skeleton, self.recipe, self._write, names=set(stages.weights))
-        saved = {name for name in stages.weights if stages.owner[name] in stages.modules}
+        trained = {name: weight for name, weight in stages.weights.items() if name in self.shapes}
+        saved = {name for name in trained if stages.owner[name] in stages.modules}
         states = factory.state_names(settings, self.shapes)
         replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
-        self.state: State = DTensorShards(stages.weights, self._optimizer, states, replica, saved)
+        self.state: State = DTensorShards(trained, self._optimizer, states, replica, saved)
         self._loss_weight = math.nan
         # the last ones are kept, because rows that are grouped by length have many shapes
         self._schedule = lru_cache(maxsize=16)(self._build_schedule)
@@ -115,7 +118,7 @@ class ScheduledEngine:
             counted, again = stages.trained()
             tensor_parallel.sum_gradients(self._summed, self._mesh)
             place_gradients([*counted, *again])
-            for name in sorted(stages.tied & stages.weights.keys()):
+            for name in sorted(stages.tied & stages.weights.keys() & self.shapes.keys()):
                 dist.all_reduce(local_gradient(stages.weights[name]), group=self._tie_group)
             gradients = [local_gradient(weight) for weight in (*counted, *again)]
             self._mesh.add(gradients, over=("dp_replicate",))

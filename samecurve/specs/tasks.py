@@ -85,6 +85,7 @@ TASKS = {
         },
         by_token=True,
         pipelined=True,
+        scheduled=True,
     ),
     "sft": TaskSpec(
         FUNCTIONS,

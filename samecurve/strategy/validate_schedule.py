@@ -34,10 +34,13 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (tuple(name for name, spec in TASKS.items() if spec.scheduled), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "optimizer.name": (("adamw", "lion", "sgd"), f"it {_UNTESTED}"),
-    "adapter.name": ((None,), f"an adapter {_UNTESTED}"),
+    "adapter.dropout": ((0,), f"dropout {_UNTESTED}"),
     "fp8": (OFF, f"a layer of torchao {_UNTESTED}"),
     "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),
-    "memory.activation_checkpointing": (("none",), f"recomputing {_UNTESTED}"),
+    "memory.activation_checkpointing": (
+        ("none", "full", "selective", "every_n_layers"),
+        f"this kind of recomputation {_UNTESTED}",
+    ),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
     "numerics.compare_replicas_every_steps": ((0,), f"comparing copies of a stage {_UNTESTED}"),
 }
