@@ -60,6 +60,13 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     yield "compile", f"found {found}, but {why}; use off, or {_ELSEWHERE}"
 
 
+def _recomputation(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    found = value("memory.activation_checkpointing")
+    if _applies(strategy) and found == "selective" and SCHEDULES[strategy.pipeline_schedule].folded:
+        why = "PyTorch cannot cut the backward pass of a layer that is recomputed in part (zero bubble)"
+        yield "memory.activation_checkpointing", f"found selective, but {why}; use full or none, or {_ELSEWHERE}"
+
+
 def _loss(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     found, cut = value("loss.implementation"), strategy.tensor_parallel_size > 1
     allowed = ("auto", "chunked" if cut else "full")
@@ -131,4 +138,4 @@ def _other_sizes(document: Document) -> None:
 
 
 _SHARED = (rule(_applies, key, allowed, why, "another strategy") for key, (allowed, why) in _ALLOWED.items())
-RULES = (_compile, _loss, _micro_batches, *_SHARED)
+RULES = (_compile, _recomputation, _loss, _micro_batches, *_SHARED)

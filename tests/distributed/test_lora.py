@@ -17,8 +17,10 @@ from harness import Run, largest_relative_difference, long, rank_hashes, relativ
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_equal_curves import CONTEXT, ENGINES
+from test_equal_curves import CONTEXT
+from test_equal_curves import ENGINES as EVERY_ENGINE
 from test_exported_model import held_out_loss
+from test_pipeline_schedules import ENGINES as SCHEDULES
 from test_plain_loop import batches, train
 from transformers import AutoModelForCausalLM
 
@@ -33,6 +35,7 @@ DORA_EXTRA = 4 * (32 + 16 + 16 + 32 + 64 + 64 + 32)  # one magnitude per output
 RATE, WARMUP = 1e-2, 2
 LORA = "adapter={name: lora, rank: 4, alpha: 16}"
 EVERY_DAY = ["single", "ddp", "fsdp", "zero2", "zero3", "pipeline"]
+ENGINES = {**EVERY_ENGINE, **SCHEDULES, "pipeline_fsdp": "Schedule1F1B", "pp_fsdp_tp": "Schedule1F1B"}
 RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload", "fsdp_tp", *CONTEXT]
 
 
@@ -42,8 +45,9 @@ def base(reference) -> Path:
 
 
 def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
-    # accumulation: always 2
-    micro = ({"single": 4, "pipeline": 4, "tp": 4, "hsdp": 1} | dict.fromkeys(CONTEXT, 4)).get(name, 2)
+    # accumulation: 2, but 4 for schedules, which fill their stages
+    whole_batch = ("single", "pipeline", "tp", *CONTEXT)  # read by one process, or by several together
+    micro = ({"hsdp": 1} | dict.fromkeys(whole_batch, 4)).get(name, 2)
     settings = (
         f"model={{path: {base}}}",
         f"tokenizer={{path: {base}}}",
@@ -61,7 +65,7 @@ def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
 
 
 def world(name: str) -> int:
-    return {"single": 1, "hsdp": 4, "fsdp_tp": 4}.get(name, 2)
+    return {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "pp_fsdp_tp": 8}.get(name, 2)
 
 
 def run_lora(workspace, base: Path, name: str, *more: str, extra: int = 0) -> Run:
@@ -103,7 +107,7 @@ def plain_loop(workspace, base: Path, **variant: bool):
     return losses, norms, weights
 
 
-@pytest.mark.parametrize("name", [*EVERY_DAY, "tp", *long(*RARE)])
+@pytest.mark.parametrize("name", [*EVERY_DAY, "tp", *long(*RARE, *SCHEDULES, "pipeline_fsdp", "pp_fsdp_tp")])
 def test_follows_the_plain_loop(name, workspace, base, plain):
     assert_follows(run_lora(workspace, base, name), plain)
 
@@ -173,7 +177,9 @@ def going_on(workspace, source: Run, base: Path, name: str, *more: str) -> Run:
 
 @pytest.mark.parametrize(
     ("name", "dropout"),
-    [(name, 0) for name in ("zero3", "pipeline")] + long(*product((*EVERY_DAY, "tp", *RARE), (0.1,))),
+    [(name, 0) for name in ("zero3", "pipeline")]
+    + long(*((name, 0) for name in SCHEDULES))
+    + long(*product((*EVERY_DAY, "tp", *RARE), (0.1,))),
 )
 def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
     more = (f"adapter.dropout={dropout}",) if dropout else ()
@@ -192,6 +198,7 @@ def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
         ("pipeline", "ddp"),
         ("zero3", "single"),
         *long(("zero3", "tp"), ("tp", "fsdp"), ("fsdp_tp", "tp")),
+        *long(("zero3", "pipeline_1f1b"), ("pipeline_interleaved", "fsdp"), ("pipeline_1f1b", "pipeline_zbv")),
         *long(*((origin, name) for origin in (*EVERY_DAY, "zero2_offload") for name in EVERY_DAY if origin != name)),
     ],
 )

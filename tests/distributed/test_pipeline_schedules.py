@@ -47,6 +47,25 @@ def test_schedules_follow_one_process(strategy, tied, workspace):
     check_waiting(run)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("pipeline_1f1b", "full"),
+        *long(*((name, "full") for name in ENGINES if name != "pipeline_1f1b")),
+        *long(*product(("pipeline_1f1b", "pipeline_gpipe", "pipeline_interleaved"), ("selective", "every_n_layers"))),
+        *long(("pipeline_fsdp", "full"), ("pp_fsdp_tp", "full")),
+    ],
+)
+def test_recomputed_layers_follow_one_process(strategy, kind, workspace):
+    """Zero-bubble schedules pass backward twice over each layer."""
+    world = {"pipeline_fsdp": 4, "pp_fsdp_tp": 8}.get(strategy, 2)
+    recompute = f"memory.activation_checkpointing={kind}"
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8")
+    run = short_run(workspace, strategy, world, f"batch.micro_batch_size={2 if world == 2 else 1}", recompute)
+    assert run.facts["engine"] == ENGINES.get(strategy, "Schedule1F1B")
+    compare(run, expected)
+
+
 def sharded_stages(workspace, name: str) -> Path:
     """The strategy file `name` with FSDP2 inside of its stages."""
     path = workspace.folder / "sharded_stages" / f"{name}.yaml"

@@ -14,7 +14,7 @@ from samecurve.strategy.validate_schedule import RULES
 GOOD = {
     "task": "pretrain",
     "precision": "fp32",
-    "adapter.name": None,
+    "adapter.dropout": 0.0,
     "fp8": "off",
     "model.kernels": "torch",
     "loss.implementation": "auto",
@@ -49,13 +49,22 @@ def test_good_recipes_are_allowed_and_other_strategies_not_judged(name):
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_tasks(task):
-    assert [key for key, _ in findings(task=task)] == ([] if task in ("pretrain", "sft") else ["task"])
+    assert [key for key, _ in findings(task=task)] == (
+        [] if task in ("pretrain", "continue_pretrain", "sft") else ["task"]
+    )
 
 
 @pytest.mark.parametrize(("name", "word"), [("ZBVZeroBubble", "wrong gradients"), ("1F1B", "compared")])
 def test_compile_is_refused_with_the_reason(name, word):
     ((key, text),) = findings(name, compile="regional")
     assert key == "compile" and word in text and "use off" in text
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_layers_that_are_recomputed_in_part_need_an_uncut_backward_pass(name):
+    kinds = ("none", "full", "every_n_layers", "selective", "offload")
+    refused = [kind for kind in kinds if findings(name, **{"memory.activation_checkpointing": kind})]
+    assert refused == (["selective", "offload"] if SCHEDULES[name].folded else ["offload"])
 
 
 @pytest.mark.parametrize(
