@@ -59,7 +59,7 @@ def _smallest(wanted: Wanted, machines: Cluster, template: Template) -> Iterable
     least = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
     if "micro_batch" not in wanted.fixed:
         least = strategies.with_memory(least, 1, least.checkpointing)
-    if "checkpointing" not in wanted.fixed and not template.is_scheduled:
+    if "checkpointing" not in wanted.fixed:
         least = strategies.with_memory(least, least.batch.micro_batch_size, "full")
     for sizes in space.sizes(template, wanted, machines):
         yield sized(least, machines, template, sizes)

@@ -101,7 +101,7 @@ class Template:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether the strategy is a pipeline by one of PyTorch's schedules, which do not recompute layers yet."""
+        """Whether the strategy is a pipeline by one of PyTorch's schedules."""
         return self.files.accelerate.get(*SCHEDULED) is not None
 
     @property
@@ -273,12 +273,13 @@ def with_memory(wanted: Wanted, micro_batch: int, checkpointing: str) -> Wanted:
 
 
 def takes(wanted: Wanted, strategy: Strategy) -> bool:
-    """Whether a pipeline schedule takes a step's micro-batches, without recomputation; other strategies take any."""
+    """Whether a pipeline schedule takes a step's micro-batches and recomputation; other strategies take any."""
     if not strategy.pipeline_schedule:
         return True
     count = wanted.batch.accumulation_steps(strategy.data_parallel_size)
     refused = micro_batch_rule(strategy.pipeline_schedule, count, strategy.pipeline_stages)
-    return wanted.checkpointing == "none" and not refused
+    cut = SCHEDULES[strategy.pipeline_schedule].folded  # the backward pass of each layer
+    return not refused and not (cut and wanted.checkpointing == "selective")
 
 
 def rows_of_a_rank(wanted: Wanted, ranks: int) -> int:
