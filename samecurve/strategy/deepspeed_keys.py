@@ -37,11 +37,14 @@ _PRECISION = Rejected(
 _QUANTISED = Rejected("quantised communication (ZeRO++) changes the training result; remove it", (None, False))
 _MONITOR = Rejected("metrics and TensorBoard files are already written to the run directory; remove it")
 _OLD_OFFLOAD = Rejected("this key is deprecated; use offload_optimizer or offload_param", ())
-_EXPERTS = Rejected("expert parallelism is not supported; remove it")
+_EXPERTS = Rejected("DeepSpeed's expert parallelism is not supported; remove it, or use configs/fsdp_ep.yaml")
+_SEQUENCE = "DeepSpeed's sequence parallelism is not supported; remove it, or use configs/fsdp_ulysses.yaml"
 _RECOMPUTATION = Rejected(
     "nothing uses it: the recipe's memory.activation_checkpointing sets recomputation; remove it", (None, False)
 )
-_PARTITIONED = Rejected("it partitions among tensor-parallel ranks, which are not supported; remove it", (None, False))
+_PARTITIONED = Rejected(
+    "it partitions among tensor-parallel ranks, and DeepSpeed's are not supported; remove it", (None, False)
+)
 
 
 def _partition(value: Any) -> bool:
@@ -115,7 +118,7 @@ ZERO: Table = {
     "elastic_checkpoint": Rejected("DeepSpeed replaced it with universal checkpoints; remove it", (None, False)),
     "legacy_stage1": Rejected("DeepSpeed removed the legacy stage 1; remove it", (None, False)),
     "pipeline_loading_checkpoint": Rejected("the recipe's checkpoint block sets this; remove it", (None, False)),
-    "save_muon_momentum_buffer_in_memory": Rejected("the recipe's optimizer is not Muon; remove it", (None, False)),
+    "save_muon_momentum_buffer_in_memory": Rejected("DeepSpeed's Muon is not supported; remove it", (None, False)),
     "zenflow": Rejected("ZenFlow updates with stale gradients, which changes the loss curve; remove it"),
     "zero_quantized_weights": _QUANTISED,
     "zero_quantized_nontrainable_weights": _QUANTISED,
@@ -237,9 +240,11 @@ DEEPSPEED: Table = {
     "hybrid_engine": Rejected("it serves generation during training (RLHF), which is not supported; remove it"),
     "autotuning": Rejected("it starts runs other than the recipe's; remove it"),
     "compile": Rejected("DeepCompile is not supported; remove it"),
-    "tensor_parallel": Rejected("tensor parallelism is not supported; remove it"),
-    "sequence_parallel_size": Rejected("sequence parallelism is not supported; remove it", (None, 1)),
-    "seq_parallel_communication_data_type": Rejected("sequence parallelism is not supported; remove it"),
+    "tensor_parallel": Rejected(
+        "DeepSpeed's tensor parallelism is not supported; remove it, or use configs/fsdp_tp.yaml"
+    ),
+    "sequence_parallel_size": Rejected(_SEQUENCE, (None, 1)),
+    "seq_parallel_communication_data_type": Rejected(_SEQUENCE),
     "expert_parallel": _EXPERTS,
     "use_data_before_expert_parallelism": _EXPERTS,
     "weight_quantization": Rejected("quantised weights change the training result; remove it"),

@@ -23,7 +23,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "adapter.name": ((None, "lora"), f"this adapter {_UNTESTED}"),
     "fp8": (OFF, f"fp8 {_UNTESTED}"),
     "model.kernels": (("torch", None), f"Liger's kernels {_UNTESTED}"),
-    "model.attention": (("auto", "sdpa", "varlen"), "the ranks of a sequence cannot exchange what it reads"),
+    "model.attention": (("auto", "sdpa", "varlen"), "the ranks that share a row cannot exchange its inputs"),
     "loss.implementation": (("auto", "full", "chunked"), f"Liger's kernel {_UNTESTED}"),
     "compile": (("off", "auto", False, None), f"a compiled layer {_UNTESTED}"),
     "memory.activation_checkpointing": (("none", "full", "selective"), f"this kind of recomputation {_UNTESTED}"),

@@ -37,7 +37,7 @@ def _optimizer(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     name = value("optimizer.name")
     spec = OPTIMIZERS.get(name)
     if _applies(strategy) and spec is not None and (spec.whole or name == "adamw_bf16"):
-        why = f"it {spec.whole}, and of experts it {_UNTESTED}" if spec.whole else f"it {_UNTESTED}"
+        why = f"it {spec.whole}, and {_UNTESTED}" if spec.whole else f"it {_UNTESTED}"
         yield "optimizer.name", f"found {name}, but {why}; use adamw, lion or sgd, or configs/fsdp.yaml"
 
 
