@@ -129,7 +129,10 @@ class Template:
 
     def sized(self, sizes: Mapping[str, int]) -> Files:
         """Return the files with other parallel sizes."""
-        changed = {name: _fresh(getattr(self.files, name)) for name in ("accelerate", "deepspeed")}
+        changed = {
+            name: replace(document, content=copy.deepcopy(document.content), problems=[])
+            for name, document in vars(self.files).items()
+        }
         for axis, size in sizes.items():
             file, (*blocks, key) = self.place(axis)
             block = changed[file].content
@@ -137,10 +140,6 @@ class Template:
                 block = block[name]
             block[key] = size
         return Files(**changed)
-
-
-def _fresh(document: Document) -> Document:
-    return replace(document, content=copy.deepcopy(document.content), problems=[])
 
 
 def read(path: str) -> Template:
