@@ -32,7 +32,10 @@ def run(launcher: str, target: Target) -> int:
         ConfigurationError, TopologyError: a program, a host or the port is not there for it; all are reported.
     """
     if launcher in SUBMIT:
-        return _submit(SUBMIT[launcher], scripts.text(launcher, target))
+        words, text = SUBMIT[launcher], scripts.text(launcher, target)
+        if not shutil.which(words[0]):
+            raise ConfigurationError(f"--run: {words[0]} is not on PATH; run it where it is, or leave --run out")
+        return subprocess.run(words, input=text, text=True).returncode
     starts = scripts.starts(launcher, target)
     away = [host for host, _ in starts if host and not ssh.is_here(host)]
     _check(launcher, target, away)
@@ -43,12 +46,6 @@ def run(launcher: str, target: Target) -> int:
     return together.wait(
         _over_ssh(host, words) if host in away else together.start(words, environment) for host, words in starts
     )
-
-
-def _submit(words: list[str], text: str) -> int:
-    if not shutil.which(words[0]):
-        raise ConfigurationError(f"--run: {words[0]} is not on PATH; run it where it is, or leave --run out")
-    return subprocess.run(words, input=text, text=True).returncode
 
 
 def _write(target: Target) -> None:
@@ -78,6 +75,7 @@ def _check(launcher: str, target: Target, away: list[str]) -> None:
     """Raise one error with everything that is in the way."""
     found: list[tuple[type[SamecurveError], str]] = [*_programs(launcher, target), *_names(target)]
     if not found:
+        # pdsh logs in to every host of a hostfile, this machine too
         hosts = [each.name for each in target.hosts] if launcher == "deepspeed" and target.nodes > 1 else away
         with ThreadPoolExecutor(max(1, len(hosts))) as pool:
             troubles = zip(hosts, pool.map(ssh.trouble, hosts), strict=True)
