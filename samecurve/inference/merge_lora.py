@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
         print(_merge(folder, base, partial))
         if arguments.dtype != "fp32":
             _cast(partial, cast, arguments.dtype)
-        _write_card(arguments.run, partial, arguments.dtype)
+        directory = folders.run_directory(arguments.run)
+        if directory is not None:  # a folder with an adapter alone does not know its run
+            write_card(directory, ExportInfo(DTYPES[arguments.dtype], merged=True), partial)
         with storage_errors(output):
             partial.rename(output)
     finally:
@@ -59,13 +61,6 @@ def _cast(partial: Path, cast: Path, dtype: str) -> None:
         shutil.rmtree(partial)
         cast.rename(partial)
     print(f"weights converted to {dtype}: its rounding, which the check above does not include, changes the logits")
-
-
-def _write_card(run: Path, output: Path, dtype: str) -> None:
-    """Write a model card if the run is known. A folder with an adapter alone does not know its run."""
-    directory = folders.run_directory(run)
-    if directory is not None:
-        write_card(directory, ExportInfo(DTYPES[dtype], merged=True), output)
 
 
 def _merge(folder: Path, base: str, output: Path) -> str:
