@@ -40,20 +40,16 @@ def run(launcher: str, target: Target) -> int:
     away = [host for host, _ in starts if host and not ssh.is_here(host)]
     _check(launcher, target, away)
     environment = dict(os.environ, PATH=here.own_path(dict(os.environ)))
-    if launcher == "deepspeed":
-        _write(target)
+    if launcher == "deepspeed":  # it reads its hosts, and the variables that it passes on, from files
+        folder = Path(target.folder)
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in scripts.needed(target).items():
+                (folder / name).write_text(text, encoding="utf-8")
         environment["DS_ENV_FILE"] = scripts.environment_file(target)
     return together.wait(
         _over_ssh(host, words) if host in away else together.start(words, environment) for host, words in starts
     )
-
-
-def _write(target: Target) -> None:
-    folder = Path(target.folder)
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in scripts.needed(target).items():
-            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _over_ssh(host: str, words: list[str]) -> Member:
