@@ -194,6 +194,7 @@ def parse_yaml(text: str, document: Document) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
+    # Python's json reads NaN and Infinity, which no other reader of JSON has to accept.
     raise ValueError(f"{name} is not a JSON value")
 
 

@@ -78,6 +78,7 @@ def near_file(path: str) -> str:
     folders = dict.fromkeys([os.path.dirname(path), *_FOLDERS])
     known = [file for folder in folders for file in sorted(Path(folder).glob("*")) if file.suffix in (".yaml", ".json")]
     same = [file for file in known if file.stem == given.stem]
+    # reversed: of several files of one name, the first folder's stays
     by_name = {file.stem: file for file in reversed(known)}
     near = same or [by_name[name] for name in difflib.get_close_matches(given.stem, by_name, n=1, cutoff=0.7)]
     return f"; did you mean {near[0]}?" if near else ""

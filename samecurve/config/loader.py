@@ -125,6 +125,7 @@ def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
         details = error.errors(include_url=False, include_context=True)
     for detail in details:
         path = tuple(str(part) for part in detail["loc"])
+        # A missing key may stand in a file that could not be read, but not an item's: base files add nothing to lists.
         if detail["type"] != "missing" or not document.incomplete or any(part.isdecimal() for part in path):
             document.problem(path, _explain(detail, path))
     return None, frozenset(tuple(str(part) for part in detail["loc"]) for detail in details)
@@ -145,6 +146,7 @@ def _explain(detail: ErrorDetails, path: KeyPath) -> str:
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         asked = tuple(ANY_ITEM if part.isdecimal() else part for part in path)
+        # The keys of a list's items are no advice for a key elsewhere, and the reverse.
         legal = [known for known in schema_paths(Recipe) if (ANY_ITEM in known) == (ANY_ITEM in asked)]
         known_elsewhere = any(other[-1] == asked[-1] for other in legal)
         renamed = "" if known_elsewhere else called_here(asked[-1])

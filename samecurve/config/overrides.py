@@ -62,6 +62,7 @@ def _value(text: str) -> tuple[Any, list[str]]:
     """Return the value that the text spells, and its problem."""
     document = Document(COMMAND_LINE.file)
     parsed = parse_yaml(text, document) if text else ""
+    # What begins like a list, a block or a quoted text is meant as YAML, whose mistake is to be told.
     if document.problems and not text.startswith(("[", "{", '"', "'")):
         return text, []
     return parsed, [problem.text for problem in document.problems]

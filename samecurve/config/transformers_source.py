@@ -124,7 +124,9 @@ def _collect(path: Path, name: str, into: ConfigClass) -> bool:
     node = _classes(path).get(name)
     if node is None:
         return False
-    checked = any("strict" in ast.unparse(each) for each in node.decorator_list) and not _lazily_typed(path)
+    # Types that are texts are for the reader alone, as those of a class without @strict are.
+    lazy = any(isinstance(each, ast.ImportFrom) and each.module == "__future__" for each in _parsed(path).body)
+    checked = not lazy and any("strict" in ast.unparse(each) for each in node.decorator_list)
     for statement in node.body:
         target = getattr(statement, "target", None) or (getattr(statement, "targets", None) or [None])[0]
         value = getattr(statement, "value", None)
@@ -141,11 +143,6 @@ def _collect(path: Path, name: str, into: ConfigClass) -> bool:
     if name == _ROOT_CLASS:  # its own base classes have no fields
         return True
     return all(_collect(*_origin(path, base), into) for base in node.bases)
-
-
-def _lazily_typed(path: Path) -> bool:
-    """Types that are texts are for the reader alone, as those of a class without @strict are."""
-    return any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in _parsed(path).body)
 
 
 def _made_use_of(function: ast.FunctionDef, reads_arguments: bool) -> Iterator[str]:
@@ -180,16 +177,14 @@ def _accepts(node: ast.expr, value: Any) -> bool:
         if outer in ("Optional", "Union"):
             return (outer == "Optional" and value is None) or any(_accepts(each, value) for each in inner)
         if outer == "Literal":
-            return any(isinstance(each, ast.Constant) and _same(each.value, value) for each in inner)
+            # True == 1 for Python, but true is none of the integers that a Literal lists.
+            listed = [each.value for each in inner if isinstance(each, ast.Constant)]
+            return any(known == value and isinstance(known, bool) == isinstance(value, bool) for known in listed)
         if outer == "list" and isinstance(value, list):
             return all(_accepts(inner[0], item) for item in value)
     if outer == "int":
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, _TYPES[outer]) if outer in _TYPES else True
-
-
-def _same(known: Any, value: Any) -> bool:
-    return known == value and isinstance(known, bool) == isinstance(value, bool)
 
 
 def _words(node: ast.expr) -> Iterator[str]:

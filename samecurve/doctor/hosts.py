@@ -53,7 +53,9 @@ def _start(host: HostSlots, world: Mapping[str, object], arguments: Sequence[str
     limit = 8 * seconds + _MORE_SECONDS
     try:
         done = ssh.run(host.name, f"cd {shlex.quote(str(ssh.ROOT))} && {shlex.join(command)}", limit)
-        return [Finding(**_fields(each)) for each in json.loads(done.stdout.splitlines()[-1])["findings"]]
+        findings = json.loads(done.stdout.splitlines()[-1])["findings"]  # behind what libraries print
+        # `level` is for readers; a Finding derives it.
+        return [Finding(**{name: value for name, value in each.items() if name != "level"}) for each in findings]
     except subprocess.TimeoutExpired:
         return [
             failed("doctor", f"rank {world['RANK']}", f"it did not end in {limit:.0f} s", "", TopologyError, host.name)
@@ -61,7 +63,3 @@ def _start(host: HostSlots, world: Mapping[str, object], arguments: Sequence[str
     except (ValueError, IndexError):
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
         return [failed("doctor", said, "it failed there", f"run it on {host.name}", ConfigurationError, host.name)]
-
-
-def _fields(finding: dict) -> dict:
-    return {name: value for name, value in finding.items() if name != "level"}

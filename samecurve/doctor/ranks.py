@@ -91,8 +91,10 @@ class World:
     def join(cls, environ: Mapping[str, str], seconds: float) -> World:
         """Connect to the first rank, as `init_process_group` does from the same variables of the environment."""
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        # torchrun's agent holds the store at this port already: rank 0 is then a client as the others are
         by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         limit = timedelta(seconds=seconds)
+        # Rank 0 does not wait for all to connect: `all_gather` tells which of them are missing.
         store = dist.TCPStore(
             environ["MASTER_ADDR"],
             int(environ["MASTER_PORT"]),

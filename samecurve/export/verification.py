@@ -90,7 +90,8 @@ class Verification:
                 f"{self.rejected}: the exported model was moved here, because transformers cannot load it:\n{error}\n"
                 f"{safe}."
             ) from None
-        difference, limit = found["difference"], self._limit(found)
+        factor = ROUNDING_FACTOR * (1 if self.recipe.fp8 == "off" else FP8_FACTOR)
+        difference, limit = found["difference"], max(TOLERANCE * found["largest"], factor * found["rounding"])
         kind = "states" if TASKS[self.recipe.task].auto_class == "AutoModel" else "logits"
         loaded_by = f"transformers {found['transformers']}"
         if not difference <= limit:  # also for nan
@@ -102,10 +103,6 @@ class Verification:
             )
         compared = f"{kind} differ by at most {difference:.1e} (allowed: {limit:.1e})"
         self.result = f"export reloaded by {loaded_by}: {compared}"
-
-    def _limit(self, found: dict) -> float:
-        factor = ROUNDING_FACTOR * (1 if self.recipe.fp8 == "off" else FP8_FACTOR)
-        return max(TOLERANCE * found["largest"], factor * found["rounding"])
 
     def _reload(self, folder: Path) -> dict:
         """Run reload.py in a new process and return the object that it prints."""

@@ -127,18 +127,13 @@ def load_generator(run: Path, raw: bool = False) -> TextGenerator:
     folder, recipe = find_generative_model(run)
     model, tokenizer = loading.load_with_tokenizer(folder)
     chat = not raw and is_chat(recipe, tokenizer)
-    return TextGenerator(
-        folder, loading.to_default_device(model), tokenizer, recipe, chat, _end_tokens(model, tokenizer, chat)
-    )
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """Collect the end tokens of the model's config, the tokenizer and the chat template, which often differ."""
+    # The model's config, the tokenizer and the chat template often name different end tokens.
     stored = model.generation_config.eos_token_id
-    ends = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
+    named = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
     if chat:
-        ends.append(_end_of_turn(tokenizer))
-    return list(dict.fromkeys(token for token in ends if token is not None))
+        named.append(_end_of_turn(tokenizer))
+    ends = list(dict.fromkeys(token for token in named if token is not None))
+    return TextGenerator(folder, loading.to_default_device(model), tokenizer, recipe, chat, ends)
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -37,12 +37,22 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
         output: folder of the merged model.
     """
     loading.check_base_model(arguments.run, base)
+    dtype = DTYPES[arguments.dtype]
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
     try:
         print(_merge(folder, base, partial))
-        if arguments.dtype != "fp32":
-            _cast(partial, cast, arguments.dtype)
-        _write_card(arguments.run, partial, arguments.dtype)
+        if arguments.dtype != "fp32":  # after the check, which needs fp32
+            with storage_errors(cast):
+                copy_as(partial, cast, getattr(torch, dtype))
+                shutil.rmtree(partial)
+                cast.rename(partial)
+            print(
+                f"weights converted to {arguments.dtype}: its rounding, which the check above does not include, "
+                "changes the logits"
+            )
+        directory = folders.run_directory(arguments.run)
+        if directory is not None:  # a folder with an adapter alone does not know its run
+            write_card(directory, ExportInfo(dtype, merged=True), partial)
         with storage_errors(output):
             partial.rename(output)
     finally:
@@ -50,22 +60,6 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
             shutil.rmtree(leftover, ignore_errors=True)
     print(f"merged model: {output}")
     return 0
-
-
-def _cast(partial: Path, cast: Path, dtype: str) -> None:
-    """Convert the model, which was checked in fp32, to another dtype. Raises NumericError for values out of range."""
-    with storage_errors(cast):
-        copy_as(partial, cast, getattr(torch, DTYPES[dtype]))
-        shutil.rmtree(partial)
-        cast.rename(partial)
-    print(f"weights converted to {dtype}: its rounding, which the check above does not include, changes the logits")
-
-
-def _write_card(run: Path, output: Path, dtype: str) -> None:
-    """Write a model card if the run is known. A folder with an adapter alone does not know its run."""
-    directory = folders.run_directory(run)
-    if directory is not None:
-        write_card(directory, ExportInfo(DTYPES[dtype], merged=True), output)
 
 
 def _merge(folder: Path, base: str, output: Path) -> str:

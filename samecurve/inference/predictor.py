@@ -83,6 +83,7 @@ class Predictor(ABC):
         if self.recipe:
             return self.recipe.batch.sequence_length
         positions = getattr(self.model.config, "max_position_embeddings", None) or -1
+        # transformers gives 1e30 for a tokenizer without a limit
         known = [limit for limit in (positions, self.tokenizer.model_max_length) if 0 < limit < 1 << 30]
         return min(known, default=1024)
 
@@ -257,6 +258,7 @@ class MaskFiller(Predictor):
         best = probabilities.topk(min(self.top, len(probabilities)))
         texts = self.tokenizer.batch_decode([[token] for token in best.indices.tolist()])
         pairs = zip(texts, best.values.tolist(), strict=True)
+        # without the space that a byte-level token includes; a token of spaces alone stays as it is
         return [{"token": text.strip() or text, "probability": value} for text, value in pairs]
 
 

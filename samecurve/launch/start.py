@@ -32,31 +32,24 @@ def run(launcher: str, target: Target) -> int:
         ConfigurationError, TopologyError: a program, a host or the port is not there for it; all are reported.
     """
     if launcher in SUBMIT:
-        return _submit(SUBMIT[launcher], scripts.text(launcher, target))
+        words, text = SUBMIT[launcher], scripts.text(launcher, target)
+        if not shutil.which(words[0]):
+            raise ConfigurationError(f"--run: {words[0]} is not on PATH; run it where it is, or leave --run out")
+        return subprocess.run(words, input=text, text=True).returncode
     starts = scripts.starts(launcher, target)
     away = [host for host, _ in starts if host and not ssh.is_here(host)]
     _check(launcher, target, away)
     environment = dict(os.environ, PATH=here.own_path(dict(os.environ)))
-    if launcher == "deepspeed":
-        _write(target)
+    if launcher == "deepspeed":  # it reads its hosts, and the variables that it passes on, from files
+        folder = Path(target.folder)
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in scripts.needed(target).items():
+                (folder / name).write_text(text, encoding="utf-8")
         environment["DS_ENV_FILE"] = scripts.environment_file(target)
     return together.wait(
         _over_ssh(host, words) if host in away else together.start(words, environment) for host, words in starts
     )
-
-
-def _submit(words: list[str], text: str) -> int:
-    if not shutil.which(words[0]):
-        raise ConfigurationError(f"--run: {words[0]} is not on PATH; run it where it is, or leave --run out")
-    return subprocess.run(words, input=text, text=True).returncode
-
-
-def _write(target: Target) -> None:
-    folder = Path(target.folder)
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in scripts.needed(target).items():
-            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _over_ssh(host: str, words: list[str]) -> Member:
@@ -78,6 +71,7 @@ def _check(launcher: str, target: Target, away: list[str]) -> None:
     """Raise one error with everything that is in the way."""
     found: list[tuple[type[SamecurveError], str]] = [*_programs(launcher, target), *_names(target)]
     if not found:
+        # pdsh logs in to every host of a hostfile, this machine too
         hosts = [each.name for each in target.hosts] if launcher == "deepspeed" and target.nodes > 1 else away
         with ThreadPoolExecutor(max(1, len(hosts))) as pool:
             troubles = zip(hosts, pool.map(ssh.trouble, hosts), strict=True)

@@ -33,15 +33,14 @@ def layer_bytes(job: Job) -> float:
     kept *= COMPILED if job.compile else 1
     if layout.exchange == "allgather":  # those of the row's other parts are kept, too
         kept += 4 * (layout.cp - 1) * shape.attention_width * shape.kv_share / layout.tp
-    return job.tokens * (kept + _score_bytes(job))
+    return job.tokens * (kept + score_bytes(job))
 
 
 def _per_token(job: Job) -> tuple[float, float]:
     """Return (bytes that tensor parallelism divides, other bytes) of one token in one layer."""
     shape, experts = job.shape, max(job.shape.top_k, 1) * expert_imbalance(job)
-    copies = (
-        2 if job.layout.ep > 1 else 1
-    )  # inputs and outputs of the experts, permuted before and behind an all-to-all
+    # inputs and outputs of the experts, permuted before and behind an all-to-all
+    copies = 2 if job.layout.ep > 1 else 1
     dispatched = 4 * copies * shape.hidden * experts if shape.experts else 0
     if shape.gated and job.flow:
         width = shape.attention_width
@@ -61,8 +60,8 @@ def expert_imbalance(job: Job) -> float:
     return EXPERT_IMBALANCE if job.shape.experts and job.layout.ep > 1 else 1
 
 
-def _score_bytes(job: Job) -> float:
-    """Bytes of the attention scores of one token; 0 with a fused kernel or selective recomputation."""
+def score_bytes(job: Job) -> float:
+    """Return the bytes of one token's attention scores; 0 with a fused kernel or selective recomputation."""
     if job.flash or job.checkpointing == "selective":
         return 0
     return 5 * job.shape.heads * job.seq / job.layout.tp

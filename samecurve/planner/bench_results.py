@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +77,13 @@ def _communication(content: Mapping[str, Any], kind: str, card: Gpu) -> tuple[di
     over = link(card, max(1, ranks // machines), DEFAULT_NODE_GBIT, ranks, 1, 0.0)
     ratios, rates = [], []
     for name, volume in VOLUMES.items():
-        timings = sorted((each for each in content["timings"] if each["name"] == name), key=_size)
+        timings = sorted((each for each in content["timings"] if each["name"] == name), key=itemgetter("num_bytes"))
         for each in timings[-LARGEST:]:
             ratios.append(each["seconds"] / collectives.seconds(volume(each["num_bytes"], ranks), ranks, over))
             rates.append(each["bus_gb_per_second"])
     factor = statistics.geometric_mean(ratios)
     text = f"bus bandwidth up to {max(rates):.3g} GB/s over the {over.level}, assumed {over.bus_gb_per_s:.3g}"
     return {"communication": factor}, text
-
-
-def _size(timing: Mapping[str, Any]) -> float:
-    return timing["num_bytes"]
 
 
 def together(results: Sequence[BenchResult]) -> dict[str, float]:

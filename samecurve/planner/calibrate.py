@@ -236,7 +236,8 @@ def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[B
     header = ["run", "strategy", "step s", "before", "after", "left out", "memory GiB", "before", "after", "left out"]
     rows = [header]
     for index, run in enumerate(runs):
-        shown = [[_percent(column[index][part]) if column else "-" for column in columns] for part in (0, 1)]
+        # log(measured / predicted), shown as the error of the prediction
+        shown = [[f"{math.expm1(-each[index][part]):+.0%}" if each else "-" for each in columns] for part in (0, 1)]
         strategy = str(run.facts.get("strategy", ""))
         rows.append([str(run.folder), strategy, f"{run.seconds:.3f}", *shown[0], f"{run.memory_gib:.2f}", *shown[1]])
     factors = ", ".join(f"{name} {value:.3f}" for name, value in learnt.time.items())
@@ -247,8 +248,3 @@ def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[B
     lines = [f"{name}: {text}" for name, text in named.items() if text]
     tables = ["predicted against measured:", printing.table(rows), ""] if runs else []
     return "\n".join([*(f"{each.path}: {each.note}" for each in benches), *tables, "factors learnt:", *lines])
-
-
-def _percent(error: float) -> str:
-    """Format log(measured / predicted) as the error of the prediction."""
-    return f"{math.expm1(-error):+.0%}"

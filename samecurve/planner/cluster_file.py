@@ -106,6 +106,7 @@ class _Reader:
             known = ", ".join(known_names())
             text = f"{found}, expected a GPU with known rates: {known}; describe another one under device"
             self.document.problem(("gpu",), text)
+            # any card, so that the other keys are checked in the same report
             return "", gpu("A100-80GB")
         return name, card
 

@@ -46,7 +46,10 @@ def emit(
     target = Target(recipe, strategy, overrides, nodes, folder=folder)
     texts = _strategy(folder, choice) | {"cluster.yaml": cluster_file.text(machines)}
     if not inputs.is_recipe(request.model):
-        texts["recipe.yaml"] = _recipe(folder, request.model)
+        bare = inputs.bare_recipe(request.model, model_config.read(request.model))
+        content = {"base": os.path.relpath(inputs.BASE, folder), **bare}
+        about = f"# The job that was planned for {request.model}; data.path is for you to add.\n"
+        texts["recipe.yaml"] = about + yaml.safe_dump(content, sort_keys=False)
     record = {"recipe": recipe, "overrides": overrides, "launchers": list(launchers), **plan_text.record(choice)}
     assert choice.job
     texts["layout.svg"] = layout_picture.svg(choice.job, wanted.batch.global_batch_size)
@@ -84,15 +87,6 @@ def _strategy(folder: str, choice: Choice) -> dict[str, str]:
     named = f"{choice.name}, {plan_text.sizes(choice.job.layout)}"
     about = f"# {named}: {choice.template.path} with the sizes of a plan; plan.json says how fast it should be.\n"
     return {"strategy.yaml": about + yaml.safe_dump(accelerate, sort_keys=False), **texts}
-
-
-def _recipe(folder: str, model: str) -> str:
-    """Return a recipe for a model that was planned without one."""
-    base = os.path.relpath(inputs.BASE, folder)
-    content = {"base": base, **inputs.bare_recipe(model, model_config.read(model))}
-    return f"# The job that was planned for {model}; data.path is for you to add.\n" + yaml.safe_dump(
-        content, sort_keys=False
-    )
 
 
 def _write(folder: str, texts: dict[str, str]) -> None:

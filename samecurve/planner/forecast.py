@@ -12,7 +12,6 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner import calibration, coverage, job_record, model_config, strategies
 from samecurve.planner.answers import predict
 from samecurve.planner.calibrate import shown_gib
-from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import KINDS, Cluster, built_in
 from samecurve.planner.hardware import canonical, known_gpu
 from samecurve.planner.job import Job
@@ -66,12 +65,13 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
     except (ConfigurationError, ValueError, ZeroDivisionError) as error:
         return {"reason": str(error)}
     first = shown_gib(job)
+    assumed = UNCALIBRATED_CPU if machines.kind == "cpu" else PUBLIC
     return {
         "step_seconds": found.seconds,
         "step_seconds_interval": list(found.seconds_interval),
         "peak_memory_gib": first,
         "peak_memory_gib_interval": [first * each / found.memory_gib for each in found.memory_interval],
-        "basis": _basis(machines),
+        "basis": machines.calibration.describe() if machines.calibration else assumed,
         "left_out": coverage.left_out(plan.recipe),
         "job": job_record.record(job),
     }
@@ -127,10 +127,3 @@ def _job(plan: Plan, fields: Mapping[str, Any], machines: Cluster) -> Job:
         coverage.optimizer_bytes(recipe),
     )
     return strategies.job(wanted, plan.strategy, machines)
-
-
-def _basis(machines: Cluster) -> str:
-    learnt: Calibration | None = machines.calibration
-    if learnt:
-        return learnt.describe()
-    return UNCALIBRATED_CPU if machines.kind == "cpu" else PUBLIC

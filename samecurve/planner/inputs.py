@@ -48,6 +48,7 @@ def read(name: str, overrides: Sequence[str]) -> Wanted:
     recipe = source.recipe
     assert recipe is not None
     typed = source.document.typed
+    # a block that is given whole on the command line fixes its keys, too
     blocks = {(block,) for block, _ in SEARCHED.values()} & typed.keys()
     return Wanted(
         model_config.shape(fields, described, recipe.tokenizer.vocabulary_size),

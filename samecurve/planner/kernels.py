@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from samecurve.planner.activations import layer_bytes
+from samecurve.planner.activations import layer_bytes, score_bytes
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile, attention_rate, sustained
 
@@ -96,12 +96,8 @@ def _attention(job: Job, constants: Profile) -> float:
 
 def _traffic(job: Job, constants: Profile) -> float:
     """Seconds of the element-wise operations, forward: twice the bytes that they keep, read and written."""
-    kept = layer_bytes(job) - (0 if job.flash else _scores(job))
+    kept = layer_bytes(job) - job.tokens * score_bytes(job)  # whose traffic is in `_attention`
     return constants.traffic * 2 * kept / (job.card.hbm_gb_per_s * 1e9)
-
-
-def _scores(job: Job) -> float:
-    return 0 if job.checkpointing == "selective" else 5 * job.shape.heads * job.seq * job.tokens / job.layout.tp
 
 
 def head(job: Job, constants: Profile) -> Seconds:

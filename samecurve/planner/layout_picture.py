@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 
 from samecurve.planner.job import Job
@@ -70,14 +69,11 @@ def svg(job: Job, global_batch: int, order: Order = ORDER) -> str:
     for note in notes:
         body.append(_label(GAP, top + 18, note))
         top += 20
-    return _page(LABEL + job.gpus_per_node * CELL + 260, top + GAP, body, notes)
+    width = max(LABEL + job.gpus_per_node * CELL + 260, 7 * max(map(len, notes), default=0) + 2 * GAP)
+    height = top + GAP
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return "\n".join([f'{head} font-family="monospace" font-size="11">', *body, "</svg>", ""])
 
 
 def _label(left: float, bottom: float, words: str) -> str:
     return f'<text x="{left}" y="{bottom}">{escape(words)}</text>'
-
-
-def _page(width: int, height: int, body: Sequence[str], notes: Sequence[str]) -> str:
-    width = max(width, 7 * max(map(len, notes), default=0) + 2 * GAP)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    return "\n".join([f'{head} font-family="monospace" font-size="11">', *body, "</svg>", ""])

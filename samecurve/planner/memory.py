@@ -68,25 +68,21 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     constants = constants or profile(job.stack)
     learnt = job.calibration
     reserved = learnt.process(job.stack) if learnt else None
-    gaps = RESIDENT_GAPS if job.memory_kind == "resident" else FRAGMENTATION
+    resident = job.memory_kind == "resident"
+    gaps = RESIDENT_GAPS if resident else FRAGMENTATION
+    held = 0 if resident else WORKSPACE_GIB * GIB
+    workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", "fitted")
     kept = job.reserved_gib if reserved is None else reserved
     found = []
     for stage in stages(job, job.stack in BY_COST):
-        lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job), *_workspaces(job)]
+        lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job), workspaces]
         lines.append(_gathered_inputs(job, constants, lines))
-        lines += _slack(lines, learnt.memory_factor(job.stack)) if learnt else []
+        factor = learnt.memory_factor(job.stack) if learnt else 1
+        if factor != 1:  # what runs on these machines measured is more, or less, than the other lines
+            end, middle, update = ((factor - 1) * sum(getattr(line, moment) for line in lines) for moment in MOMENTS)
+            lines.append(Line("measured slack", end, middle, update, f"{factor:.3f} x the lines above", "calibration"))
         found.append(Anatomy(stage, tuple(lines), kept, job.layout.gpus, gaps))
     return found
-
-
-def _slack(lines: Sequence[Line], factor: float) -> list[Line]:
-    """Return the line that makes the other lines what runs on these machines measured, nothing where they agree."""
-    end, middle, update = ((factor - 1) * sum(getattr(line, moment) for line in lines) for moment in MOMENTS)
-    return (
-        [Line("measured slack", end, middle, update, f"{factor:.3f} x the lines above", "calibration")]
-        if factor != 1
-        else []
-    )
 
 
 def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:
@@ -226,11 +222,6 @@ def _gathered(job: Job) -> list[Line]:
         Line("secondary weights", second, second, 0, f"a copy over {layout.secondary} ranks", "arXiv:2306.10209, hpZ"),
         Line("reduce buffer", 0, reduced, 0, "one layer's gradients before the reduce-scatter"),
     ]
-
-
-def _workspaces(job: Job) -> list[Line]:
-    held = 0 if job.memory_kind == "resident" else WORKSPACE_GIB * GIB
-    return [Line("workspaces", held, held, held, "cuBLAS, some streams", "fitted")]
 
 
 def overhead(each: Anatomy) -> list[Line]:

@@ -104,16 +104,20 @@ def record(choice: Choice) -> dict:
     """Return the choice as JSON."""
     if not (choice.job and choice.found):
         return {"strategy": choice.name, "verdict": choice.verdict, "reason": choice.reason}
-    layout, found = choice.job.layout, choice.found
+    job, found = choice.job, choice.found
+    layout = job.layout
+    # The model's own FLOPs, without recomputed ones: their share of the data sheet's peak is the MFU.
+    model_flops = flops.step(job.shape, choice.tokens / job.seq, job.seq)
+    exchanges = {} if choice.lack else ledger.ledgers(job)
     return {
         "strategy": choice.name,
         "sizes": {axis: getattr(layout, axis) for axis in ("dp", "shard", "tp", "pp", "cp", "ep")},
-        "micro_batch_size": choice.job.micro_batch,
-        "accumulation_steps": choice.job.grad_accum,
-        "activation_checkpointing": choice.job.checkpointing,
+        "micro_batch_size": job.micro_batch,
+        "accumulation_steps": job.grad_accum,
+        "activation_checkpointing": job.checkpointing,
         "tokens_per_second": choice.tokens_per_s,
         "tokens_per_second_interval": choice.tokens_per_s_interval,
-        "tflops_per_gpu": _tflops_per_gpu(choice),
+        "tflops_per_gpu": model_flops / (found.seconds * layout.gpus * 1e12),
         "step_seconds": found.seconds,
         "step_seconds_interval": found.seconds_interval,
         "peak_memory_gib": found.total_memory_gib,
@@ -122,17 +126,5 @@ def record(choice: Choice) -> dict:
         "tie": choice.tie,
         "binding": found.binding,
         "not_in_this_version": choice.lack or None,
-        "ledger": {} if choice.lack else _ledger(choice.job),
+        "ledger": {stage: [asdict(each) for each in listed] for stage, listed in exchanges.items()},
     }
-
-
-def _tflops_per_gpu(choice: Choice) -> float:
-    """Return the model's TFLOP/s of one GPU; its share of the data sheet's peak is the MFU."""
-    assert choice.job and choice.found
-    job = choice.job
-    model = flops.step(job.shape, choice.tokens / job.seq, job.seq)
-    return model / (choice.found.seconds * job.layout.gpus * 1e12)
-
-
-def _ledger(job: Job) -> dict[str, list[dict]]:
-    return {stage: [asdict(each) for each in exchanges] for stage, exchanges in ledger.ledgers(job).items()}

@@ -91,6 +91,7 @@ def _first_fitting(wanted: Wanted, machines: Cluster, templates: Iterable[Templa
 
 def _setting(wanted: Wanted, machines: Cluster, templates: Sequence[Template], shipped: Sequence[Template]) -> str:
     recompute, rows = "memory.activation_checkpointing=full", "batch.micro_batch_size=1"
+    # One setting before two, and the strategies that were asked for before others.
     changes = (
         ((recompute,), templates, {"micro_batch"}),
         ((rows,), templates, {"checkpointing"}),

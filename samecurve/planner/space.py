@@ -38,10 +38,13 @@ def powers(limit: int) -> list[int]:
 def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Sizes]:
     """Generate the sizes of a strategy file's axes to compare; which ones are legal is for its own check to say."""
     gpus, most = machines.gpus, wanted.shape.layers // template.stages_per_rank
+    heads = wanted.shape.heads if template.by_heads else 0
+    # For short rows one size of context parallelism, the file's own, is enough to compare.
+    parts = CONTEXT_SIZES[1:] if wanted.batch.sequence_length >= LEAST_CONTEXT else ()
     choices = {
         "pp": [each for each in divisors(gpus) if 1 < each <= min(most, LONGEST_PIPELINE)],
         "dp_replicate": [each for each in divisors(gpus) if each in (*powers(gpus), machines.nodes) and each > 1],
-        "cp": _context_sizes(template, wanted, gpus),
+        "cp": [each for each in parts if gpus % each == 0 and heads % each == 0],
         "tp": [each for each in divisors(gpus) if 1 < each <= machines.gpus_per_node],
         "ep": [each for each in divisors(math.gcd(gpus, wanted.shape.experts)) if 1 < each <= machines.gpus_per_node],
     }
@@ -51,14 +54,6 @@ def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Siz
         dict(zip(template.axes, found, strict=True))
         for found in product(*(choices[axis] or own[axis] for axis in template.axes))
     )
-
-
-def _context_sizes(template: Template, wanted: Wanted, gpus: int) -> list[int]:
-    """List sizes of context parallelism; none for short rows, where one, the file's own, is enough to compare."""
-    if wanted.batch.sequence_length < LEAST_CONTEXT:
-        return []
-    heads = wanted.shape.heads if template.by_heads else 0
-    return [each for each in CONTEXT_SIZES[1:] if gpus % each == 0 and heads % each == 0]
 
 
 def micro_batches(wanted: Wanted, ranks: int) -> list[int]:

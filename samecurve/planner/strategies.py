@@ -129,7 +129,10 @@ class Template:
 
     def sized(self, sizes: Mapping[str, int]) -> Files:
         """Return the files with other parallel sizes."""
-        changed = {name: _fresh(getattr(self.files, name)) for name in ("accelerate", "deepspeed")}
+        changed = {
+            name: replace(document, content=copy.deepcopy(document.content), problems=[])
+            for name, document in vars(self.files).items()
+        }
         for axis, size in sizes.items():
             file, (*blocks, key) = self.place(axis)
             block = changed[file].content
@@ -137,10 +140,6 @@ class Template:
                 block = block[name]
             block[key] = size
         return Files(**changed)
-
-
-def _fresh(document: Document) -> Document:
-    return replace(document, content=copy.deepcopy(document.content), problems=[])
 
 
 def read(path: str) -> Template:
@@ -169,6 +168,7 @@ def describe(
     """Return the strategy on a number of GPUs, and what the configuration's check finds wrong with it."""
     files, launch = template.sized(sizes), Launch("torchrun", gpus)
     strategy = resolve.describe_strategy(files, launch)
+    # without the recipe's own problems: its data may lie on the machines that are planned for
     source = wanted.source._replace(document=replace(wanted.source.document, problems=[]))
     validate.check_strategy(source, files, strategy, launch)
     problems = [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
@@ -226,6 +226,7 @@ def _bucket_bytes(strategy: Strategy, precision: str) -> float:
 def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:
     """Put the parts of a job together. A rank with fewer rows than a micro-batch holds computes no others."""
     rows = min(wanted.batch.micro_batch_size, rows_of_a_rank(wanted, layout.dp))
+    # The last stage of a pipeline computes whole logits, unless tensor parallelism cuts them (validate_schedule.py).
     return Job(
         wanted.shape, layout, machines.card, rows, wanted.batch.sequence_length,
         wanted.batch.accumulation_steps(layout.dp), states, machines.kind, gpus_per_node=machines.gpus_per_node,

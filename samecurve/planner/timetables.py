@@ -73,6 +73,7 @@ class _Order:
         self.entries.append(tuple(Pass(stage, kind, self._next(kind, stage)) for kind, stage in parts))
 
     def _next(self, kind: str, stage: int) -> int:
+        # B and I have one count: a micro-batch goes back through a stage by one of them.
         key = stage, kind == "F"
         self._passed[key] += 1
         number = self._passed[key] - 1

@@ -30,6 +30,7 @@ class Curve:
 
 def relative_differences(values: Sequence[float | None], reference: Sequence[float | None]) -> list[float | None]:
     """Compute |value - reference| / |reference| per step; None if either is missing. 0 / 0 is 0."""
+    # not strict: a run that ended early is compared as far as it came
     return [_relative(value, expected) for value, expected in zip(values, reference, strict=False)]
 
 

@@ -197,27 +197,19 @@ def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray)
             "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
             "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing is left to train",
         }
-    return counts | {
-        "exact duplicates": _share(_num_duplicates(rows), num_documents),
-        "unknown tokens": _unknown(rows, tokenizer),
-    }
+    offsets = np.asarray(rows.stream.offsets)
+    seen = {hash(rows.stream.tokens[a:b].tobytes()) for a, b in zip(offsets[:-1], offsets[1:], strict=True)}
+    counts["exact duplicates"] = _share(num_documents - len(seen), num_documents)
+    if tokenizer.unk_token_id is None:
+        counts["unknown tokens"] = "none: the tokenizer has a token for every byte or character"
+    else:
+        num_unknown = int((rows.stream.tokens == tokenizer.unk_token_id).sum())
+        counts["unknown tokens"] = _share(num_unknown, num_tokens)
+    return counts
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part:,} ({part / max(whole, 1):.1%})"
-
-
-def _num_duplicates(rows: Rows) -> int:
-    """Count the documents that repeat an earlier one token for token."""
-    offsets = np.asarray(rows.stream.offsets)
-    seen = {hash(rows.stream.tokens[a:b].tobytes()) for a, b in zip(offsets[:-1], offsets[1:], strict=True)}
-    return len(offsets) - 1 - len(seen)
-
-
-def _unknown(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> str:
-    if tokenizer.unk_token_id is None:
-        return "none: the tokenizer has a token for every byte or character"
-    return _share(int((rows.stream.tokens == tokenizer.unk_token_id).sum()), len(rows.stream.tokens))
 
 
 def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:

@@ -56,8 +56,11 @@ def detect_launch(
         local_rank: the argument that the deepspeed launcher adds.
         ancestors: replaces the parent processes in tests; called only when needed.
     """
-    text = environ.get("WORLD_SIZE", "1")
-    world_size, problems = (int(text), ()) if text.isdecimal() and int(text) else (1, (_bad_world_size(text),))
+    text, problems = environ.get("WORLD_SIZE", "1"), ()
+    world_size = int(text) if text.isdecimal() else 0
+    if not world_size:  # the rest of the configuration is still checked, as for one process
+        what = f"found {describe(text)}, expected an integer above 0; leave it to the launcher"
+        world_size, problems = 1, (ConfigProblem(ENVIRONMENT, "WORLD_SIZE", what, topology=True),)
     # Every path through accelerate launch exports this one, with "no" as its default.
     if "ACCELERATE_MIXED_PRECISION" not in environ:
         return Launch(_other_launcher(environ, local_rank), world_size, problems=problems)
@@ -93,11 +96,6 @@ def running_ancestors() -> list[Ancestor]:
         except (psutil.Error, OSError):
             continue
     return found
-
-
-def _bad_world_size(text: str) -> ConfigProblem:
-    what = f"found {describe(text)}, expected an integer above 0; leave it to the launcher"
-    return ConfigProblem(ENVIRONMENT, "WORLD_SIZE", what, topology=True)
 
 
 def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
@@ -149,10 +147,12 @@ def _parse_flags(words: Sequence[str]) -> dict[str, str]:
 def _config_file(flags: Mapping[str, str], directory: str, environ: Mapping[str, str]) -> str | None:
     if flags.get("config_file"):
         given = flags["config_file"]
+        # accelerate launch opened it from its own working directory
         return given if os.path.realpath(directory) == os.getcwd() else os.path.join(directory, given)
     cache = environ.get("XDG_CACHE_HOME", "~/.cache")
     home = environ.get("HF_HOME", os.path.join(cache, "huggingface"))
     default = Path(home, "accelerate", "default_config.yaml").expanduser()
+    # accelerate launch does not read the default file with --cpu (accelerate/commands/launch.py, 1.15)
     return str(default) if default.is_file() and "cpu" not in flags else None
 
 

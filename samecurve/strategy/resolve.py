@@ -178,7 +178,9 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
     ]
     if accelerate.get("fsdp_config", "fsdp_offload_params") is True:
         offloads += [("optimizer", "cpu"), ("param", "cpu")]
-    family = _family(files)
+    family, stage = _family(files), deepspeed.get("zero_optimization", "stage")
+    # hpZ's second copy is of gathered weights, and only stage 3 gathers them
+    secondary = deepspeed.get("zero_optimization", "zero_hpz_partition_size") if stage == 3 else None
     path = Path(accelerate.name) if accelerate.name else None
     json_path = Path(deepspeed.name) if deepspeed.name else None
     return Strategy(
@@ -191,10 +193,10 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         launcher=launch.launcher,
         world_size=launch.world_size,
         dims=_dims(files, family, launch.world_size),
-        zero_stage=_count(deepspeed.get("zero_optimization", "stage"), 0),
+        zero_stage=_count(stage, 0),
         offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
         nvme_paths=_nvme_paths(deepspeed),
-        secondary_partition=_secondary_partition(deepspeed),
+        secondary_partition=_count(secondary, 1),
         context_parallel=_context_parallel(files)[0] if family == "fsdp" else "",
         fsdp_forward_prefetch=accelerate.get("fsdp_config", "fsdp_forward_prefetch") is True,
         fsdp_reduce_dtype=_text(accelerate.get("fsdp_config", "fsdp_reduce_dtype"), "fp32"),
@@ -212,10 +214,12 @@ def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
         others = "dp_shard" if files.accelerate.get("distributed_type") == "FSDP" else "dp_replicate"
         return ParallelDims(pp=size, tp=cut, **{others: max(world_size // (size * cut), 1)})
     stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1
-    replicas = _count(files.accelerate.get("parallelism_config", "parallelism_config_dp_replicate_size"), 1)
+    block = "parallelism_config"
+    replicas = _count(files.accelerate.get(block, f"{block}_dp_replicate_size"), 1)
     cut = _tensor_parallel_size(files) if family in ("tp", "fsdp") else 1
     parts = _context_parallel(files)[1] if family == "fsdp" else 1
-    experts = _expert_parallel_size(files) if family == "fsdp" else 1
+    experts = _count(files.accelerate.get(block, f"{block}_ep_size"), 1) if family == "fsdp" else 1
+    # without the experts: the ranks that share them are among those that shard the other weights
     rest = max(world_size // (stages * replicas * parts * cut), 1)
     if family in ("ddp", "tp"):
         return ParallelDims(dp_replicate=rest, tp=cut)
@@ -236,10 +240,6 @@ def _tensor_parallel_size(files: Files) -> int:
     return _count(files.accelerate.get("parallelism_config", "parallelism_config_tp_size"), 1)
 
 
-def _expert_parallel_size(files: Files) -> int:
-    return _count(files.accelerate.get("parallelism_config", "parallelism_config_ep_size"), 1)
-
-
 def _pipeline_size(files: Files) -> int:
     return _count(files.accelerate.get("parallelism_config", "parallelism_config_pp_size"), 1)
 
@@ -247,12 +247,6 @@ def _pipeline_size(files: Files) -> int:
 def _schedule(files: Files) -> str:
     found = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
     return found if found in SCHEDULES else "1F1B"
-
-
-def _secondary_partition(deepspeed: Document) -> int:
-    if deepspeed.get("zero_optimization", "stage") != 3:
-        return 1
-    return _count(deepspeed.get("zero_optimization", "zero_hpz_partition_size"), 1)
 
 
 def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:
