@@ -29,11 +29,14 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
     if files.accelerate.get("distributed_type") == "NO":
         return Placement(None, 1)
     strategy = describe_strategy(files, Launch("torchrun", num_processes))
+    dims, is_fsdp = strategy.dims, files.accelerate.get("distributed_type") == "FSDP"
     # a replica of one shard is no sharding, and Accelerate refuses it; one group has no use for a second copy
     least = 2 if strategy.replicate_size > 1 or strategy.secondary_partition > 1 else 1
-    if strategy.family == "tp" or (strategy.dims.tp > 1 and files.accelerate.get("distributed_type") == "MULTI_GPU"):
-        return Placement(path, strategy.dims.size("pp", "tp"))  # a cut model has no replicas
-    unit = strategy.replicate_size * strategy.secondary_partition * strategy.dims.size("pp", "cp", "tp", "ep")
+    if is_fsdp and dims.size("pp", "tp") > 1 and dims.cp == 1:
+        least = 2  # shards are cut over the ranks of a sequence, too, and without those over nothing
+    if strategy.family == "tp" or (dims.tp > 1 and not is_fsdp):
+        return Placement(path, dims.size("pp", "tp"))  # a cut model has no replicas
+    unit = strategy.replicate_size * strategy.secondary_partition * dims.size("pp", "cp", "tp", "ep")
     return Placement(path, max(-(-num_processes // unit), least) * unit)
 
 

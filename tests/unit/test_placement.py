@@ -17,15 +17,16 @@ GIVEN = {
     "single": (1, 1, 1, 1),
     "hsdp": (4, 4, 4, 8),
     "tp": (2, 2, 2, 2),
-    "fsdp_tp": (2, 2, 4, 8),
+    "fsdp_tp": (4, 4, 4, 8),
     "fsdp_ulysses": (2, 2, 4, 8),
     "fsdp_cp": (2, 2, 4, 8),
     "fsdp_ep": (2, 2, 4, 8),
     "zero3_hpz": (4, 4, 4, 8),
-    "pp_fsdp_tp": (4, 4, 4, 8),
+    "pp_fsdp_tp": (8, 8, 8, 8),
     "fsdp_tp_cp": (4, 4, 4, 8),
     "pipeline": (2, 2, 4, 8),
     **dict.fromkeys((name for name in STRATEGIES if name.startswith("pipeline_")), (2, 2, 4, 8)),
+    "pipeline_fsdp": (4, 4, 4, 8),
 }
 
 
