@@ -95,21 +95,16 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
         if arguments.explain:
             explanation.explain(names)
             return 0
-        machines = _machines(device)
+        # counted by the processes with LOCAL_RANK 0: not every launcher reports the processes per machine
+        machines = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)
+        dist.all_reduce(machines)
         results = list(measure([name for name in names if name != barrier.NAME], sizes, device, arguments.seconds))
         arrivals = barrier.measure(device) if barrier.NAME in names else None
         if dist.get_rank() == 0:
-            _report(arguments, results, arrivals, backend, machines, timing.describe_environment(device))
+            _report(arguments, results, arrivals, backend, int(machines), timing.describe_environment(device))
     finally:
         dist.destroy_process_group()
     return 0
-
-
-def _machines(device: torch.device) -> int:
-    """Count the machines by their processes with LOCAL_RANK 0: not every launcher reports the processes per machine."""
-    first = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)
-    dist.all_reduce(first)
-    return int(first)
 
 
 def _report(
@@ -219,8 +214,11 @@ def measure(
             yield name, str(error).splitlines()[0]
             continue
         for size in sizes:
-            buffers = Buffers(size, device)
-            took = _seconds(COLLECTIVES[name], buffers, seconds)
+            collective, buffers = COLLECTIVES[name], Buffers(size, device)
+            collective.run(buffers)
+            # seconds of the slowest rank, for which a training step would wait: so all ranks make as many calls
+            once = _repeated(collective, buffers, 1)
+            took = _repeated(collective, buffers, max(FEWEST, min(MOST, int(seconds / once))))
             yield Timing(name, buffers.num_bytes, took, *bandwidths(name, buffers.num_bytes, took, buffers.world))
 
 
@@ -232,16 +230,6 @@ def _check_result(name: str, buffers: Buffers) -> None:
     wanted = torch.tensor(expected, device=result.device)[:, None]
     if not bool((result.view(len(expected), -1) == wanted).all()):
         raise RuntimeError(f"{name}: rank {buffers.rank} of {buffers.world} got {result}, expected parts of {expected}")
-
-
-def _seconds(collective: Collective, buffers: Buffers, seconds: float) -> float:
-    """Measure the seconds of one call on the slowest rank, for which a training step would wait.
-
-    All ranks get the same value and therefore make the same number of calls.
-    """
-    collective.run(buffers)
-    once = _repeated(collective, buffers, 1)
-    return _repeated(collective, buffers, max(FEWEST, min(MOST, int(seconds / once))))
 
 
 def _repeated(collective: Collective, buffers: Buffers, count: int) -> float:

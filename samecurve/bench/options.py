@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -96,7 +97,7 @@ def variants(recipe: Recipe, keys: Sequence[str] = OPTIONS) -> list[Variant]:
     listed = [Variant(UNCHANGED)]
     for key in keys:
         for dotted, values in _options(key):
-            now = _value(recipe, dotted)
+            now = attrgetter(dotted)(recipe)
             for value in (value for value in values if value != now):
                 overrides = *filter(None, [_NEEDED.get(dotted)]), f"{dotted}={_shown(value)}"
                 listed.append(Variant(" ".join(overrides), overrides))
@@ -134,13 +135,6 @@ def _few(annotation: Any) -> tuple:
         parts = [_few(part) for part in get_args(annotation)]
         return tuple(value for part in parts for value in part) if all(parts) else ()
     return ()
-
-
-def _value(recipe: Recipe, dotted: str) -> Any:
-    value: Any = recipe
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _shown(value: Any) -> str:

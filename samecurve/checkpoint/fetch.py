@@ -99,14 +99,11 @@ def verify(store: ObjectStore, name: str, folder: Path) -> None:
     for record in records:
         found = sizes.get(record.name)
         if found != record.size:
-            raise DamagedManifest(record.name, f"{record.size} bytes", _bytes(found))
+            there = "no such object" if found is None else f"{found} bytes"
+            raise DamagedManifest(record.name, f"{record.size} bytes", there)
         store.download(f"{FOLDER}/{name}/{record.name}", folder / record.name, record.size)
     for damage in check_files(LocalFileSystem(), folder):
         raise DamagedManifest(*damage)
-
-
-def _bytes(size: int | None) -> str:
-    return "no such object" if size is None else f"{size} bytes"
 
 
 def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:

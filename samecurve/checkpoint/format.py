@@ -64,11 +64,12 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
         }
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
+    # as safetensors itself does: white space, which JSON ignores, puts the data at a multiple of 8 bytes
     text += b" " * (-len(text) % _ALIGNMENT)
     yield struct.pack("<Q", len(text)) + text
     for entry, tensor in zip(entries, values, strict=True):
         assert tensor.shape == (entry.numel,) and tensor.dtype == entry.dtype, f"{entry} came as {tensor.shape}"
-        if entry.numel:
+        if entry.numel:  # an empty view cannot be cast
             yield tensor.numpy().data.cast("B")
 
 

@@ -57,6 +57,7 @@ def file_name(rank: int) -> str:
 def list_checkpoints(fs: FileSystem, directory: Path) -> list[Path]:
     """List the folders with a checkpoint's name, newest first. `check_files` verifies their content."""
     steps = {name: int(name[5:]) for name in fs.folders(directory) if re.fullmatch("step_[0-9]{8,}", name)}
+    # by number, because the name of a nine-digit step sorts before those of eight digits
     return [directory / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 
 
@@ -124,6 +125,7 @@ def read_manifest(fs: FileSystem, folder: Path) -> tuple[str, list[FileRecord]]:
 
 def _record(item: Any) -> FileRecord:
     match item:
+        # int(size) also matches JSON's true and false
         case {"name": str(name), "size": int(size), "sha256": str(sha256)} if not isinstance(size, bool):
             record = FileRecord(name, size, sha256)
         case _:
@@ -139,17 +141,15 @@ def _problem(fs: FileSystem, folder: Path, record: FileRecord, hashes: bool) -> 
         size = fs.size(path)
         if size != record.size:
             return FileDamage(record.name, f"{record.size} bytes", f"{size} bytes")
-        digest = _digest(fs, path) if hashes else record.sha256
+        if not hashes:
+            return None
+        hashed = hashlib.sha256()
+        for piece in fs.read(path):
+            hashed.update(piece)
     except OSError as error:
         return FileDamage(record.name, f"{record.size} bytes", _reason(error))
+    digest = hashed.hexdigest()
     return None if digest == record.sha256 else FileDamage(record.name, f"sha256 {record.sha256}", digest)
-
-
-def _digest(fs: FileSystem, path: Path) -> str:
-    digest = hashlib.sha256()
-    for piece in fs.read(path):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _content(fs: FileSystem, folder: Path, name: str) -> bytes:

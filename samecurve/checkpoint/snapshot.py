@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,12 @@ class Snapshot:
                 not exhausted.
         """
         self._generators = rng_state.capture(self._engine.device)
-        entries = list(self._entries())
+        state = self._engine.state
+        entries = []
+        for name, region in self.regions:
+            for kind in state.kinds[name]:
+                dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
+                entries.append(Entry(f"{kind}/{name}", region.numel, dtype))
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
             return entries, _checked(entries, self._live())
@@ -48,13 +53,6 @@ class Snapshot:
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory are asynchronous
         return entries, _checked(entries, (kept.read(index) for index in range(len(entries))))
-
-    def _entries(self) -> Iterator[Entry]:
-        state = self._engine.state
-        for name, region in self.regions:
-            for kind in state.kinds[name]:
-                dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
-                yield Entry(f"{kind}/{name}", region.numel, dtype)
 
     def _live(self) -> Generator[Tensor, None, None]:
         with closing(self._values()) as values:

@@ -87,7 +87,11 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
     if hasattr(module, "__path__"):  # a package, which has subcommands
         commands = importlib.import_module(f"{module.__name__}.commands").COMMANDS
         return _dispatch(program, module.__name__, commands, argv[1:])
-    _refuse_urls(argv[1:])
+    for argument in argv[1:]:
+        if re.match(r"[a-z0-9]+://", argument):  # Path would make "s3:/" of it; key=URL is for the recipe
+            raise ConfigurationError(
+                f"{argument}: commands read local run directories; give the run's, or copy the store's folder"
+            )
     arguments = _Parser(program, description=module.__doc__, formatter_class=_ParagraphFormatter)
     module.add_arguments(arguments)
     result = module.run(arguments.parse_intermixed_args(argv[1:]))
@@ -95,14 +99,6 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
         preflight.quiet_libraries()  # nearly all of them import transformers
         return importlib.import_module(result.module).run(*result.arguments)
     return result
-
-
-def _refuse_urls(argv: Sequence[str]) -> None:
-    for argument in argv:
-        if re.match(r"[a-z0-9]+://", argument):  # Path would make "s3:/" of it; key=URL is for the recipe
-            raise ConfigurationError(
-                f"{argument}: commands read local run directories; give the run's, or copy the store's folder"
-            )
 
 
 def require_positive(arguments: argparse.Namespace, *options: str) -> None:

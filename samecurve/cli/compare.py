@@ -90,7 +90,9 @@ def run_each(
     Returns:
         (an outcome per strategy, the precision).
     """
-    settings = jobs.shortened(recipe, overrides, steps, **_preferred(recipe, overrides))
+    # Strategies agree up to rounding in fp32, which some recipes do not allow (adamw_bf16, fp8).
+    problems = recipes.read_recipe(recipe, [*overrides, "precision=fp32"]).document.problems
+    settings = jobs.shortened(recipe, overrides, steps, **({} if problems else {"precision": "fp32"}))
     chosen = jobs.jobs(names, num_processes or jobs.default_processes())
     with storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -105,12 +107,6 @@ def run_each(
         outcomes.append(outcome)
         console.print(f"{label}: {outcome.reason or f'{len(outcome.metrics)} steps'}", markup=False)
     return outcomes, recipes.load_recipe(recipe, settings).precision
-
-
-def _preferred(recipe: str, overrides: Sequence[str]) -> dict[str, str]:
-    """Prefer fp32, in which strategies agree up to rounding; {} if the recipe does not allow it (adamw_bf16, fp8)."""
-    problems = recipes.read_recipe(recipe, [*overrides, "precision=fp32"]).document.problems
-    return {} if problems else {"precision": "fp32"}
 
 
 def _show_steps(status: Status, label: str, steps: int) -> None:

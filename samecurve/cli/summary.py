@@ -89,8 +89,11 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
         listed.append(("start a run from its weights", start))
     other = another_strategy(facts["strategy"])
     again = [recipe, *_without(overrides, ("output_dir",)), f"output_dir={directory}-{other}"]
-    listed.append(("try another strategy", launch(f"configs/{other}.yaml", num_processes_again(world_size), again)))
-    listed.append(("compare the strategies", _compare([recipe, *_without(overrides, LENGTH)], other, world_size)))
+    processes = num_processes_again(world_size)
+    listed.append(("try another strategy", launch(f"configs/{other}.yaml", processes, again)))
+    compared = f"{_typed([recipe, *_without(overrides, LENGTH)])} --strategies {REFERENCE},{other}"
+    counted = f" --num_processes {processes}" if processes else ""
+    listed.append(("compare the strategies", f"python -m samecurve compare {compared}{counted}"))
     return listed
 
 
@@ -98,12 +101,6 @@ def _use(task: str | None, directory: Path) -> tuple[str, str]:
     if task in TASKS and TASKS[task].predicts:
         return "run the model", f"python -m samecurve predict {quoted(directory)} {TASKS[task].predicts}"
     return "generate text", f"python -m samecurve generate {quoted(directory)}"
-
-
-def _compare(arguments: Sequence[str], other: str, world_size: int) -> str:
-    processes = num_processes_again(world_size)
-    counted = f" --num_processes {processes}" if processes else ""
-    return f"python -m samecurve compare {_typed(arguments)} --strategies {REFERENCE},{other}{counted}"
 
 
 def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str]) -> str:

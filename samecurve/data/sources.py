@@ -7,6 +7,7 @@ import os
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -221,7 +222,10 @@ def _fingerprint(files: tuple[Path, ...], cache: Path) -> str:
     contents = digest([(table_kind(file), hashed) for file, hashed in zip(files, _hashes(files), strict=True)])
     # Git's "racy" problem: a file modified just now may change again within one tick of the file system's clock.
     if max(mtime for _, _, mtime in stats) < (time.time() - _RACY_SECONDS) * 1e9:
-        _remember(remembered, contents)
+        # Only speed is lost; a cache that cannot be written is reported where the tokens are stored.
+        with suppress(OSError):
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            remembered.write_text(contents)
     return contents
 
 
@@ -290,11 +294,3 @@ def _file_hash(file: Path) -> str:
         while block := stream.read(1 << 20):
             hashed.update(block)
     return hashed.hexdigest()
-
-
-def _remember(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError:
-        pass  # Only speed is lost; a cache that cannot be written is reported where the tokens are stored.

@@ -111,16 +111,15 @@ def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     byte_level = '"ByteLevel"' in json.dumps([description["pre_tokenizer"], description["decoder"]])
     lengths = np.zeros(vocabulary_size(tokenizer), dtype=np.int32)
     for token, index in tokenizer.get_vocab().items():
-        lengths[index] = len(token) if byte_level else _num_bytes(token)
+        if byte_level:
+            lengths[index] = len(token)
+        elif len(token) == 6 and token.startswith("<0x"):
+            lengths[index] = 1
+        else:
+            lengths[index] = len(token.replace("\u2581", " ").encode())
     for index, added in tokenizer.added_tokens_decoder.items():
         lengths[index] = 0 if added.special else len(added.content.encode())
     return lengths
-
-
-def _num_bytes(token: str) -> int:
-    if len(token) == 6 and token.startswith("<0x"):
-        return 1
-    return len(token.replace("\u2581", " ").encode())
 
 
 def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:

@@ -98,11 +98,7 @@ def _nodes(folder: Path) -> Iterator[frozenset[int]]:
     Format: Linux's Documentation/ABI/stable/sysfs-devices-node.
     """
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
-        cores = frozenset(_listed(path.read_text(encoding="ascii")))
+        ranges = re.findall(r"(\d+)(?:-(\d+))?", path.read_text(encoding="ascii"))
+        cores = frozenset(core for first, last in ranges for core in range(int(first), int(last or first) + 1))
         if cores:
             yield cores
-
-
-def _listed(text: str) -> Iterator[int]:
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        yield from range(int(first), int(last or first) + 1)

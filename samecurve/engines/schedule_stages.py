@@ -153,6 +153,7 @@ class LocalStages:
                     dist.recv(hidden, self.peers[before])
                 hidden = self.modules[stage](hidden, position_ids, labels)
                 if after != self.rank:
+                    # fp32, as the receiver has allocated
                     dist.send(hidden.float().contiguous(), self.peers[after])
         for module in self.modules.values():
             if isinstance(module, FSDPModule):  # gathered weights would outlive an update

@@ -40,7 +40,7 @@ def share_inputs(blocks: Iterable[nn.Module], mesh: DeviceMesh, is_cut: bool) ->
     found = Shard(_SEQUENCE) if is_cut else Replicate()
 
     def share(_block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if not is_cut and not torch.is_grad_enabled():
+        if not is_cut and not torch.is_grad_enabled():  # nothing to gather, and no gradient to sum
             return args, kwargs
         states = args[0] if args else kwargs["hidden_states"]
         whole = _moved(states, mesh, found, Replicate())

@@ -9,7 +9,7 @@ from samecurve.specs.precision import DTYPES
 
 if TYPE_CHECKING:
     from samecurve.interfaces.engine import EngineDescription
-    from samecurve.strategy.plan import Plan, Strategy
+    from samecurve.strategy.plan import Plan
 
 _WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipeline": "PipelineEngine"}
 
@@ -28,12 +28,9 @@ def verify(plan: Plan, running: EngineDescription) -> None:
         )
 
 
-def _shards_stages(strategy: Strategy) -> bool:
-    return strategy.family == "schedule" and strategy.dims.dp_shard > 1
-
-
 def _asked(plan: Plan) -> dict:
     recipe, strategy = plan.recipe, plan.strategy
+    shards_stages = strategy.family == "schedule" and strategy.dims.dp_shard > 1
     asked = {
         "world_size": strategy.world_size,
         "data_parallel_size": strategy.data_parallel_size,
@@ -44,7 +41,7 @@ def _asked(plan: Plan) -> dict:
         "precision": recipe.precision,
         "zero_stage": strategy.zero_stage,
         "secondary_partition": strategy.secondary_partition,
-        "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3 or _shards_stages(strategy),
+        "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3 or shards_stages,
         "replicate_size": strategy.replicate_size,
         "tensor_parallel_size": strategy.tensor_parallel_size,
         "context_parallel_size": strategy.dims.cp,

@@ -61,9 +61,10 @@ class Columns(NamedTuple):
         own, trained = logits.float(), labels != IGNORE_INDEX
         greatest = own.amax(dim=-1)
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.group)
-        shifted = own - greatest[:, None]
+        shifted = own - greatest[:, None]  # so that no exponential overflows
         index = labels - self.start
         is_own = (index >= 0) & (index < own.shape[-1])
+        # another rank's target reads some column of this one, and the value is not used
         index = index.clamp(0, own.shape[-1] - 1)[:, None]
         target = torch.where(is_own, shifted.gather(-1, index).squeeze(-1), 0.0)
         exponentials = shifted.exp_()

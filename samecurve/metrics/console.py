@@ -101,14 +101,10 @@ class Progress:
         return len(self._records) == 1
 
     def _rest(self) -> str:
-        left = self._seconds_left()
-        return "" if left is None else f"left {duration(left)}"
-
-    def _seconds_left(self) -> float | None:
         # without the first step, which includes start-up costs
         steady = [each["step_seconds"] for each in self._records[1:]]
         left = self._total - self._done
-        return sum(steady) / len(steady) * left if steady else None
+        return f"left {duration(sum(steady) / len(steady) * left)}" if steady else ""
 
     def _process_start(self) -> float:
         if self._started is None:

@@ -68,13 +68,13 @@ def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
     found = layers(model)
     # reentrant checkpointing needs an input with a gradient, which the first layer of a model with an adapter lacks
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    kinds = {
-        "selective": partial(_selective, keeps=memory.selective_save),
-        "offload": partial(_offloaded, offload=Offload()),
-    }
-    wrap = partial(kinds.get(kind, _full), recompute=recompute)
+    if kind == "selective":
+        recompute = partial(recompute, context_fn=_contexts(memory.selective_save))
+    offload = Offload()
     for index in recomputed(memory, len(found)):
-        found[index].forward = _in_training(found[index], wrap)
+        layer = found[index]
+        forward = partial(recompute, layer.forward)
+        layer.forward = _in_training(layer, _offloaded(forward, offload) if kind == "offload" else forward)
 
 
 def recomputed(memory: Memory, num_layers: int) -> range:
@@ -107,33 +107,24 @@ def repeated_share(memory: Memory, model: nn.Module, attention: str) -> tuple[fl
     return products, share if attention == "eager" else 0.0
 
 
-def _in_training(layer: nn.Module, wrap: Callable[[Forward], Forward]) -> Forward:
-    """Apply `wrap` in training only; evaluation stores no activations anyway."""
+def _in_training(layer: nn.Module, recomputing: Forward) -> Forward:
+    """Call `recomputing` in training only; evaluation stores no activations anyway."""
     plain = layer.forward
-    wrapped = wrap(plain)
 
     @wraps(plain)
     def forward(*args, **kwargs):
-        chosen = wrapped if layer.training and torch.is_grad_enabled() else plain
+        chosen = recomputing if layer.training and torch.is_grad_enabled() else plain
         return chosen(*args, **kwargs)
 
     return forward
 
 
-def _full(forward: Forward, recompute: Callable) -> Forward:
-    return partial(recompute, forward)
-
-
-def _selective(forward: Forward, recompute: Callable, keeps: str) -> Forward:
-    return partial(recompute, forward, context_fn=_contexts(keeps))
-
-
-def _offloaded(forward: Forward, recompute: Callable, offload: Offload) -> Forward:
+def _offloaded(recomputing: Forward, offload: Offload) -> Forward:
     """Recompute as with full checkpointing, from inputs kept in host memory."""
 
     def offloaded(*args, **kwargs):
         with offload.of_layer(copies_of(args[0].device)):
-            return recompute(forward, *args, **kwargs)
+            return recomputing(*args, **kwargs)
 
     return offloaded
 
@@ -141,13 +132,10 @@ def _offloaded(forward: Forward, recompute: Callable, offload: Offload) -> Forwa
 @cache
 def _contexts(keeps: str) -> Callable:
     """Return one object for all layers, because torch.compile would recompile for a new object."""
-    return partial(create_selective_checkpoint_contexts, partial(_policy, kept=_operators(keeps)))
-
-
-def _operators(keeps: str) -> frozenset:
     names = _ATTENTION if keeps == "attention" else _ATTENTION + _PRODUCTS
     found = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
-    return frozenset(found | {torch.ops.higher_order.flex_attention, *varlen.OPERATORS})
+    kept = frozenset(found | {torch.ops.higher_order.flex_attention, *varlen.OPERATORS})
+    return partial(create_selective_checkpoint_contexts, partial(_policy, kept=kept))
 
 
 def _policy(context, operator, *args, kept: frozenset, **kwargs) -> CheckpointPolicy:

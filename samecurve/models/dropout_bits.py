@@ -39,18 +39,14 @@ def keep_mask(keys: Tensor, length: int, rate: float, runs: int = 1, part: int =
     """
     threshold, width = round(rate * 2**32) - 2**31, length // runs
     if (runs, parts) != (1, 1):
-        keys = _keys_of_part(keys, width, runs, part, parts)
+        # a key for each run, whose first value is that of the part; see `_bits` for how it counts
+        starts = (torch.arange(runs, device=keys.device) * parts + part) * width
+        first = keys[:, :1] + (starts * _GOLDEN).to(torch.int32)  # both wrap
+        keys = torch.stack([first, keys[:, 1:].expand_as(first)], dim=-1).flatten(0, 1)
     keep = torch.empty(len(keys), width, dtype=torch.bool, device=keys.device)
     for place, bits in _bits(keys, width):
         torch.ge(bits, threshold, out=keep[place])  # the upper bits decide the comparison
     return keep.view(-1, length)
-
-
-def _keys_of_part(keys: Tensor, width: int, runs: int, part: int, parts: int) -> Tensor:
-    """Return (sequences * runs, 2) keys whose first value is that of a run's part; see `_bits` for how it counts."""
-    starts = (torch.arange(runs, device=keys.device) * parts + part) * width
-    first = keys[:, :1] + (starts * _GOLDEN).to(torch.int32)  # both wrap
-    return torch.stack([first, keys[:, 1:].expand_as(first)], dim=-1).flatten(0, 1)
 
 
 def uniform(keys: Tensor, length: int) -> Tensor:

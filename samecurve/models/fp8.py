@@ -55,18 +55,19 @@ def check_device(kind: str, device: torch.device) -> None:
 def converted(model: nn.Module) -> list[str]:
     """List the names of the modules that `convert` converts. Raises as activation_checkpointing.layers."""
     inside = {id(module) for layer in layers(model) for module in layer.modules()}
-    return [name for name, module in model.named_modules() if id(module) in inside and _fits(name, module)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if id(module) in inside
+        and type(module) is nn.Linear
+        and not is_adapter_weight(f"{name}.weight")
+        and not any(size % MULTIPLE for size in module.weight.shape)
+    ]
 
 
 def count(model: nn.Module, kind: str) -> int:
     """Count the modules that `convert` converts. `kind` is the recipe's fp8."""
     return 0 if kind == "off" else len(converted(model))
-
-
-def _fits(name: str, module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or is_adapter_weight(f"{name}.weight"):
-        return False
-    return not any(size % MULTIPLE for size in module.weight.shape)
 
 
 def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> None:

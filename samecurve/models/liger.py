@@ -142,8 +142,5 @@ def _functions(model: nn.Module) -> list[str]:
     """
     files = {parent.__module__ for parent in type(model).__mro__ if parent.__module__.startswith("transformers.")}
     found = (item for file in sorted(files) for item in vars(sys.modules[file]).items())
-    return [name for name, value in found if "rotary" in name and _is_ligers(value)]
-
-
-def _is_ligers(value: object) -> bool:
-    return callable(value) and (getattr(value, "__module__", None) or "").startswith("liger_kernel.")
+    rotary = [(name, value) for name, value in found if "rotary" in name and callable(value)]
+    return [name for name, value in rotary if (getattr(value, "__module__", None) or "").startswith("liger_kernel.")]

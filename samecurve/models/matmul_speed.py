@@ -94,6 +94,7 @@ def _training_seconds(
             (precision, name): run for precision in precisions for name, run in matmul_runs(device, precision, part)
         }
         times = _fastest(runs, device)
+        # sides of twice the length mean eight times the work
         if part == shape or time.perf_counter() + 8 * ROUNDS * sum(times.values()) > end:
             return part, {each: sum(times[each, name] for name in PRODUCTS) for each in precisions}
         limit *= 2
@@ -124,6 +125,7 @@ def _peak(device: torch.device, precisions: Sequence[str], seconds: float) -> tu
         again = ROUNDS * sum(times[key] for key in tried)
         if time.perf_counter() + again > end:
             return best
+        # sides of twice the length mean eight times the work
         if size < LARGEST_SQUARE and time.perf_counter() + 8 * again <= end:
             size *= 2
 

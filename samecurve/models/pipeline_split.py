@@ -10,7 +10,7 @@ position_ids what the model computes once for all layers (rotary angles, attenti
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -145,22 +145,16 @@ class Positions:
         if self._seen is None or self._seen[0] is not position_ids or self._seen[1] != hidden.dtype:
             self._seen, self._arguments = (position_ids, hidden.dtype), {}
         if kind not in self._arguments:
+            build = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+            known = {"attention_mask": None, "past_key_values": None, "position_ids": position_ids}
             self._arguments[kind] = {
-                "attention_mask": self._mask(hidden, position_ids, kind),
+                # causal, and block-diagonal over the documents of a packed row (where position_ids restart at 0)
+                "attention_mask": build(config=self._config, inputs_embeds=hidden, **known),
                 "position_ids": position_ids,
                 "use_cache": False,
                 **self._angles(hidden, position_ids),
             }
         return self._arguments[kind]
-
-    def _mask(self, hidden: Tensor, position_ids: Tensor, kind: str) -> Any:
-        """Build the mask that the attention implementation takes, for most implementations a tensor.
-
-        The mask is causal and block-diagonal over the documents of a packed row (where position_ids restart at 0).
-        """
-        build = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
-        arguments = {"attention_mask": None, "past_key_values": None, "position_ids": position_ids}
-        return build(config=self._config, inputs_embeds=hidden, **arguments)
 
     def _angles(self, hidden: Tensor, position_ids: Tensor) -> dict:
         if self._rotary_type is None:

@@ -38,10 +38,13 @@ class Pretrained:
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         groups = weight_conversion.groups(alone, {name: stored.shape for name, stored in self._files.items()})
         self._group = {name: group for group in groups for name in group.made}
+        aliases: dict[int, list[str]] = {}  # of each parameter, the name in `named_parameters()` first
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
         self._names = {  # possible names in the files of each parameter; a tied one may have several
-            aliases[0]: [adapters.pretrained_name(alias) for alias in aliases]
-            for aliases in _aliases(model)
-            if not adapters.is_adapter_weight(aliases[0])
+            names[0]: [adapters.pretrained_name(name) for name in names]
+            for names in aliases.values()
+            if not adapters.is_adapter_weight(names[0])
         }
 
     def missing(self) -> set[str]:
@@ -125,11 +128,3 @@ def _where(stored: dict[str, Stored]) -> str:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _aliases(model: PreTrainedModel) -> list[list[str]]:
-    """List all names of each parameter, that of `named_parameters()` first (a tied head has two)."""
-    by_identity: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), []).append(name)
-    return list(by_identity.values())

@@ -60,7 +60,10 @@ def header(file: Path) -> dict[str, Stored]:
                 raise _damaged(file, f"it has {size:,} bytes, and its header alone would have {length:,}")
             entries = json.loads(stream.read(length))
             entries.pop("__metadata__", None)
-            found = {name: _stored(file, begin, entry) for name, entry in entries.items()}
+            found = {
+                name: Stored(file, entry["dtype"], tuple(entry["shape"]), *(begin + at for at in entry["data_offsets"]))
+                for name, entry in entries.items()
+            }
     except OSError as error:
         raise ConfigurationError(f"{file}: {error.strerror or error}") from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -92,11 +95,6 @@ def read(stored: dict[str, Stored], names: Iterable[str]) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise _damaged(file, str(error)) from error
     return found
-
-
-def _stored(file: Path, begin: int, entry: dict) -> Stored:
-    start, stop = entry["data_offsets"]
-    return Stored(file, entry["dtype"], tuple(entry["shape"]), begin + start, begin + stop)
 
 
 def _damaged(file: Path, what: str) -> ConfigurationError:

@@ -54,6 +54,7 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
 
 def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
     """Build the facts that decide whether a run may resume, and those whose changes are logged on resuming."""
+    path = plan.recipe.model.path
     return {
         "recipe": plan.recipe.model_dump(),
         "strategy": plan.strategy.name,
@@ -61,7 +62,8 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
         "versions": versions(),
         **identity(skeleton.config, task),
         "adapter": _adapter(plan.recipe),
-        "reference": _reference(plan.recipe, task),
+        # the weights that the task uses as reference model, by their content and not by their path
+        "reference": weights_fingerprint(weight_files(path)) if task.has_reference and path is not None else None,
     }
 
 
@@ -71,13 +73,6 @@ def _adapter(recipe: Recipe) -> dict | None:
         return None
     assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
     return recipe.adapter.model_dump() | {"base_model": weights_fingerprint(weight_files(recipe.model.path))}
-
-
-def _reference(recipe: Recipe, task: Task) -> str | None:
-    """Fingerprint of the pretrained weights that the task uses as reference model, independent of their path."""
-    if not task.has_reference or recipe.model.path is None:
-        return None
-    return weights_fingerprint(weight_files(recipe.model.path))
 
 
 def hardware_facts() -> dict[str, object]:

@@ -120,7 +120,12 @@ class RunDirectory:
         if self.continues:
             self._check_resume(resume)
         self._check_present(reads)
-        self._move_stacks()
+        # Of a hung session, and at once: this session opens files of the same names before `begin`.
+        stacks = self.path / "stacks"
+        if stacks in self._present:
+            self._present.remove(stacks)
+            self._aside = self._next_previous()
+            os.rename(stacks, self._aside / stacks.name)
         if fresh:
             (self.path / STARTING_OVER).touch()
         else:
@@ -243,14 +248,6 @@ class RunDirectory:
             f"output_dir: {self.path} holds checkpoints of an earlier run, which --resume {resume} would leave behind; "
             "resume from them (--resume auto), choose another output_dir, or add --fresh to move them aside"
         )
-
-    def _move_stacks(self) -> None:
-        """Move a hung session's stacks/ at once: this session opens files of the same names before `begin`."""
-        stacks = self.path / "stacks"
-        if stacks in self._present:
-            self._present.remove(stacks)
-            self._aside = self._next_previous()
-            os.rename(stacks, self._aside / stacks.name)
 
     def _find_present(self) -> list[Path]:
         """List the paths that `begin` will move, and stacks/. For status.json see `_move`."""

@@ -69,7 +69,7 @@ class JsonlFile:
         try:
             with storage_errors(self.path), open(self.path, "ab") as stream:
                 stream.write(self._unwritten.encode())
-        except StorageError:
+        except StorageError:  # a full disk may have taken a part of the lines
             with contextlib.suppress(OSError):
                 os.truncate(self.path, size)
             raise

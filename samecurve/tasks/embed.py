@@ -61,6 +61,7 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
     def loss(
         self, states: Tensor, labels: Tensor, attention_mask: Tensor, row_loss: Tensor, gradient: Tensor
     ) -> Tensor:
+        # the losses of the whole batch, which are known, with their gradient by these rows' embeddings (see `context`)
         linear = (self.features(states, labels, attention_mask) * gradient).sum()
         return row_loss.sum() + (linear - linear.detach())
 

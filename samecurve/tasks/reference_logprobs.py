@@ -59,7 +59,12 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
     if not world.conclude(target.is_dir(), all):
         with _progress_bar(f"reference log-probabilities of {len(rows):,} {split} pairs", world.is_main) as advance:
             values = compute_log_probabilities(rows, start, advance)
-        _check_finite(values, split)
+        num_broken = int((~np.isfinite(values)).any(axis=1).sum())
+        if num_broken:
+            raise NumericError(
+                f"under the initial model, the log-probabilities of {num_broken} of {len(values)} {split} pairs are "
+                "not finite; use another precision, or other weights in model.path"
+            )
 
         def write() -> None:
             if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -113,15 +118,6 @@ def _call_on_all_ranks(world: ControlGroup, call: Callable[[], T]) -> T:
     if verdict is not None:
         raise verdict
     return results[0]
-
-
-def _check_finite(values: np.ndarray, split: str) -> None:
-    num_broken = int((~np.isfinite(values)).any(axis=1).sum())
-    if num_broken:
-        raise NumericError(
-            f"under the initial model, the log-probabilities of {num_broken} of {len(values)} {split} pairs are not "
-            "finite; use another precision, or other weights in model.path"
-        )
 
 
 def _read(file: Path, num_rows: int) -> np.ndarray:

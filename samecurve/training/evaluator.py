@@ -38,12 +38,7 @@ class Evaluation:
         if not self._mixed:
             return task.metrics(results[0])
         losses = {f"eval_loss_source_{source}": result.loss for source, result in results.items()}
-        return task.metrics(_merged(list(results.values()))) | losses
-
-
-def _merged(results: list[EvalResult]) -> EvalResult:
-    """Combine the results of several evaluations into the result over all their rows."""
-    tokens = sum(result.tokens for result in results)
-    loss = sum(result.loss * result.tokens for result in results) / max(tokens, 1)
-    statistics = zip(*(result.statistics for result in results), strict=True)
-    return EvalResult(loss, tokens, tuple(map(sum, statistics)))
+        tokens = sum(result.tokens for result in results.values())
+        loss = sum(result.loss * result.tokens for result in results.values()) / max(tokens, 1)
+        statistics = zip(*(result.statistics for result in results.values()), strict=True)
+        return task.metrics(EvalResult(loss, tokens, tuple(map(sum, statistics)))) | losses

@@ -141,6 +141,7 @@ class Guard:
         return True
 
     def _write(self, step: int, result: StepResult, reason: str, batches: StepBatches) -> None:
+        # as text, which tells nan from inf: JSON has neither, and both would become null
         record = {"step": step, "reason": reason, "loss": str(result.loss), "grad_norm": str(result.grad_norm)}
         self._run.append_skipped(record | {"rows": batches.rows_of(step - 1).tolist()})
 

@@ -230,7 +230,9 @@ def _introduce(session: Session) -> None:
     if accelerator.is_main_process:
         warning = matmul_speed.precision_warning(recipe, built.skeleton, accelerator.device)
         facts |= {"precision_warning": warning or None}
-        facts |= {"predicted": _predicted(session)}
+        # on rank 0, which alone knows the peak of its device
+        peak, fields = session.meter.machine.peak, built.skeleton.config.to_dict()
+        facts |= {"predicted": forecast.forecast(plan, fields, _device(context, peak and peak.tflops))}
     resumed_from = session.checkpoints.resumed_from
     facts |= {"resumed_from": resumed_from and str(resumed_from), "start_step": session.start.step}
     parts = {"train": built.task.train, "held_out": built.task.validation}
@@ -240,12 +242,6 @@ def _introduce(session: Session) -> None:
     context.progress.log(context.run.notice)
     context.progress.header(facts)
     context.progress.log(factory.core_advice(accelerator, plan.strategy, context.world))
-
-
-def _predicted(session: Session) -> dict:
-    """Predict this run's step time and memory; rank 0 only, because it alone knows the peak of its device."""
-    peak, fields = session.meter.machine.peak, session.built.skeleton.config.to_dict()
-    return forecast.forecast(session.context.plan, fields, _device(session.context, peak and peak.tflops))
 
 
 def _device(context: Context, peak_tflops: float | None) -> forecast.Device:

@@ -34,7 +34,11 @@ class PairRows(Rows):
         starts = np.stack([offsets[:-1], offsets[1:] - num_rejected], axis=1)
         limit = sequence_length + self.ahead
         cut = np.minimum(lengths, limit)
-        kept = self._distinct(starts, cut) & (self._count_trained(starts, cut) > 0).all(axis=1)
+        assert stream.trained is not None  # PairEncoder is masked
+        stops = starts + cut
+        firsts = np.minimum(starts + 1, stops)  # the first token of a sequence cannot be a target
+        num_trained = range_sums(stream.trained, firsts.ravel(), stops.ravel()).reshape(starts.shape)
+        kept = self._distinct(starts, cut) & (num_trained > 0).all(axis=1)
         self.num_dropped = int((~kept).sum())
         self.num_truncated = int((lengths > limit).any(axis=1).sum())
         self.num_truncated_tokens = int((lengths - cut).sum())
@@ -61,13 +65,6 @@ class PairRows(Rows):
         """Return the places of the rows' inputs in the stream, and a mask of non-padding."""
         steps = np.arange(self.sequence_length)
         return self._starts[indices][..., None] + steps, steps < self._sizes[indices][..., None]
-
-    def _count_trained(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Count the trained tokens of each sequence, (pairs, 2), without its first token, which cannot be a target."""
-        stops = starts + lengths
-        firsts = np.minimum(starts + 1, stops)
-        assert self.stream.trained is not None  # PairEncoder is masked
-        return range_sums(self.stream.trained, firsts.ravel(), stops.ravel()).reshape(starts.shape)
 
     def _distinct(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         distinct = lengths[:, 0] != lengths[:, 1]

@@ -45,7 +45,9 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
     # Arrow gives each message all keys that any message of the file has.
     message = {key: part for key, part in value.items() if part is not None}
     if "role" not in message and {"from", "value"} <= message.keys():
-        message = _from_sharegpt(message)
+        sender = message.pop("from")
+        named = _SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
+        message = {"role": named, "content": message.pop("value"), **message}
     if "role" not in message:
         raise DataError(f"{place}: {at} has no 'role', found: {', '.join(map(repr, message)) or 'nothing'}; add it")
     role = message["role"]
@@ -62,12 +64,6 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
     may_be_empty = role in _MAY_BE_EMPTY or "tool_calls" in message
     check_text(place, f"{at}.content", message["content"], "text", may_be_empty)
     return message
-
-
-def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
-    role = message.pop("from")
-    role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    return {"role": role, "content": message.pop("value"), **message}
 
 
 def _tool_calls(place: str, at: str, value: Any) -> list:

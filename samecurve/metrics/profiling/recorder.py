@@ -82,8 +82,13 @@ class Profiler:
 
     def _before(self, step: int) -> None:
         if step == self._starts_at:
-            self._recording = self._profiler(step)
-            self._recording.start()
+            # Without Python stacks (with_stack), which would take a large part of the measured time.
+            self._recording = profiler = profile(
+                schedule=self._action, on_trace_ready=self._write, record_shapes=True, profile_memory=True
+            )
+            # The profiler counts from 0 by default; the ranges in the trace should have the run's step numbers.
+            profiler.step_num, profiler.current_action = step, self._action(step)
+            profiler.start()
             if torch.cuda.is_available():
                 # without C++ stacks: capturing them would slow down the recorded steps
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
@@ -91,13 +96,6 @@ class Profiler:
             if step == self._first:
                 deepspeed_comms.begin()
             self._around.restart_clock()
-
-    def _profiler(self, step: int) -> profile:
-        # Without Python stacks (with_stack), which would take a large part of the measured time.
-        profiler = profile(schedule=self._action, on_trace_ready=self._write, record_shapes=True, profile_memory=True)
-        # The profiler counts from 0 by default; the ranges in the trace should have the run's step numbers.
-        profiler.step_num, profiler.current_action = step, self._action(step)
-        return profiler
 
     def _action(self, step: int) -> ProfilerAction:
         """Choose the profiler's action for a step. The step before the first one, if any, warms up device tracing."""

@@ -152,7 +152,7 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> Iterato
         queries, keys = _together(query[:, at], len(key)), key[:, seen].contiguous()
         bias = _causal(at.stop - at.start, query.dtype, query.device)
         bias = nn.functional.pad(bias, (keys.shape[1] - len(bias), 0))
-        if starts[at.stop - 1] > seen.start:
+        if starts[at.stop - 1] > seen.start:  # else the block lies in one document, and every key before it is visible
             hidden = torch.arange(seen.start, seen.stop, device=first.device) < first[at, None]
             bias = bias.masked_fill(hidden, float("-inf"))
         if len(query) > len(key):

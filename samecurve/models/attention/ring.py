@@ -96,6 +96,7 @@ class _Ring(torch.autograd.Function):
         query, own, output, total = ctx.saved_tensors
         mask, scale, group = ctx.others
         of_query = torch.zeros(query.shape, device=query.device)
+        # what the softmax's gradient subtracts: a sum over all keys, here without waiting for those of other ranks
         inner = (gradient.float() * output).sum(-1, keepdim=True)
         of_own, arriving = torch.zeros(own.shape, device=own.device), None
         for source, (key, value) in _visits(own, group):
