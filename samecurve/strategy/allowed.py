@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from samecurve.config.documents import Document
     from samecurve.strategy.plan import Strategy
 
 Value = Callable[[str], Any]
@@ -35,3 +36,10 @@ def rule(
             yield key, f"found {found}, but {why}; use {shown}, or {instead}"
 
     return check
+
+
+def refuse_offload(document: Document, why: str) -> None:
+    """Add the problem of an Accelerate YAML that keeps shards in host memory. why: what is said of offload."""
+    key = "fsdp_config", "fsdp_offload_params"
+    if document.get(*key) is True:
+        document.problem(key, f"found true, but offload {why}; set it to false")

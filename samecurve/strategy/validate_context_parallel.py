@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from samecurve.specs.tasks import TASKS
-from samecurve.strategy.allowed import OFF, Value, rule
+from samecurve.strategy.allowed import OFF, Value, refuse_offload, rule
 
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
@@ -73,9 +73,7 @@ def check_accelerate(document: Document) -> None:
     if len(above_one) > 1:
         text = f"found {sizes[_GATHERED]}, but {_ULYSSES} is {sizes[_ULYSSES]} and a sequence is cut in one way only"
         document.problem((_BLOCK, _GATHERED), f"{text}; remove one of them")
-    if document.get("fsdp_config", "fsdp_offload_params") is True:
-        text = f"found true, but offload {_UNTESTED}; set it to false"
-        document.problem(("fsdp_config", "fsdp_offload_params"), text)
+    refuse_offload(document, _UNTESTED)
     key = f"{_BLOCK}_dp_replicate_size"
     found = document.get(_BLOCK, key)
     if found not in (None, 1):

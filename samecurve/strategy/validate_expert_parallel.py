@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from samecurve.specs.optimizers import OPTIMIZERS
-from samecurve.strategy.allowed import OFF, Value, rule
+from samecurve.strategy.allowed import OFF, Value, refuse_offload, rule
 
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
@@ -49,9 +49,7 @@ def check_accelerate(document: Document) -> None:
         document.problem((_BLOCK, SIZE), f"{text}; remove it, or start from configs/fsdp_ep.yaml")
     if kind != "FSDP" or not isinstance(size, int) or size < 2:
         return
-    if document.get("fsdp_config", "fsdp_offload_params") is True:
-        text = f"found true, but offload {_UNTESTED}; set it to false"
-        document.problem(("fsdp_config", "fsdp_offload_params"), text)
+    refuse_offload(document, _UNTESTED)
     for key in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
         found = document.get(_BLOCK, f"{_BLOCK}_{key}")
         if found not in (None, 1):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from samecurve.specs.data_names import WIDTH_MULTIPLE
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
-from samecurve.strategy.allowed import OFF, Value, rule
+from samecurve.strategy.allowed import OFF, Value, refuse_offload, rule
 
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
@@ -70,9 +70,7 @@ def check_accelerate(document: Document) -> None:
         document.problem((block, _SEQUENCE), f"{text}; remove it, or set parallelism_config_tp_size")
     if kind != "FSDP" or not isinstance(size, int) or size < 2:
         return
-    if document.get("fsdp_config", "fsdp_offload_params") is True:
-        text = f"found true, but offload {_UNTESTED}; set it to false"
-        document.problem(("fsdp_config", "fsdp_offload_params"), text)
+    refuse_offload(document, _UNTESTED)
     found = document.get(block, replicas)
     if found not in (None, 1):
         text = f"found {found}, but a model in several replicas {_UNTESTED}"
