@@ -66,6 +66,17 @@ def test_recomputed_layers_follow_one_process(strategy, kind, workspace):
     compare(run, expected)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "pipeline_interleaved"])
+def test_attention_without_a_mask_follows_one_process(strategy, workspace):
+    """Each stage makes its own tables of documents."""
+    varlen = "model.attention=varlen"
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", varlen)
+    run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", varlen)
+    assert (run.facts["engine"], run.facts["attention"]) == (ENGINES[strategy], "varlen")
+    compare(run, expected)
+
+
 def sharded_stages(workspace, name: str) -> Path:
     """The strategy file `name` with FSDP2 inside of its stages."""
     path = workspace.folder / "sharded_stages" / f"{name}.yaml"
