@@ -164,6 +164,8 @@ def _apply(plan: Plan, model: Any, skeleton: Any, mesh: Mesh) -> tuple[nn.Module
     model = factory.cast_weights(model, settings)
     if strategy.tensor_parallel_size > 1:
         tensor_parallel.apply(model, mesh, strategy.tp_sequence_parallel)
+    if strategy.family != "fsdp":
+        tensor_parallel.allocate(model, CPU)
     copies = accelerator.computes_in_copies(plan)
     if copies:
         bf16_copies.install_in_layers(model)
@@ -173,10 +175,8 @@ def _apply(plan: Plan, model: Any, skeleton: Any, mesh: Mesh) -> tuple[nn.Module
         launch_env.export_launch_env(strategy)
         state = SimpleNamespace(fsdp_plugin=accelerator.plugins(plan)["fsdp_plugin"])
         model = fsdp.shard(cast(Any, SimpleNamespace(state=state, device=CPU)), model, mesh)
-    else:
-        tensor_parallel.allocate(model, CPU)
-        if copies:
-            bf16_copies.install_around(model)
+    elif copies:
+        bf16_copies.install_around(model)
     groups = factory.parameter_groups(
         model.named_parameters(), shapes, settings, factory.hidden_matrices(skeleton, shapes)
     )

@@ -54,6 +54,8 @@ def _weights(module: nn.Module, without: Collection[nn.Module] = ()) -> _Weights
 
 
 def _install(module: nn.Module, weights: _Weights) -> None:
+    for owner, name in _places(module, weights):
+        owner.__dict__[name] = owner._parameters[name]
     plain = module.forward
 
     @wraps(plain)
@@ -64,13 +66,17 @@ def _install(module: nn.Module, weights: _Weights) -> None:
     module.forward = forward
 
 
+def _places(module: nn.Module, weights: _Weights) -> Iterator[tuple[nn.Module, str]]:
+    return ((module.get_submodule(path), name) for places in weights for path, name in places)
+
+
 @contextmanager
 def _in_bf16(module: nn.Module, weights: _Weights) -> Iterator[None]:
     """Shadow each weight by a copy: an attribute of the module itself is found before its parameter of that name.
 
-    So `parameters()` still lists the weights, whose hooks and gradients are the parameters'.
+    So `parameters()` still lists the weights, with their hooks. Afterwards each weight shadows itself: torch.compile of
+    PyTorch 2.11 cannot remove an attribute, and one that comes and goes would be compiled twice.
     """
-    shadowed = []
     for places in weights:
         owners = [module.get_submodule(path) for path, _ in places]
         weight = owners[0]._parameters[places[0][1]]
@@ -78,9 +84,8 @@ def _in_bf16(module: nn.Module, weights: _Weights) -> Iterator[None]:
         copy = weight.to(torch.bfloat16)
         for owner, (_, name) in zip(owners, places, strict=True):
             owner.__dict__[name] = copy
-            shadowed.append((owner, name))
     try:
         yield
     finally:
-        for owner, name in shadowed:
-            del owner.__dict__[name]
+        for owner, name in _places(module, weights):
+            owner.__dict__[name] = owner._parameters[name]

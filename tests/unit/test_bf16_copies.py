@@ -118,3 +118,12 @@ def test_layers_pass_on_bf16_and_weights_stay_fp32():
     curve(model)
     assert set(seen) == {torch.bfloat16} and {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+def test_a_weight_that_is_replaced_is_the_one_that_is_copied():
+    model = with_copies(build())
+    curve(model)
+    head = model.get_submodule("lm_head")
+    head.weight = nn.Parameter(torch.zeros_like(head.weight))
+    assert head.weight is head._parameters["weight"]
+    assert not model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False).logits.any()
