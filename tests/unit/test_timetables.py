@@ -135,14 +135,20 @@ def test_a_job_is_forecast_by_its_own_schedule():
 
 
 def test_a_search_keeps_to_what_a_schedule_takes():
-    """On 2 x 2 ranks 16 rows are 8 per pipeline; 1F1B takes at least 2 micro-batches, no recomputation."""
+    """On 2 x 2 ranks 16 rows are 8 per pipeline; 1F1B takes at least 2; a cut backward pass takes no selection."""
     wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
     template = strategies.read("configs/pipeline_1f1b.yaml")
     strategy, problems = strategies.describe(wanted, template, {"pp": 2}, 4)
     assert not problems and (strategy.dims.pp, strategy.dims.dp_replicate) == (2, 2)
     taken = [size for size in (1, 2, 4, 8) if strategies.takes(strategies.with_memory(wanted, size, "none"), strategy)]
     assert taken == [1, 2, 4]
-    assert not strategies.takes(strategies.with_memory(wanted, 2, "full"), strategy)
+    assert strategies.takes(strategies.with_memory(wanted, 2, "full"), strategy)
+    cut, _ = strategies.describe(wanted, strategies.read("configs/pipeline_zbv.yaml"), {"pp": 2}, 4)
+    kinds = ("none", "full", "selective")
+    assert [kind for kind in kinds if strategies.takes(strategies.with_memory(wanted, 2, kind), cut)] == [
+        "none",
+        "full",
+    ]
     recomputing = replace(strategies.with_memory(wanted, 2, "full"), fixed=frozenset(("checkpointing",)))
     assert "no recomputation" in search.sized(recomputing, built_in("h100x4"), template, {"pp": 2}).reason
     assert {each.found is not None for each in remedies._smallest(wanted, built_in("h100x4"), template)} == {True}
