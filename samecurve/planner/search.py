@@ -158,7 +158,7 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
         if fitting:
             return max(fitting, key=lambda each: each.tokens_per_s)
     if not tried:
-        return Choice("", reason="its pipeline schedule takes none of these micro-batches")
+        return Choice("", reason="its pipeline schedule takes none of these micro-batches, or not this recomputation")
     return min(tried, key=lambda each: each.found.total_memory_gib if each.found else math.inf)
 
 

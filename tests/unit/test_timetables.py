@@ -134,6 +134,9 @@ def test_a_job_is_forecast_by_its_own_schedule():
     assert found["zbv"] == ("ZBVZeroBubble", pytest.approx(1 / 48), [("first and last", 2, 2), ("middle", 2, 2)])
 
 
+KINDS = ("none", "full", "selective")
+
+
 def test_a_search_keeps_to_what_a_schedule_takes():
     """On 2 x 2 ranks 16 rows are 8 per pipeline; 1F1B takes at least 2; a cut backward pass takes no selection."""
     wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
@@ -143,14 +146,12 @@ def test_a_search_keeps_to_what_a_schedule_takes():
     taken = [size for size in (1, 2, 4, 8) if strategies.takes(strategies.with_memory(wanted, size, "none"), strategy)]
     assert taken == [1, 2, 4]
     assert strategies.takes(strategies.with_memory(wanted, 2, "full"), strategy)
-    cut, _ = strategies.describe(wanted, strategies.read("configs/pipeline_zbv.yaml"), {"pp": 2}, 4)
-    kinds = ("none", "full", "selective")
-    assert [kind for kind in kinds if strategies.takes(strategies.with_memory(wanted, 2, kind), cut)] == [
-        "none",
-        "full",
-    ]
-    recomputing = replace(strategies.with_memory(wanted, 2, "full"), fixed=frozenset(("checkpointing",)))
-    assert "no recomputation" in search.sized(recomputing, built_in("h100x4"), template, {"pp": 2}).reason
+    zero_bubble = strategies.read("configs/pipeline_zbv.yaml")
+    cut, _ = strategies.describe(wanted, zero_bubble, {"pp": 2}, 4)
+    kinds = [kind for kind in KINDS if strategies.takes(strategies.with_memory(wanted, 2, kind), cut)]
+    assert kinds == ["none", "full"]
+    recomputing = replace(strategies.with_memory(wanted, 2, "selective"), fixed=frozenset(("checkpointing",)))
+    assert "not this recomputation" in search.sized(recomputing, built_in("h100x4"), zero_bubble, {"pp": 2}).reason
     assert {each.found is not None for each in remedies._smallest(wanted, built_in("h100x4"), template)} == {True}
     assert template.axes == ("pp",) and template.size("pp") == 2
     assert {
