@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=PAGE)
     arguments = parser.parse_args()
     os.chdir(ROOT)
-    known = sorted(path.stem for path in Path("recipes").glob("*.yaml") if path.stem not in ("base", "tiny"))
+    known = recipe_names()
     chosen = [name for name in arguments.recipes.split(",") if name] or known
     if unknown := set(chosen) - set(known):
         parser.error(f"--recipes: no recipes/{min(unknown)}.yaml; the names are {', '.join(known)}")
@@ -68,6 +68,11 @@ def main() -> None:
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         arguments.output.write_text(page(results), encoding="utf-8")
     print(arguments.output)
+
+
+def recipe_names() -> list[str]:
+    """All recipes but those that others start from."""
+    return sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ("base", "tiny"))
 
 
 def measure(name: str, steps: int) -> dict:
@@ -128,6 +133,7 @@ def page(results: dict[str, dict]) -> str:
         found = [results[recipe]["strategies"].get(strategy, {}) for recipe in recipes]
         rows.append([f"`{strategy}`", worlds(found), *(shown(each, reasons) for each in found), largest_norm(found)])
     tolerance = TOLERANCES["fp32"]
+    missing = [name for name in recipe_names() if name not in results]
     verdicts = ("PASS" if results[recipe]["agree"] else "FAIL" for recipe in recipes)
     parts = [
         "# Every recipe under every strategy",
@@ -141,6 +147,7 @@ def page(results: dict[str, dict]) -> str:
             [*rows, ["", "", *verdicts, ""]],
         ),
         "\n".join(f"{number}. {reason}" for reason, number in reasons.items()),
+        "Not measured yet: " + ", ".join(f"`{name}`" for name in missing) + "." if missing else "",
         "## How",
         table(["recipe", "steps", "precision", "not as shipped", "date", "commit"], list(conditions(results))),
         "Dropout, packing, accumulation and the order of rows are the recipes' own. Measured on "
