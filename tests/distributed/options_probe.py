@@ -65,7 +65,8 @@ def measured(accelerator, plan, task) -> dict:
         results = [engine.step(micro_batches, 1e-3) for micro_batches in steps]
     held_out = list(EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard))
     evaluated = [engine.evaluate(held_out).loss for _ in range(2)]
-    modules = (getattr(engine, "model", None) or engine._engine).modules()
+    owner = next(name for name in ("model", "_engine", "_module") if hasattr(engine, name))  # one for each engine
+    modules = getattr(engine, owner).modules()
     return {
         "engine": engine.describe().engine,
         "loss": [result.loss for result in results],

@@ -19,6 +19,7 @@ from test_equal_curves import SCHEDULES
 
 from samecurve.engines import shared_gpu
 from samecurve.optim import adamw_bf16
+from samecurve.strategy.placement import place_strategy
 
 ON_GPU = torch.cuda.is_available()
 ROWS = RECIPE["batch"]["global_batch_size"]
@@ -74,14 +75,21 @@ if not ON_GPU:  # flex_attention has no gradients there, and fp16 no matrix prod
 if not ON_GPU or find_spec("liger_kernel") is None:
     EXACT.pop("liger")
 STRATEGIES = [name for name in ENGINES if name not in ("single", "hsdp", "tp", "fsdp_tp", "pipeline", "zero3_nvme")]
-CASES = [(name, world) for name in STRATEGIES for world in WORLDS]
+CASES = [
+    (name, world)
+    for name in STRATEGIES
+    for world in WORLDS  # those that the strategy can be spread over
+    if place_strategy(ROOT / "configs" / f"{name}.yaml", world).world_size == world
+]
 # gloo has no point-to-point transfers of device memory, see engines/shared_gpu.py
-CASES = [(name, world) for name, world in CASES if name not in SCHEDULES or world <= NUM_DEVICES]
+CASES = [(name, world) for name, world in CASES if name not in SCHEDULES or world <= min(NUM_DEVICES, 4)]
 CASES += [("pipeline", NUM_DEVICES)] if NUM_DEVICES > 1 else []
 
 
 def rows_at_once(strategy: str, world: int) -> str:
-    """The override: four, or what a step has for each of more ranks."""
+    """The override: four, or what a step has for each of more ranks; schedules have four micro-batches."""
+    if strategy in SCHEDULES:
+        return f"batch.micro_batch_size={ROWS // 2 // world}"
     stages = 2 if strategy == "pipeline" else 1
     return f"batch.micro_batch_size={min(4, ROWS * stages // world)}"
 
