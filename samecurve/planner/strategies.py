@@ -279,8 +279,7 @@ def takes(wanted: Wanted, strategy: Strategy) -> bool:
         return True
     count = wanted.batch.accumulation_steps(strategy.data_parallel_size)
     refused = micro_batch_rule(strategy.pipeline_schedule, count, strategy.pipeline_stages)
-    cut = SCHEDULES[strategy.pipeline_schedule].folded  # the backward pass of each layer
-    return not refused and not (cut and wanted.checkpointing == "selective")
+    return not refused and SCHEDULES[strategy.pipeline_schedule].takes_recomputation(wanted.checkpointing)
 
 
 def rows_of_a_rank(wanted: Wanted, ranks: int) -> int:

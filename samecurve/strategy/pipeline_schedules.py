@@ -36,6 +36,10 @@ class PipelineSchedule:
         places = Counter(layer * count // num_layers for layer in range(num_layers))
         return [places[stage] for stage in range(count)]
 
+    def takes_recomputation(self, kind: str) -> bool:
+        """Whether layers may be recomputed so; PyTorch cannot cut the backward pass of one recomputed in part."""
+        return not (self.folded and kind == "selective")
+
 
 SCHEDULES = {
     "GPipe": PipelineSchedule(),

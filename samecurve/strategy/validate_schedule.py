@@ -65,9 +65,9 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
 
 def _recomputation(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     found = value("memory.activation_checkpointing")
-    if _applies(strategy) and found == "selective" and SCHEDULES[strategy.pipeline_schedule].folded:
+    if _applies(strategy) and not SCHEDULES[strategy.pipeline_schedule].takes_recomputation(found):
         why = "PyTorch cannot cut the backward pass of a layer that is recomputed in part (zero bubble)"
-        yield "memory.activation_checkpointing", f"found selective, but {why}; use full or none, or {_ELSEWHERE}"
+        yield "memory.activation_checkpointing", f"found {found}, but {why}; use full or none, or {_ELSEWHERE}"
 
 
 def _loss(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
