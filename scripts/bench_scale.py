@@ -212,10 +212,10 @@ def count_tokens(found: dict, world) -> None:
                 time.sleep(STEP_SECONDS)
                 began = time.perf_counter()
                 started.append(world.start_sum(range(3)))
-                started.popleft()()
+                started.popleft().wait()
                 waited.append(1000 * (time.perf_counter() - began))
-        for wait in started:
-            wait()
+        for each in started:
+            each.wait()
         found[name]["ms"] = statistics.median(waited)
 
 

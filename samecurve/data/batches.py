@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.futures import Future
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
@@ -66,7 +67,7 @@ class StepBatches:
         anchor: dict[str, int] | None = None,
         num_workers: int = 0,
         count: Callable[..., int] | None = None,
-        start_sum: Callable[[Sequence[int]], Callable[[], list[int]]] | None = None,
+        start_sum: Callable[[Sequence[int]], Future[list[Tensor]]] | None = None,
     ):
         self.rows, self.seed, self.batch, self.shard = rows, seed, batch, shard
         self.num_steps, self.num_workers = num_steps, num_workers
@@ -174,8 +175,8 @@ class StepBatches:
             found = self._micro_batches(next(wholes))
             if self._count is None or self._start_sum is None:
                 return found
-            wait = self._start_sum(Counts.of_step(found, self._count))
-            return [replace(each, facts=each.facts and each.facts._replace(wait_for_step=wait)) for each in found]
+            sums = self._start_sum(Counts.of_step(found, self._count))
+            return [replace(each, facts=each.facts and each.facts._replace(step_sums=sums)) for each in found]
 
         with ThreadPoolExecutor(1, thread_name_prefix="step-batches") as pool:
             pending = deque(pool.submit(make) for _ in upcoming[:_PREFETCHED_STEPS])

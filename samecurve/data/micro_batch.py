@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 from torch.nn import functional
 
 from samecurve.losses.chunked_cross_entropy import trained_positions
@@ -74,8 +75,8 @@ class BatchFacts(NamedTuple):
             without position_ids.
         padded: whether the attention_mask has a 0; None without an attention_mask.
         documents: see Documents; None: unknown.
-        wait_for_step: waits for the sums of `counts` over the step's micro-batches and all ranks, which the loader has
-            started; None: it has not.
+        step_sums: sums of `counts` over the step's micro-batches and all ranks, which the loader has started (see
+            ControlGroup.start_sum); None: it has not.
     """
 
     counts: Counts
@@ -83,7 +84,7 @@ class BatchFacts(NamedTuple):
     packed: bool | None
     padded: bool | None
     documents: Documents | None
-    wait_for_step: Callable[[], list[int]] | None = None
+    step_sums: Future[list[Tensor]] | None = None
 
     @classmethod
     def of(cls, batch: MicroBatch, count: Callable[..., int]) -> BatchFacts:

@@ -9,8 +9,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
+from torch.futures import Future
 
 from samecurve.errors import SamecurveError
 
@@ -128,11 +130,11 @@ class ControlGroup:
         self.on_main(lambda: found.extend(answers(values)))
         return self.scatter(found if self.is_main else None)
 
-    def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+    def start_sum(self, values: Sequence[int]) -> Future[list[Tensor]]:
         """Start to add up each value over the ranks, in the background. Collective.
 
         Returns:
-            A function that waits for the sums, at each call the same ones.
+            One tensor of the sums, int64 (values,) on the CPU.
         """
         return self._start_all_reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM)
 
@@ -149,20 +151,17 @@ class ControlGroup:
         Returns:
             A function that waits for the answer.
         """
-        wait = self._start_all_reduce(torch.tensor([given], dtype=torch.uint8), dist.ReduceOp.MAX)
-        return lambda: bool(wait()[0])
+        answer = self._start_all_reduce(torch.tensor([given], dtype=torch.uint8), dist.ReduceOp.MAX)
+        return lambda: bool(answer.wait()[0])
 
-    def _start_all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[], list[int]]:
+    def _start_all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Future[list[Tensor]]:
         if self._group is None:
-            return values.tolist
+            alone: Future[list[Tensor]] = Future()
+            alone.set_result([values])
+            return alone
         work = dist.all_reduce(values, op=op, group=self._group, async_op=True)
         assert work is not None
-
-        def wait() -> list[int]:
-            work.wait()
-            return values.tolist()
-
-        return wait
+        return work.get_future()
 
     def _gather(self, value: Any) -> list[Any]:
         """Return all ranks' values on rank 0, and [] on the others."""

@@ -28,7 +28,8 @@ class Mesh:
     def __init__(self, dims: ParallelDims, rank: int, device: torch.device):
         self.dims, self.rank, self.device = dims, rank, device
         self.shard = dims.index(rank, *BATCH), dims.size(*BATCH)
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._same_rows = dims.world_size // self.shard[1]
+        self._found: dict[tuple[str, ...], tuple[int, dist.ProcessGroup | None]] = {}
 
     @cached_property
     def devices(self) -> DeviceMesh:
@@ -54,10 +55,9 @@ class Mesh:
         The sum has been there since the step before if the loader started it, see BatchFacts.
         """
         facts = micro_batches[0].facts
-        started = facts and facts.wait_for_step
-        readers = self.dims.world_size // self.shard[1]  # they know the same numbers
-        totals = (started or self._hosts.start_sum(Counts.of_step(micro_batches, count)))()
-        return Counts(*(total // readers for total in totals))
+        started = facts and facts.step_sums
+        (totals,) = (started or self._hosts.start_sum(Counts.of_step(micro_batches, count))).wait()
+        return Counts(*(totals // self._same_rows).tolist())  # ranks with the same rows counted the same tokens
 
     def total(self, values: Tensor, over: tuple[str, ...] = LOSS) -> Tensor:
         """Sum each value of a 1-D tensor, by default over the ranks that train different tokens.
@@ -66,8 +66,9 @@ class Mesh:
             fp64 on the device; nothing waits for it.
         """
         total = values.to(self.device, torch.float64, copy=True, non_blocking=True)
-        if values.numel() and self.dims.size(*over) > 1:
-            dist.all_reduce(total, group=self._group(over))
+        size, group = self._ranks(over)
+        if values.numel() and size > 1:
+            dist.all_reduce(total, group=group)
         return total
 
     def sum(self, values: Tensor, over: tuple[str, ...] = LOSS) -> tuple[float, ...]:
@@ -92,23 +93,23 @@ class Mesh:
 
     def gather(self, rows: Tensor, over: tuple[str, ...] = BATCH) -> Tensor:
         """Concatenate the rows, the same number on each, by default of the ranks that read different rows."""
-        size = self.dims.size(*over)
+        size, group = self._ranks(over)
         if size == 1:
             return rows
         parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, rows.contiguous(), group=self._group(over))
+        dist.all_gather(parts, rows.contiguous(), group=group)
         return torch.cat(parts)
 
     def group(self, *dimensions: str) -> dist.ProcessGroup:
         """The process group of the ranks that differ in these dimensions only."""
-        found = self._group(dimensions) or dist.group.WORLD
+        found = self._ranks(dimensions)[1] or dist.group.WORLD
         assert found is not None, "a run of several processes has a group"
         return found
 
-    def _group(self, dimensions: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """The process group of the dimensions; None, the default group, where they are all there is."""
-        if self.dims.size(*dimensions) == self.dims.world_size:
-            return None
-        if dimensions not in self._groups:
-            self._groups[dimensions] = self.devices[dimensions]._flatten().get_group()
-        return self._groups[dimensions]
+    def _ranks(self, dimensions: tuple[str, ...]) -> tuple[int, dist.ProcessGroup | None]:
+        """Number and process group of the ranks that differ in these dimensions; None: one rank or all of them."""
+        if dimensions not in self._found:
+            size = self.dims.size(*dimensions)
+            part = 1 < size < self.dims.world_size
+            self._found[dimensions] = size, self.devices[dimensions]._flatten().get_group() if part else None
+        return self._found[dimensions]

@@ -29,6 +29,7 @@ from samecurve.engines.mesh import Mesh
 from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
 from samecurve.engines.pipeline_stage import build_stage
 from samecurve.engines.sharded_state import DTensorShards, Zero12Shards
+from samecurve.engines.step_sums import step_result
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
@@ -105,7 +106,7 @@ class PipelineEngine:
         statistics = tuple(sum_over_ranks(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
-        result = StepResult.of(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
+        result = step_result(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
         return self._first_step.checked(result, learning_rate, guard.norm_with_ties)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

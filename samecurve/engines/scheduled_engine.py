@@ -24,6 +24,7 @@ from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_stages import LocalStages, Measures
 from samecurve.engines.sharded_state import DTensorShards
+from samecurve.engines.step_sums import step_result
 from samecurve.engines.timed_stage import TimedStage
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
@@ -133,7 +134,7 @@ class ScheduledEngine:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
         self._optimizer.zero_grad()
-        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale=False)
+        result = step_result(mean, grad_norm, tokens, applied, may_rescale=False)
         return self._first_step.checked(result, learning_rate, math.sqrt(squares + squares_again))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

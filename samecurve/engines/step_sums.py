@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from samecurve.interfaces.engine import StepResult
 
 if TYPE_CHECKING:
     from samecurve.engines.mesh import Mesh
@@ -80,3 +83,28 @@ def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
         return pinned.tolist()
 
     return read
+
+
+def step_result(
+    loss: float,
+    grad_norm: float,
+    tokens: int,
+    applied: bool,
+    may_rescale: bool,
+    statistics: tuple[float, ...] = (),
+    router: Mapping[str, float | list[float]] = MappingProxyType({}),
+) -> StepResult:
+    """Build the result of a step with trained tokens, by one refusal rule for all engines.
+
+    See StepResult for the other arguments.
+
+    Args:
+        may_rescale: True if a non-finite gradient may just exceed fp16's range, so that a smaller loss scale can cure
+            the overflow.
+    """
+    refused = ""
+    if not math.isfinite(loss):
+        refused = f"the loss is {loss}"
+    elif not applied and not may_rescale:
+        refused = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}"
+    return StepResult(loss, grad_norm, tokens, applied, refused, statistics, router)

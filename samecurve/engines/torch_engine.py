@@ -34,7 +34,7 @@ from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.sharded_state import DTensorShards
-from samecurve.engines.step_sums import StepSums
+from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
@@ -180,7 +180,7 @@ class TorchEngine:
         may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
         if self.loss_scale:
             self.loss_scale.update(applied)
-        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
+        result = step_result(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
         return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

@@ -19,7 +19,7 @@ from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.sharded_state import Zero3Shards, Zero12Shards
-from samecurve.engines.step_sums import StepSums
+from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
@@ -127,7 +127,7 @@ class ZeroEngine:
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
         read()
         mean = sums.loss / tokens
-        result = StepResult.of(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
+        result = step_result(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
         return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

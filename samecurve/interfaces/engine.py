@@ -5,10 +5,8 @@ An engine runs whole optimizer steps. Its methods are collective unless their do
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -48,32 +46,6 @@ class StepResult:
     def of_nothing(cls) -> StepResult:
         """Build the result of a step without any trained token."""
         return cls(loss=0.0, grad_norm=0.0, tokens=0, applied=False)
-
-    @classmethod
-    def of(
-        cls,
-        loss: float,
-        grad_norm: float,
-        tokens: int,
-        applied: bool,
-        may_rescale: bool,
-        statistics: tuple[float, ...] = (),
-        router: Mapping[str, float | list[float]] = MappingProxyType({}),
-    ) -> StepResult:
-        """Build the result of a step with trained tokens, by one refusal rule for all engines.
-
-        See the class for the other arguments.
-
-        Args:
-            may_rescale: True if a non-finite gradient may just exceed fp16's range, so that a smaller loss scale can
-                cure the overflow.
-        """
-        refused = ""
-        if not math.isfinite(loss):
-            refused = f"the loss is {loss}"
-        elif not applied and not may_rescale:
-            refused = f"the gradient norm is {grad_norm} at a loss of {loss:.6g}"
-        return cls(loss, grad_norm, tokens, applied, refused, statistics, router)
 
 
 @dataclass(frozen=True, kw_only=True)
