@@ -65,7 +65,8 @@ class SequencePart:
         }
         if not batch.is_by_token:
             return replace(batch, inputs=inputs)
-        targets = {name: self.own(tensor, IGNORE_INDEX) for name, tensor in batch.targets.items()}
+        by_token = {name: tensor for name, tensor in batch.targets.items() if tensor.shape[:2] == (rows, length)}
+        targets = batch.targets | {name: self.own(tensor, IGNORE_INDEX) for name, tensor in by_token.items()}
         positions, pins = trained_positions(targets["labels"]), torch.cuda.is_available()  # as the loader has done
         positions = positions.pin_memory() if pins and positions is not None else positions
         facts = batch.facts and batch.facts._replace(positions=positions)
@@ -185,3 +186,11 @@ def gather_outputs(outputs: Tensor, part: SequencePart, mesh: Mesh, length: int)
     if part.count == 1:
         return outputs
     return part.join(context.all_gather(outputs, 1, mesh.devices["cp"].get_group()))[:, :length]
+
+
+def sum_parts(sums: Tensor, mesh: Mesh) -> Tensor:
+    """Add up, over the ranks that have parts of the same rows, sums over tokens: a tensor of the same shape on each.
+
+    The gradient of a rank's own sums is the sum of those that all ranks have of the result.
+    """
+    return context.all_gather(sums[None], 0, mesh.devices["cp"].get_group()).sum(dim=0)

@@ -78,7 +78,7 @@ class Forward:
         logits, targets = self.logits(batch)
         loss, statistics = self.task.step_loss(logits, **targets, **context)
         # all ranks that share rows have computed them whole
-        return (loss, statistics) if batch.is_by_token else (loss / self.part.count, statistics / self.part.count)
+        return (loss, statistics) if self.task.by_token else (loss / self.part.count, statistics / self.part.count)
 
     def sums(self, measure: Callable[..., Tensor], batch: MicroBatch) -> Tensor:
         """Compute the sums that `measure(logits, **targets)` returns for a micro-batch."""
@@ -154,7 +154,9 @@ class Forward:
                 sums = sums + self.sums(measure, batch)
         self.model.train()
         loss, *statistics, tokens = self.mesh.sum(torch.cat([sums, sums.new_tensor([count])]))
-        tokens = int(tokens) // self.part.count  # the ranks that share rows have each counted whole ones
+        # the ranks that share rows have each counted whole ones
+        tokens, shares = int(tokens) // self.part.count, 1 if self.task.by_token else self.part.count
+        loss, statistics = loss / shares, [value / shares for value in statistics]
         return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def outputs(self, batch: MicroBatch) -> Tensor | None:

@@ -29,6 +29,7 @@ from samecurve.engines.mesh import Mesh
 from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
 from samecurve.engines.pipeline_stage import build_stage
 from samecurve.engines.sharded_state import DTensorShards, Zero12Shards
+from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
@@ -129,20 +130,15 @@ class PipelineEngine:
         return found[:rows].view(rows, length, -1).float().cpu() if dist.get_rank() == 0 else None
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
-        rank = dist.get_rank()
-        for name, shape in self.shapes.items():
-            stage, full = self._stages[name], None
-            sender = self._grid.topology().get_rank(pipe=stage, data=0)
-            if self._grid.get_stage_id() == stage:
-                # gathered over the stage's data-parallel ranks if the master is sharded; None if there is no master
-                master = safe_get_full_fp32_param(self._weights[name])
-                full = self._weights[name].detach() if master is None else master
-                if rank == sender != 0:
-                    dist.send(full, dst=0)
-            elif rank == 0:
-                full = torch.empty(shape, dtype=torch.float32, device=self.device)
-                dist.recv(full, src=sender)
-            yield name, full.cpu() if full is not None and rank == 0 else None
+        def whole(name: str) -> Tensor | None:
+            if self._grid.get_stage_id() != self._stages[name]:
+                return None
+            # gathered over the stage's data-parallel ranks if the master is sharded; None if there is no master
+            master = safe_get_full_fp32_param(self._weights[name])
+            return self._weights[name].detach() if master is None else master
+
+        owners = {stage: self._grid.topology().get_rank(pipe=stage, data=0) for stage in set(self._stages.values())}
+        return on_rank_0(self.shapes, self.device, lambda name: owners[self._stages[name]], whole)
 
     @property
     def loss_scale_state(self) -> dict:

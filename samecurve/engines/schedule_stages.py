@@ -11,13 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import Measure, TokenSums
+from samecurve.models import dropout
 from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 
@@ -60,7 +64,8 @@ class LocalStages:
 
     Attributes:
         name: the schedule's.
-        peers: the processes of this rank's pipeline, in its order; `rank`: this one's place among them.
+        pipelines: the processes of all pipelines, each in its order.
+        peers: those of this rank's pipeline; `rank`: this one's place among them.
         modules: this rank's stages by index, in ascending order.
         owner: the stage of every weight of the model by Hugging Face name; a tied weight's is the first one.
         weights: this rank's weights by Hugging Face name.
@@ -82,7 +87,8 @@ class LocalStages:
         self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
         self.schedule = SCHEDULES[self.name]
         self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
-        self.peers = next(group for group in mesh.dims.groups("pp") if mesh.rank in group)
+        self.pipelines = mesh.dims.groups("pp")
+        self.peers = next(group for group in self.pipelines if mesh.rank in group)
         self.rank = self.peers.index(mesh.rank)
         stages = _cut(layers, self.count, strategy)
         self.layers_per_stage = tuple(map(len, stages))
@@ -123,6 +129,23 @@ class LocalStages:
     def global_rank(self, stage: int) -> int:
         """Return the rank of a stage of this pipeline among all processes."""
         return self.peers[self.rank_of(stage)]
+
+    def group_of_ends(self) -> dist.ProcessGroup:
+        """Make a group of the first and the last rank of this pipeline. Collective over all processes."""
+        ends = [self.rank_of(stage) for stage in (0, self.count - 1)]
+        groups: list[Any] = [dist.new_group([ranks[end] for end in ends]) for ranks in self.pipelines]
+        return groups[self.pipelines.index(self.peers)]
+
+    def sender(self, name: str) -> int:
+        """Return the rank of the first pipeline that owns a weight, by Hugging Face name."""
+        return self.pipelines[0][self.rank_of(self.owner[name])]
+
+    def whole(self, name: str) -> Tensor | None:
+        """Return a weight in fp32, gathered over the ranks that own its stage; None on all others."""
+        if self.owner[name] not in self.modules:
+            return None
+        weight = self.weights[name].detach().float()
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def trained(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """List the weights with a gradient that this rank's stages own, and those that another rank owns."""
@@ -178,3 +201,16 @@ def _cut(layers: list[Layer], count: int, strategy: Strategy) -> list[list[Layer
         stages[min(bisect_right(ends, passed), count - 1)].append(layer)
         passed += isinstance(layer, Decoder)
     return stages
+
+
+def check_dropout(skeleton: PreTrainedModel, strategy: Strategy) -> None:
+    """Raise ConfigurationError if a model whose stages are cut by tensor parallelism has dropout."""
+    # GPT-2's summary_first_dropout belongs to a head that no causal language model has
+    rates = {key: rate for key, rate in dropout.rates(skeleton.config).items() if not key.startswith("summary_")}
+    if rates and strategy.tensor_parallel_size > 1:
+        named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
+        raise ConfigurationError(
+            f"{strategy.path}: the model has dropout ({named}), which has not been compared with one process in "
+            "pipeline stages that are cut (parallelism_config_tp_size); set the rates to 0 in model.config, or the "
+            "size to 1"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from samecurve.engines import fsdp, tensor_parallel
+from samecurve.engines import fsdp, grad_cache, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums, measure_of
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
-from samecurve.engines.schedule_stages import LocalStages, Measures
+from samecurve.engines.schedule_stages import LocalStages, Measures, check_dropout
 from samecurve.engines.sharded_state import DTensorShards
+from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.engines.timed_stage import TimedStage
-from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
@@ -40,7 +39,7 @@ from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.planner.timetables import ScheduleRun
 from samecurve.specs.precision import PRECISIONS, compute_dtype
-from samecurve.strategy.parallel_dims import DIMENSIONS
+from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -62,7 +61,7 @@ class ScheduledEngine:
         self.device: torch.device = accelerator.device
         self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
         self.shard = self._mesh.shard
-        _check_dropout(skeleton, plan)
+        check_dropout(skeleton, plan.strategy)
         self._autocast = compute_dtype(self.recipe.precision)
         whole, dims = copy.deepcopy(skeleton), self._mesh.dims
         self._measures, summed = None, []
@@ -70,13 +69,14 @@ class ScheduledEngine:
             tensor_parallel.check(skeleton, plan.strategy)
             summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
             self._measures = Measures(measure_of(task), partial(evaluation_sums, task))
+        self._dropout = dropout.install(whole, self.recipe.seed, self.device)
         checkpoint_layers(whole, self.recipe.memory)
         self._stages = stages = LocalStages(
             split_layers(whole), plan.strategy, self._autocast, self._mesh, self._measures
         )
         self._summed = [stages.weights[name] for name in summed if name in stages.weights]
         self._module = nn.ModuleList(stages.modules.values()).train()
-        self._tie_group = self._group_of_ends() if stages.tied else None
+        self._tie_group = stages.group_of_ends() if stages.tied else None
 
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         groups = factory.parameter_groups(stages.weights.items(), self.shapes, settings)
@@ -91,16 +91,12 @@ class ScheduledEngine:
         states = factory.state_names(settings, self.shapes)
         replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
         self.state: State = DTensorShards(trained, self._optimizer, states, replica, saved)
+        self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
+        self._targets: list[dict[str, Tensor]] = []  # of the step's micro-batches, for the last stage
+        self._sums: dict[int, Tensor] = {}  # loss and statistics of each
         self._loss_weight = math.nan
         # the last ones are kept, because rows that are grouped by length have many shapes
         self._schedule = lru_cache(maxsize=16)(self._build_schedule)
-
-    def _group_of_ends(self) -> dist.ProcessGroup:
-        """The first and the last rank of this pipeline; every process has to take part in making all such groups."""
-        stages, groups = self._stages, {}
-        for ranks in self._mesh.dims.groups("pp"):
-            groups[ranks[0]] = dist.new_group([ranks[stages.rank_of(stage)] for stage in (0, stages.count - 1)])
-        return groups[stages.peers[0]]
 
     def _write(self, name: str, full: Tensor) -> None:
         fsdp.write(self._stages.weights[name].detach(), full)
@@ -111,11 +107,10 @@ class ScheduledEngine:
             return StepResult.of_nothing()
         set_learning_rate(self._optimizer, learning_rate)
         dims = self._mesh.dims
-        averaged = dims.dp_shard  # FSDP2 averages gradients over these ranks; replicas sum theirs
-        self._loss_weight = averaged / tokens
+        self._loss_weight = dims.dp_shard / tokens  # FSDP2 averages gradients over these ranks; replicas sum theirs
         run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))
         with record_function(run.range):
-            mean = self._forward_backward(micro_batches) / (averaged * dims.tp)
+            sums = self._forward_backward(micro_batches) / dims.tp
             counted, again = stages.trained()
             tensor_parallel.sum_gradients(self._summed, self._mesh)
             place_gradients([*counted, *again])
@@ -124,9 +119,9 @@ class ScheduledEngine:
             gradients = [local_gradient(weight) for weight in (*counted, *again)]
             self._mesh.add(gradients, over=("dp_replicate",))
             squared = [squares_share(weights, self._mesh) for weights in (counted, again)]
-            sums = torch.cat([mean.double().reshape(1), *squared])
-            mean, squares, squares_again = self._total(sums)  # waits for the last rank
-        grad_norm = math.sqrt(squares)
+            # waits for the last rank
+            squares, squares_again, loss, *statistics = self._total(torch.cat([*squared, sums]))
+        mean, grad_norm = loss / tokens, math.sqrt(squares)
         applied = math.isfinite(mean) and math.isfinite(grad_norm)
         if applied:
             factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6))
@@ -134,56 +129,105 @@ class ScheduledEngine:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
         self._optimizer.zero_grad()
-        result = step_result(mean, grad_norm, tokens, applied, may_rescale=False)
+        result = step_result(mean, grad_norm, tokens, applied, may_rescale=False, statistics=tuple(statistics))
         return self._first_step.checked(result, learning_rate, math.sqrt(squares + squares_again))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the schedule and return this rank's part of the step's loss, 0 without the last stage."""
+        """Run the schedule.
+
+        Returns:
+            Loss and statistics, see Task.step_loss, summed over the micro-batches: fp64, 0 without the last stage.
+        """
         stages = self._stages
         if stages.has_first:  # the rows are read where they enter the pipeline
             for batch in micro_batches:
                 self._first_step.read(batch)
         # a schedule cuts a step's rows into equal parts
-        most = max(len(batch.labels) for batch in micro_batches)
-        rows = [batch.padded(len(batch.labels), most).to(self.device) for batch in micro_batches]
+        sizes, most = self._micro_rows[self.shard[0]], grad_cache.padded_rows(self._micro_rows)
+        padded = (batch.padded(max(n, 1), most) for batch, n in zip(micro_batches, sizes, strict=True))
+        rows = [batch.to(self.device) for batch in padded]
+        self._dropout.queue(rows)
+        self._dropout.use_next()  # the schedule also runs the first rows once to find out shapes
+        self._targets = [each.targets | context for each, context in zip(rows, self._contexts(rows), strict=True)]
         input_ids, position_ids = (torch.cat([each.inputs[name] for each in rows]) for name in _INPUTS)
-        labels, losses = torch.cat([each.labels for each in rows]), []
-        schedule = self._schedule(input_ids.shape, len(rows))
         inputs = (input_ids,) if stages.has_first else ()
-        # losses are read from the list: the loss function is also called once on no values, to find out shapes
-        last = {"target": labels, "losses": losses} if stages.has_last else {}
-        of_last = {"labels": labels} if self._measures else {}
-        schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        last = {"target": torch.arange(len(rows))} if stages.has_last else {}
+        of_last = {"labels": torch.cat([each.labels for each in rows])} if self._measures else {}
+        schedule = self._schedule(input_ids.shape, len(rows))
+        with self._dropout.check_draws():
+            schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)
+        nothing = torch.zeros(1 + self._task.num_step_statistics, dtype=torch.float64, device=self.device)
+        return sum(self._sums.values(), nothing)
 
     def _build_schedule(self, shape: torch.Size, num_micro_batches: int) -> Any:
         """Build the schedule of steps of one shape of input_ids: PyTorch's stages keep the shapes of their first."""
         kind = schedules.get_schedule_class(self._plan.strategy.pipeline_schedule)
         stages = [
-            TimedStage(module, stage, self._stages.count, self.device, group=self._mesh.group("pp"))
+            TimedStage(self._dropout.use, module, stage, self._stages.count, self.device, group=self._mesh.group("pp"))
             for stage, module in self._stages.modules.items()
         ]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         # losses are weighted by the step's tokens, so that gradients need no division by the micro-batches
         return kind(stages[0] if single else stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
 
-    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        loss = output if self._measures else self._task.step_loss(output, labels=labels)[0]
+    def _loss(self, output: Tensor, nth: Tensor) -> Tensor:
+        """Weight the loss of the micro-batch with this number, (1,) on the CPU: a schedule's targets are one tensor.
+
+        Called once more before, on no values, to find out shapes.
+        """
+        targets = self._targets[int(nth)]
+        loss, found = (output, output.new_zeros(0)) if self._measures else self._task.step_loss(output, **targets)
+        self._sums[int(nth)] = torch.cat([loss.detach().reshape(1), found]).double()
         return loss * self._loss_weight
 
+    def _contexts(self, rows: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
+        """Further targets of a cross-batch loss, see Task; {} for most tasks."""
+        if self._task.context is None:
+            return [{}] * len(rows)
+        features = self._features(rows, drops=True)
+        return grad_cache.contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        sums, tokens = torch.zeros(1, dtype=torch.float64, device=self.device), self._count(micro_batches)
-        for batch in micro_batches:
-            batch = batch.to(self.device)
-            found = self._run(batch, batch.labels if self._measures else None)
-            if found is not None:
-                found = found if self._measures else evaluation_sums(self._task, found, **batch.targets)
-                sums = sums + found if len(sums) == len(found) else found
-        loss, *statistics = self._total(sums / self._mesh.dims.tp)
+        def measure(found: Tensor, **targets: Tensor) -> Tensor:
+            return (found if self._measures else evaluation_sums(self._task, found, **targets))[None]
+
+        tokens = self._count(micro_batches)
+        if self._task.context is not None:
+            return EvalResult(math.nan, tokens, features=self.features(micro_batches))
+        sums = self._on_last_stage(micro_batches, measure).sum(dim=0)
+        loss, *statistics = self._mesh.sum(sums, over=BATCH)
         return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        raise NotImplementedError("tasks with features are refused before")
+        return self._features(micro_batches).cpu()
+
+    def _features(self, micro_batches: Sequence[MicroBatch], drops: bool = False) -> Tensor:
+        assert self._task.features is not None  # only tasks with features come here
+        return self._mesh.gather(self._on_last_stage(micro_batches, self._task.features, drops).float())
+
+    def _on_last_stage(
+        self, micro_batches: Sequence[MicroBatch], measure: Callable[..., Tensor], drops: bool = False
+    ) -> Tensor:
+        """Apply `measure`, (logits, **targets) -> (rows, n), to this pipeline's micro-batches without an update.
+
+        Where stages have measures, it gets their sums. `drops`: drop values as the step does that is prepared.
+
+        Returns:
+            (rows of all micro-batches, n), fp64, the same on every rank of the pipeline.
+        """
+        found = []
+        for nth, batch in enumerate(micro_batches):
+            batch = batch.to(self.device)
+            if drops:
+                self._dropout.use(nth)
+            output = self._run(batch, batch.labels if self._measures else None, drops)
+            if output is not None:
+                found.append(measure(output, **batch.targets).double())
+        own = torch.cat(found) if found else torch.zeros(0, 0, device=self.device)
+        shape = [int(size) for size in self._mesh.sum(torch.tensor(own.shape), over=("pp",))]
+        values = own if found else own.new_zeros(shape, dtype=torch.float64)
+        self._mesh.add([values], over=("pp",))  # only the last stage has values
+        return values
 
     def outputs(self, batch: MicroBatch) -> Tensor | None:
         batch = batch.to(self.device)
@@ -196,32 +240,19 @@ class ScheduledEngine:
             dist.send(logits.float().contiguous(), dst=0)
         if self._mesh.rank != 0:
             return None
-        found = torch.empty(*batch.labels.shape, self._skeleton.config.vocab_size, device=self.device)
+        found = torch.empty(*batch.inputs["input_ids"].shape, self._skeleton.config.vocab_size, device=self.device)
         dist.recv(found, src=last)
         return found.cpu()
 
-    def _run(self, batch: MicroBatch, labels: Tensor | None = None) -> Tensor | None:
-        self._module.eval()
+    def _run(self, batch: MicroBatch, labels: Tensor | None = None, drops: bool = False) -> Tensor | None:
+        self._module.train(drops)
         input_ids, position_ids = (batch.inputs[name] for name in _INPUTS)
         found = self._stages.forward(input_ids, position_ids, self._skeleton.config.hidden_size, labels)
         self._module.train()
         return found
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
-        rank, stages = self._mesh.rank, self._stages
-        first_pipeline = self._mesh.dims.groups("pp")[0]
-        for name, shape in self.shapes.items():
-            owner, full = stages.rank_of(stages.owner[name]), None
-            sender = first_pipeline[owner]
-            if stages.rank == owner:
-                full = stages.weights[name].detach().float()
-                full = full.full_tensor() if isinstance(full, DTensor) else full
-                if rank == sender != 0:
-                    dist.send(full, dst=0)
-            elif rank == 0:
-                full = torch.empty(shape, device=self.device)
-                dist.recv(full, src=sender)
-            yield name, full.cpu() if full is not None and rank == 0 else None
+        return on_rank_0(self.shapes, self.device, self._stages.sender, self._stages.whole)
 
     def memory_usage(self) -> MemoryUsage:
         return memory_usage(self._module, self._optimizer, self.describe())
@@ -264,14 +295,3 @@ class ScheduledEngine:
 
 _INPUTS = ("input_ids", "position_ids")
 _OF_STAGE = ("dp_replicate", "dp_shard", "tp")  # ranks that differ in these have the same stages
-
-
-def _check_dropout(skeleton: PreTrainedModel, plan: Plan) -> None:
-    # GPT-2's summary_first_dropout belongs to a head that no causal language model has
-    rates = {key: rate for key, rate in dropout.rates(skeleton.config).items() if not key.startswith("summary_")}
-    if rates:
-        named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
-        raise ConfigurationError(
-            f"{plan.strategy.path}: the model has dropout ({named}), which has not been compared with one process "
-            "under a pipeline schedule; set the rates to 0 in model.config, or use configs/pipeline.yaml"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
@@ -11,7 +12,15 @@ from samecurve.planner.timetables import Pass
 
 
 class TimedStage(PipelineStage):
-    """Receiving and sending are outside of its ranges, so that they hold computation alone."""
+    """Receiving and sending are outside of its ranges, so that they hold computation alone.
+
+    Args:
+        begin: called with a micro-batch's number before each of its passes, because those of several alternate.
+    """
+
+    def __init__(self, begin: Callable[[int], None], *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._begin = begin
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._range("F", fwd_chunk_id):
@@ -28,4 +37,5 @@ class TimedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _range(self, kind: str, micro_batch: int) -> record_function:
+        self._begin(micro_batch)
         return record_function(Pass(self.stage_index, kind, micro_batch).range)

@@ -72,6 +72,8 @@ class TorchEngine:
         matrices = factory.hidden_matrices(skeleton, self.shapes)
         self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
         part = context_parallel.part_of(plan.strategy, self.mesh)
+        if part.count > 1:
+            task.sum_parts = partial(context_parallel.sum_parts, mesh=self.mesh)
         model = factory.cast_weights(self._build(part), settings)
         summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel) if self.cut else []
         if plan.strategy.dims.ep > 1:

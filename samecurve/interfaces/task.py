@@ -82,6 +82,8 @@ class Task(Protocol):
         counts: plural noun for the unit of `count`.
         origin: split and commit of a dataset from the Hugging Face Hub, else "".
         num_step_statistics: number of sums that `step_loss` returns for `step_metrics`.
+        sum_parts: adds up sums over a row's tokens where ranks have parts of the rows (context parallelism), which a
+            loss that is not by token has to call; returns its argument unless the engine has set it.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -98,6 +100,7 @@ class Task(Protocol):
     counts: str = "tokens"
     origin: str = ""
     num_step_statistics: int = 0
+    sum_parts: Callable[[Tensor], Tensor] = staticmethod(lambda sums: sums)
 
     def outputs(self, output: Any) -> Tensor:
         """Select the tensor that loss and features need from the model's output. Pipelines always use the logits."""

@@ -84,6 +84,7 @@ class DropoutKeys:
         self.is_needed = True
         self._sites: list[int] = []
         self._upcoming: Iterator[Tensor] = iter(())
+        self._queued: list[Tensor] = []
         self._is_checked = False
 
     def add(self, name: str, part: Part | None = None) -> DropoutPlace:
@@ -125,12 +126,17 @@ class DropoutKeys:
         self.is_needed = bool(self._sites)
 
     def queue(self, micro_batches: Sequence[KeyedRows]) -> None:
-        """Prepare the keys of a step's micro-batches for a pipeline, which calls `use_next` before each of them."""
-        self._upcoming = iter([self._of(batch) for batch in micro_batches])
+        """Prepare the keys of a step's micro-batches for a pipeline, which calls `use_next` or `use` before each."""
+        self._queued = [self._of(batch) for batch in micro_batches]
+        self._upcoming = iter(self._queued)
 
     def use_next(self) -> None:
         """Use the keys of the next micro-batch of `queue`."""
         self.current = next(self._upcoming)
+
+    def use(self, index: int) -> None:
+        """Use the keys of a micro-batch of `queue`, from 0 on."""
+        self.current = self._queued[index]
 
     def _of(self, batch: KeyedRows) -> Tensor:
         assert batch.places is not None, "only training rows have keys"

@@ -122,8 +122,8 @@ TASKS = {
             )
         },
         row="two answers to one prompt",
-        undivided="its loss adds up log-probabilities over whole answers, of which a rank has some tokens",
         pipelined=True,
+        scheduled=True,
         chats=True,
     ),
     "reward": TaskSpec(

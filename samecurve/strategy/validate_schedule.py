@@ -34,7 +34,6 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (tuple(name for name, spec in TASKS.items() if spec.scheduled), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "optimizer.name": (("adamw", "lion", "sgd"), f"it {_UNTESTED}"),
-    "adapter.dropout": ((0,), f"dropout {_UNTESTED}"),
     "fp8": (OFF, f"a layer of torchao {_UNTESTED}"),
     "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),
     "memory.activation_checkpointing": (
@@ -76,6 +75,18 @@ def _loss(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if _applies(strategy) and found not in allowed:
         why = "no rank of the last stage has whole logits" if cut else "the last stage computes whole logits"
         yield "loss.implementation", f"found {found}, but {why}; use {' or '.join(allowed)}, or another strategy"
+
+
+def _cut_stages(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    if not _applies(strategy) or strategy.tensor_parallel_size == 1:
+        return
+    task, rate = value("task"), value("adapter.dropout")
+    fix = "set parallelism_config_tp_size to 1, or use another strategy"
+    if (spec := TASKS.get(task)) and spec.scheduled and not spec.by_token:
+        why = "stages that are cut compute the loss in chunks of tokens, and its rows need whole answers"
+        yield "task", f"found {task}, but {why}; {fix}"
+    if rate:
+        yield "adapter.dropout", f"found {rate}, but with stages that are cut it {_UNTESTED}; use 0, or {fix}"
 
 
 def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
@@ -141,4 +152,4 @@ def _other_sizes(document: Document) -> None:
 
 
 _SHARED = (rule(_applies, key, allowed, why, "another strategy") for key, (allowed, why) in _ALLOWED.items())
-RULES = (_compile, _recomputation, _loss, _micro_batches, *_SHARED)
+RULES = (_compile, _recomputation, _loss, _cut_stages, _micro_batches, *_SHARED)

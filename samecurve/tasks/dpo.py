@@ -61,24 +61,28 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
         self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         # Loss and rewards share one pass over the logits: a second one would need their memory again.
-        log_probabilities, lengths = _log_probabilities(logits, labels)
-        counted = self.counted(labels)
+        log_probabilities, lengths = self._of_answers(logits, labels)
+        counted = (lengths > 0).all(dim=-1)
         losses = pair_losses(self.settings, log_probabilities, lengths, reference, drift)
         of_answers = rewards(self.settings, log_probabilities.detach(), lengths, reference)
         return losses.masked_fill(~counted, 0.0).sum(), pairwise.reward_sums(of_answers, counted)
 
-    def rewards(
-        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
-    ) -> Tensor:
-        return rewards(self.settings, *_log_probabilities(logits, labels), reference)
+    def statistics(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> Tensor:
+        return self.step_loss(logits, labels, reference)[1]
 
     def features(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> Tensor:
         """Return (pairs, 2): log-probabilities of both answers, minus those of the reference model if given."""
-        log_probabilities, _ = _log_probabilities(logits, labels)
+        log_probabilities, _ = self._of_answers(logits, labels)
         return log_probabilities if reference is None else log_probabilities - reference
 
     def counted(self, labels: Tensor) -> Tensor:
         return (labels != IGNORE_INDEX).any(dim=-1).view(-1, 2).all(dim=-1)
+
+    def _of_answers(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the answers' log-probabilities and their numbers of trained tokens, both (pairs, 2), fp32."""
+        lengths = (labels != IGNORE_INDEX).sum(dim=-1)
+        sums = self.sum_parts(torch.stack([sequence_log_probabilities(logits, labels), lengths]))
+        return sums[0].view(-1, 2), sums[1].view(-1, 2)
 
 
 class KtoTask(DpoTask):
@@ -104,9 +108,3 @@ def load_task(recipe: Recipe) -> DpoTask:
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
     return splits.padded_rows(recipe, (AnswerRows, GroupedAnswerRows), stream, splits.token_id(tokenizer, "eos"))
-
-
-def _log_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the answers' log-probabilities and their numbers of trained tokens, both (pairs, 2)."""
-    lengths = (labels != IGNORE_INDEX).sum(dim=-1)
-    return sequence_log_probabilities(logits, labels).view(-1, 2), lengths.view(-1, 2)

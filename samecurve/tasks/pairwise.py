@@ -35,19 +35,15 @@ class PairTask(splits.LoadedTask[PairsType], Generic[PairsType]):
     num_step_statistics = 3
 
     @abstractmethod
-    def rewards(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
-        """Return the model's reward of each answer, (pairs, 2), the chosen one first."""
-
-    @abstractmethod
     def counted(self, labels: Tensor) -> Tensor:
         """Return a mask (pairs,) bool: False for pairs that only pad the micro-batch."""
 
     def count(self, labels: Tensor, **_: Tensor) -> int:
         return int(self.counted(labels).sum())
 
+    @abstractmethod
     def statistics(self, logits: Tensor, labels: Tensor, **targets: Tensor) -> Tensor:
-        """Return (3,): sum of chosen rewards, sum of rejected rewards, number of pairs with chosen above rejected."""
-        return reward_sums(self.rewards(logits, labels, **targets), self.counted(labels))
+        """Return `reward_sums` of the model's rewards, (3,)."""
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         """Return the loss and the reward metrics of the validation pairs.
@@ -83,10 +79,12 @@ def _reward_means(statistics: Sequence[float], num_pairs: int) -> dict[str, floa
 
 
 def reward_sums(rewards: Tensor, counted: Tensor) -> Tensor:
-    """Reduce rewards (pairs, 2) to the sums of `PairTask.statistics` over the pairs in `counted`, (3,) fp64.
+    """Sum the chosen and the rejected rewards, (pairs, 2), and count the pairs with chosen above rejected.
 
-    By a fill, because to select rows by a mask waits for the device.
+    Returns:
+        (3,) fp64, over the pairs in `counted`.
     """
+    # by a fill, because to select rows by a mask waits for the device
     rewards = rewards.double().masked_fill(~counted[:, None], 0.0)
     return torch.cat([rewards.sum(dim=0), (rewards[:, 0] > rewards[:, 1]).sum().reshape(1)])
 

@@ -50,6 +50,9 @@ class RewardTask(pairwise.PairTask[ScoredRows]):
     def step_loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return self.loss(logits, labels), self.statistics(logits.detach(), labels)
 
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return pairwise.reward_sums(self.rewards(logits, labels), self.counted(labels))
+
     def rewards(self, logits: Tensor, labels: Tensor) -> Tensor:
         return logits.float().view(-1, 2)
 

@@ -10,6 +10,7 @@ from test_equal_curves import ENGINES
 
 # transformers' defaults: 0.1 of the embeddings, the attention probabilities and what each layer adds
 GPT2 = "model.config={model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 32}"
+DEEPER = GPT2.replace("n_layer: 2", "n_layer: 4")
 RATES = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 BERT = "{model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 64}"
 MLM = ("task=mlm", f"model.config={BERT}", "data.packing=false")
@@ -45,6 +46,7 @@ def assert_follows(run, reference, start: int = 0) -> None:
 CASES = [
     ("fsdp", 2, (GPT2,), (RECOMPUTED,)),
     ("pipeline", 2, (GPT2,), (PARTLY_RECOMPUTED,)),
+    ("pipeline_1f1b", 2, (GPT2,), (RECOMPUTED,)),
     ("zero1", 2, MLM, ()),
     ("tp", 2, (LLAMA, PACKED), (RECOMPUTED, "batch.micro_batch_size=4")),
     *long(
@@ -69,6 +71,14 @@ CASES = [
         ("ddp", 2, (GPT2,), ("compile=full",)),
         ("ddp", 2, (GPT2,), (PARTLY_RECOMPUTED,)),
         ("ddp", 2, (GPT2,), ("memory.activation_checkpointing=offload",)),
+        ("pipeline_1f1b", 2, (GPT2,), (PARTLY_RECOMPUTED,)),
+        ("pipeline_1f1b", 4, (GPT2, "data.packing=true"), ()),
+        ("pipeline_gpipe", 2, (GPT2,), ("memory.activation_checkpointing=every_n_layers",)),
+        ("pipeline_interleaved", 2, (DEEPER,), ()),
+        ("pipeline_zbv", 2, (DEEPER,), ()),
+        ("pipeline_zbv", 2, (DEEPER,), (RECOMPUTED,)),
+        ("pipeline_dualpipev", 2, (DEEPER,), (RECOMPUTED,)),
+        ("pipeline_fsdp", 4, (GPT2,), (RECOMPUTED,)),
         ("ddp", 3, MLM, ()),
         ("fsdp", 2, MLM, (COMPILED,)),
         ("pipeline", 2, (GPT2, "data.packing=true"), ()),
@@ -84,7 +94,7 @@ def test_dropout_follows_one_process(strategy, world, model, more, workspace, al
     more = (*more, "batch.micro_batch_size=2") if not any("micro_batch" in each for each in more) else more
     run = workspace.run(None if strategy == "single" else strategy, world, *model, *more)
     assert_follows(run, alone(*model))
-    if GPT2 in model:
+    if {GPT2, DEEPER} & {*model}:
         assert run.facts["engine"] == ENGINES[strategy].replace("Llama", "GPT2").replace("ForCausalLM", "LMHeadModel")
     assert run.facts["dropout"] and all(rate == 0.1 for rate in run.facts["dropout"].values())
 
@@ -99,14 +109,14 @@ def test_dropout_changes_the_curve(workspace, alone):
     assert len(set(found.column("loss"))) == STEPS
 
 
-@pytest.mark.parametrize(("origin", "world"), [("ddp", 2), *long(("pipeline", 2), ("zero3", 2))])
+@pytest.mark.parametrize(("origin", "world"), [("ddp", 2), *long(("pipeline", 2), ("pipeline_1f1b", 2), ("zero3", 2))])
 def test_another_strategy_and_world_go_on_with_the_same_masks(origin, world, workspace):
     before = workspace.run(origin, world, GPT2, "batch.micro_batch_size=2")
     run = workspace.resume(before, 10, "fsdp", 3, GPT2, "batch.micro_batch_size=2")
     assert_follows(run, before, start=10)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "pipeline", "tp")])
+@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "pipeline", "pipeline_1f1b", "tp")])
 def test_lora_dropout_follows_one_process(strategy, workspace, alone):
     model = (*workspace.lora, "adapter.dropout=0.3")
     reference = alone(*model)

@@ -185,7 +185,6 @@ def test_stages_that_are_cut_follow_one_process(strategy, model, workspace):
     ("strategy", "overrides", "words"),
     [
         ("pipeline_zbv", (), ("pipeline_zbv.yaml", "4 stages", "2 layers", "GPipe, 1F1B")),
-        ("pipeline_1f1b", ("attention_dropout",), ("attention_dropout 0.1", "set the rates to 0")),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(strategy, overrides, words, workspace):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
+from test_pipeline_schedules import ENGINES as SCHEDULES
 from torch.nn import functional as F
 from transformers import (
     AutoConfig,
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 STEPS, SAVED, LENGTH, BETA = 10, 5, 64, 0.2
 AUTO = {"dpo": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}", "pipeline": "PipelineEngine"}
+ENGINES |= {**SCHEDULES, "fsdp_cp": "FSDP{}", "fsdp_ulysses": "FSDP{}"}
 MODELS = {"dpo": "LlamaForCausalLM", "reward": "LlamaForSequenceClassification"}
 
 
@@ -147,10 +149,12 @@ EVERY_DAY = [
     ("dpo", "zero3"),
     ("dpo", "pipeline"),
     ("dpo", "tp"),
+    ("dpo", "pipeline_1f1b"),
     ("reward", "fsdp"),
 ]
 CASES = EVERY_DAY + long(
-    ("dpo", "ddp"), ("dpo", "zero2"), *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp"))
+    *(("dpo", name) for name in ("ddp", "zero2", "fsdp_cp", "fsdp_ulysses", *SCHEDULES) if name != "pipeline_1f1b"),
+    *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp")),
 )
 
 
@@ -236,7 +240,7 @@ def test_the_exported_model_is_measured_against_the_model_that_the_run_began_wit
     assert len(list((cache / "references").iterdir())) == 1  # of the held-out pairs alone
 
 
-GPT2 = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, attn_pdrop: 0.3}"
+GPT2 = "{model_type: gpt2, n_embd: 32, n_layer: 4, n_head: 4, n_positions: 64, attn_pdrop: 0.3}"
 DROPS = "model.path=null", f"model.config={GPT2}"
 OTHERS = {"kto": "kto, beta: 0.2", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo, beta: 2.0, gamma: 0.5"}
 
@@ -245,7 +249,9 @@ OTHERS = {"kto": "kto, beta: 0.2", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo
     ("loss", "strategy", "world", "micro"),
     [
         ("kto", "ddp", 3, 2),
-        *long(*((loss, name, 2, 2) for loss in OTHERS for name in ("fsdp", "pipeline"))),
+        *long(*((loss, name, 2, 2) for loss in OTHERS for name in ("fsdp", "fsdp_cp", "pipeline", "pipeline_1f1b"))),
+        *long(("kto", "fsdp_ulysses", 4, 3), ("simpo", "fsdp_cp", 4, 2)),
+        *long(("kto", "pipeline_zbv", 2, 2), ("kto", "pipeline_1f1b", 4, 3), ("simpo", "pipeline_dualpipev", 2, 2)),
         *long(("kto", "zero3", 3, 1), ("kto", "pipeline", 4, 3), ("simpo", "fsdp", 3, 2), ("kto", "fsdp_tp", 4, 2)),
     ],
 )
@@ -264,7 +270,7 @@ def test_the_other_losses_depend_neither_on_ranks_nor_on_micro_batches(
     assert alone.metrics[-1]["eval_loss"] != pytest.approx(alone.metrics[0]["loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", long("pipeline", "ddp"))
+@pytest.mark.parametrize("strategy", long("pipeline", "ddp", "pipeline_1f1b", "pipeline_interleaved"))
 def test_ktos_first_pass_drops_what_the_step_drops(strategy, workspace, settings):
     """Also in a step that follows an evaluation, where nothing is dropped."""
     overrides = (*settings["dpo"].overrides, "dpo={loss: kto, beta: 0.2}", *DROPS, "evaluate.every_steps=2", "steps=6")

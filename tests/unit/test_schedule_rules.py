@@ -29,14 +29,19 @@ GOOD = {
 
 
 def findings(
-    schedule: str = "1F1B", ranks: int = 2, family: str = "schedule", readers: int = 1, **changes
+    schedule: str = "1F1B",
+    ranks: int = 2,
+    family: str = "schedule",
+    readers: int = 1,
+    tensor_size: int = 1,
+    **changes,
 ) -> list[tuple[str, str]]:
     strategy = SimpleNamespace(
         family=family,
         pipeline_schedule=schedule,
         pipeline_stages=ranks,
         data_parallel_size=readers,
-        tensor_parallel_size=1,
+        tensor_parallel_size=tensor_size,
     )
     return [finding for rule in RULES for finding in rule((GOOD | changes).__getitem__, strategy)]
 
@@ -50,8 +55,17 @@ def test_good_recipes_are_allowed_and_other_strategies_not_judged(name):
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_tasks(task):
     assert [key for key, _ in findings(task=task)] == (
-        [] if task in ("pretrain", "continue_pretrain", "sft") else ["task"]
+        [] if task in ("pretrain", "continue_pretrain", "sft", "dpo") else ["task"]
     )
+
+
+def test_stages_that_are_cut_take_losses_by_token_and_no_dropout():
+    assert not findings(tensor_size=2)
+    ((key, text),) = findings(tensor_size=2, task="dpo")
+    assert key == "task" and "found dpo" in text and "parallelism_config_tp_size to 1" in text
+    assert not findings(**{"adapter.dropout": 0.1})
+    ((key, text),) = findings(tensor_size=2, **{"adapter.dropout": 0.1})
+    assert key == "adapter.dropout" and "found 0.1" in text and "use 0" in text
 
 
 @pytest.mark.parametrize(("name", "word"), [("ZBVZeroBubble", "wrong gradients"), ("1F1B", "compared")])
@@ -140,13 +154,15 @@ def test_places_of_stages():
     assert [SCHEDULES["ZBVZeroBubble"].stages(rank, 3) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
-def test_dropout_is_refused_where_a_causal_model_draws_it():
+def test_dropout_is_refused_where_stages_are_cut_and_a_causal_model_draws_it():
     """The dropout of GPT-2's summary belongs to another head."""
     from transformers import GPT2Config
 
-    from samecurve.engines.scheduled_engine import _check_dropout
+    from samecurve.engines.schedule_stages import check_dropout
 
-    plan, off = SimpleNamespace(strategy=SimpleNamespace(path="s.yaml")), {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    _check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.0)), plan)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    whole, cut = (SimpleNamespace(path="s.yaml", tensor_parallel_size=size) for size in (1, 2))
+    check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.0)), cut)
+    check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.1)), whole)
     with pytest.raises(ConfigurationError, match=r"s\.yaml: the model has dropout \(attn_pdrop 0\.1\)"):
-        _check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.1)), plan)
+        check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.1)), cut)
