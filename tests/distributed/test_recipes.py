@@ -23,6 +23,7 @@ STEPS, ROWS = 4, 8
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 OF_FAMILY = {
     "llama": {"num_key_value_heads": 2, "max_position_embeddings": 128},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 128},
     "bert": {"max_position_embeddings": 128},  # with its default dropout
 }
 PRETRAINED = {"continue_pretrain": "pretrain", "lora": "sft", "qlora": "sft", "distill": "sft"}
