@@ -90,7 +90,7 @@ def test_two_hosts_measure_the_cable_between_them(workspace, tmp_path):
 
 
 WORKED = """
-import os, sys, time, torch, torch.distributed as dist
+import pathlib, sys, time, torch, torch.distributed as dist
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=3)
 summed, reduced, part = torch.tensor([rank + 1.0]), torch.tensor([rank + 1.0]), torch.zeros(2)
@@ -98,22 +98,23 @@ dist.all_reduce(summed)
 dist.reduce(reduced, 0)
 rows = [torch.tensor([((rank + 1.0) * i) ** (j + 1) for i in (1, 2)]) for j in range(3)]
 dist.reduce_scatter(part, rows)
-dist.barrier()
-start = time.perf_counter()
 time.sleep(rank / 4)
+folder = pathlib.Path(sys.argv[3])
+(folder / str(rank)).touch()
 dist.barrier()
-waited = time.perf_counter() - start
-print(summed.item(), reduced.item() if rank == 0 else "-", part.tolist(), waited >= 0.5)
+print(summed.item(), reduced.item() if rank == 0 else "-", part.tolist(), len([*folder.iterdir()]))
 """
 
 
 @pytest.mark.full
 def test_collectives_of_three_ranks(tmp_path):
-    """The playbook's numbers: 1 + 2 + 3; sums of ((r + 1) i)^(j + 1) for i = 1, 2 at rank j; the last one's wait."""
-    command = [sys.executable, "-c", WORKED]
+    """The playbook's numbers: 1 + 2 + 3; sums of ((r + 1) i)^(j + 1) for i = 1, 2 at rank j; all have arrived."""
+    command, arrived = [sys.executable, "-c", WORKED], tmp_path / "arrived"
+    arrived.mkdir()
+    store = f"file://{tmp_path}/store"
     ranks = [
-        subprocess.Popen([*command, str(rank), f"file://{tmp_path}/store"], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), store, str(arrived)], stdout=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
     found = [rank.communicate(timeout=300)[0].strip() for rank in ranks]
-    assert found == ["6.0 6.0 [6.0, 12.0] True", "6.0 - [14.0, 56.0] True", "6.0 - [36.0, 288.0] True"]
+    assert found == ["6.0 6.0 [6.0, 12.0] 3", "6.0 - [14.0, 56.0] 3", "6.0 - [36.0, 288.0] 3"]
