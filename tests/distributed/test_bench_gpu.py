@@ -13,7 +13,7 @@ from benchmarks.gpu.cases import cases, chosen
 
 # what samecurve refuses, here or with packed rows, and torch on a CPU; each is a row that says why
 FLASH = "1b:attention=flash_attention_2"
-REFUSED = {FLASH, f"{FLASH},micro_batch_size=1", "1b:attention=flex_attention", "8b-offload"}
+REFUSED = {FLASH, f"{FLASH},micro_batch_size=1", "1b:attention=flex_attention", "8b-offload", "8b-offload-last"}
 LIGER = "1b:kernels=liger"
 REFUSED |= {LIGER, "1b:implementation=liger", f"{LIGER},implementation=liger", "1b:compile=regional,kernels=liger"}
 
