@@ -15,13 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import Measure, TokenSums
-from samecurve.models import dropout
 from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 
@@ -201,16 +198,3 @@ def _cut(layers: list[Layer], count: int, strategy: Strategy) -> list[list[Layer
         stages[min(bisect_right(ends, passed), count - 1)].append(layer)
         passed += isinstance(layer, Decoder)
     return stages
-
-
-def check_dropout(skeleton: PreTrainedModel, strategy: Strategy) -> None:
-    """Raise ConfigurationError if a model whose stages are cut by tensor parallelism has dropout."""
-    # GPT-2's summary_first_dropout belongs to a head that no causal language model has
-    rates = {key: rate for key, rate in dropout.rates(skeleton.config).items() if not key.startswith("summary_")}
-    if rates and strategy.tensor_parallel_size > 1:
-        named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
-        raise ConfigurationError(
-            f"{strategy.path}: the model has dropout ({named}), which has not been compared with one process in "
-            "pipeline stages that are cut (parallelism_config_tp_size); set the rates to 0 in model.config, or the "
-            "size to 1"
-        )

@@ -21,7 +21,7 @@ from samecurve.engines.forward import evaluation_sums, measure_of
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
-from samecurve.engines.schedule_stages import LocalStages, Measures, check_dropout
+from samecurve.engines.schedule_stages import LocalStages, Measures
 from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
@@ -61,7 +61,6 @@ class ScheduledEngine:
         self.device: torch.device = accelerator.device
         self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
         self.shard = self._mesh.shard
-        check_dropout(skeleton, plan.strategy)
         self._autocast = compute_dtype(self.recipe.precision)
         whole, dims = copy.deepcopy(skeleton), self._mesh.dims
         self._measures, summed = None, []
@@ -69,7 +68,8 @@ class ScheduledEngine:
             tensor_parallel.check(skeleton, plan.strategy)
             summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
             self._measures = Measures(measure_of(task), partial(evaluation_sums, task))
-        self._dropout = dropout.install(whole, self.recipe.seed, self.device)
+        parts = tensor_parallel.parts(whole, self._mesh)
+        self._dropout = dropout.install(whole, self.recipe.seed, self.device, parts=parts)
         checkpoint_layers(whole, self.recipe.memory)
         self._stages = stages = LocalStages(
             split_layers(whole), plan.strategy, self._autocast, self._mesh, self._measures

@@ -80,13 +80,10 @@ def _loss(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
 def _cut_stages(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if not _applies(strategy) or strategy.tensor_parallel_size == 1:
         return
-    task, rate = value("task"), value("adapter.dropout")
-    fix = "set parallelism_config_tp_size to 1, or use another strategy"
+    task = value("task")
     if (spec := TASKS.get(task)) and spec.scheduled and not spec.by_token:
         why = "stages that are cut compute the loss in chunks of tokens, and its rows need whole answers"
-        yield "task", f"found {task}, but {why}; {fix}"
-    if rate:
-        yield "adapter.dropout", f"found {rate}, but with stages that are cut it {_UNTESTED}; use 0, or {fix}"
+        yield "task", f"found {task}, but {why}; set parallelism_config_tp_size to 1, or use another strategy"
 
 
 def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:

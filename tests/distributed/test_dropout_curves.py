@@ -79,6 +79,7 @@ CASES = [
         ("pipeline_zbv", 2, (DEEPER,), (RECOMPUTED,)),
         ("pipeline_dualpipev", 2, (DEEPER,), (RECOMPUTED,)),
         ("pipeline_fsdp", 4, (GPT2,), (RECOMPUTED,)),
+        ("pp_fsdp_tp", 8, (LLAMA, PACKED), (RECOMPUTED,)),
         ("ddp", 3, MLM, ()),
         ("fsdp", 2, MLM, (COMPILED,)),
         ("pipeline", 2, (GPT2, "data.packing=true"), ()),
@@ -116,11 +117,12 @@ def test_another_strategy_and_world_go_on_with_the_same_masks(origin, world, wor
     assert_follows(run, before, start=10)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "pipeline", "pipeline_1f1b", "tp")])
+@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "pipeline", "pipeline_1f1b", "pp_fsdp_tp", "tp")])
 def test_lora_dropout_follows_one_process(strategy, workspace, alone):
     model = (*workspace.lora, "adapter.dropout=0.3")
     reference = alone(*model)
-    assert_follows_adapter(workspace.run(strategy, 2, *model, "batch.micro_batch_size=2"), reference)
+    run = workspace.run(strategy, 8 if strategy == "pp_fsdp_tp" else 2, *model, "batch.micro_batch_size=2")
+    assert_follows_adapter(run, reference)
     without = alone(*workspace.lora)
     assert largest_relative_difference(reference.column("loss")[5:], without.column("loss")[5:]) > 1e-5
 

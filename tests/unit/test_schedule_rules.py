@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.errors import ConfigurationError
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.validate_schedule import RULES
@@ -14,7 +13,6 @@ from samecurve.strategy.validate_schedule import RULES
 GOOD = {
     "task": "pretrain",
     "precision": "fp32",
-    "adapter.dropout": 0.0,
     "fp8": "off",
     "model.kernels": "torch",
     "loss.implementation": "auto",
@@ -59,13 +57,10 @@ def test_tasks(task):
     )
 
 
-def test_stages_that_are_cut_take_losses_by_token_and_no_dropout():
+def test_stages_that_are_cut_take_losses_by_token():
     assert not findings(tensor_size=2)
     ((key, text),) = findings(tensor_size=2, task="dpo")
     assert key == "task" and "found dpo" in text and "parallelism_config_tp_size to 1" in text
-    assert not findings(**{"adapter.dropout": 0.1})
-    ((key, text),) = findings(tensor_size=2, **{"adapter.dropout": 0.1})
-    assert key == "adapter.dropout" and "found 0.1" in text and "use 0" in text
 
 
 @pytest.mark.parametrize(("name", "word"), [("ZBVZeroBubble", "wrong gradients"), ("1F1B", "compared")])
@@ -152,17 +147,3 @@ def test_places_of_stages():
     assert [SCHEDULES["1F1B"].stages(rank, 3) for rank in range(3)] == [[0], [1], [2]]
     assert [SCHEDULES["Interleaved1F1B"].stages(rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]
     assert [SCHEDULES["ZBVZeroBubble"].stages(rank, 3) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
-
-
-def test_dropout_is_refused_where_stages_are_cut_and_a_causal_model_draws_it():
-    """The dropout of GPT-2's summary belongs to another head."""
-    from transformers import GPT2Config
-
-    from samecurve.engines.schedule_stages import check_dropout
-
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    whole, cut = (SimpleNamespace(path="s.yaml", tensor_parallel_size=size) for size in (1, 2))
-    check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.0)), cut)
-    check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.1)), whole)
-    with pytest.raises(ConfigurationError, match=r"s\.yaml: the model has dropout \(attn_pdrop 0\.1\)"):
-        check_dropout(SimpleNamespace(config=GPT2Config(**off, attn_pdrop=0.1)), cut)
