@@ -1,0 +1,97 @@
+"""Write docs/full_run.md: what passed, failed and was skipped when all tests ran, a part of them at a time.
+
+    bash scripts/test.sh --full --shard 2/4 -rfs > shard2.log
+    python scripts/full_run.py 2/4 shard2.log COMMIT
+
+The result of each part is kept in benchmarks/full_run.json, from which the page is written. COMMIT is what was tested.
+Run it on the machine that ran the tests: hardware and versions are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.markdown import table  # noqa: E402
+from samecurve.specs.environment import processor, version  # noqa: E402
+
+RESULTS, PAGE = ROOT / "benchmarks" / "full_run.json", ROOT / "docs" / "full_run.md"
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
+KINDS = ("passed", "failed", "skipped")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shard", help="as in --shard, such as 2/4")
+    parser.add_argument("log", type=Path, help="what scripts/test.sh printed")
+    parser.add_argument("commit", help="the commit that was tested")
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    found = parse(arguments.log.read_text(encoding="utf-8"))
+    machine = f"{processor()}; " + ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    results[arguments.shard] = found | {"commit": arguments.commit, "date": str(date.today()), "machine": machine}
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
+    print(PAGE)
+
+
+def parse(log: str) -> dict:
+    """Read what both parts of a shard printed, which ran beside each other.
+
+    Raises:
+        SystemExit: a part did not reach its end.
+    """
+    ends = re.findall(r"^=+ (.*) in ([\d.]+)s .*=+$", log, re.MULTILINE)
+    if len(ends) != 2:
+        raise SystemExit(f"{len(ends)} of the two parts of the tests came to their end")
+    counts = Counter({kind: 0 for kind in KINDS})
+    for summary, _ in ends:
+        counts.update({kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", summary)})
+    skipped = Counter()
+    for number, reason in re.findall(r"^SKIPPED \[(\d+)\] \S+ (.*)$", log, re.MULTILINE):
+        skipped[re.sub(r"^Skipped: ", "", reason)] += int(number)
+    return {
+        **{kind: counts[kind] for kind in KINDS},
+        "failures": sorted(set(re.findall(r"^FAILED (\S+)", log, re.MULTILINE))),
+        "reasons": dict(skipped),
+        "minutes": round(max(float(seconds) for _, seconds in ends) / 60),
+    }
+
+
+def page(results: dict) -> str:
+    """The page, from the results by shard."""
+    columns = ["part", *KINDS, "minutes", "date", "commit"]
+    rows = [
+        [shard, *(f"{found[kind]:,}" for kind in KINDS), str(found["minutes"]), found["date"], found["commit"]]
+        for shard, found in sorted(results.items())
+    ]
+    count = int(next(iter(results)).split("/")[1])
+    missing = [f"{part}/{count}" for part in range(1, count + 1) if f"{part}/{count}" not in results]
+    failures = [f"- `{name}` in part {shard}" for shard, found in sorted(results.items()) for name in found["failures"]]
+    skipped: Counter[str] = Counter()
+    for found in results.values():
+        skipped.update(found["reasons"])
+    parts = [
+        "# All tests",
+        "Everything that `bash scripts/test.sh --full` runs, in parts of whole files (`--shard 2/4`). Each part had "
+        "its machine to itself. Made by `python scripts/full_run.py`.",
+        table(columns, rows),
+        *([f"Not run yet: {', '.join(missing)}."] if missing else []),
+        *(["Failed:", "\n".join(failures)] if failures else []),
+        "Skipped, with the reason:",
+        table(["tests", "reason"], [[str(number), reason] for reason, number in skipped.most_common()]),
+        "Machines: " + "; ".join(sorted({found["machine"] for found in results.values()})) + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()
