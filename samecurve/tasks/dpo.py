@@ -67,8 +67,10 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
         of_answers = rewards(self.settings, log_probabilities.detach(), lengths, reference)
         return losses.masked_fill(~counted, 0.0).sum(), pairwise.reward_sums(of_answers, counted)
 
-    def statistics(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> Tensor:
-        return self.step_loss(logits, labels, reference)[1]
+    def statistics(
+        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
+    ) -> Tensor:
+        return self.step_loss(logits, labels, reference, drift)[1]
 
     def features(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> Tensor:
         """Return (pairs, 2): log-probabilities of both answers, minus those of the reference model if given."""
