@@ -52,7 +52,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
         sizes = ", ".join(str(size) for size in range(2, count + 1) if count % size == 0)
         text = f"the model has {count} experts, which {dims.ep} does not divide"
         raise ConfigurationError(f"{where}, but {text}; use a size that divides them: {sizes}")
-    weights = {name: weight for experts in _experts(model) for name, weight in experts.named_parameters()}
+    weights = {name: weight for experts in experts_of(model).values() for name, weight in experts.named_parameters()}
     for name, weight in weights.items():
         rows, columns, *_ = weight.shape
         if (rows // dims.ep) % dims.efsdp and columns % dims.efsdp:
@@ -64,7 +64,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
 def apply(model: PreTrainedModel, mesh: Mesh) -> None:
     """Give each rank its part of the experts, on the meta device, and let the ranks exchange tokens around them."""
     ep = mesh.experts["ep"]
-    for experts in _experts(model):
+    for experts in experts_of(model).values():
         for name, weight in [*experts.named_parameters()]:
             part = distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
@@ -101,12 +101,13 @@ def spread_size(weights: Mapping[str, nn.Parameter]) -> int:
     return next((mesh["ep"].size() for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), 1)
 
 
-def _experts(model: PreTrainedModel) -> list[nn.Module]:
-    """List the modules with a layer's experts."""
+def experts_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules with a layer's experts, by name."""
     plan = model.config.get_text_config().base_model_ep_plan or {}
     patterns = [name.rpartition(".")[0] for name, style in plan.items() if style == _OF_EXPERTS]
-    expected = re.compile("|".join(re.escape(pattern).replace(r"\*", r"\d+") for pattern in patterns))
-    return [module for name, module in model.base_model.named_modules() if expected.fullmatch(name)]
+    of_layer = "|".join(re.escape(pattern).replace(r"\*", r"\d+") for pattern in patterns)
+    expected = re.compile(rf"(?:.*\.)?(?:{of_layer})")  # the plan's names are those of the model without a head
+    return {name: module for name, module in model.named_modules() if patterns and expected.fullmatch(name)}
 
 
 def _placement(weight: nn.Parameter, ranks: int) -> Shard:

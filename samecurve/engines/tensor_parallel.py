@@ -12,18 +12,19 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import RowwiseParallel, TensorParallelLayer, apply_tensor_parallelism
 
-from samecurve.engines import sequence_parallel
+from samecurve.engines import expert_parallel, sequence_parallel
 from samecurve.errors import ConfigurationError
 from samecurve.models import lora
 from samecurve.models.dropout import Part
 from samecurve.optim.dtensor import all_reduce_sums, local_gradient
-from samecurve.specs.model_families import TENSOR_PARALLEL
+from samecurve.specs.model_families import EXPERT_AND_TENSOR_PARALLEL, TENSOR_PARALLEL
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from samecurve.engines.mesh import Mesh
+    from samecurve.strategy.parallel_dims import ParallelDims
     from samecurve.strategy.plan import Strategy
 
 KEY = "parallelism_config.parallelism_config_tp_size"
@@ -41,15 +42,19 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
         ConfigurationError: the family is untested, or sizes do not divide.
     """
     config, size, found = model.config.get_text_config(), strategy.tensor_parallel_size, []
-    family = model.config.model_type
-    if family not in TENSOR_PARALLEL:
-        text = f"{family} has not been tested under tensor parallelism; use {', '.join(sorted(TENSOR_PARALLEL))}"
-        raise ConfigurationError(f"{strategy.path}: {KEY}: found {size}, but {text}, or configs/fsdp.yaml")
-    plan = _resolve(model, size)
+    family, spreads = model.config.model_type, strategy.dims.ep > 1
+    known = EXPERT_AND_TENSOR_PARALLEL if spreads else TENSOR_PARALLEL
+    if family not in known:
+        text = f"{family} has not been tested under {'expert and ' if spreads else ''}tensor parallelism"
+        fix = f"use {', '.join(sorted(known))}, or configs/{'fsdp_ep' if spreads else 'fsdp'}.yaml"
+        raise ConfigurationError(f"{strategy.path}: {KEY}: found {size}, but {text}; {fix}")
+    plan = _resolve(model, strategy.dims)
     by_head = any(_is_by_head(name, style) for name, style in plan.items())
     heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
     counts = heads if by_head else {}
-    counts |= {"vocab_size": config.vocab_size, "intermediate_size": config.intermediate_size}
+    counts |= {"vocab_size": config.vocab_size}
+    if any(name.endswith("down_proj") for name in plan):
+        counts |= {"intermediate_size": config.intermediate_size}
     for name, count in counts.items():
         if count % size:
             sizes = [each for each in range(1, count + 1) if all(other % each == 0 for other in counts.values())]
@@ -74,7 +79,7 @@ def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
     Returns:
         The names of the parameters whose gradient is a sum over the ranks, see `sum_gradients`.
     """
-    tp, plan, modules = mesh.devices["tp"], _resolve(model, mesh.dims.tp), dict(model.named_modules())
+    tp, plan, modules = mesh.devices["tp"], _resolve(model, mesh.dims), dict(model.named_modules())
     summed = [name for name, style in plan.items() if style == _SUMMED_HERE]
     blocks = {name.rpartition(".")[0]: None for name, style in plan.items() if style == "colwise" and name in modules}
     if cuts_sequence:
@@ -98,7 +103,7 @@ def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, Part]:
     if mesh.dims.tp == 1:
         return {}
     index, count, found = mesh.dims.place(mesh.rank)["tp"], mesh.dims.tp, {}
-    for name, style in _resolve(model, count).items():
+    for name, style in _resolve(model, mesh.dims).items():
         if _is_by_head(name, style):
             found[name.rpartition(".")[0]] = Part(axis=1, index=index, count=count)
         elif style == "rowwise":
@@ -110,11 +115,17 @@ def _is_by_head(name: str, style: str) -> bool:
     return style == "colwise" and name.endswith("k_proj")
 
 
-def _resolve(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """Return the style of each module and parameter of the model that is cut, by name."""
-    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
+def _resolve(model: PreTrainedModel, dims: ParallelDims) -> dict[str, str]:
+    """Return the style of each module and parameter of the model that is cut, by name.
+
+    Experts that are spread over ranks are not cut as well: all tensor-parallel ranks compute the same ones, for the
+    same tokens, and so have their whole gradient.
+    """
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=dims.tp))
     known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
-    return {name: style for name, style in plan.items() if name in known}  # a tied head's weight has another name
+    spread = tuple(expert_parallel.experts_of(model)) if dims.ep > 1 else ()
+    # a tied head's weight has another name
+    return {name: style for name, style in plan.items() if name in known and not name.startswith(spread)}
 
 
 def _with_adapters(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:

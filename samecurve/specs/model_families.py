@@ -131,6 +131,9 @@ CONTEXT_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "ge
 # (tests/distributed/test_expert_parallel.py).
 EXPERT_PARALLEL = frozenset(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"))
 
+# ... and, with attention and vocabulary cut, under tensor parallelism. transformers has no plan that cuts gpt_oss.
+EXPERT_AND_TENSOR_PARALLEL = EXPERT_PARALLEL - {"gpt_oss"}
+
 
 def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int) -> None:
     """Raise ConfigurationError if rows are packed and a document's logits could depend on other documents.

@@ -32,8 +32,8 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
     dims, is_fsdp = strategy.dims, files.accelerate.get("distributed_type") == "FSDP"
     # a replica of one shard is no sharding, and Accelerate refuses it; one group has no use for a second copy
     least = 2 if strategy.replicate_size > 1 or strategy.secondary_partition > 1 else 1
-    if is_fsdp and dims.size("pp", "tp") > 1 and dims.cp == 1:
-        least = 2  # shards are cut over the ranks of a sequence, too, and without those over nothing
+    if is_fsdp and dims.size("pp", "tp") > 1 and dims.size("cp", "ep") == 1:
+        least = 2  # the ranks of a sequence or of a layer's experts shard, too; without those nothing would
     if strategy.family == "tp" or (dims.tp > 1 and not is_fsdp):
         return Placement(path, dims.size("pp", "tp"))  # a cut model has no replicas
     unit = strategy.replicate_size * strategy.secondary_partition * dims.size("pp", "cp", "tp", "ep")

@@ -50,9 +50,9 @@ def check_accelerate(document: Document) -> None:
     if kind != "FSDP" or not isinstance(size, int) or size < 2:
         return
     refuse_offload(document, _UNTESTED)
-    for key in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
+    for key in ("dp_replicate_size", "cp_size", "sp_size", "tp_sequence_parallel"):
         found = document.get(_BLOCK, f"{_BLOCK}_{key}")
-        if found not in (None, 1):
+        if found not in (None, 1, False):
             text = f"found {found}, but together with {SIZE} it {_UNTESTED}; remove one of the two"
             document.problem((_BLOCK, f"{_BLOCK}_{key}"), text)
 

@@ -37,7 +37,10 @@ def run_of(workspace, strategy: str | Path | None, world: int, micro_batch: int,
 def spread_run(workspace, world: int, micro_batch: int, *overrides: str, strategy: str | Path = "fsdp_ep") -> Run:
     run = run_of(workspace, strategy, world, micro_batch, *overrides)
     assert run.facts["expert_parallel_size"] == 2 and run.facts["engine"].startswith("FSDP")
-    assert f"{world} data-parallel, 2 expert-parallel" in run.output
+    cut = 2 if strategy == "fsdp_ep_tp" else 1
+    assert run.facts["tensor_parallel_size"] == cut
+    tensor_parallel = f", {cut} tensor-parallel" if cut > 1 else ""
+    assert f"{world // cut} data-parallel{tensor_parallel}, 2 expert-parallel" in run.output
     return run
 
 
@@ -72,6 +75,33 @@ def test_families_follow_one_process(family, world, accumulation, router_loss, w
         assert_same_routing(run, expected)
     found, wanted = run.metrics[-1], expected.metrics[-1]
     assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "overrides"),
+    long(
+        ("mixtral", 4, ()),
+        ("mixtral", 4, ("model.router_loss=batch", "memory.activation_checkpointing=full")),
+        ("mixtral", 4, ("optimizer.name=lion", "optimizer.learning_rate=1e-4")),
+        ("mixtral", 4, ("loss.implementation=full",)),
+        ("mixtral tied", 4, ()),
+        ("mixtral drops", 4, ()),
+        ("mixtral", 8, ()),
+        ("qwen3_moe", 4, ()),
+        ("olmoe", 4, ()),
+    ),
+)
+def test_with_tensor_parallelism(family, world, overrides, workspace):
+    """Attention and vocabulary are cut over two ranks, which compute the same experts; on 8 two share each expert."""
+    family, _, kind = family.partition(" ")
+    changes = {"tied": {"tie_word_embeddings": True}, "drops": {"attention_dropout": 0.1, "router_jitter_noise": 0.1}}
+    arguments = config_of(family, **changes.get(kind, {})), PACKED if family == "mixtral" else ROWS, *overrides
+    expected = run_of(workspace, None, 1, 8, *arguments)
+    run = spread_run(workspace, world, 8 // world, *arguments, strategy="fsdp_ep_tp")
+    assert run.facts["gradient_accumulation_steps"] == 2
+    assert_equal(run, expected)
+    assert_same_routing(run, expected)
+    assert run.metrics[-1]["eval_loss"] == pytest.approx(expected.metrics[-1]["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("world", long(2, 4))
