@@ -14,6 +14,7 @@ def find_best(fs: FileSystem, directory: Path, metric: str) -> Path | None:
     """Find the best good checkpoint and record it in best.json; None if none has the metric."""
     values = {}
     for folder in list_checkpoints(fs, directory):
+        # hashes state.json, which has the metric, but not the weights: this follows every save
         damaged = check_files(fs, folder, small_only=True)
         value = None if damaged else read_state(folder)["record"].get(metric)
         if value is not None:

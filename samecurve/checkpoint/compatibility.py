@@ -28,6 +28,7 @@ def refusals(saved: dict, now: dict) -> list[str]:
     reasons += [f"data, changed since the checkpoint: {text}" for _, text in _differences(saved["data"], now["data"])]
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
     reasons += [text for _, text in _differences(before, after)]
+    # a checkpoint that is older than this key cannot be compared
     if "reference" in saved and saved["reference"] != now["reference"]:
         reasons.append(
             "model.path: the run's loss uses its initial weights as reference, and these are others; give the "

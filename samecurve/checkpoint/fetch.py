@@ -119,7 +119,7 @@ def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
             verify(store, name, partial)
         except DamagedManifest:  # there, or on its way here
             verify(store, name, partial)
-        for file in (MARKER, MANIFEST):
+        for file in (MARKER, MANIFEST):  # ObjectStore.download has synced the others
             with open(partial / file, "rb+") as opened:
                 files.sync(opened)
         files.sync_folder(partial)

@@ -146,6 +146,7 @@ class CheckpointReader:
                 values = file.get_slice(key)[start:stop]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {key} cannot be read ({error})") from error
+        # of a forged tensor with more dimensions, safetensors would slice the first one
         if stop is not None and values.shape != (stop - start,):
             raise CheckpointError(
                 f"{path}: expected {stop - start} values of {key} from {start} on, found {tuple(values.shape)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16
+_ALIGNMENT = 16  # Tensor.view(dtype) needs an offset that is a multiple of the dtype's size
 # Of a block, so that the last bits of a total make no blocks of their own.
 _SMALLEST_BYTES = 2**16
 

@@ -61,6 +61,7 @@ class _Entries:
 
     def near(self, region: Region) -> list[list[int]]:
         """List the entries that may share values with a region, and few others."""
+        # even the longest entry does not reach the region if it begins before this
         first = bisect_left(self._starts, region.start - self._longest + 1)
         return self._entries[first : bisect_left(self._starts, _stop(region))]
 

@@ -146,6 +146,7 @@ class Checkpoints:
             The checkpoint's TrainProgress. None if there is no checkpoint yet: this is logged and nothing changes.
         """
         self.wait()
+        # resumed_from may lie in another run's directory
         chosen = [*self._selector.candidates("auto"), *filter(None, [self.resumed_from])]
         folder = next((folder for folder in chosen if not self._selector.problems(folder)), None)
         if folder is None:

@@ -63,6 +63,7 @@ class Mirror:
         for name in committed(self._store):
             if step_of(Path(name)) > step:
                 key = f"{FOLDER}/{name}"
+                # in this order, or a kill in between would leave neither marker, and `_prune` would remove the rest
                 self._store.write(f"{key}/{SET_ASIDE}", self._store.read(f"{key}/{MARKER}") or b"")
                 self._store.remove(f"{key}/{MARKER}")
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -100,7 +101,7 @@ class Mirror:
             self.uploading = folder.name
             try:
                 upload_checkpoint(self._store, folder)
-            except FileNotFoundError:
+            except FileNotFoundError:  # rotated away before `uploading` protected it
                 if folder.exists():
                     raise
             finally:
@@ -111,7 +112,7 @@ class Mirror:
     def _work(self) -> None:
         while not self._ending:
             self._wake.wait()
-            self._wake.clear()
+            self._wake.clear()  # before the upload, so that an offer during it counts
             if self._ending:
                 return
             try:

@@ -124,6 +124,7 @@ class CheckpointSelector:
                 + "\nundo them, choose another output_dir, or start over (--fresh)"
             )
         changed = changes(saved, self._facts)
+        # otherwise nothing is left to train, which the start reports by itself (NothingToDo)
         if saved["step"] < self._facts["recipe"]["steps"] or changed:
             self._log("\n".join([f"resuming from {folder}", *(f"  changed: {text}" for text in changed)]))
 

@@ -26,6 +26,7 @@ class Snapshot:
         self.shapes = {name: list(shape) for name, shape in (engine.shapes | engine.state.factors).items()}
         self.host_copy: HostCopy | None = None
         self._generators: dict[str, Tensor] = {}
+        # ranks with the same region divide it among themselves, or one of them saves all of it
         self.regions = [(part.name, part.region.part(part.saved)) for part in engine.state.ranges() if part.saved]
 
     def take(self, copy: bool) -> tuple[list[Entry], Generator[Tensor, None, None]]:

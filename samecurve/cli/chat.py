@@ -35,5 +35,5 @@ def run(arguments: argparse.Namespace) -> Work:
         raise ConfigurationError(
             f"standard input: found no prompt; try echo 'a question' | python -m samecurve chat {arguments.run}"
         )
-    generation.find_generative_model(arguments.run)
+    generation.find_generative_model(arguments.run)  # raises where there is none, before torch is loaded
     return Work("samecurve.inference.chat", (arguments, options, piped))

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         code = _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
-        sys.stdout.flush()
+        sys.stdout.flush()  # a closed pipe fails here, not at exit
         return code
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes at exit

@@ -83,5 +83,6 @@ def needed_bytes(recipe: Recipe) -> dict[str, int]:
         parameters = model_config.shape(fields, "model", recipe.tokenizer.vocabulary_size).parameters
     except ConfigurationError:  # the planner knows decoders; without a size, free space is shown only
         return {}
+    # bytes of a parameter, in fp32: weight and states in each checkpoint, the weight in the export
     states = 0 if recipe.adapter.name else 4 * (1 + len(OPTIMIZERS[recipe.optimizer.name].states))
     return {"output_dir": int(parameters * (states * (recipe.checkpoint.keep + 1) + 4))}

@@ -125,6 +125,7 @@ def with_evaluation_data(recipe: Recipe, folder: Path, data: str | None, micro_b
         if not data.startswith("builtin:") and not is_hub_name(data) and not os.path.exists(os.path.expanduser(data)):
             raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
         # Nothing is trained, but a task reads both parts; parts with the same path are read once.
+        # The classes are those of the exported model, of which the data may lack some (bench/evaluation.py).
         whole = {"path": data, "mixture": None, "streaming": False, "labels": None}
         if is_hub_name(data):
             whole["pattern"] = None
@@ -132,6 +133,7 @@ def with_evaluation_data(recipe: Recipe, folder: Path, data: str | None, micro_b
         split = read.split if is_hub_name(data) else None
         part = {"path": data, "split": split, "config": read.config, "revision": read.revision}
         changed["evaluate"] = recipe.evaluate.model_copy(update=part)
+        # fewer rows than one global batch are refused; its size matters only to a loss across rows
         if not TASKS[recipe.task].contrasts_rows:
             batch["global_batch_size"] = 1
     elif recipe.evaluation is None and not recipe.data.validation_fraction:

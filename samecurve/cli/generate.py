@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> Work:
     if max_new_tokens is None:
         max_new_tokens = MAX_FUNCTION_TOKENS if counts_functions else MAX_NEW_TOKENS
     options = generation.GenerationOptions(max_new_tokens, arguments.temperature)
-    generation.find_generative_model(arguments.run)
+    generation.find_generative_model(arguments.run)  # raises where there is none, before torch is loaded
     if counts_functions:
         return Work("samecurve.bench.parse_rate", (arguments, options))
     return Work("samecurve.inference.sample", (arguments, options))

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
     shipped = strategies.shipped()
     asked = [strategies.read(path) for path in arguments.strategy or ()] or shipped
     choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
-    if all(each.invalid for each in choices):
+    if all(each.invalid for each in choices):  # exit code 2; valid ones that do not fit are 6
         raise ConfigurationError("\n".join(f"{each.name}: {each.reason}" for each in choices))
     order = search.ranked(choices)
     best = order[0] if order[0].found and order[0].found.fits else None

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Work:
     require_positive(arguments, "top", "batch_size")
     sources = _sources(arguments)
-    first = next(sources, None)
+    first = next(sources, None)  # read here, so that its errors come before torch is loaded
     if first is None:
         raise DataError(f"{arguments.file or 'standard input'}: no text found")
     return Work("samecurve.inference.predictions", (arguments, chain([first], sources)))

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     repository_root()
     require_positive(arguments, "num_processes")
+    # under a launcher this process is one rank of many
     ranks = [os.environ] if "WORLD_SIZE" in os.environ else _ranks(arguments.strategy, arguments.num_processes)
     strategy = ["--strategy", arguments.strategy] if arguments.strategy else []
     plan = preflight.plan([arguments.recipe, *arguments.overrides, *strategy], ranks[0])

@@ -108,7 +108,7 @@ def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str
     typed = _typed(arguments)
     if strategy is None:
         return f"python train.py {typed}"
-    if strategy.endswith(".json"):
+    if strategy.endswith(".json"):  # a DeepSpeed JSON is no config file of accelerate launch
         return f"torchrun --nproc_per_node {world_size} train.py {typed} --strategy {quoted(strategy)}"
     processes = f"--num_processes {world_size} " if world_size else ""
     return f"accelerate launch --config_file {quoted(strategy)} {processes}train.py {typed}"

@@ -140,6 +140,8 @@ _FLOAT = re.compile(
     r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
     r"|\.(?:nan|NaN|NAN)$"
 )
+# Its own mapping, since SafeLoader's is shared by every user of PyYAML. Resolvers are found by a scalar's first
+# character.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, rule) for tag, rule in rules if tag.rpartition(":")[2] not in ("float", "timestamp")]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -153,6 +155,7 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) 
         return [_build(loader, child, (*path, str(index)), document) for index, child in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
         return loader.construct_object(node)
+    # before merge keys (<<) are flattened, which puts their pairs beside those that override them
     _note_duplicates(node, path, document)
     loader.flatten_mapping(node)
     built = {}

@@ -24,6 +24,7 @@ ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
 def merge_over_base(below: Document, document: Document) -> Document:
     """`document` on top of `below`, the file that it is based on."""
     given = {key for pair in ALTERNATIVES for key in pair if document.get(*key) is not None}
+    # before the merge, after which the layers cannot be told apart
     notes = _replace(below, given)
     return Document(
         document.name,
@@ -49,6 +50,7 @@ def settle_command_line(document: Document) -> None:
 def _replace(document: Document, given: set[KeyPath]) -> list[str]:
     notes = []
     for new, old in ALTERNATIVES:
+        # old in given: both stand in one layer, which a rule reports
         if new not in given or old in given or document.get(*old) is None:
             continue
         notes.append(f"{'.'.join(new)} replaces {'.'.join(old)} of {document.place(old).file}")

@@ -60,7 +60,7 @@ def called_here(key: str) -> str:
     """The hint for a name that another framework uses; "" for other names."""
     ours = _RENAMED.get(key, "")
     if ours == _SPREAD:
-        return f"; {ours}"
+        return f"; {ours}"  # advice, and no key to use
     return f"; use {ours}" if ours else ""
 
 

@@ -22,6 +22,7 @@ from samecurve.config.schema_training import AUTO
 from samecurve.config.source import ANY_ITEM, RecipeSource, schema_paths
 from samecurve.errors import ConfigurationError
 
+# by pydantic's type of error; other types show pydantic's own message
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -99,7 +100,7 @@ def validate_recipe(document: Document) -> Recipe:
 def _read_based(path: str, chain: tuple[str, ...]) -> Document:
     """Read the file merged over the file that its `base` key names (relative to the file), recursively."""
     document = read_document(path)
-    base = document.content.pop("base", None)
+    base = document.content.pop("base", None)  # no key of the schema, which would refuse it
     if base is None:
         return document
     if not isinstance(base, str):
@@ -109,6 +110,7 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
     if base_path in (*chain, os.path.normpath(path)):
         document.unreadable(("base",), f'found "{base}", which is based on this file itself; remove one base key')
         return document
+    # read_document would report the missing file, but not the line that names it
     if not os.path.isfile(base_path):
         document.unreadable(("base",), f"no such file: {base_path}; give a path relative to {path}")
         return document

@@ -29,6 +29,7 @@ def apply_override(document: Document, argument: str) -> None:
         return
     block = document.content
     for depth, key in enumerate(path[:-1], start=1):
+        # None: the block is absent, or stands in the file without keys
         if not isinstance(block.get(key), (dict, type(None))):
             outer = ".".join(path[:depth])
             why = f"{outer} is {describe(block[key])}, which has no keys; set {outer} itself"
@@ -37,6 +38,7 @@ def apply_override(document: Document, argument: str) -> None:
         block[key] = dict(block.get(key) or {})
         block = block[key]
     block[path[-1]] = parsed
+    # the lines of keys inside the old value no longer apply
     document.places = {known: place for known, place in document.places.items() if known[: len(path)] != path}
     document.places[path] = COMMAND_LINE
     document.typed[path] = text
@@ -61,6 +63,7 @@ def latest_overrides(overrides: Sequence[str]) -> list[str]:
 def _value(text: str) -> tuple[Any, list[str]]:
     """Return the value that the text spells, and its problem."""
     document = Document(COMMAND_LINE.file)
+    # parse_yaml would make {} of empty text, as of an empty file
     parsed = parse_yaml(text, document) if text else ""
     # What begins like a list, a block or a quoted text is meant as YAML, whose mistake is to be told.
     if document.problems and not text.startswith(("[", "{", '"', "'")):

@@ -58,7 +58,7 @@ def tables(section: type[Section], prefix: str) -> Iterator[str]:
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     for key, field in section.model_fields.items():
         sections = _sections(field.annotation)
-        if sections == [field.annotation]:
+        if sections == [field.annotation]:  # a block itself; a list of blocks is also a key
             below.append((sections[0], f"{prefix}{key}."))
             continue
         below += [(each, f"{prefix}{key}[].") for each in sections]

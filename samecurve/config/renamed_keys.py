@@ -73,6 +73,7 @@ def _rename_keys(recipe: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
         if old_key not in source:
             continue
         value = source.pop(old_key)
+        # otherwise the entry of the block itself would report it a second time
         if old_block and not source:
             del recipe[old_block[0]]
         target = _block(recipe, new_block)

@@ -85,6 +85,7 @@ def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
         return  # downloaded when the data are read
     elif problem := path_problem(path):
         owner = "data.pattern" if key in ("data.path", "evaluate.path") else key.replace("path", "pattern")
+        # messages that begin with "no" name the path already
         yield key, (problem if problem.startswith("no ") else f"{path} {problem}") + pattern_hint(path, owner)
 
 
@@ -103,6 +104,7 @@ def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key has no effect because the task does not use it."""
     task, found, tasks = value("task"), value(key), readers(key)
+    # recipes/base.yaml gives every key, so a default value does not mean that somebody asked for it
     if task not in tasks and found != _default(key):
         which = f"task {tasks[0]} uses" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} use"
         yield key, f"found {describe(found)}, but only {which} this key and task is {task}; remove it"
@@ -177,7 +179,7 @@ def _decay(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _long_decay(value: Callable[[str], Any]) -> Iterator[Finding]:
     steps, warmup, decay = value("steps"), value("schedule.warmup_steps"), value("schedule.decay_steps") or 0
-    if value("schedule.name") == "wsd" and warmup < steps < warmup + decay:
+    if value("schedule.name") == "wsd" and warmup < steps < warmup + decay:  # warmup >= steps is _warmup's
         text = f"found {decay}, but with {warmup} warm-up steps that exceeds the run's {steps} steps"
         yield "schedule.decay_steps", f"{text}; use at most {steps - warmup}"
 

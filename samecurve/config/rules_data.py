@@ -37,7 +37,7 @@ def _again(index: int, value: Callable[[str], Any]) -> Iterator[Finding]:
         return str(Path(value(f"{source}.path")).absolute()), value(f"{source}.pattern"), *parts
 
     for first in range(index):
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError):  # an invalid source hides only its own pairs
             if identity(first) == identity(index):
                 text = f"found {value(f'data.mixture.{index}.path')}, which data.mixture.{first} already reads"
                 yield f"data.mixture.{index}.path", f"{text}; add this weight to that source, and remove this one"
@@ -105,6 +105,7 @@ def _vocabulary_of_stream(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _part_of_the_hub(block: str, key: str, default: str | None, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key that selects part of a Hub data set has no effect."""
     path, found = value(f"{block}.path"), value(f"{block}.{key}")
+    # what _in_place_of_mixture, _idle_without_split or _another_split reports
     others_rule = value("data.mixture") is not None if block == "data" else block == "evaluate" and path is None
     if found == default or others_rule:
         return
@@ -171,6 +172,7 @@ def _measured_as_trained(value: Callable[[str], Any]) -> Iterator[Finding]:
         if trained is None or trained.name != measured.name or trained.is_file or source.get("pattern"):
             continue
         other = source.get("revision") or trained.revision or "main"
+        # "" is the whole data set, which contains every folder
         is_within = "" in (trained.inside, measured.inside) or trained.inside == measured.inside
         if (source.get("split", "train"), source.get("config") or "default") == (split, config) and is_within:
             yield "evaluate.split", f"found {describe(split)}, which is the training split; use another split"

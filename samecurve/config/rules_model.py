@@ -52,6 +52,7 @@ def _new_from_scratch(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _new_and_frozen(value: Callable[[str], Any]) -> Iterator[Finding]:
     task = value("task")
+    # where the task refuses the key altogether, its own rule reports it
     trained = TASKS[task].trains_head or "model.new_head" in TASKS[task].refuses
     if value("model.new_head") and value("adapter.name") is not None and not trained:
         text = f"found true, but with an adapter the head of task {task} is frozen and would stay random; "
@@ -119,7 +120,7 @@ RULES = (
 
 def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
     """The model's config as far as the recipe or a local model folder gives it."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # a name of the Hub, or a folder that _folder reports
         config = value("model.config")
         if config is None and value("model.path") is not None:
             config = json.loads((Path(value("model.path")) / "config.json").read_text())

@@ -71,6 +71,7 @@ def _complaint(made_as: ConfigClass, name: str, found: Any) -> str | None:
     known = made_as.fields.get(name, Field(None))
     if not known.accepts(found):
         hint = ""
+        # huggingface_hub's strict dataclasses convert no numbers
         if isinstance(found, int) and not isinstance(found, bool) and known.accepts(0.5):
             hint = f"; write {found}.0"
         elif isinstance(found, float) and found.is_integer() and known.accepts(1):
@@ -79,6 +80,7 @@ def _complaint(made_as: ConfigClass, name: str, found: Any) -> str | None:
     names = {name, *(theirs for theirs, own in made_as.aliases.items() if own == name)}
     if names & _SIZES and isinstance(found, int) and found < 1 and not isinstance(found, bool):
         default = known.default.value if isinstance(known.default, ast.Constant) else None
+        # some families ship such sizes: head_dim of glm5_next is 0
         if found != default:
             return f"found {found}, expected a number of at least 1"
     return None

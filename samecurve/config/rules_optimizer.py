@@ -26,6 +26,7 @@ def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key has no effect because the optimizer does not use it."""
     name, found = value("optimizer.name"), value(f"optimizer.{key}")
     default = Optimizer.model_fields[key].default
+    # YAML has lists where the schema's defaults are tuples
     if key not in OPTIMIZERS[name].reads and (tuple(found) if isinstance(found, list) else found) != default:
         *others, last = (other for other, spec in OPTIMIZERS.items() if key in spec.reads)
         readers = f"{', '.join(others)} and {last} use" if others else f"{last} uses"

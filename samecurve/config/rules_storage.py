@@ -33,8 +33,9 @@ def split_output_url(document: Document) -> None:
 def staging_folder(url: str) -> Path:
     """Return the local run directory of a URL. Every host has to see the same folder, as with any output_dir."""
     parts = urlsplit(url)
-    place = parts.netloc.rpartition("@")[2]
+    place = parts.netloc.rpartition("@")[2]  # without credentials, which url_problem refuses
     root = Path(os.environ.get("SAMECURVE_STAGING") or "runs").expanduser()
+    # a key of a store may have "..", which as a path would leave the root
     return root.joinpath(parts.scheme, place, *(part for part in parts.path.split("/") if part not in ("", "..")))
 
 

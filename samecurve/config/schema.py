@@ -274,5 +274,6 @@ class Recipe(Section):
         if own.path is None:
             same = {"config": own.config or data.config, "revision": own.revision or data.revision}
             return data.model_copy(update=chosen | same)
+        # evaluate has no pattern of its own; a split is not made of files
         pattern = None if own.split is not None else data.pattern
         return data.model_copy(update={"path": own.path, "pattern": pattern, **chosen})

@@ -42,6 +42,7 @@ class RecipeSource(NamedTuple):
                 raise KeyError(dotted)
             found = found[key] if key in found else info.get_default(call_default_factory=True)
             model = next((block for _, block in _blocks(info.annotation)), None)
+            # a default block is a model, one from a file a dict
             found = found.model_dump() if isinstance(found, BaseModel) else found
         return found
 
@@ -72,5 +73,6 @@ def _blocks(annotation: Any, depth: int = 0) -> Iterator[tuple[int, type[BaseMod
     """The blocks of keys that a field may hold, and in how many lists they lie."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield depth, annotation
+    # lists are tuples in the schema
     for inner in get_args(annotation):
         yield from _blocks(inner, depth + (get_origin(annotation) is tuple))

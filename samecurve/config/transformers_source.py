@@ -54,6 +54,7 @@ class ConfigClass:
 @lru_cache
 def model_types() -> dict[str, str] | None:
     """model_type -> the name of its config class, of all families that transformers has."""
+    # the first file is generated, and configuration_auto.py adds to it by hand
     found = {**_mapping("CONFIG_MAPPING_NAMES", "auto_mappings.py"), **_mapping("CONFIG_MAPPING_NAMES")}
     return found or None
 
@@ -98,6 +99,7 @@ def _mapping(name: str, file: str = "configuration_auto.py") -> dict[str, str]:
         if isinstance(target, ast.Call) and isinstance(target.func, ast.Attribute):
             target = target.func.value
         if isinstance(target, ast.Name) and target.id == name:
+            # OrderedDict([(key, value), ...]), or update({key: value})
             for node in ast.walk(statement):
                 pairs = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
                 pairs = [node.elts] if isinstance(node, ast.Tuple) and len(node.elts) == 2 else pairs
@@ -136,6 +138,7 @@ def _collect(path: Path, name: str, into: ConfigClass) -> bool:
             own = Field(statement.annotation if checked else None, statement.value)
             into.fields.setdefault(ast.unparse(statement.target), own)
         elif isinstance(statement, ast.FunctionDef):
+            # the root class's other methods are full of words that are no arguments of a config
             reads_arguments = name != _ROOT_CLASS or statement.name == "__post_init__"
             into.also.update(_made_use_of(statement, reads_arguments))
             if statement.name == "__init__":
@@ -170,7 +173,7 @@ def _accepts(node: ast.expr, value: Any) -> bool:
     if isinstance(node, ast.BinOp):
         return _accepts(node.left, value) or _accepts(node.right, value)
     if isinstance(node, ast.Constant):
-        return value is None if node.value is None else True
+        return value is None if node.value is None else True  # a type in quotes is not looked up
     outer = ast.unparse(node.value if isinstance(node, ast.Subscript) else node).rpartition(".")[2]
     if isinstance(node, ast.Subscript):
         inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

@@ -123,6 +123,7 @@ class StepBatches:
     @staticmethod
     def _examined(batch: MicroBatch, count: Callable[..., int]) -> MicroBatch:
         facts = BatchFacts.of(batch, count)
+        # the whole step is pinned already; these tensors are new
         positions = None if facts.positions is None else _pinned(facts.positions)
         documents = facts.documents and facts.documents._replace(starts=_pinned(facts.documents.starts))
         return replace(batch, facts=facts._replace(positions=positions, documents=documents))
@@ -154,6 +155,7 @@ class StepBatches:
 
         Increments `step`, and sets `last_wait_seconds` to the time that the loop waited for the step's data.
         """
+        # a loop that is left early ends the thread and the workers, too
         with closing(self._prepared()) as prepared:
             while True:
                 began = time.perf_counter()
@@ -178,6 +180,7 @@ class StepBatches:
             sums = self._start_sum(Counts.of_step(found, self._count))
             return [replace(each, facts=each.facts and each.facts._replace(step_sums=sums)) for each in found]
 
+        # one thread, because every rank has to start the sums in the order of the steps
         with ThreadPoolExecutor(1, thread_name_prefix="step-batches") as pool:
             pending = deque(pool.submit(make) for _ in upcoming[:_PREFETCHED_STEPS])
             for index in range(len(upcoming)):
@@ -229,6 +232,7 @@ class EvaluationBatches(Sequence[MicroBatch]):
         self, rows: Rows, micro_batch_size: int, shard: tuple[int, int], alive: Callable[[], None] = lambda: None
     ):
         self.rows, self.shard = rows, shard
+        # not more than a shard's rows: the rest would be padding
         self.micro_batch_size = min(micro_batch_size, -(-len(rows) // shard[1]))
         self._alive = alive
 
@@ -239,6 +243,7 @@ class EvaluationBatches(Sequence[MicroBatch]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         self._alive()
+        # consecutive rows for each shard, so that results gathered in rank order are in the order of the rows
         first = (self.shard[0] * len(self) + index) * self.micro_batch_size
         indices = np.arange(first, first + self.micro_batch_size)
         exists = indices < len(self.rows)

@@ -78,6 +78,7 @@ def _corrupted(prompt: str, body: str, other: str) -> str:
         found.append("\n".join(draw.sample(lines, len(lines))))
     if len(names) > 1:
         words, changed = [body[start:end] for start, end in names], body
+        # from the end, so that the spans before stay valid
         for start, end in sorted(draw.sample(names, _third(names)), reverse=True):
             changed = changed[:start] + draw.choice(words) + changed[end:]
         found.append(changed)
@@ -179,6 +180,7 @@ def _functions(file: Path) -> Iterator[tuple[int, str, str]]:
         tree = ast.parse(source)
     except (UnicodeDecodeError, SyntaxError):
         return
+    # not splitlines, which also breaks lines where ast does not, for example at a form feed
     lines = source.split("\n")
     for node in ast.walk(tree):
         if isinstance(node, Function) and len(node.body) > 1 and ast.get_docstring(node):

@@ -66,6 +66,7 @@ class ChatEncoder(Encoder):
         # A post-processor would trim spaces from the offsets, and add tokens that the template has already written.
         self._rust.post_processor = processors.Sequence([])
         self._special = tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+        # with the special tokens, which the template may write by their names
         template = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
         self.identity = digest(_VERSION, self.identity, template, schema.train_on)
 
@@ -103,6 +104,7 @@ class ChatEncoder(Encoder):
 
     def _template(self, conversation: Conversation) -> str:
         tools = list(conversation.tools) if conversation.tools else None
+        # some tokenizers have several templates, of which one is for tools
         template = self.tokenizer.get_chat_template(None, tools)
         used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
         for name, is_used in used.items():
@@ -124,6 +126,7 @@ class ChatEncoder(Encoder):
 
         marks = _GENERATION.search(template) is not None
         said = conversation.messages[:num_messages]
+        # without the weights, because a template may write whole messages (tojson)
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in said]
         try:
             texts, spans = render_jinja_template(
@@ -213,6 +216,7 @@ class ChatEncoder(Encoder):
         start, end = span
         if text[start:end].rstrip().endswith(self._special):
             return span
+        # the longest, as one special token may be the beginning of another
         following = max((token for token in self._special if text.startswith(token, end)), key=len, default=None)
         if following is None:
             raise DataError(
@@ -279,7 +283,7 @@ def _shown(text: str) -> str:
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
     """Mark tokens with a character in a span: (num_tokens,) bool. `offsets`, (num_tokens, 2), are character ranges."""
-    starts, ends = offsets.reshape(-1, 2).T
+    starts, ends = offsets.reshape(-1, 2).T  # without a token, the array is (0,)
     marked = np.zeros(len(starts), dtype=bool)
     for start, end in spans:
         marked |= (ends > start) & (starts < end)

@@ -30,6 +30,7 @@ def apply_chatml(tokenizer: PreTrainedTokenizerFast) -> None:
     from transformers import AddedToken
 
     known = tokenizer.added_tokens_decoder.values()
+    # in the vocabulary is not enough: the encoder finds the end of a turn by its special tokens
     special = {token.content for token in known if token.special}
     missing = [token for token in (BEGIN_OF_TURN, END_OF_TURN) if token not in special]
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing], special_tokens=True)

@@ -57,6 +57,8 @@ class Encoder(ABC):
             raise DataError(f"{tokenizer.name_or_path}: there is no eos_token; name one in tokenizer_config.json")
         self._begin, self._end = _known(tokenizer.bos_token_id), _known(tokenizer.eos_token_id)
         self._rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        # Some published tokenizer.json files truncate or pad. With encode_special_tokens, special tokens that occur in
+        # a document are encoded as text.
         self._rust.no_truncation()
         self._rust.no_padding()
         self._rust.encode_special_tokens = True

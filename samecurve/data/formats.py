@@ -42,6 +42,7 @@ def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
     before, _, line = tail.rstrip().rpartition(b"\n")
     if line:
         place = f"{file}: the last line"
+        # parse_row concludes from the line break that the line is complete
         ended = tail[len(tail.rstrip()) :]
         yield place, parse_row(lambda _: place, line + ended, start + len(before) + bool(before))
 
@@ -163,7 +164,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
     # Not read by datasets: its reader, pandas, converts values to numbers, booleans and None ("NA", "None"), depending
     # on the column's other rows.
     csv.field_size_limit(_LARGEST_FIELD)
-    reader = csv.reader(_decoded(file), strict=True)
+    reader = csv.reader(_decoded(file), strict=True)  # otherwise csv accepts misplaced quotes silently
     columns: list[str] | None = None
     last = 0
     while True:

@@ -114,6 +114,7 @@ def hub_urls(where: Address, selection: Selection) -> list[str]:
             "read what an earlier run downloaded"
         )
     usual, settings = type(builder.config)(), set(map(lambda known: known.name, fields(builder.config)))
+    # BuilderConfig's own fields say which data are read, not how
     settings -= {"name", "version", "data_dir", "data_files", "description"}
     changed = sorted(key for key in settings if getattr(builder.config, key) != getattr(usual, key))
     if changed:
@@ -142,6 +143,7 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
     except (DataError, MemoryError):
         raise
     except Exception as error:  # any error of the network, the disk or a reader
+        # datasets looks into its cache only if the hub fails, which then need not be asked for its configurations
         from_cache = "find cache for" in str(error) or "in the cache" in str(error)
         raise (None if from_cache else _config_error(name, selection.config, revision)) or _unreadable(
             name, error
@@ -166,6 +168,7 @@ def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> Datas
     commit = _commit(name, revision or "main")
     if commit == newest.hash or (commit is None and revision is None):
         return newest
+    # the cache of datasets has the folders OWNER___NAME/CONFIG/VERSION/COMMIT
     versions = Path(newest.cache_dir).parents[1]
     found = [] if commit is None else sorted(versions.glob(f"*/{commit}"))
     if not found:

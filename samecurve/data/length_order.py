@@ -52,9 +52,11 @@ class LengthOrder:
             tail = self._tail(epoch)
             rows = _without(rows, tail)
         if group == 0 and layout.head:
+            # the tail of the epoch before is in the same step, which must not read a row twice
             head = self._head(_without(rows, self._tail(epoch - 1)), epoch)
             rows = _without(rows, head)
         steps = rows.reshape(-1, self.step_size)
+        # for rows_at, each group of each epoch is an epoch of its own, with an order of its own
         nth = np.arange(len(steps)) + (epoch * layout.num_groups + group) * len(steps)
         return np.concatenate([head, steps[rows_at(nth, len(steps), self.seed)].ravel(), tail])
 
@@ -80,6 +82,7 @@ class LengthOrder:
         starts = self._layout(epoch).starts
         places = epoch * len(self.sizes) + np.arange(starts[group], starts[group + 1])
         rows = rows_at(places, len(self.sizes), self.seed)
+        # stable, because otherwise the order of equal sizes depends on the CPU (numpy issue 24064)
         return rows[np.argsort(self.sizes[rows], kind="stable")]
 
     def _layout(self, epoch: int) -> _Layout:

@@ -58,6 +58,7 @@ class Documents(NamedTuple):
         begins[:, 0] = True
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
         if mask is not None:
+            # padding on the left is a document of its own, padding on the right stays with the row's document
             begins.scatter_(1, mask.int().argmax(dim=1, keepdim=True), True)
         elif positions is not None:
             begins[:, 1:] = positions.diff(dim=1) != 1
@@ -187,6 +188,7 @@ class MicroBatch:
         return mask.bool() & (trained.any(dim=1, keepdim=True) if by_token else _rows(trained, ids))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        # facts and places stay on the CPU, where they are read
         inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
         return replace(self, inputs=inputs, targets={name: change(tensor) for name, tensor in self.targets.items()})
 

@@ -22,6 +22,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, n
     bins: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of by_room in order
+    # stable, because otherwise the order of equal sizes depends on the CPU (numpy issue 24064)
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[item])
         place = bisect_left(rooms, size)

@@ -42,6 +42,7 @@ def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterat
     def first() -> tuple[list, list[Encoded]]:
         documents, future = waiting.popleft()
         found, counts = future.result()
+        # the worker has counted in its own copy of the encoder
         for name, count in counts.items():
             encoder.counts[name] += count
         return documents, found
@@ -49,6 +50,7 @@ def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterat
     try:
         for documents in batches:
             waiting.append((documents, pool.submit(_encode, documents)))
+            # enough to keep every worker busy, without all documents in memory
             if len(waiting) > 2 * num_workers:
                 yield first()
         while waiting:

@@ -16,9 +16,9 @@ import numpy as np
 
 # Eight rounds: four are a pseudo-random permutation for large domains (Luby and Rackoff, 1988), small ones need more.
 _ROUNDS = 8
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: SplitMix64's increment
 _MASK = (1 << 64) - 1
-_HISTORY = "batch_size_from_"
+_HISTORY = "batch_size_from_"  # prefix of keys, because a checkpoint has them in one dict with those of the rows
 
 
 def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
@@ -91,6 +91,7 @@ class Steps:
         assert steps is not None  # the loop ran at least once
         if steps.size == size and (start - steps.since) % size == 0:
             return steps
+        # a session that began at `start` has read nothing, and is left out
         return cls(size, start, steps.earlier if steps.since == start else steps)
 
     @property
@@ -185,6 +186,7 @@ class _EpochOrder:
         return rows_at(epoch * self._num_rows + places, self._num_rows, self._seed)
 
 
+# kept from call to call, so that `origin` seldom goes back further than one epoch
 _order = lru_cache(maxsize=256)(_EpochOrder)
 
 
@@ -212,6 +214,7 @@ def uniform(positions: np.ndarray, width: int, seed: int, draw: int) -> np.ndarr
     start = np.array([(seed * _GOLDEN + draw + 1) & _MASK], dtype=np.uint64)
     keys = _mix(_mix(start) + np.asarray(positions, dtype=np.uint64) * np.uint64(_GOLDEN))
     steps = np.arange(width, dtype=np.uint64) * np.uint64(_GOLDEN)
+    # the upper 53 bits, as many as a float64 holds exactly
     return (_mix(keys[:, None] + steps) >> np.uint64(11)) * 2.0**-53
 
 

@@ -120,6 +120,7 @@ def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
 
 def _without_runs(files: list[Path], root: Path, own: Iterable[str]) -> tuple[list[Path], dict[str, int]]:
     """Return (files not written by a run, number of files left out per run directory)."""
+    # on another machine the run's own folder may have heartbeats, but neither run.json nor status.json
     written = {Path(folder).expanduser().resolve() for folder in own}
     known: dict[Path, Path | None] = {}
 

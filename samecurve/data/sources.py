@@ -217,8 +217,9 @@ def fingerprint(source: DataSource, cache: Path) -> str:
 def _fingerprint(files: tuple[Path, ...], cache: Path) -> str:
     stats = [(str(file.resolve()), (stat := _stat(file)).st_size, stat.st_mtime_ns) for file in files]
     remembered = cache / "fingerprints" / digest(stats)
-    if remembered.is_file() and (known := remembered.read_text()):
+    if remembered.is_file() and (known := remembered.read_text()):  # empty after a crash
         return known
+    # with the kind, because the same bytes are other documents as a table than as a text
     contents = digest([(table_kind(file), hashed) for file, hashed in zip(files, _hashes(files), strict=True)])
     # Git's "racy" problem: a file modified just now may change again within one tick of the file system's clock.
     if max(mtime for _, _, mtime in stats) < (time.time() - _RACY_SECONDS) * 1e9:

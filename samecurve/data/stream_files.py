@@ -119,9 +119,11 @@ def _listed(url: str, pattern: str | None) -> list[StreamFile]:
         raise
     except Exception as error:  # each kind of file system raises its own errors
         raise DataError(f"{url}: could not be listed: {error}; correct data.path, or check the access") from error
+    # a single file is named relative to its folder, as a local one is
     below = root if len(found) != 1 or root not in found else os.path.dirname(root)
     files = []
     for name, facts in sorted(found.items()):
+        # a pattern selects files of any suffix; those without a known one are read as text
         wanted = pattern or table_kind(Path(name)) or is_text(Path(name))
         if facts["type"] == "file" and wanted:
             relative = os.path.relpath(name, below)

@@ -107,7 +107,7 @@ class _Joints:
 
     def bounds(self, position: int) -> tuple[int, int]:
         epoch = position // self.num_pieces
-        assert position == epoch * self.num_pieces
+        assert position == epoch * self.num_pieces  # the order asks for the beginnings of epochs only
         return position - (self.before if epoch else 0), position + self.after
 
 
@@ -185,6 +185,7 @@ def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
     def read(stream) -> Iterator[tuple[str, dict]]:
         offset = piece.start
         if offset:
+            # from the byte before, because a line that begins exactly here belongs to this chunk
             stream.seek(offset - 1)
             offset += len(stream.readline()) - 1
         while offset < piece.stop and (line := stream.readline()):

@@ -72,6 +72,7 @@ class DocumentEncoder(Encoder):
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """Return [begin-of-text] text end-of-text for each text; [] for a text without a token."""
+        # the fast variant keeps no offsets, which only spans of trained text need
         encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
         return [[*self._begin, *e.ids, *self._end] if e.ids else [] for e in encodings]
 
@@ -116,6 +117,7 @@ def training_texts(source: DataSource, validation_fraction: float) -> Iterator[s
 
 def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fraction: float) -> None:
     source.check()
+    # a task has one encoder for all its sources, whose counts go on
     num_empty, before = 0, dict(encoder.counts)
     with ExitStack() as stack:
         writers = {part: stack.enter_context(_Writer(directory, part, encoder)) for part in PARTS}
@@ -158,7 +160,7 @@ class _Writer:
         for file in (self._tokens, *self._beside.values()):
             file.close()
         for name, values in (("offsets", self.offsets), ("labels", self.labels)):
-            if error is None and values is not None:
+            if error is None and values is not None:  # after an error build_once removes the folder
                 np.save(self._directory / f"{self._part}_{name}.npy", np.array(values, dtype=np.int64))
 
     def append(self, encoded: Encoded) -> None:
@@ -235,6 +237,7 @@ def reading(title: str, source: DataSource, units: str = "documents") -> Iterato
 
         def advance(documents: list) -> None:
             nonlocal num_units, num_bytes, last_line
+            # in bytes, as the total
             size = sum(len(str(document).encode()) for document in documents)
             num_units, num_bytes = num_units + len(documents), num_bytes + size
             bar.advance(task, size)

@@ -108,6 +108,7 @@ def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     many.
     """
     description = json.loads(tokenizer.backend_tokenizer.to_str())
+    # searched as text, because either may be nested in a Sequence, as in Llama 3's tokenizer
     byte_level = '"ByteLevel"' in json.dumps([description["pre_tokenizer"], description["decoder"]])
     lengths = np.zeros(vocabulary_size(tokenizer), dtype=np.int32)
     for token, index in tokenizer.get_vocab().items():
@@ -117,6 +118,7 @@ def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
             lengths[index] = 1
         else:
             lengths[index] = len(token.replace("\u2581", " ").encode())
+    # added tokens are stored as text, not in the byte-level alphabet
     for index, added in tokenizer.added_tokens_decoder.items():
         lengths[index] = 0 if added.special else len(added.content.encode())
     return lengths
@@ -126,6 +128,7 @@ def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedT
     """Load the tokenizer of a folder or hub name. Raises ConfigurationError when its files are missing."""
     from transformers import AutoTokenizer
 
+    # transformers would take a missing folder for a name on the hub
     if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
         raise ConfigurationError(f"{path}: the tokenizer's folder does not exist; correct tokenizer.path or model.path")
     try:
@@ -146,6 +149,7 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
     cache, chat = cache_folder(recipe.data.cache_dir), TASKS[recipe.task].chats
     more = (BEGIN_OF_TURN, END_OF_TURN) if chat else (MASK,) if TASKS[recipe.task].fills_masks else ()
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
+    # the first two markers are the same in every tokenizer that is trained here
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
     build = partial(
         train_tokenizer, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers
@@ -154,9 +158,9 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(directory / "tokenizer.json"),
         bos_token=BEGIN_OF_TEXT,
-        eos_token=END_OF_TURN if chat else END_OF_TEXT,
+        eos_token=END_OF_TURN if chat else END_OF_TEXT,  # where generation stops
         pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
+        clean_up_tokenization_spaces=False,  # transformers 4 would remove spaces before punctuation when it decodes
     )
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
@@ -181,7 +185,7 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         special_tokens=list(special_tokens),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte, so that no text has an unknown token
         show_progress=False,
     )
     with reading("training a tokenizer on", source, "texts") as advance:

@@ -165,6 +165,7 @@ class ControlGroup:
 
     def _gather(self, value: Any) -> list[Any]:
         """Return all ranks' values on rank 0, and [] on the others."""
+        # torch's gather_object would all-gather the sizes first
         if not self.is_main:
             dist.send_object_list([value], dst=0, group=self._group)
             return []

@@ -60,7 +60,7 @@ def _is_this_host(address: str) -> bool:
 def source_address(address: str) -> str:
     """Return this host's address on the route to `address`, "" without a route. Connecting UDP sends nothing."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]  # any port would do
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             return probe.getsockname()[0]
@@ -75,5 +75,6 @@ def interfaces() -> dict[str, str]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     families = (socket.AF_INET, socket.AF_INET6)
     found = ((each, name) for name, all_ in psutil.net_if_addrs().items() if name in up for each in all_)
+    # psutil appends the interface to link-local IPv6 addresses (fe80::1%eth0), getsockname does not
     by_address = {each.address.partition("%")[0]: name for each, name in found if each.family in families}
     return {address: name for address, name in by_address.items() if not ipaddress.ip_address(address).is_loopback}

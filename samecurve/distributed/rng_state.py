@@ -39,13 +39,14 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_gauss), gauss))
     internal = states["python"].numpy().view(np.uint32).tolist()
     has_next, gauss_next = states["python_gauss"].numpy().view(np.float64).tolist()
-    random.setstate((3, tuple(internal), gauss_next if has_next else None))
+    random.setstate((3, tuple(internal), gauss_next if has_next else None))  # 3 is the version of Python's format
     if "torch_cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["torch_cuda"], device)
 
 
 def reseed(seed: int, step: int, rank: int) -> None:
     """Seed all generators anew, for a run resumed on a different set of ranks, whose saved generators do not fit."""
+    # a hash, because sums of the three are equal for many pairs of step and rank
     value = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
     random.seed(value)
     np.random.seed(value)

@@ -111,6 +111,7 @@ def facts(folders: Mapping[str, Path], environ: Mapping[str, str] = os.environ) 
         versions=versions() | {"driver": driver},
         gpus=gpus,
         links=_output("nvidia-smi", "topo", "-m") if gpus else "",
+        # those that this process may use, as a container or taskset allows
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         addresses=addresses,
@@ -177,7 +178,7 @@ def _speeds(names: set[str]) -> dict[str, int]:
             found[name] = int(Path("/sys/class/net", name, "speed").read_text())
         except (OSError, ValueError):  # wireless and some virtual interfaces have none
             continue
-    return {name: speed for name, speed in found.items() if speed > 0}
+    return {name: speed for name, speed in found.items() if speed > 0}  # -1 where the driver does not know it
 
 
 def _limits() -> dict[str, int]:

@@ -93,7 +93,7 @@ def _tools(host: str, recipe: Recipe | None, strategy: Strategy | None) -> Itera
     """Compilers and operators, by the checks that a run begins with."""
     problems = []
     if strategy and recipe:
-        preflight.prepare_environment()
+        preflight.prepare_environment()  # ninja is looked for where a run would find it
         problems += preflight.environment_problems(strategy, recipe.precision)
     if recipe:
         problems += preflight.compiler_problems(recipe, preflight.has_accelerator())

@@ -34,6 +34,7 @@ def examine(
             return reached
         meeting = {"WORLD_SIZE": len(good), "MASTER_ADDR": master or good[0].name, "MASTER_PORT": port}
         worlds = [{"RANK": rank, **meeting} for rank in range(len(good))]
+        # a thread for each host, because each doctor waits for all the others
         outputs = list(pool.map(lambda host, world: _start(host, world, arguments, seconds), good, worlds))
     return [*reached, *(finding for each in outputs for finding in each)]
 
@@ -49,6 +50,7 @@ def _start(host: HostSlots, world: Mapping[str, object], arguments: Sequence[str
     """Run `doctor` as the only process of a host. world: RANK and how to meet the other hosts."""
     variables = {**ssh.forwarded(), **world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     settings = [f"{name}={value}" for name, value in variables.items()]
+    # _reach has found this Python at the same path there
     command = ["env", *settings, sys.executable, "-m", "samecurve", "doctor", *arguments, "--json", "-"]
     limit = 8 * seconds + _MORE_SECONDS
     try:

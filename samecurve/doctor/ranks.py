@@ -50,6 +50,7 @@ def run(
     """
     facts, own = examination.look(recipe, strategy, needed_bytes)
     found = examine(facts, own, recipe.output_dir if recipe else None, seconds)
+    # as a rule only rank 0 has findings, but a doctor that started this one by ssh reads JSON from every rank
     return examination.report(found, json_file) if found or json_file == "-" else 0
 
 
@@ -110,6 +111,7 @@ class World:
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         deadline, found = time.monotonic() + self.seconds, {}
         for rank in range(self.size):
+            # not 0, so that ranks that have spoken are read after the deadline, too
             remaining = max(0.1, deadline - time.monotonic())
             try:
                 self.store.wait([f"{key}/{rank}"], timedelta(seconds=remaining))
@@ -165,7 +167,7 @@ def _hosts(members: Mapping[int, Any]) -> dict[int, HostFacts]:
 
 def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
     """All ranks wait for one key, and say what time it is when it comes."""
-    world.barrier("before the clock")
+    world.barrier("before the clock")  # else the key could be there before the slowest waits for it
     world.from_first("now", None)
     times = world.all_gather("clock", time.time())
     return world_checks.clocks({facts.host: times[rank] - times[0] for rank, facts in hosts.items()})
@@ -199,7 +201,7 @@ def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
         store = dist.PrefixStore("group", world.store)
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1))  # on the CPU, so by gloo, also beside NCCL
     except (RuntimeError, SamecurveError) as error:
         problem = str(error).splitlines()[0]
     facts = next((each for rank, each in hosts.items() if rank == world.rank), None)
@@ -267,6 +269,7 @@ def _exchange(peer: int) -> float:
     seconds = 0.0
     for _ in range(2):
         began = time.perf_counter()
+        # the tuple starts both before the first is waited for
         for request in (dist.isend(ours, peer), dist.irecv(theirs, peer)):
             assert request
             request.wait()

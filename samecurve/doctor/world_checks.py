@@ -49,6 +49,7 @@ def _gpus(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def _variables(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    # the two left out name a host's own devices and interfaces
     names = sorted({name for each in hosts for name in each.variables} - {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"})
     for name in names:
         values = {each.host: each.variables.get(name, "not set") for each in hosts}
@@ -59,6 +60,8 @@ def _variables(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 def clocks(offsets: Mapping[str, float]) -> Finding:
     """Judge the hosts' clocks. offsets: host to seconds ahead of the first rank, the network's delay included."""
+    # From the median, because the first rank's clock may be the wrong one. Of two clocks that differ by more than the
+    # limit, one is more than half of it away.
     middle = statistics.median(offsets.values())
     apart = {host: value - middle for host, value in offsets.items()}
     spread = max(apart.values()) - min(apart.values())

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from samecurve.strategy.plan import Strategy
 
+# Accelerate 1.15 turns MULTI_GPU into FSDP, but never MULTI_CPU (AcceleratorState)
 _KINDS = {"ddp": DistributedType.MULTI_CPU, "tp": DistributedType.MULTI_CPU, "fsdp": DistributedType.MULTI_GPU}
 _KINDS["schedule"] = DistributedType.MULTI_CPU
 _EXPECTED = {

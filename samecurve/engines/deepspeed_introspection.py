@@ -57,6 +57,7 @@ def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
     scaler = dynamic_scaler(engine)
     if scaler is None:
         return {}
+    # modulo, because DeepSpeed goes on counting when it doubles the scale
     good_steps = max(scaler.cur_iter - 1 - scaler.last_overflow_iter, 0) % scaler.scale_window
     own = {name: getattr(scaler, name) for name in _SCALER}
     return {"value": float(scaler.cur_scale), "good_steps": good_steps, "deepspeed": own}
@@ -67,6 +68,7 @@ def set_loss_scale(engine: deepspeed.DeepSpeedEngine, values: dict) -> None:
     scaler = dynamic_scaler(engine)
     if not values or scaler is None:
         return
+    # as after an overflow in iteration 0 and `good_steps` without one
     own = {"cur_scale": values["value"], "cur_iter": values["good_steps"] + 1, "last_overflow_iter": 0}
     for name, value in values.get("deepspeed", own).items():
         setattr(scaler, name, value)

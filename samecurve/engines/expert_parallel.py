@@ -169,6 +169,7 @@ class Dispatch:
         if not found:  # a row of zeros, so that the backward pass of this rank exchanges and reduces with the others
             states, numbers = states.sum(dim=0, keepdim=True), numbers.new_zeros(1)
         with _local_weights(self._module):
+            # weights of 1: the sender multiplies by the router's, so that their gradient stays there
             return self._compute(states, numbers[:, None], states.new_ones(len(states), 1))[:found]
 
 
@@ -177,6 +178,7 @@ def _local_weights(module: nn.Module) -> Iterator[None]:
     """Replace a module's distributed weights by this rank's parts in the body."""
     whole = dict(module.named_parameters(recurse=False))
     for name, weight in whole.items():
+        # past setattr, which accepts only a Parameter; the part is a tensor of the autograd graph
         module._parameters[name] = to_local(weight)  # pyright: ignore[reportArgumentType]
     try:
         yield

@@ -123,7 +123,7 @@ class FirstStep:
 
     def _clipping_problem(self, result: StepResult, unclipped: float, found: float, updates: float) -> list[str]:
         limit = self.plan.recipe.optimizer.max_grad_norm
-        expected = unclipped * min(1.0, limit / (result.grad_norm + 1e-6))
+        expected = unclipped * min(1.0, limit / (result.grad_norm + 1e-6))  # as the engines and DeepSpeed clip
         if not updates:
             return ["optimizer: its step was not called"]
         if math.isclose(found, expected, rel_tol=NORM_TOLERANCE, abs_tol=1e-12):

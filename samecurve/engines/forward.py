@@ -146,6 +146,7 @@ class Forward:
         """See Engine.evaluate."""
         if self.task.context is not None:
             return EvalResult(math.nan, self.count(micro_batches).trained, features=self.features(micro_batches))
+        # one value, which broadcasts to as many as the measure returns
         measure, count, sums = partial(evaluation_sums, self.task), 0, torch.zeros(1, device=self.mesh.device)
         self.model.eval()
         with torch.no_grad():

@@ -56,7 +56,7 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTr
     # only CPUOffloadPolicy, not the policy without offload, has pin_memory
     model.to_empty(device="cpu" if getattr(plugin.cpu_offload, "pin_memory", False) else accelerator.device)
     model.tie_weights()  # allocation may have given each of two tied modules its own parameter
-    for buffer in model.buffers():
+    for buffer in model.buffers():  # which CPU offload does not cover
         buffer.data = buffer.data.to(accelerator.device)
     if plugin.forward_prefetch:
         # each layer starts the all-gather of the next layer's weights before its own computation

@@ -60,7 +60,7 @@ def contexts(
         whole = value.new_zeros(len(features), *value.shape[1:])
         whole[places] = value
         for context, part, size in zip(found, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
-            context[name] = part if padded else part[: max(size, 1)]
+            context[name] = part if padded else part[: max(size, 1)]  # a micro-batch without rows has a copy of one
     return found
 
 

@@ -27,6 +27,7 @@ def environment(strategy: Strategy) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
+    # port 0, because Accelerate warns of a port in use or refuses it, and this job holds the real one
     arguments = launch_command_parser().parse_args(
         ["--config_file", str(strategy.path), "--main_process_port", "0", "train.py"]
     )
@@ -35,7 +36,7 @@ def environment(strategy: Strategy) -> dict[str, str]:
         made = prepare_multi_gpu_env(arguments)
     else:
         arguments.num_machines = 1  # the processes exist already; only their variables are needed
-        arguments.deepspeed_fields_from_accelerate_config = ""
+        arguments.deepspeed_fields_from_accelerate_config = ""  # set only by launch_command, which does not run
         made = prepare_deepspeed_cmd_env(arguments)[1]
     return {key: value for key, value in made.items() if key.startswith(_OURS)}
 

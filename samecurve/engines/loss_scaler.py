@@ -13,7 +13,7 @@ class LossScale:
     under FSDP2 these are shards, so ranks could disagree about skipping a step.
     """
 
-    value: float = 2.0**16
+    value: float = 2.0**16  # this and the interval are the defaults of torch.amp.GradScaler
     growth_interval: int = 2000
     minimum: float = 1.0
     good_steps: int = 0

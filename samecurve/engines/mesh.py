@@ -46,7 +46,7 @@ class Mesh:
     @cached_property
     def sharding(self) -> DeviceMesh:
         """The mesh over which FSDP2 shards a replica; with replicas its first dimension is that of the replicas."""
-        shards = self.devices[FSDP]._flatten("fsdp")
+        shards = self.devices[FSDP]._flatten("fsdp")  # FSDP2 shards over a single dimension
         return self.devices["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else shards
 
     def count(self, micro_batches: Sequence[MicroBatch], count: Callable[..., int]) -> Counts:
@@ -65,7 +65,7 @@ class Mesh:
         Returns:
             fp64 on the device; nothing waits for it.
         """
-        total = values.to(self.device, torch.float64, copy=True, non_blocking=True)
+        total = values.to(self.device, torch.float64, copy=True, non_blocking=True)  # a copy: all_reduce is in place
         size, group = self._ranks(over)
         if values.numel() and size > 1:
             dist.all_reduce(total, group=group)

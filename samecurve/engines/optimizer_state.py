@@ -39,7 +39,7 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterabl
 
     `create` stores those zeros in the optimizer.
     """
-    state = optimizer.state.get(parameter) or {}
+    state = optimizer.state.get(parameter) or {}  # [...] would store an empty one in this defaultdict
     if all(name in state for name in names):
         return state
     made = {**state, **empty_state(optimizer, parameter, names)}

@@ -71,6 +71,7 @@ class PipelineEngine:
 
         settings = self._settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
+        # without "auto", which only Accelerate would replace: DeepSpeed itself keeps the string
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
         assert isinstance(engine, deepspeed.PipelineEngine)  # because the model is a PipelineModule
         self._engine, self._grid, self._guard = engine, module.mpu(), PipelineGuard(engine, module, self.device)
@@ -94,6 +95,7 @@ class PipelineEngine:
         if tokens == 0:
             return StepResult.of_nothing()
         set_learning_rate(self._optimizer, learning_rate)
+        # stages receive all of a step's activations in the shape of the first ones (see `_rows`)
         sizes, most = self._micro_rows[self.shard[0]], grad_cache.padded_rows(self._micro_rows)
         micro_batches = [batch.padded(max(n, 1), most) for batch, n in zip(micro_batches, sizes, strict=True)]
         # DeepSpeed averages over micro-batches and data-parallel ranks; the factor turns that into the token mean
@@ -127,6 +129,7 @@ class PipelineEngine:
     def outputs(self, batch: MicroBatch) -> Tensor | None:
         rows, length = batch.inputs["input_ids"].shape
         found = self._on_last_stage([batch], lambda logits, **targets: logits.reshape(rows, -1))
+        # all pipelines have computed the same rows
         return found[:rows].view(rows, length, -1).float().cpu() if dist.get_rank() == 0 else None
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -60,6 +60,7 @@ class PipelineGuard:
             assert isinstance(engine.total_loss, Tensor)  # a list only for a loss function that returns several
             loss = engine.total_loss.item()
         loss, squares, again = sum_over_ranks([loss, squares, _squares(tied)], self._device)
+        # what PipelineEngine.step multiplies by; its division by the step's tokens stays
         self.loss = loss / (engine.gradient_accumulation_steps() * engine.dp_world_size)
         scale = getattr(self._optimizer, "loss_scale", 1.0)
         self.grad_norm, self.norm_with_ties = math.sqrt(squares) / scale, math.sqrt(squares + again) / scale

@@ -130,6 +130,7 @@ class LocalStages:
     def group_of_ends(self) -> dist.ProcessGroup:
         """Make a group of the first and the last rank of this pipeline. Collective over all processes."""
         ends = [self.rank_of(stage) for stage in (0, self.count - 1)]
+        # torch requires that every process takes part in making every group, also one that it is not in
         groups: list[Any] = [dist.new_group([ranks[end] for end in ends]) for ranks in self.pipelines]
         return groups[self.pipelines.index(self.peers)]
 

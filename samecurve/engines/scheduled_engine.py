@@ -110,11 +110,11 @@ class ScheduledEngine:
         self._loss_weight = dims.dp_shard / tokens  # FSDP2 averages gradients over these ranks; replicas sum theirs
         run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))
         with record_function(run.range):
-            sums = self._forward_backward(micro_batches) / dims.tp
+            sums = self._forward_backward(micro_batches) / dims.tp  # the same on all tp ranks, which `_total` adds up
             counted, again = stages.trained()
             tensor_parallel.sum_gradients(self._summed, self._mesh)
             place_gradients([*counted, *again])
-            for name in sorted(stages.tied & stages.weights.keys() & self.shapes.keys()):
+            for name in sorted(stages.tied & stages.weights.keys() & self.shapes.keys()):  # one order on both ends
                 dist.all_reduce(local_gradient(stages.weights[name]), group=self._tie_group)
             gradients = [local_gradient(weight) for weight in (*counted, *again)]
             self._mesh.add(gradients, over=("dp_replicate",))

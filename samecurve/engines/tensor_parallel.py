@@ -81,6 +81,7 @@ def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
     """
     tp, plan, modules = mesh.devices["tp"], _resolve(model, mesh.dims), dict(model.named_modules())
     summed = [name for name, style in plan.items() if style == _SUMMED_HERE]
+    # attention and MLPs: the parents of layers whose columns are cut
     blocks = {name.rpartition(".")[0]: None for name, style in plan.items() if style == "colwise" and name in modules}
     if cuts_sequence:
         ALL_PARALLEL_STYLES.register(_SCATTERS, RowwiseParallel(output_layouts=Shard(1)))  # pyright: ignore[reportArgumentType]

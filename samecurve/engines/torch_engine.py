@@ -172,6 +172,7 @@ class TorchEngine:
         mean, grad_norm = sums.loss / tokens, math.sqrt(squares) / scale
         applied = math.isfinite(grad_norm)
         if applied:
+            # with the 1e-6 of torch's clip_grad_norm_ and of DeepSpeed, so that all strategies clip alike
             factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6)) / scale
             if factor != 1.0:
                 torch._foreach_mul_([local_gradient(parameter) for parameter in trained], factor)

@@ -103,6 +103,7 @@ class ZeroEngine:
         rank, world = self.shard
         length = -(-full.numel() // world)  # DeepSpeed pads the last partition
         padded = functional.pad(full.flatten(), (0, length * world - full.numel()))
+        # not safe_set_full_fp32_param, which narrows past the end where the last partition is padded (DeepSpeed 0.19.8)
         safe_set_local_fp32_param(parameter, padded.narrow(0, rank * length, length).to(self.device))
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
@@ -116,12 +117,14 @@ class ZeroEngine:
         weight = self.shard[1] / tokens
         sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
+            # DeepSpeed counts micro-batches in `step`, which is called once for all of them
             self.model.set_gradient_accumulation_boundary(is_last)
             loss, found = forward.loss(batch, context)
             sums.add(loss, found)
             gate = sums.gate() if is_last else 1.0
             self.model.backward(loss * weight * gate, scale_wrt_gas=False)
         read = sums.start_read()
+        # before the step, which lowers the scale after an overflow
         may_rescale = self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()

@@ -133,5 +133,5 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
         tensors,
         skeleton,
         ExportTarget(output, task.tokenizer, dtype=dtype, card=card, save_task_files=save_task_files),
-        True,
+        True,  # the only process
     )

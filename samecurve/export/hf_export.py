@@ -202,6 +202,7 @@ class _FileWriter:
             with storage_errors(self._directory):
                 fault_point("export.write")
                 self._directory.mkdir(parents=True, exist_ok=True)
+                # the format as save_pretrained states it: accelerate's loader warns about a file without it
                 save_file(self._shard, self._shard_path(len(self._shards)), metadata={"format": "pt"})
             self._shards.append(list(self._shard))
         except StorageError as error:

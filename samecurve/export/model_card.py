@@ -103,7 +103,7 @@ def _license(given: str | None) -> dict:
 
 
 def _on_the_hub(path: str | None) -> bool:
-    if path is None or Path(path).expanduser().exists():
+    if path is None or Path(path).expanduser().exists():  # models/llama may be a folder or OWNER/NAME
         return False
     return re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path) is not None
 

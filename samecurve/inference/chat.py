@@ -60,7 +60,7 @@ class ChatSession:
         try:
             self.generator.generate(encoded, self.options, streamer)
         except KeyboardInterrupt:
-            streamer.end()
+            streamer.end()  # prints what it holds back until a word is complete
         self._print("\n")
         self.turns = [*turns, {"role": "assistant", "content": "".join(streamer.pieces)}]
 

@@ -41,6 +41,7 @@ class GenerationOptions:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `generate` of transformers."""
+        # transformers refuses to sample at temperature 0
         return {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
 
 

@@ -71,7 +71,7 @@ class TextGenerator:
         Returns:
             input_ids and attention_mask, (len(texts), longest), on the model's device.
         """
-        self.tokenizer.padding_side = "left"
+        self.tokenizer.padding_side = "left"  # the answer continues a row's last token
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         encoded = self.tokenizer(
@@ -146,6 +146,6 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except DataError:  # such a template can render prompts, but not be trained with
         return None
     special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ending = text[: spans[-1][1]].rstrip()
+    ending = text[: spans[-1][1]].rstrip()  # many templates write a line break after the token
     longest = max((token for token in special if ending.endswith(token)), key=len, default=None)
     return None if longest is None else special[longest]

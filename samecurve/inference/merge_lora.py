@@ -79,7 +79,7 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     with storage_errors(output):
         merged.save_pretrained(output)
         _copy_the_rest(folder, output)
-    del adapted, merged
+    del adapted, merged  # the merged model is read back without them in memory
     trusted = folders.trusts_remote_code(folder)
     merged_logits = _logits(loading.load_model(str(output), head, trust_remote_code=trusted), rows)
     difference, effect = ((other - expected).abs().max().item() for other in (merged_logits, base_logits))

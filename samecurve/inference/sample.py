@@ -23,6 +23,7 @@ def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
     generator = load_generator(arguments.run, arguments.raw)
     prompt = default_prompt(generator) if arguments.prompt is None else arguments.prompt
     text = sample(generator, prompt, arguments.system, options, arguments.seed)
+    # rich would otherwise break lines, colour numbers, and read [...] in the text as markup
     console = Console(highlight=False, soft_wrap=True)
     as_what = "prompt as a user's message, " if generator.chat else ""
     settings = f"{as_what}seed {arguments.seed}, temperature {options.temperature:g}"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from samecurve.interfaces.task import Task
 
+# what an export or another version of transformers writes differently for the same architecture
 _NOT_ARCHITECTURE = frozenset("_name_or_path transformers_version dtype torch_dtype architectures use_cache".split())
 
 

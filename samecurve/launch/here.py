@@ -36,8 +36,9 @@ def main() -> int:
     program = shutil.which(words[0], path=environment["PATH"])
     if program is None:
         print(f"{words[0]}: not found on {os.uname().nodename}; install requirements.txt there", file=sys.stderr)
-        return 127
+        return 127  # the shell's code for a missing command
     member = together.start([program, *words[1:]], environment)
+    # a daemon, because nothing ends its wait for a line when the member has ended
     threading.Thread(target=_pass_on, args=(member.process,), daemon=True).start()
     return together.wait([member])
 

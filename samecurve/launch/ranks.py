@@ -22,6 +22,7 @@ def environments(num_processes: int) -> list[dict[str, str]]:
     """Return the variables of each rank on this machine, as a launcher would set them."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        # released before rank 0 listens there: another program could take it in between
         port = listener.getsockname()[1]
     size = str(num_processes)
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -122,6 +122,8 @@ def _deepspeed(target: Target) -> str:
 def _slurm(target: Target) -> str:
     path = shlex.quote(target.path("slurm.sh"))
     devices = target.devices_per_node
+    # Without B: the signal goes to srun's ranks and not to this script, which waits for their exit code. Without append
+    # a job that returns to the queue would overwrite its log.
     options = (
         "--job-name=samecurve", f"--nodes={target.nodes}", f"--ntasks-per-node={devices}",
         f"--gpus-per-node={devices}", "--exclusive", f"--signal=TERM@{SECONDS_TO_SAVE}", "--requeue",

@@ -53,6 +53,7 @@ def trouble(host: str) -> Trouble | None:
     """Log in without a password, and look whether this clone and this Python are there, too."""
     python, train = shlex.quote(sys.executable), shlex.quote(str(ROOT / "train.py"))
     try:
+        # these commands end with 0 whatever they find, so that another code is ssh's own
         done = run(host, f"test -x {python} || echo python; test -f {train} || echo clone", REACH_SECONDS)
     except subprocess.TimeoutExpired:
         return Trouble("", f"no answer in {REACH_SECONDS:.0f} s", f"try ssh {host} true", TopologyError)

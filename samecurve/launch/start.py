@@ -55,6 +55,7 @@ def run(launcher: str, target: Target) -> int:
 def _over_ssh(host: str, words: list[str]) -> Member:
     """Start `here` on the host, which starts the words. ssh itself passes no signals on."""
     text = f"cd {shlex.quote(str(ssh.ROOT))} && exec {shlex.quote(sys.executable)} -m samecurve.launch.here"
+    # a session of its own: Ctrl-C in the terminal would end ssh, and with it the connection
     process = subprocess.Popen(ssh.command(host, text), stdin=subprocess.PIPE, text=True, start_new_session=True)
     channel = process.stdin
     assert channel

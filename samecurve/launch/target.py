@@ -109,6 +109,7 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
         sizes = ["--num_machines", nodes, "--num_processes", str(target.world_size)]
         meeting = ["--machine_rank", rank, "--main_process_ip", head] if target.nodes > 1 else []
         start = ["accelerate", "launch", "--config_file", target.strategy, *sizes, *meeting]
+        # without --strategy: accelerate's config file is the strategy
         return [*start, "--main_process_port", port, *target.script, *target.overrides]
     if launcher == "slurm":
         return ["python", *under]  # srun starts every rank; strategy/slurm.py reads its variables
@@ -165,6 +166,7 @@ def read_back(launcher: str, target: Target, words: Sequence[str], more: Sequenc
         ConfigurationError, TopologyError: as the run would.
     """
     argv = [*words[words.index("train.py") + 1 :], *more]
+    # here and below: the variables by which strategy/launchers.py tells the launchers apart
     environ = {"WORLD_SIZE": str(target.world_size), "RANK": "0"}
     if launcher == "accelerate":
         parents = [Ancestor(tuple(words), os.getcwd())]

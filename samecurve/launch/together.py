@@ -48,6 +48,7 @@ def wait(starting: Iterable[Member], grace_seconds: float = GRACE_SECONDS) -> in
         try:
             members.extend(starting)
         except BaseException:
+            # those that have started would wait for one that could not be
             _end(members, grace_seconds)
             raise
         while not any(codes := [each.process.poll() for each in members]) and None in codes:

@@ -79,6 +79,7 @@ def chunked_sums(
     if wanted.positions is not None:
         hidden = hidden.index_select(0, wanted.positions)
     device = hidden.device.type
+    # autocast would cast the detached weight anew in each chunk; here it is cast once, to the dtype of the states
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
@@ -88,11 +89,13 @@ def chunked_sums(
         if torch.is_grad_enabled():
             if kind == "liger" and len(hidden):
                 return _liger(hidden, weight, bias, **wanted.targets)
+            # columns recognize token_loss_sum by identity, which a compiled copy does not have
             if compiles and len(hidden) and columns is None:
                 wanted = replace(wanted, measure=_compiled(wanted.measure))
             return _SumWithGradients.apply(hidden, weight, bias, wanted, columns)
         weight, bias = _as(hidden, weight, bias)
         parts = []
+        # sized by the whole vocabulary, because the columns of a chunk are gathered
         for at, targets in _chunks(wanted, head.weight):
             logits = _logits(hidden[at], weight, bias)
             parts.append(wanted.measure(columns.whole(logits) if columns else logits, **targets))
@@ -207,6 +210,7 @@ class _SumWithGradients(torch.autograd.Function):
             if of_bias is not None:
                 of_bias += gradient.sum(dim=0, dtype=torch.float32)
         if columns is not None:
+            # each rank's columns give one term of the gradient
             dist.all_reduce(of_hidden, group=columns.group)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.dtypes = [None if p is None else p.dtype for p in (hidden, weight, bias)]

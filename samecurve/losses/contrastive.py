@@ -57,6 +57,7 @@ def info_nce_context(embeddings: Tensor, temperature: float) -> dict[str, Tensor
         leaf = embeddings.detach().requires_grad_()
         found = []
         for losses in _losses(leaf, temperature):
+            # part by part, so that autograd keeps the similarities of one part only
             losses.sum().backward()
             found.append(losses.detach())
     assert leaf.grad is not None  # every part of the loss went backward
@@ -64,6 +65,7 @@ def info_nce_context(embeddings: Tensor, temperature: float) -> dict[str, Tensor
 
 
 def _losses(embeddings: Tensor, temperature: float) -> Iterator[Tensor]:
+    # the positives come first, so that row i's positive is candidate i, its class
     anchors, candidates = embeddings[:, 0], embeddings[:, 1:].transpose(0, 1).flatten(0, 1)
     for own in torch.arange(len(anchors), device=anchors.device).split(_ANCHORS):
         similarities = anchors[own] @ candidates.T

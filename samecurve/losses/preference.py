@@ -53,6 +53,7 @@ def pair_losses(
     Returns:
         (pairs,).
     """
+    # pairs that only pad a micro-batch have no trained token
     beta, lengths = settings.beta, lengths.clamp(min=1)
     mean = log_probabilities / lengths
     if settings.loss == "simpo":  # arXiv:2405.14734, equation 6

@@ -102,6 +102,7 @@ class Meter:
         recompute, attention = repeated_share(recipe.memory, model, implementation)
         router = routers.settings(recipe.model.router_loss, model)
         routed = router is not None and router.kind == "batch"
+        # the pass of router_loss: batch leaves out a chunked head, but not a whole one
         rehearsed = (task.context is not None) + (routed and not chunked)
         length = recipe.batch.sequence_length
         flops = token_flops(model, length, recompute, rehearsed, attention, routed and chunked)
@@ -203,6 +204,7 @@ class Meter:
 
     def _smooth(self, loss: float) -> None:
         """Update the bias-corrected exponential moving average (as in Adam, arXiv:1412.6980, section 3)."""
+        # nan would stay in the average for good
         if not math.isfinite(loss):
             return
         self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss

@@ -61,6 +61,7 @@ def _miss(predicted: Mapping[str, Any], key: str, measured: float) -> str:
     low, high = predicted[f"{key}_interval"]
     error = predicted[key] / measured - 1
     place = "" if low <= measured <= high else ", outside the interval"
+    # a smaller difference would be shown as 0%
     if not math.isfinite(error) or abs(error) < 0.005:
         return f"as measured{place}"
     return f"{abs(error):.0%} too {'high' if error > 0 else 'low'}{place}"

@@ -123,6 +123,7 @@ def _offloaded(recomputing: Forward, offload: Offload) -> Forward:
     """Recompute as with full checkpointing, from inputs kept in host memory."""
 
     def offloaded(*args, **kwargs):
+        # hidden states are the first argument by position, as transformers' own checkpointing demands
         with offload.of_layer(copies_of(args[0].device)):
             return recomputing(*args, **kwargs)
 
@@ -141,4 +142,5 @@ def _contexts(keeps: str) -> Callable:
 def _policy(context, operator, *args, kept: frozenset, **kwargs) -> CheckpointPolicy:
     """Decide whether an operator's result is saved. flash-attn's operators exist only if its package is installed."""
     keep = operator in kept or getattr(operator, "namespace", "") == "flash_attn"
+    # torch.compile may override PREFER_RECOMPUTE, but not MUST_SAVE
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

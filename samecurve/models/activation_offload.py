@@ -79,14 +79,16 @@ class _Inputs:
         self._near: dict[int, Callable[[], Tensor]] = {}  # on the device, or on the way to it
 
     def pack(self, tensor: Tensor) -> int:
+        # torch.autograd.graph: a hook that keeps the tensor itself, not a detached one, makes a reference cycle
         tensor, index = tensor.detach(), len(self._on_host)
         self._on_host.append(self._copies.to_host(tensor))
         self._near[index] = lambda: tensor
         return index
 
     def unpack(self, index: int) -> Tensor:
-        self._fetch(index)
+        self._fetch(index)  # on its way already, unless the graph is used a second time
         tensor = self._near.pop(index)()
+        # only now: copies are made in the order of their start, and this tensor is needed first
         if self._before is not None and (before := self._before()) is not None:
             before.prefetch()
         return tensor
@@ -107,6 +109,7 @@ class Offload:
     """What the layers of a model have in host memory between forward and backward pass."""
 
     def __init__(self) -> None:
+        # weak, here and in _Inputs: the graph alone keeps inputs, so that they go with its backward pass
         self._newest: weakref.ref[_Inputs] | None = None
 
     def of_layer(self, copies: Copies) -> saved_tensors_hooks:

@@ -48,6 +48,7 @@ def _weights(module: nn.Module, without: Collection[nn.Module] = ()) -> _Weights
     places: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for path, owner in module.named_modules():
         for name, weight in owner._parameters.items():
+            # bf16 already: frozen weights (frozen_weights.py) and those of adamw_bf16, whose copy takes no memory
             if owner not in without and weight is not None and weight.dtype in (torch.float32, torch.bfloat16):
                 places.setdefault(weight, []).append((path, name))
     return tuple(map(tuple, places.values()))

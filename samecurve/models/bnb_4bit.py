@@ -32,6 +32,7 @@ def build(skeleton: PreTrainedModel, recipe: Recipe, device: torch.device) -> Pr
     output = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
+            # an adapter's own matrices are nn.Linear as well, but trained
             if type(child) is nn.Linear and not child.weight.requires_grad and child is not output:
                 setattr(parent, name, _quantized_layer(child, device, torch_dtype(recipe.precision)))
     for module in model.modules():
@@ -53,7 +54,8 @@ def write(parameter: Params4bit, full: Tensor) -> None:
         full.to(parameter.device), blocksize=BLOCK_SIZE, compress_statistics=True, quant_type="nf4"
     )
     parameter.data.copy_(packed)
-    assert parameter.module is not None  # as `_layer` sets it
+    assert parameter.module is not None  # as `_quantized_layer` sets it
+    # bitsandbytes takes the module's state for a parameter that lost its own when it was converted
     parameter.quant_state = parameter.module.quant_state = state
 
 
@@ -79,7 +81,7 @@ def _quantized_layer(linear: nn.Linear, device: torch.device, compute_dtype: tor
         requires_grad=False,
         blocksize=BLOCK_SIZE,  # pyright: ignore[reportCallIssue]
         quant_type="nf4",  # pyright: ignore[reportCallIssue]
-        bnb_quantized=True,  # pyright: ignore[reportCallIssue]
+        bnb_quantized=True,  # pyright: ignore[reportCallIssue]  # or .to() would quantize the packed bytes
         module=layer,  # pyright: ignore[reportCallIssue]
     )
     if linear.bias is not None:

@@ -83,6 +83,7 @@ def _keep_masks_eager(model: PreTrainedModel) -> None:
     Inside, transformers (5.23, masking_utils.find_packed_sequence_indices) always builds a mask from position_ids, also
     for rows of one document, and with a mask sdpa has no causal kernel: twice the FLOPs of attention.
     """
+    # in the families' own modules, which import these functions by name
     for module in {type(each).__module__: sys.modules[type(each).__module__] for each in model.modules()}.values():
         for name, function in vars(module).copy().items():
             if getattr(function, "__module__", "") == "transformers.masking_utils" and name.startswith("create_"):
@@ -161,4 +162,4 @@ def _reasons() -> list[str]:
 
     found = [entry.recompile_reason for entry in get_compilation_metrics() if entry.recompile_reason]
     clear_compilation_metrics()  # torch keeps only the last ones
-    return [" ".join(reason.split("#")[0].split()) for reason in found]
+    return [" ".join(reason.split("#")[0].split()) for reason in found]  # "#": the guarded line of source follows

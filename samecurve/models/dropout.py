@@ -44,7 +44,7 @@ _ATTENTION = re.compile(r"\bdropout=")
 _WITHOUT_ROWS = ("pos_dropout", "sin_dropout", "cos_dropout")
 # Families whose layers have tokens on the first axis in some places: (tokens, rows, features).
 _TOKENS_FIRST = ("xlnet",)
-_NO_SEQUENCE = 2**62
+_NO_SEQUENCE = 2**62  # stands for values without a row; no sequence has such a number
 _NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")  # keys of a config
 
 

@@ -37,6 +37,7 @@ def keep_mask(keys: Tensor, length: int, rate: float, runs: int = 1, part: int =
     Returns:
         (sequences, length) bool, True with probability 1 - rate.
     """
+    # the bits are compared as signed numbers, the least of which stands for 0
     threshold, width = round(rate * 2**32) - 2**31, length // runs
     if (runs, parts) != (1, 1):
         # a key for each run, whose first value is that of the part; see `_bits` for how it counts

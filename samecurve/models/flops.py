@@ -179,7 +179,7 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 def _layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """List one config per layer. If layers differ (gemma4), transformers 5.23 rejects reads of the common config."""
-    count = config.num_hidden_layers * getattr(config, "inner_group_num", 1)
+    count = config.num_hidden_layers * getattr(config, "inner_group_num", 1)  # ALBERT's: layers per group
     if getattr(config, "is_heterogeneous", False):
         return [config.per_layer_config[index] for index in range(count)]
     return [config] * count
@@ -223,6 +223,7 @@ def _uses(model: PreTrainedModel) -> dict[int, int | Fraction]:
         for module in model.modules():
             own = list(module.parameters(recurse=False))
             if any(p.ndim == 3 and len(p) == total for p in own):
+                # a fraction, because int() of the total would cut off a float that is rounded down
                 uses |= {id(p): Fraction(config.num_experts_per_tok, total) for p in own}
     if config.model_type == "albert":
         num_layers, num_groups = config.num_hidden_layers, config.num_hidden_groups
@@ -257,6 +258,7 @@ def device_peak(device: torch.device, precision: str) -> Peak:
             precision = "tf32"
         if known := table_peak(torch.cuda.get_device_name(device), precision):
             return known
+    # tf32 is no dtype: fp32 matrices are multiplied in it where PyTorch is configured so
     tried = tuple(DTYPES) if device.type == "cpu" else tuple({"fp32", precision.replace("tf32", "fp32")})
     tflops, best = matmul_speed.peak(device, tried)
     return Peak(tflops, f"measured with {best} matrix multiplications{', the fastest here' if len(tried) > 1 else ''}")

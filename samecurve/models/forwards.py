@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 @cache  # a model has few classes and many modules
 def source(module_class: type[nn.Module]) -> str:
     """Return the source code of a class's forward; "" for torch's own classes and where there is none."""
-    if module_class.__module__.startswith("torch."):
+    if module_class.__module__.startswith("torch."):  # nn.Dropout calls F.dropout, but is replaced as a module
         return ""
     try:
         return inspect.getsource(module_class.forward)

@@ -22,6 +22,7 @@ def store_in_bf16(model: nn.Module, recipe: Recipe, everywhere: bool = False) ->
     if recipe.precision != "bf16" or recipe.adapter.dora:
         return
     linear = [module for module in model.modules() if type(module) is nn.Linear]  # no fp8 and no quantized layers
+    # a tied head is a linear layer whose weight is also the embedding's
     others = (module for module in model.modules() if type(module) is not nn.Linear)
     shared = {parameter for module in others for parameter in module.parameters(recurse=False)}
     found = model.parameters() if everywhere else (p for module in linear for p in module.parameters(recurse=False))

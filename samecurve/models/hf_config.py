@@ -82,7 +82,7 @@ class Head:
         auto = _AUTO[self.kind]
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
-            return found[0] if isinstance(found, (list, tuple)) else found
+            return found[0] if isinstance(found, (list, tuple)) else found  # the first is the Auto class's default
         # a config with its own code has been accepted by model.trust_remote_code and names the model's class
         reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
         if reference is None or not is_remote(config):

@@ -128,6 +128,7 @@ def _check_activations(model: nn.Module, before: Mapping[str, Activation]) -> No
 
 def replaced(model: nn.Module) -> list[str]:
     """Inspect the model for Liger's replacements: the number of modules of each kind, and functions by name."""
+    # Liger changes instances, not their classes, and gives them a _get_name of its own
     names = (module._get_name() for module in model.modules())
     modules = Counter(name for name in names if name.startswith("Liger"))
     if not modules:

@@ -72,7 +72,7 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=chosen if isinstance(chosen, str) else list(chosen),
-        exclude_modules=parts or None,
+        exclude_modules=parts or None,  # trained in full; names such as `dense` would match inside of them, too
         use_rslora=settings.rslora,
         use_dora=settings.dora,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
@@ -197,8 +197,8 @@ def stored_config(model: PreTrainedModel) -> LoraConfig:
     config.modules_to_save = whole_modules(model) or None
     if without_pooler(type(model)):  # AutoModel creates a pooler, which target names such as `dense` would match
         config.exclude_modules = ["pooler.dense"]
-    config.init_lora_weights = True
-    config.inference_mode = True
+    config.init_lora_weights = True  # peft's default; `inject` needed False
+    config.inference_mode = True  # as peft's save_pretrained writes it
     return config
 
 
@@ -208,6 +208,7 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named = {name: p for name, p in trained.items() if is_adapter_weight(name)}
+    # save_embedding_layers="auto" would look for the base model's config on the hub
     stored = get_peft_model_state_dict(model, named, NAME, save_embedding_layers=False)
     names = {id(parameter): name for name, parameter in stored.items()}
     return {name: _STORED + names.get(id(parameter), name) for name, parameter in trained.items()}

@@ -125,7 +125,8 @@ def _peak(device: torch.device, precisions: Sequence[str], seconds: float) -> tu
         again = ROUNDS * sum(times[key] for key in tried)
         if time.perf_counter() + again > end:
             return best
-        # sides of twice the length mean eight times the work
+        # Sides of twice the length mean eight times the work. Where time is short, the same size is measured again,
+        # because the fastest of more rounds is nearer to the peak.
         if size < LARGEST_SQUARE and time.perf_counter() + 8 * again <= end:
             size *= 2
 

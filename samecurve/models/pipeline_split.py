@@ -142,6 +142,7 @@ class Positions:
 
     def arguments(self, hidden: Tensor, position_ids: Tensor, kind: str) -> dict:
         """Return the keyword arguments of a transformers decoder layer, in the dtype of `hidden`."""
+        # by identity: each micro-batch has a tensor of its own, and comparing values would wait for the device
         if self._seen is None or self._seen[0] is not position_ids or self._seen[1] != hidden.dtype:
             self._seen, self._arguments = (position_ids, hidden.dtype), {}
         if kind not in self._arguments:

@@ -77,6 +77,7 @@ class Pretrained:
             name = next(iter(rest))
             group = self._group[self._found(name)[0]]
             made = group.convert(read(self._files, group.sources))
+            # one conversion may make several parameters, so that none of its tensors is read twice
             for name in [each for each in rest if self._found(each)[0] in made]:
                 tensor = made[self._found(name)[0]].float()
                 self._check_tied(name, tensor)

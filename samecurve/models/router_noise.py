@@ -36,7 +36,7 @@ class KeyedNoise(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Sequence, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is Tensor.exponential_:
-            return args[0].copy_(-next(self._places).uniform(args[0]).log())
+            return args[0].copy_(-next(self._places).uniform(args[0]).log())  # finite: `uniform` never draws 0
         if func is Tensor.uniform_:
             low, high = args[1:] or (0.0, 1.0)
             return args[0].copy_(low + (high - low) * next(self._places).uniform(args[0]))

@@ -70,7 +70,7 @@ def construct(
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
     model.tie_weights()  # no_init_weights skips tying
-    model.config.use_cache = False
+    model.config.use_cache = False  # with a cache, transformers (5.23) ignores where packed documents begin
     return model.train()
 
 

@@ -60,7 +60,7 @@ class Group:
         """Convert the tensors of `sources` to parameters by name. Empties `tensors`, to hold nothing twice."""
         if self._rule is None:
             return {self._first: tensors.pop(next(iter(self.sources)))}
-        rule = copy.deepcopy(self._rule)
+        rule = copy.deepcopy(self._rule)  # a rule collects tensors, and other groups have the same one
         for name, pattern in self.sources.items():
             rule.add_tensor(self._first, name, pattern, tensors.pop(name))
         found = rule.convert(self._first, model=self._model, config=self._model.config)
@@ -79,6 +79,7 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> lis
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     found: dict[str, Group] = {}
+    # experts are stacked in this order, and experts.2 comes before experts.10
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:  # stored under its own name, which a rule matches by accident

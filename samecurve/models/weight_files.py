@@ -56,6 +56,7 @@ def header(file: Path) -> dict[str, Stored]:
             size = file.stat().st_size
             length = struct.unpack("<Q", stream.read(8))[0]
             begin = 8 + length
+            # before `read` would allocate whatever length a damaged or forged file announces
             if length > _LARGEST_HEADER or begin > size:
                 raise _damaged(file, f"it has {size:,} bytes, and its header alone would have {length:,}")
             entries = json.loads(stream.read(length))
@@ -120,6 +121,7 @@ def _downloaded(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        # without the same weights in other formats: consolidated.safetensors, .bin, .gguf
         return Path(snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"]))
     except Exception as error:  # huggingface_hub, its HTTP library and the file system raise different types
         text = " ".join(str(error).split())

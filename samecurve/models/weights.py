@@ -154,7 +154,7 @@ def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield buffers such as rotary frequencies, which `_init_weights` recomputes after construction on meta."""
     for prefix, module in model.named_modules():
         if module._buffers and not any(b is None for b in module._buffers.values()):
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with torch.random.fork_rng(devices=[]), torch.no_grad():  # the rule may also draw the module's weights
                 real = _unset(module)
                 model._init_weights(real)
             _check_set(model, prefix, real.named_buffers(recurse=False))

@@ -96,12 +96,13 @@ class Adafactor(GroupOptimizer):
             variance = to_local(state["variance"])
         else:
             variance = state["row_var"] @ state["col_var"] / state["row_mean"].clamp(min=SMALLEST_VARIANCE)
+        # the bound is squared, because rsqrt takes the root of it, too
         return local_gradient(weight) * variance.clamp(min=SMALLEST_VARIANCE**2).rsqrt()
 
 
 def _share(state: dict) -> float:
     """Weight of this step's squared gradient in the running means."""
-    return state["step"] ** -0.8
+    return state["step"] ** -0.8  # the default of torch's beta2_decay
 
 
 def _squares(tensor: Tensor) -> Tensor:

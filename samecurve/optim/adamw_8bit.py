@@ -33,6 +33,7 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
         """Initialize a weight's state. The full weight's size, not the shard's, decides about quantization."""
         super().init_state(group, p, gindex, pindex)
         state, num_blocks = self.state[p], -(-to_local(p).numel() // BLOCK_8BIT)
+        # bitsandbytes makes scales for all blocks of the full weight, whose memory a slice without a copy would keep
         state |= {key: state[key][:num_blocks].clone() for key in ("absmax1", "absmax2") if key in state}
 
     def update_step(self, group: dict, p: Tensor, gindex: int, pindex: int) -> None:
@@ -49,4 +50,4 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
             key: to_local(value) if isinstance(value, Tensor) else value for key, value in state.items()
         }
         super().update_step(group, part, gindex, pindex)
-        state["step"] = self.state.pop(part)["step"]
+        state["step"] = self.state.pop(part)["step"]  # an int; the tensors are shared and were updated in place

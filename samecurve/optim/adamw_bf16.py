@@ -117,7 +117,7 @@ def update_part(
     if compensation is None:
         weight.copy_(rounded(exact, random_bits(hashed, exact)))
         return
-    kept = rounded(exact.clone(), to_nearest(exact))
+    kept = rounded(exact.clone(), to_nearest(exact))  # a clone, because rounded works in place
     weight.copy_(kept)
     compensation.copy_(exact.sub_(kept))
 
@@ -191,6 +191,7 @@ def to_nearest(exact: Tensor) -> Tensor:
     A real cast is no option: torch.compile removes a cast that the next operation undoes, so that the rounding error
     would be 0 (seen with torch 2.13).
     """
+    # plus the last bit that is kept, so that a value half-way between two goes to the even one
     return (exact.view(torch.int32) >> 16).bitwise_and_(1).add_(0x7FFF)
 
 
@@ -206,6 +207,8 @@ def random_bits(hashed: int, like: Tensor) -> Tensor:
     """
     places = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
     found = places.mul_(_signed(_GOLDEN)).add_(hashed)
+    # Shifts of int32 repeat the sign, where MurmurHash3's shift in zeros: x and ~x get the same bits, which are
+    # uniform all the same.
     for shift, factor in ((16, _FIRST), (13, _SECOND)):
         found.bitwise_xor_(found >> shift).mul_(_signed(factor))
     return found.bitwise_xor_(found >> 16).bitwise_and_(0xFFFF)

@@ -24,6 +24,7 @@ def shards_of(tensor: Tensor) -> ProcessGroup | None:
     if not isinstance(tensor, DTensor):
         return None
     sharded = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    # its caller, Adafactor, is refused under tensor and expert parallelism, which also cut other dimensions
     assert all(tensor.placements[i] == Shard(0) for i in sharded) and len(sharded) <= 1, tensor.placements
     return tensor.device_mesh.get_group(sharded[0]) if sharded else None
 

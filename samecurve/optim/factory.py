@@ -56,6 +56,7 @@ def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> d
 def num_bytes_per_parameter(settings: Optimizer) -> float:
     """Bytes per parameter for weight, gradient and optimizer state of a large matrix, unsharded and not offloaded."""
     if settings.name == "adamw_8bit":
+        # fp32 weight and gradient; a moment is one byte per value and one fp32 scale per block
         return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
     if settings.name == "adamw_bf16":
         return 2 * (4 + _kahan(settings))
@@ -81,6 +82,7 @@ def hidden_matrices(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]])
 def cast_weights(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:
     """Cast the weights, in place, to bf16 for adamw_bf16; other optimizers keep fp32. Buffers are not changed."""
     if settings.name == "adamw_bf16":
+        # not model.to, which would also round buffers, such as the frequencies of rotary embeddings
         for parameter in filter(torch.is_floating_point, model.parameters()):
             parameter.data = parameter.data.to(torch.bfloat16)
     return model
@@ -157,7 +159,7 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names
     if own is not None:
         return own(parameter)
     state = {name: torch.zeros_like(parameter) for name in names}
-    if "exp_avg_sq" not in state:
+    if "exp_avg_sq" not in state:  # only Adam's bias correction counts steps
         return state
     if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # its step counter is an int
         return {"step": 0, **state}

@@ -21,8 +21,8 @@ from samecurve.optim.dtensor import local_gradient, to_local
 # Coefficients of the polynomial that drives all singular values near 1 in five iterations.
 A, B, C = 3.4445, -4.7750, 2.0315
 ROUNDS = 5
-SMALLEST_NORM = 1e-7
-RMS_OF_ADAMW = 0.2
+SMALLEST_NORM = 1e-7  # eps of torch.optim.Muon
+RMS_OF_ADAMW = 0.2  # about the root mean square of AdamW's updates, from Liu et al.
 
 
 class Muon(torch.optim.Optimizer):
@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
     ):
         matrices = [group | {"momentum": momentum} for group in groups if group["muon"]]
         others = [group for group in groups if not group["muon"]]
-        super().__init__(matrices or others, {"lr": lr})
+        super().__init__(matrices or others, {"lr": lr})  # torch refuses an empty list of parameters
         self._dtype, self._adamw = dtype, None
         self._matrices = self.param_groups if matrices else []
         if others:
@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Compute approximately U V^T of the matrix U S V^T; the result's singular values lie between about 0.7 and 1.2."""
-    upright = matrix.shape[0] > matrix.shape[1]
+    upright = matrix.shape[0] > matrix.shape[1]  # then its transpose has the smaller Gram matrix
     found = matrix.T if upright else matrix
     found = found / found.norm().clamp(min=SMALLEST_NORM)
     for _ in range(ROUNDS):

@@ -109,6 +109,7 @@ def read_object(path: Path) -> dict | None:
 
 def write_object(path: Path, content: Any) -> None:
     """Replace a JSON file. Storage errors are ignored: the next heartbeat carries the same information."""
+    # Unlike atomic.write_json this does not wait for the disk: no heartbeat is read after a power cut.
     partial = path.with_name(f".{path.name}.partial")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ def count_failures(status: Mapping, last_step: int) -> dict:
         `failing_step` and `failures` (the keys in `status.COUNTED`); {} if the last start did not fail.
     """
     last = {**status, **status.get(REFUSED, {})}
+    # a status that still says running is that of a killed process
     if REFUSED not in status and status.get("state") not in ("running", "failed"):
         return {}
     if (last.get("exit_code") or 0) > 128:  # 128 + signal number: the run was ended from outside, the step did not fail

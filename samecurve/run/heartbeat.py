@@ -29,7 +29,7 @@ import psutil
 from samecurve.run.beats import Beat, Peer, State, file_name, read_beat, write_beat
 from samecurve.run.heartbeat_relay import Relay
 
-LAST_WORD_SECONDS = 20.0
+LAST_WORD_SECONDS = 20.0  # less than watchdog.LAST_RESORT_SECONDS, after which the process is gone
 STALE_BEATS = 3  # a beat or two may be late on slow storage
 # With more ranks than this, nobody reads the files of all (see heartbeat_relay.py).
 MOST_FILES = 64
@@ -69,7 +69,7 @@ class Heartbeats:
 
     def clear(self) -> None:
         """Remove an earlier session's files. For rank 0, when it owns the run directory but before ranks meet."""
-        for pattern in ("*rank_*", "*host_*", "*world*"):
+        for pattern in ("*rank_*", "*host_*", "*world*"):  # also the .partial file of a write that was killed
             self._remove(pattern)
 
     def _remove(self, pattern: str) -> None:
@@ -177,6 +177,7 @@ class Heartbeats:
             self.peers[beat.rank] = Peer(beat, changed=now, ended=now if beat.state == "failed" else None)
 
     def _look_for_processes(self) -> None:
+        # a copy: other threads, such as the watchdog's, call `look` at the same time
         for peer in list(self.peers.values()):
             if peer.runs and peer.ended is None and self.is_local(peer.beat) and not exists(peer.beat.pid):
                 peer.ended = time.monotonic()
@@ -195,5 +196,5 @@ def exists(pid: int) -> bool:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
-    except psutil.Error:
+    except psutil.Error:  # such as AccessDenied: there is a process
         return True

@@ -70,6 +70,7 @@ class Relay:
         beats = _beats(content, "up")
         if not beats or (is_fresh and beats[0].state == "running"):
             return beats
+        # the host's first rank has ended or is stuck, and passes on nothing any more
         first = beats[0].rank
         found = [read_beat(self._folder / file_name(rank)) for rank in range(first, first + content["num_ranks"])]
         return [beat for beat in found if beat]
@@ -83,7 +84,7 @@ class Relay:
         """Return a file's content, {} if there is none yet, and whether it changed lately."""
         now = time.monotonic()
         before, changed = self._changed.get(path, ({}, now))
-        content = read_object(path) or before
+        content = read_object(path) or before  # storage may fail for a moment: then the file counts as unchanged
         if content != before:
             changed = now
         self._changed[path] = content, changed

@@ -254,6 +254,7 @@ class RunSupervisor:
             if self.watchdog.heartbeats.started:
                 self.watchdog.heartbeats.look()
             cause = self.watchdog.cause() or self._refused_elsewhere()
+        # a rank that a signal ended is no cause: launchers send it to all ranks
         if cause is not None and cause.exit_code < SIGNAL_CODES:
             self._end(cause)
         elif self._ending.acquire(blocking=False):

@@ -79,6 +79,7 @@ class Liveness:
     @property
     def is_reporter(self) -> bool:
         """Whether this is the lowest rank that can still report why the run ends."""
+        # until all ranks have started, the directory may belong to another run
         if self.own.rank == 0 or not self.own.num_phases:
             return self.own.rank == 0
         reported = any(peer.beat.rank == 0 and peer.beat.state in ("failed", "finished") for peer in self.peers)

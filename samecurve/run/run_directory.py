@@ -126,6 +126,7 @@ class RunDirectory:
             self._present.remove(stacks)
             self._aside = self._next_previous()
             os.rename(stacks, self._aside / stacks.name)
+        # until `set_aside` has moved them, a restart must not take the old checkpoints for its own
         if fresh:
             (self.path / STARTING_OVER).touch()
         else:

@@ -60,8 +60,10 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         reader, self._writer = socket.socketpair()
         reader.settimeout(POLL_SECONDS)
-        self._writer.setblocking(False)
+        self._writer.setblocking(False)  # as set_wakeup_fd demands
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
+        # Handlers that do nothing, because for an ignored signal Python writes no byte, and child processes would
+        # inherit SIG_IGN.
         for number in (*SIGNALS, SHOW) if SHOW else SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup or in a background job: keep that
                 self._handlers[number] = signal.signal(number, lambda *_: None)

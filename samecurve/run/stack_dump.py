@@ -38,7 +38,7 @@ class Stacks:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._stream = open(self._path(self._rank), "w", encoding="utf-8")
-                self.register()
+                self.register()  # again: faulthandler keeps a descriptor, so far that of stderr
 
     def show(self) -> None:
         """Write the stacks of all threads; the run continues. Holding the GIL keeps the threads still meanwhile."""

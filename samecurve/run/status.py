@@ -144,7 +144,7 @@ def _record(folder: Path, error: SamecurveError) -> None:
     file = folder / STATUS
     if not file.is_file():
         return
-    with lock_folder(folder):
+    with lock_folder(folder):  # raises while a live run owns the file
         status = read_status(file)
         earlier, refused = split_refused(status)
         write_json(file, with_refused(earlier, str(error), error.exit_code, counted(status) | counted(refused)))

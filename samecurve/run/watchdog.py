@@ -52,6 +52,7 @@ class Watchdog:
         self._marked = self._polled = time.monotonic()
         self.stacks = Stacks(folder / "stacks", self.rank)
         self.given_up: set[int] = set()
+        # STALE_BEATS of these take less than the limit, so that a hang can be blamed on frozen ranks
         every = min(5.0, limit / 4) if limit else 5.0
         self.heartbeats = Heartbeats(folder / "heartbeats", self._beat, every, self._interval)
         self._closed = threading.Event()
@@ -108,7 +109,7 @@ class Watchdog:
 
     def wait_if_ending(self) -> None:
         """Wait for the watchdog to end the process with its message, if it has given up other ranks; else return."""
-        end = time.monotonic() + 3 * COLLECT_SECONDS
+        end = time.monotonic() + 3 * COLLECT_SECONDS  # Stacks.collect waits twice, COLLECT_SECONDS at most each
         while self.given_up and time.monotonic() < end:
             time.sleep(0.05)
 
@@ -143,7 +144,7 @@ class Watchdog:
     def _hang(self) -> HangError | None:
         if not self.liveness().hangs:
             return None
-        timer = last_resort(HangError.exit_code)
+        timer = last_resort(HangError.exit_code)  # what hangs may be the storage that is written to from here on
         self.heartbeats.wide = True
         self.stacks.dump(f"rank {self.rank} (pid {os.getpid()}) on {self._host}: {self.where}")
         self.heartbeats.write("hanging")

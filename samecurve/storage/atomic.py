@@ -37,6 +37,7 @@ def write_text(path: Path, text: str) -> None:
         with open(temporary, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
+            # otherwise a power cut could keep the new name without the content
             os.fsync(stream.fileno())
         os.replace(temporary, path)
 

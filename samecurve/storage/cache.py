@@ -59,6 +59,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _build_and_rename(target: Path, build: Callable[[Path], None]) -> None:
+    # a name of its own: on a shared disk other machines may build the same entry
     temporary = target.parent / f".building-{target.name}-{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:

@@ -14,6 +14,7 @@ try:
 except ImportError:  # on Windows there is no lock; everything else works
     fcntl = None
 
+# among them NFS without lockd (ENOLCK) and Lustre mounted without -o flock (ENOSYS)
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 POLL_SECONDS = 1.0
 # On NFSv4 a dead host's lock lasts until the server's lease expires: 90 s on Linux (nfsd4_lease, fs/nfsd/nfs4state.c).
@@ -25,6 +26,7 @@ def lock_folder(path: Path, patience_seconds: float = 0.0) -> IO:
 
     Raises ConfigurationError if another process still has the lock after `patience_seconds`.
     """
+    # writable: NFS makes flock a byte-range lock, and an exclusive one needs that (flock(2))
     stream = open(path / ".lock", "a")
     if fcntl is None:
         return stream

@@ -74,6 +74,7 @@ class LocalFileSystem:
 
     def exists(self, path: Path) -> bool:
         try:
+            # os.path.exists answers False to any error, such as EIO
             os.stat(path)
         except FileNotFoundError:
             return False
@@ -119,6 +120,7 @@ class LocalFileSystem:
         os.rename(old, new)
 
     def remove_folder(self, path: Path) -> None:
+        # file by file, because rmtree would report no progress
         for file in path.rglob("*"):
             if not file.is_dir():
                 file.unlink()

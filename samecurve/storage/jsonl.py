@@ -37,6 +37,8 @@ class JsonlFile:
         """Sync the file, so that all appended lines survive a power cut. Raises StorageError."""
         with self._lock:
             self._write()
+        # Outside of the lock, so that the loop's next line does not wait for the disk. fsync is about the file: it
+        # covers what another descriptor wrote.
         if self.path.exists():
             with storage_errors(self.path), open(self.path, "a") as stream:
                 os.fsync(stream.fileno())

@@ -103,6 +103,7 @@ class ObjectStore:
         if files is None:
             import fsspec
 
+            # a listing has to be the store's answer, not what fsspec remembers of an earlier one
             options = {"use_listings_cache": False, "skip_instance_cache": True}
             files = fsspec.filesystem(urlsplit(url).scheme, **options)
         self._files = files
@@ -153,6 +154,7 @@ class ObjectStore:
 
     def write(self, key: str, content: bytes) -> None:
         """Write and verify a small object."""
+        # usedforsecurity=False: OpenSSL in FIPS mode refuses MD5 otherwise
         md5, sha256 = hashlib.md5(content, usedforsecurity=False).hexdigest(), hashlib.sha256(content).hexdigest()
 
         def sent() -> None:
@@ -263,6 +265,7 @@ class ObjectStore:
                 if local is not None and not local.exists():
                     raise
                 is_last = attempt == self._retries.attempts - 1
+                # a refusal or a mistake in the code stays the same, however often it is tried
                 if is_last or isinstance(error, (PermissionError, TypeError, AttributeError)):
                     reason = without_secrets(f"{type(error).__name__}: {error}")
                     # `from None`: a traceback would show the original message, which may have a secret

@@ -55,6 +55,7 @@ def _texts(value: Any) -> bool:
 
 def one_of(*choices: Any) -> ValueRule:
     shown = ", ".join(str(choice) for choice in choices)
+    # True == 1 for Python, so that `stage: true` would pass for stage 1
     return ValueRule(f"one of {shown}", lambda value: not isinstance(value, bool) and value in choices)
 
 

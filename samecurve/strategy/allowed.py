@@ -31,6 +31,7 @@ def rule(
     def check(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         found = value(key)
         if applies(strategy) and found not in allowed:
+            # false is a bare off, which "off" names already; alone it is the value of a switch
             usual = [each for each in allowed if each is not False] or allowed
             shown = " or ".join("null" if each is None else str(each).replace("False", "false") for each in usual)
             yield key, f"found {found}, but {why}; use {shown}, or {instead}"

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     if ninja is None:
         print("ninja: not found on PATH; pip install ninja", file=sys.stderr)
         return 127
-    if "--version" in arguments:
+    if "--version" in arguments:  # torch asks for it before it builds
         os.execv(ninja, [ninja, *arguments])
     parent = os.getppid()
     try:
@@ -52,6 +52,7 @@ def main(arguments: list[str]) -> int:
             return 1
         builder.seek(0)
         left = builder.read()
+        # a build that ends clears this, so that builder was killed
         if left.isdecimal():
             end(int(left), Path.cwd())
         _write(builder, str(os.getpid()))
@@ -65,7 +66,7 @@ def _build(command: list[str], parent: int) -> int:
     while True:
         try:
             code = process.wait(POLL_SECONDS)
-            return code if code >= 0 else 128 - code
+            return code if code >= 0 else 128 - code  # as a shell reports a signal
         except subprocess.TimeoutExpired:
             if os.getppid() != parent:
                 end(os.getpid(), Path.cwd())
@@ -101,6 +102,7 @@ def _lock(stream: IO, parent: int) -> bool:
 
     while os.getppid() == parent:
         try:
+            # a blocking call would not notice that the parent is gone
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:

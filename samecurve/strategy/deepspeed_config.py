@@ -16,7 +16,7 @@ def resolve_auto(plan: Plan) -> dict:
     """
     recipe, strategy = plan.recipe, plan.strategy
     assert strategy.deepspeed is not None  # only the DeepSpeed engines call this
-    config = copy.deepcopy(strategy.deepspeed)
+    config = copy.deepcopy(strategy.deepspeed)  # run.json has the file's content as it is
     config.pop("pipeline", None)
     micro, steps = recipe.batch.micro_batch_size, recipe.batch.accumulation_steps(strategy.data_parallel_size)
     # DeepSpeed wants the product; its engines get fewer rows where the global batch does not divide evenly

@@ -94,7 +94,7 @@ def running_ancestors() -> list[Ancestor]:
         try:
             found.append(Ancestor(tuple(process.cmdline()), process.cwd()))
         except (psutil.Error, OSError):
-            continue
+            continue  # another user's, or ended by now
     return found
 
 
@@ -104,6 +104,7 @@ def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
     # deepspeed sets CROSS_SIZE (the number of nodes) when given --no_local_rank.
     if local_rank is not None or "CROSS_SIZE" in environ:
         return "deepspeed"
+    # strategy/slurm.py sets RANK to SLURM_PROCID; other launchers in a job number their ranks themselves
     return "srun" if "RANK" in environ and environ["RANK"] == environ.get("SLURM_PROCID") else "python"
 
 

@@ -44,7 +44,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
     try:
         check_machine(resolved, environ)
     except SamecurveError as error:
-        error.output_dir = resolved.recipe.output_dir
+        error.output_dir = resolved.recipe.output_dir  # whose status.json records the refusal
         raise
     return resolved
 
@@ -113,6 +113,7 @@ def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     needed = operators(plan.strategy)
     if needed and os.name == "posix":
         supervise_builds()
+    # async_io's builder loads pin_memory first (deepspeed/ops/op_builder/async_io.py, 0.19)
     if needed and environ.get("LOCAL_RANK", "0") == "0":
         op_build_locks.clear_build_locks({*needed, "pin_memory"}, print, environ)
 
@@ -155,6 +156,7 @@ def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, s
 
     Triton makes the kernels there, Liger's too, and builds their launchers with a C compiler (triton/runtime/build.py).
     """
+    # g++ is the default of PyTorch's Inductor on Linux (cpp.cxx in torch/_inductor/config.py)
     variable, usual, language = ("CC", ("gcc", "clang"), "C") if accelerator else ("CXX", ("g++",), "C++")
     names = shlex.split(environ.get(variable, ""))[:1] or usual
     if any(shutil.which(name, path=environ.get("PATH", os.defpath)) for name in names):
@@ -210,6 +212,7 @@ def _tools(strategy: Strategy, environ: Mapping[str, str], accelerator: bool) ->
         return
     why = f"DeepSpeed compiles {', '.join(sorted(needed))} on first use"
     folders = environ.get("PATH", os.defpath).split(os.pathsep) + [str(Path(sys.executable).parent)]
+    # our own ninja only starts the installed one
     search = os.pathsep.join(folder for folder in folders if folder != str(build_supervisor.SUPERVISED))
     compiler = shlex.split(environ.get("CXX", "")) or ["c++"]
     if not shutil.which("ninja", path=search):

@@ -50,6 +50,7 @@ def resolve_plan(
         ConfigurationError: with every problem found; its `output_dir` is the recipe's.
         TopologyError: the same where all problems are about the number of processes.
     """
+    # parse_args refuses overrides on both sides of an option
     arguments = command_line().parse_intermixed_args(argv)
     found = launchers.detect_launch(environ, arguments.local_rank, ancestors)
     launch = launchers.own_processes(found, arguments.processes, environ)
@@ -229,7 +230,7 @@ def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
 def _context_parallel(files: Files) -> tuple[str, int]:
     """How the ranks of a sequence see each other's keys, and over how many it is cut."""
     block = "parallelism_config"
-    travels = files.accelerate.get(block, f"{block}_cp_comm_strategy") == "alltoall"
+    travels = files.accelerate.get(block, f"{block}_cp_comm_strategy") == "alltoall"  # Accelerate's name for a ring
     for kind, key in (("ulysses", "sp_size"), ("ring" if travels else "allgather", "cp_size")):
         if (size := _count(files.accelerate.get(block, f"{block}_{key}"), 1)) > 1:
             return kind, size

@@ -23,6 +23,7 @@ def variables(environ: Mapping[str, str], first_host: Callable[[str], str] | Non
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(max(1, tasks // int(environ.get("SLURM_STEP_NUM_NODES", "1")))),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or (first_host or _first_host)(environ["SLURM_STEP_NODELIST"]),
+        # the same for all tasks of a job, and another one for a job that shares the node
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 20000),
     }
 

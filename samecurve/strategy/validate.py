@@ -52,7 +52,7 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
                 source.document.problem(tuple(key.split(".")), text)
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]
     source.document.problems += wrong_world
-    if not wrong_world:
+    if not wrong_world:  # else these are not the ranks that were meant
         check_ranks(source, strategy.world_size)
 
 
@@ -146,6 +146,7 @@ def complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
             return None
         fix = 'write "auto" or remove it' if rule.auto else "remove it"
         return f"found {describe(value)}, but the recipe sets this: {source.cite(rule.by)}; {fix}"
+    # by type, too: for Python 0 == False and 1 == True
     harmless = any(value == allowed and type(value) is type(allowed) for allowed in rule.harmless)
     return None if harmless else f"found {describe(value)}, but {rule.reason}"
 
@@ -162,7 +163,7 @@ def _quotes_hint(value: Any) -> str:
 
 def _honoured(table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
     for key, rule in table.items():
-        if not isinstance(rule, Rejected):
+        if not isinstance(rule, Rejected):  # what is refused is not suggested
             yield (*path, key)
         if isinstance(rule, dict):
             yield from _honoured(rule, (*path, key))
@@ -236,6 +237,7 @@ def _name(document: Document, strategy: Strategy) -> None:
     is_json = document.name.endswith(".json")
     kind_key: KeyPath = ("zero_optimization", "stage") if is_json else ("distributed_type",)
     offload_key: KeyPath = ("zero_optimization",) if is_json else ("fsdp_config",)
+    # what the name of such a YAML promises is in its JSON
     if strategy.deepspeed_path and not is_json:
         kind_key = offload_key = ("deepspeed_config", "deepspeed_config_file")
     it_is = truth.get(strategy.family, strategy.family)

@@ -53,7 +53,7 @@ def _zero(document: Document, strategy: Strategy) -> None:
     stage = document.get(*_STAGE)
     if stage is None:
         document.problem(_STAGE, "missing; set it to 1, 2 or 3")
-    elif stage == 0 and not isinstance(stage, bool):
+    elif stage == 0 and not isinstance(stage, bool):  # false is refused by its type already
         document.problem(_STAGE, "found 0, which shards nothing; use configs/ddp.yaml, or a stage from 1 to 3")
     for key, value in _zero_block(document).items():
         stages = STAGES.get(key, (stage,))

@@ -75,6 +75,7 @@ def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int
     if name != "adamw_8bit":
         return
     for parameter, (rows, *others) in shapes.items():
+        # FSDP2 cuts with torch.chunk, whose chunks have ceil(rows / shards) rows as long as there are any
         each = -(-rows // num_shards) * math.prod(others)
         if rows * math.prod(others) >= SMALLEST_8BIT and each % BLOCK_8BIT:
             raise ConfigurationError(

@@ -50,6 +50,7 @@ def _sequence(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if strategy.tp_sequence_parallel and found % size:
         text = f"found {found}, which cannot be divided over {size} ranks ({strategy.path}: {_SEQUENCE})"
         yield "batch.sequence_length", f"{text}; use a multiple of {size}, or set {_SEQUENCE} to false"
+    # shorter rows are all padded to sequence_length, which is checked above
     grouped = value("data.group_by_length") and found > WIDTH_MULTIPLE
     if strategy.tp_sequence_parallel and grouped and WIDTH_MULTIPLE % size:
         text = f"found true, so rows are padded to multiples of {WIDTH_MULTIPLE} tokens, which cannot be divided over"

@@ -87,6 +87,7 @@ def load_task(recipe: Recipe) -> ClassifyTask:
             `classification.class_names`.
     """
     data, cache = recipe.data, cache_folder(recipe.data.cache_dir)
+    # the training data alone name the classes, also if the evaluation has its own data
     unnamed = find_examples(data, data.labels, sources.Selection.of(recipe, data))
     names = unnamed.names or classification.class_names(unnamed, cache)
 

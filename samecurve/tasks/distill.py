@@ -62,6 +62,7 @@ class DistillTask(causal_lm.CausalTask):
             functional.log_softmax(each[trained][..., :size].float() / settings.temperature, dim=-1)
             for each in (logits, teacher)
         )
+        # torch's kl_div(input, target) is KL(target || input)
         pair = (ours, theirs) if settings.divergence == "forward_kl" else (theirs, ours)
         return settings.temperature**2 * functional.kl_div(*pair, reduction="sum", log_target=True)
 

@@ -95,6 +95,7 @@ class KtoTask(DpoTask):
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         assert result.features is not None  # as the task has a `context`
+        # Padding rows come last. The features have the reference subtracted already, and kto's loss reads no lengths.
         ratios = result.features[: len(self.eval_rows)]
         losses = pair_losses(self.settings, ratios, torch.ones(()), torch.zeros(()), kto_drift(ratios))
         everyone = torch.ones(len(ratios), dtype=torch.bool)

@@ -81,6 +81,7 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
         if result.tokens != len(self.eval_rows):
             raise DataError(f"{result.tokens} validation rows were evaluated, but the data have {len(self.eval_rows)}")
         assert result.features is not None  # as the task has a `context`
+        # padding rows come last
         embeddings = self._embeddings(result.features[: result.tokens], self.eval_rows)
         batch, temperature = self.recipe.batch.global_batch_size, self.recipe.embed.temperature
         loss = sum(contrastive.info_nce(rows, temperature).double().sum().item() for rows in embeddings.split(batch))

@@ -33,7 +33,7 @@ class WholeSource(sources.DataSource):
         _call_all(member.check for member in self.members)
 
     def texts(self, document) -> list[str]:
-        return self.members[0].texts(document)
+        return self.members[0].texts(document)  # all members hold the same kind of documents
 
     def documents(self) -> Iterator:
         for member in self.members:

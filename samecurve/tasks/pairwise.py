@@ -61,7 +61,7 @@ class PairTask(splits.LoadedTask[PairsType], Generic[PairsType]):
 
     def step_metrics(self, result: StepResult) -> dict[str, float | None]:
         """Return the same reward metrics for the step's pairs, under the weights before the step's update."""
-        sums = result.statistics or [math.nan] * self.num_step_statistics
+        sums = result.statistics or [math.nan] * self.num_step_statistics  # () if nothing was trained
         return {**_reward_means(sums, max(result.tokens, 1))}
 
     def describe(self) -> dict[str, object]:

@@ -56,6 +56,7 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
     recipe, world = start.recipe, start.world
     key = digest(_VERSION, rows.fingerprint, model, recipe.precision)
     target = cache_folder(recipe.data.cache_dir) / "references" / key
+    # each machine may have a cache of its own, and to compute the values takes all ranks
     if not world.conclude(target.is_dir(), all):
         with _progress_bar(f"reference log-probabilities of {len(rows):,} {split} pairs", world.is_main) as advance:
             values = compute_log_probabilities(rows, start, advance)
@@ -67,6 +68,7 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
             )
 
         def write() -> None:
+            # in build_once, the other ranks would wait forever if this write failed
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 build_once(target, lambda folder: np.save(folder / _FILE, values))
 
@@ -80,6 +82,7 @@ def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
     if recipe.model.path is not None:
         weights = weights_fingerprint(weight_files(recipe.model.path))
         return digest(architecture, weights, recipe.adapter.quantization)
+    # how weights are drawn may change with these versions
     return digest(architecture, recipe.seed, {name: versions()[name] for name in ("torch", "transformers")})
 
 

@@ -23,6 +23,7 @@ def load_task(recipe: Recipe) -> causal_lm.CausalTask:
     schema = conversation.ChatSchema.of(recipe.data)
 
     def find_source(data: Data) -> sources.DataSource:
+        # each source of a mixture has columns of its own
         own_schema = conversation.ChatSchema.of(data)
         return find_conversations(splits.path_of(data), data.pattern, own_schema, sources.Selection.of(recipe, data))
 

@@ -120,6 +120,7 @@ def load_splits(
         validation = make_rows(training.held_out)
     splits = Splits(make_rows(training.train), validation, training.empty_documents, training.counts | origins)
     num_wanted, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
+    # each step would read some row twice
     if len(splits.train) < num_wanted:
         fix = explain_lost_documents(splits.train, training, fraction)
         raise DataError(
@@ -224,7 +225,7 @@ def add_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 def _counts_of(rows: Rows) -> dict[str, int]:
     if isinstance(rows, StreamRows):
-        return rows.facts
+        return rows.facts  # its length is unknown
     counts = {"rows": len(rows), "documents": len(rows.stream.offsets) - 1, "tokens": len(rows.stream.tokens)}
     if rows.targets_are_tokens:
         counts["trained_tokens"] = rows.num_targets

@@ -42,6 +42,7 @@ def load_stream(
 
     def read(block: int) -> token_store.Corpus:
         source = stream_pieces.ChunkSource(path, (), data.text_column, blocks[block])
+        # the pieces contain their files' versions, so that a changed file is tokenised again
         key = digest(data.text_column, fraction, encoder.identity, *map(astuple, source.pieces))
         return token_store.load_corpus_into(folder.of(block, key), key, source, encoder, fraction)
 
@@ -65,6 +66,7 @@ def load_stream(
     loaded = splits.Splits(train, validation, first.empty_documents, _origin(data, files))
     if recipe.evaluation is not None:
         splits.check_validation(loaded, recipe)
+    # check_validation counts all documents of the data, which a stream does not know
     elif validation is not None and not len(validation):
         raise DataError(
             f"{path}: no document is held out (data.validation_fraction={fraction:g} of the "
@@ -76,6 +78,7 @@ def load_stream(
 
 def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str, str]:
     """Return the origin of a split of the hub, as in `splits.Splits.counts`; {} for other data."""
+    # `relative` begins with OWNER/NAME@COMMIT if the files are those of a split (stream_files.py)
     if not files[0].name.startswith("hf://") or "@" not in files[0].relative:
         return {}
     name, commit = "/".join(files[0].relative.split("/")[:2]).split("@")

@@ -126,6 +126,7 @@ class Guard:
         every = self._settings.compare_replicas_every_steps
         if not every or step % every:
             return False
+        # a generator, so that only one copy is in host memory at a time
         replicas = ((label, tensor.detach().contiguous().cpu()) for label, tensor in engine.state.replicas())
         # of the bytes, because numpy has no bf16
         own = {
@@ -143,7 +144,7 @@ class Guard:
     def _write(self, step: int, result: StepResult, reason: str, batches: StepBatches) -> None:
         # as text, which tells nan from inf: JSON has neither, and both would become null
         record = {"step": step, "reason": reason, "loss": str(result.loss), "grad_norm": str(result.grad_norm)}
-        self._run.append_skipped(record | {"rows": batches.rows_of(step - 1).tolist()})
+        self._run.append_skipped(record | {"rows": batches.rows_of(step - 1).tolist()})  # rows_of counts from 0
 
 
 def _differing(of_all: list[dict[str, str]]) -> list[tuple[int, list[str]]]:

@@ -101,6 +101,7 @@ def before_training(plan: Plan) -> Plan:
         The plan to train, see `rehearse`.
     """
     asked = plan.recipe.rehearse and not is_restart(os.environ)
+    # a restart has to find the size for `auto` once more
     return rehearse(plan) if asked or plan.recipe.batch.is_auto else plan
 
 
@@ -184,6 +185,7 @@ def run_stages(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -
     """
     folder = Path(plan.recipe.output_dir) / FOLDER
     is_main = _has_main(ranks)
+    # removed in the end, so that a run that is refused leaves no empty folder
     created = [path for path in (folder.parent, *folder.parent.parents) if not path.exists()] if is_main else []
     if is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
@@ -235,6 +237,7 @@ def _wait_for_processes(assignment: Assignment, ranks: Sequence[Mapping[str, str
 
 
 def _start(assignment: Assignment, rank: Mapping[str, str]) -> subprocess.Popen:
+    # python -m searches the working directory, which need not be the one with this package
     package = str(Path(__file__).resolve().parents[2])
     search = os.pathsep.join(filter(None, [package, rank.get("PYTHONPATH")]))
     environment = {**rank, "PYTHONPATH": search}

@@ -191,6 +191,7 @@ def check_room(recipe: Recipe, stages: list[RehearsedStage], num_kept: int) -> N
     settings = recipe.checkpoint
     most = settings.keep + 1 + bool(settings.best) if settings.every_steps else 1
     most = min(most, recipe.steps)
+    # at least one, because an old checkpoint is removed only after the next one has been written
     needed = max(most - num_kept, 1) * written["checkpoint"] + written.get("export", 0)
     free = stages[0].disk_bytes
     if needed > free:

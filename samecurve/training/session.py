@@ -124,7 +124,7 @@ class Session:
         if position is None:
             return updates
         self.meter.state = position.meter
-        self.meter.start()
+        self.meter.start()  # loading belongs to no step's time
         return position.updates
 
     def stop_if_asked(self, here: TrainProgress) -> None:

@@ -170,7 +170,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
         start.anchor,
         recipe.data.num_workers,
         task.count,
-        ControlGroup().start_sum,
+        ControlGroup().start_sum,  # of its own, because the loader's thread uses it in parallel with `world`
     )
     validation = None
     if task.validation is not None:

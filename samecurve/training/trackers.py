@@ -48,7 +48,7 @@ class Trackers:
         self._log(self._advice.after(record))
         self._log(self._meter.doubt(record))
         scalars = self._meter.scalars(record) if self._open else {}
-        for name, tracker in [*self._open.items()]:
+        for name, tracker in [*self._open.items()]:  # a copy: _try drops a tracker that fails
             self._try(name, lambda tracker=tracker: tracker.log(scalars, step=record["step"]))
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def range_sums(marks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.n
     at_end = bounds >= len(marks)
     sums = np.zeros(len(bounds), dtype=np.int64)
     sums[~at_end] = np.add.reduceat(marks, bounds[~at_end], dtype=np.int64)
-    return np.where(stops > starts, sums[::2], 0)
+    return np.where(stops > starts, sums[::2], 0)  # for an empty range reduceat gives the mark at its start
 
 
 class Rows(ABC):

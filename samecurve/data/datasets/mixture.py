@@ -100,6 +100,7 @@ class SourceSteps:
 def _rounded(numbers: Numbers, share: Fraction) -> Numbers:
     """Return round(numbers * share), halves up, in integer arithmetic."""
     part, whole = share.numerator, share.denominator
+    # in two parts, because numbers * part can exceed int64
     return numbers // whole * part + (numbers % whole * part + whole // 2) // whole
 
 

@@ -42,6 +42,7 @@ class PairRows(Rows):
         self.num_dropped = int((~kept).sum())
         self.num_truncated = int((lengths > limit).any(axis=1).sum())
         self.num_truncated_tokens = int((lengths - cut).sum())
+        # with the pairs that are left out, because the documents of a TokenStream leave no gap
         self._bounds = np.append(starts.ravel(), offsets[-1])
         self._starts, self._sizes = starts[kept], cut[kept] - self.ahead
         self.sizes = self._sizes.max(axis=1, initial=0)

@@ -112,8 +112,10 @@ class StreamRows(SplitRows):
             if num_empty > self.blocks_per_epoch:
                 raise DataError("the stream has no training rows; correct data.path or lower data.validation_fraction")
             with self._lock:
+                # unless another thread has found the block's end meanwhile
                 if block == self._first_block + len(self._starts) - 1:
                     self._starts.append(end + num_rows)
+        # the run may end before the next block
         if self._last is None or end < self._last:
             self._request(block)
 

@@ -162,6 +162,7 @@ class ExampleEncoder(Encoder):
         self._rust.enable_truncation(sequence_length)
         self._index = {name: index for index, name in enumerate(names)}
         self.segmented = pairs and "token_type_ids" in tokenizer.model_input_names
+        # the identity so far is that of the tokenizer without truncation
         self.identity = digest(_VERSION, self.identity, sequence_length, names, self.segmented)
 
     def encode(self, documents: list[Example]) -> list[Encoded]:

@@ -63,6 +63,7 @@ class Conversation:
     def __str__(self) -> str:
         return self._content
 
+    # cached, because held-out hash, batch size and progress all need it
     @cached_property
     def _content(self) -> str:
         parts = (self.messages, self.num_prompt, self.tools)

@@ -46,6 +46,7 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
     message = {key: part for key, part in value.items() if part is not None}
     if "role" not in message and {"from", "value"} <= message.keys():
         sender = message.pop("from")
+        # only text is sure to be hashable; the check of the role reports anything else
         named = _SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
         message = {"role": named, "content": message.pop("value"), **message}
     if "role" not in message:
@@ -54,6 +55,7 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
     if role not in ROLES:
         raise DataError(f"{place}: {at}.role is {shown(role)}; {_nearest_role(role)}")
     if role == "assistant" and message.get("tool_calls"):
+        # templates read the content of each message, and OpenAI's tool calls have null there
         message.setdefault("content", "")
         message["tool_calls"] = _tool_calls(place, f"{at}.tool_calls", message["tool_calls"])
     elif "content" not in message:
@@ -95,7 +97,7 @@ def _tool_call(place: str, at: str, call: Any) -> Any:
 
 def _check_weight(place: str, at: str, message: dict[str, Any]) -> None:
     weight = message.get("weight", 0)
-    if isinstance(weight, bool) or weight not in (0, 1):
+    if isinstance(weight, bool) or weight not in (0, 1):  # True == 1
         raise DataError(f"{place}: {at}.weight is {shown(weight)}; write 0 (not trained) or 1 (trained)")
     if weight and message["role"] != "assistant":
         raise DataError(

@@ -73,6 +73,7 @@ class PairSource(sources.TableSource):
         return json.dumps(asdict(self.schema), sort_keys=True)
 
     def texts(self, document: Pair) -> list[str]:
+        # the prompt only once, as both answers have it
         messages = (*document.chosen.messages, *document.rejected.messages[document.rejected.num_prompt :])
         return [message["content"] for message in messages if message.get("content")]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 _PREFIX = "c10d::"
 _PLAIN = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 _FORMS = ("_coalesced", "_base", "_into_tensor", "_tensor")  # from the end, as in _allgather_into_tensor_coalesced_
+# names of types as in the events of operators and, in lower case, of record_param_comms
 _BYTES = {
     **dict.fromkeys(("double", "long int", "long"), 8),
     **dict.fromkeys(("float", "int"), 4),
@@ -90,6 +91,7 @@ def _of_transfers(events: Sequence[dict], calls: Sequence[dict]) -> dict[str, fl
     seconds: dict[str, float] = defaultdict(float)
     for call in calls:
         start, end = float(call["ts"]), float(call["ts"]) + float(call["dur"])
+        # these belong to calls before the recording
         while transfers and float(transfers[0]["ts"]) < start:
             transfers.popleft()
         if transfers:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Profile
     from samecurve.interfaces.memory import MemoryUsage
 
-_MOST_ALLOCATIONS = 200_000
+_MOST_ALLOCATIONS = 200_000  # events of several KB each; PyTorch's default is no limit
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Profiler:
                 # without C++ stacks: capturing them would slow down the recorded steps
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
         if self._recording is not None:
-            if step == self._first:
+            if step == self._first:  # the log runs from the start
                 deepspeed_comms.begin()
             self._around.restart_clock()
 

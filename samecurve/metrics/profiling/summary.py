@@ -47,6 +47,7 @@ def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: S
 def summary_lines(breakdown: Breakdown) -> Iterator[str]:
     """Yield the lines for the console."""
     shares = sorted(breakdown.shares.items(), key=lambda item: -item[1])
+    # smaller shares would be shown as 0%
     listed = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
     yield f"profile of {_steps(breakdown)}: {listed}"
     handed = sum(each.num_bytes for each in breakdown.collectives) / len(breakdown.steps)

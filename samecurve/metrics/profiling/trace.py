@@ -98,6 +98,7 @@ def breakdown(events: Sequence[dict]) -> Breakdown:
     main = spans[_thread(steps[0])]
     kernels = [event for event in whole if event.get("cat") in _DEVICE_WORK]
     work = _launched(kernels, threads) if kernels else main
+    # kernels of the last step may run after the range in which they were launched
     start, end = _start(steps[0]), max([_end(steps[-1]), *(span.end for span in work if kernels)])
     transfers = [span for span in work if span.kind == "communication"]
     notes = [e for e in whole if e.get("cat") == "user_annotation" and e["name"].startswith(_TRANSFERS)]
@@ -184,6 +185,7 @@ def _launched(kernels: list[dict], threads: dict[tuple, list[dict]]) -> list[Spa
     for kernel in kernels:
         caller = operators.get(kernel.get("args", {}).get("External id"))
         work = of_kernel(kernel["name"])
+        # of these, the kernel's name says more than the operator that launched it
         known = work.kind == "communication" or is_compiled_loss(kernel["name"])
         if not known and caller is not None and caller["work"]:
             work = caller["work"]
@@ -194,6 +196,7 @@ def _launched(kernels: list[dict], threads: dict[tuple, list[dict]]) -> list[Spa
 
 def _shared(start: float, end: float, *layers: Iterable[Span]) -> dict[str, float]:
     """Sum the seconds by kind between start and end. Where spans of several layers overlap, the first layer counts."""
+    # two entries that change nothing, so that time without a span is counted up to both ends
     changes = [(start, 0, "", 0), (end, 0, "", 0)]
     for layer, spans in enumerate(layers):
         for span in spans:
@@ -230,7 +233,7 @@ def _allocated(events: Iterable[dict]) -> dict[str, int]:
     changes = [event for event in events if event.get("name") == "[memory]"]
     held, most = Counter(), Counter()
     for event in sorted(changes, key=_start):
-        where = "cpu" if event["args"]["Device Type"] == 0 else "device"
+        where = "cpu" if event["args"]["Device Type"] == 0 else "device"  # c10::DeviceType
         held[where] += int(event["args"]["Bytes"])
         most[where] = max(most[where], held[where])
     return dict(most)
