@@ -22,6 +22,7 @@ class Environment(TypedDict):
     """Hardware, versions and date of a measurement."""
 
     device: str
+    device_type: str
     cores: int
     threads: int
     versions: dict[str, str | None]
@@ -79,6 +80,7 @@ def describe_environment(device: torch.device) -> Environment:
     """Describe hardware, versions and date, without which measured numbers mean little."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "device_type": device.type,
         "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "versions": versions(),

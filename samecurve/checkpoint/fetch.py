@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
 FOLDER = "checkpoints"
-HISTORY = ("metrics.jsonl", "skipped.jsonl", "run.json")  # continued by a session elsewhere
+# Continued by a session elsewhere. The last one says that all have been fetched, see `_fetch_history`.
+HISTORY = ("run.json", "skipped.jsonl", "metrics.jsonl")
 
 
 def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
@@ -66,13 +68,14 @@ def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> P
     for name in committed(store):
         if step_of(Path(name)) <= newest:
             break
+        # before the checkpoint, with which a next start would find nothing left to fetch
+        _fetch_history(store, run)
         try:
             folder = _fetch(store, directory, name)
         except DamagedManifest as error:
             rejected.append(f"  {store.url}/{FOLDER}/{name}/{error.damage}")
             log(f"skipped an unusable checkpoint:\n{rejected[-1]}")
             continue
-        _fetch_history(store, run)
         log(f"fetched {store.url}/{FOLDER}/{name}")
         return folder
     if rejected and not good:
@@ -131,14 +134,16 @@ def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
 
 
 def _fetch_history(store: ObjectStore, run: Path) -> None:
-    """Fetch the records of the earlier session, unless this folder has some of its own."""
-    if any((run / name).exists() for name in HISTORY):
+    """Fetch the records of the earlier session, unless this folder has metrics of its own."""
+    if (run / HISTORY[-1]).exists():
         return
     for name in HISTORY:
         content = store.read(name)
         if content is not None:
-            with storage_errors(run / name):
-                (run / name).write_bytes(content)
+            partial = run / f".{name}.partial"
+            with storage_errors(partial):
+                partial.write_bytes(content)
+                os.replace(partial, run / name)
 
 
 def committed(store: ObjectStore) -> list[str]:

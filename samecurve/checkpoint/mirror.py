@@ -144,10 +144,8 @@ class Mirror:
                 continue
             key = path.relative_to(self._run).as_posix()
             with contextlib.suppress(FileNotFoundError):  # moved aside by this run
-                state = (
-                    path.stat().st_size,
-                    path.stat().st_mtime_ns,
-                )  # before: what is added meanwhile is sent next time
+                # before the upload, so that what is added meanwhile is sent next time
+                state = (path.stat().st_size, path.stat().st_mtime_ns)
                 if self._uploaded.get(key) != state:
                     self._store.upload(path, key)
                     self._uploaded[key] = state
@@ -177,6 +175,7 @@ def upload_checkpoint(store: ObjectStore, folder: Path) -> None:
             raise FileNotFoundError(str(folder)) from error
         raise StorageError(f"{folder}: {error.damage}; it was not uploaded") from error
     store.remove(f"{key}/{MARKER}")
+    store.remove(f"{key}/{SET_ASIDE}")  # of a session that this one did not continue: it is replaced now
     for name in (*(record.name for record in records), MANIFEST, MARKER):
         store.upload(folder / name, f"{key}/{name}")
 

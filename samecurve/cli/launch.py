@@ -114,7 +114,7 @@ def _machines(arguments: argparse.Namespace) -> tuple[list[HostSlots], int]:
     if arguments.hosts:
         return read_hosts(arguments.hosts)
     if arguments.hostfile:
-        return read_hostfile(arguments.hostfile), PORT
+        return read_hostfile(arguments.hostfile, for_deepspeed=arguments.emit == "deepspeed"), PORT
     return list(unnamed(arguments.nodes, arguments.gpus_per_node)), PORT
 
 

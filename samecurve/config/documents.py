@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from samecurve.config.key_hints import near_file
 
@@ -133,7 +134,14 @@ def suggest(path: KeyPath, legal: Iterable[KeyPath]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader with YAML 1.2 numbers (`1e-4` is one) and without dates, unlike PyYAML's YAML 1.1."""
+    """A YAML loader with the floats of YAML 1.2 (`1e-4` is one) and without dates, unlike PyYAML's YAML 1.1.
+
+    Integers stay those of YAML 1.1 (`010` is 8), because Accelerate reads the same files so.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.judged: set[yaml.Node] = set()  # blocks that were searched for duplicate keys; an alias is the same node
 
 
 _FLOAT = re.compile(
@@ -155,9 +163,11 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) 
         return [_build(loader, child, (*path, str(index)), document) for index, child in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
         return loader.construct_object(node)
-    # before merge keys (<<) are flattened, which puts their pairs beside those that override them
-    _note_duplicates(node, path, document)
-    loader.flatten_mapping(node)
+    if node not in loader.judged:
+        # before merge keys (<<) are flattened, which puts their pairs beside those that override them
+        _note_duplicates(node, path, document)
+        loader.flatten_mapping(node)
+        loader.judged.add(node)
     built = {}
     for key_node, value_node in node.value:
         key = str(key_node.value)
@@ -178,8 +188,8 @@ def _note_duplicates(node: yaml.MappingNode, path: KeyPath, document: Document) 
 
 def parse_yaml(text: str, document: Document) -> Any:
     """Parse YAML. Places and problems go to the document, which gets no places where the text is invalid."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         return {} if node is None else _build(loader, node, (), document)
     except RecursionError:
@@ -187,13 +197,14 @@ def parse_yaml(text: str, document: Document) -> Any:
         return {}
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int over a word
         mark = getattr(error, "problem_mark", None)
-        place = Place(document.name, mark.line + 1 if mark else None)
+        line = mark.line + 1 if mark else None
+        if isinstance(error, ReaderError):  # a control character
+            line = text.count("\n", 0, error.position) + 1
+        place = Place(document.name, line)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
         document.problems.append(ConfigProblem(place, "", f"invalid YAML: {what}"))
         document.incomplete = True
         return {}
-    finally:
-        loader.dispose()
 
 
 def _refuse_constant(name: str) -> None:
@@ -210,7 +221,12 @@ def _parse_json(text: str, document: Document) -> Any:
         document.incomplete = True
         return {}
     # JSON without tabs is YAML, and PyYAML's nodes know their lines, which json's objects do not. The data is json's.
-    parse_yaml(text.replace("\t", " "), document)
+    # PyYAML refuses some of it, such as a long key; then the lines are unknown.
+    lines = Document(document.name)
+    parse_yaml(text.replace("\t", " "), lines)
+    if not lines.incomplete:
+        document.places |= lines.places
+        document.problems += lines.problems
     return content
 
 

@@ -234,7 +234,8 @@ def _reason(error: Exception) -> str:
     if kind in ("RepositoryNotFoundError", "GatedRepoError", "DatasetNotFoundError"):
         return "the hub has no data set of that name, or restricts access; correct data.path, or run hf auth login"
     if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"):
-        offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
-        why = "HF_HUB_OFFLINE is set; unset it" if offline else "the hub cannot be reached; check the network"
+        set_to = {name: os.environ.get(name, "0").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
+        offline = [name for name, value in set_to.items() if value in ("1", "ON", "YES", "TRUE")]
+        why = f"{offline[0]} is set; unset it" if offline else "the hub cannot be reached; check the network"
         return f"it is not in the hub's cache, and {why}"
     return f"{kind}: {text[:400]}"

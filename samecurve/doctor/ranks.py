@@ -170,7 +170,8 @@ def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
     world.barrier("before the clock")  # else the key could be there before the slowest waits for it
     world.from_first("now", None)
     times = world.all_gather("clock", time.time())
-    return world_checks.clocks({facts.host: times[rank] - times[0] for rank, facts in hosts.items()})
+    # a host that died meanwhile says nothing here; the process group will name it
+    return world_checks.clocks({facts.host: times[rank] - times[0] for rank, facts in hosts.items() if rank in times})
 
 
 def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Path) -> Finding:
@@ -186,7 +187,8 @@ def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Pat
         problem = world.from_first("folder", problem)
         follows = world.rank != 0 and world.rank in hosts and not problem
         seen = world.all_gather("followed", folder.follow() if follows else problem)
-    return shared_folder.judge(str(output_dir), {facts.host: seen[rank] for rank, facts in hosts.items()})
+    silent = f"no answer within {world.seconds:.0f} s"
+    return shared_folder.judge(str(output_dir), {facts.host: seen.get(rank, silent) for rank, facts in hosts.items()})
 
 
 def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:

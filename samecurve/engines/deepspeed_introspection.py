@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from samecurve.interfaces.engine import dtype_name
@@ -49,6 +50,20 @@ def skip_at_smallest_scale(engine: deepspeed.DeepSpeedEngine) -> None:
         scaler.raise_error_at_min_scale = False
 
 
+def grow_after_step(engine: deepspeed.DeepSpeedEngine) -> Callable[[], None]:
+    """Make fp16's loss scale double between two steps, by a call of the returned function after each applied one.
+
+    DeepSpeed 0.19.8 doubles it in the middle of a step, before it divides the gradients by it
+    (runtime/zero/stage_1_and_2.py, stage3.py): that step applies half of its gradient.
+    """
+    scaler = dynamic_scaler(engine)
+    if scaler is None:
+        return lambda: None
+    update = scaler.update_scale
+    scaler.update_scale = lambda overflow: update(overflow) if overflow else None
+    return lambda: update(overflow=False)
+
+
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -57,8 +72,9 @@ def loss_scale_state(engine: deepspeed.DeepSpeedEngine) -> dict:
     scaler = dynamic_scaler(engine)
     if scaler is None:
         return {}
-    # modulo, because DeepSpeed goes on counting when it doubles the scale
-    good_steps = max(scaler.cur_iter - 1 - scaler.last_overflow_iter, 0) % scaler.scale_window
+    # modulo, because DeepSpeed goes on counting when it doubles the scale, which it does one step after the window
+    good_steps = scaler.cur_iter - 1 - scaler.last_overflow_iter
+    good_steps = (good_steps - 1) % scaler.scale_window + 1 if good_steps > 0 else 0
     own = {name: getattr(scaler, name) for name in _SCALER}
     return {"value": float(scaler.cur_scale), "good_steps": good_steps, "deepspeed": own}
 

@@ -65,6 +65,7 @@ class ZeroEngine:
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
         deepspeed_introspection.skip_at_smallest_scale(self.model)
         self.scaler = deepspeed_introspection.dynamic_scaler(self.model)
+        self.grow_scale = deepspeed_introspection.grow_after_step(self.model)
         module = self.model.module
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         trained, states = {name: self.tensors[name] for name in self.shapes}, state_names(settings, self.shapes)
@@ -128,6 +129,8 @@ class ZeroEngine:
         may_rescale = self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
+        if applied:
+            self.grow_scale()
         read()
         mean = sums.loss / tokens
         result = step_result(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)

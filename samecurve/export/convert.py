@@ -61,6 +61,7 @@ def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -
 
 def copy_as(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Copy a model folder with its weights in another dtype. Raises NumericError for values out of its range."""
+    shutil.rmtree(target, ignore_errors=True)  # of a conversion that was killed
     target.mkdir(parents=True)
     for path in source.iterdir():
         _copy(path, target / path.name, dtype)

@@ -78,6 +78,7 @@ def export(
     partial = target.path.with_name(f"{target.path.name}.partial")
     layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, target.shard_bytes)
     writer = _FileWriter(skeleton, layout, partial, target.dtype)
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed export: transformers would read its files, too
     try:
         for name, tensor in parameters:
             writer.take(name, tensor)

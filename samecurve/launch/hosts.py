@@ -13,6 +13,7 @@ from samecurve.errors import ConfigurationError
 KEYS = ("hosts", "gpus_per_node", "port")
 PORT = 29500
 _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
+_DEEPSPEED_LINE = re.compile(r"\S+\s+slots=\d+")
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,12 @@ class HostSlots:
     slots: int
 
 
-def read_hostfile(path: str) -> list[HostSlots]:
-    """Read a hostfile as the deepspeed launcher does: a name and slots=N per line, # for comments.
+def read_hostfile(path: str, for_deepspeed: bool = False) -> list[HostSlots]:
+    """Read a hostfile: a name and slots=N per line, # for comments. Without slots a host has one.
+
+    Args:
+        path: the file.
+        for_deepspeed: whether the deepspeed launcher will read it, too, which demands the slots.
 
     Raises:
         ConfigurationError: it cannot be read, is empty, or has a line of another form; all lines are reported.
@@ -37,7 +42,10 @@ def read_hostfile(path: str) -> list[HostSlots]:
     for number, line in enumerate(lines, start=1):
         content = line.partition("#")[0].strip()
         found = _LINE.fullmatch(content)
-        if found:
+        if found and for_deepspeed and not _DEEPSPEED_LINE.fullmatch(content):
+            text = f"found {content!r}, but the deepspeed launcher reads only NAME slots=N, without spaces around ="
+            problems.append(f"{path}:{number}: {text}")
+        elif found:
             hosts.append(HostSlots(found["host"], int(found["slots"] or 1)))
         elif content:
             problems.append(f"{path}:{number}: found {content!r}, expected NAME slots=N")

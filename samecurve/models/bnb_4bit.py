@@ -59,10 +59,6 @@ def write(parameter: Params4bit, full: Tensor) -> None:
     parameter.quant_state = parameter.module.quant_state = state
 
 
-def _head(model: PreTrainedModel) -> nn.Module | None:
-    return model.get_output_embeddings()
-
-
 def _quantized_layer(linear: nn.Linear, device: torch.device, compute_dtype: torch.dtype) -> nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 

@@ -100,7 +100,7 @@ def keys_of(seed: int, step: int, sequences: np.ndarray, sites: np.ndarray) -> T
         seed: the recipe's seed.
         step: 0-based optimizer step.
         sequences: (n,) int64, the sequences' numbers in the global batch.
-        sites: (m,) uint64, from `site_of`.
+        sites: (m,) uint64, numbers of the places.
 
     Returns:
         (m, n, 2) int32.

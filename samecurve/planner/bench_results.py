@@ -49,7 +49,9 @@ def read(path: Path) -> BenchResult | None:
         return None
     if not isinstance(content, dict) or "benchmark" not in content:
         return None
-    kind = canonical(content["device"]) if known_gpu(content.get("device", "")) else "cpu"
+    device = content.get("device", "")
+    is_gpu = content.get("device_type", "cpu") != "cpu" or known_gpu(device)  # files before the key know no other GPU
+    kind = canonical(device) if is_gpu else "cpu"
     readers = {"matmul": _compute, "collectives": _communication}
     reader = readers.get(content["benchmark"])
     if not reader:

@@ -27,12 +27,14 @@ NAMES = {
 NEEDED = ("layers", "hidden", "heads", "vocab")
 TWO_MATRICES = (
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "gpt_bigcode"),
+    *("nemotron", "persimmon", "arcee", "apertus", "codegen", "biogpt", "gpt_neox_japanese"),
     *("bert", "roberta", "xlm-roberta", "camembert", "electra", "mpnet"),
 )
 # Defaults of transformers' classes where a config leaves them out. Other families do not tie by default.
 TIED = (
     *("gpt2", "opt", "bloom", "falcon", "mpt", "starcoder2", "gpt_bigcode", "bert", "roberta", "xlm-roberta"),
     *("camembert", "electra", "mpnet", "modernbert", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2"),
+    *("gpt_neo", "gpt_neox_japanese", "biogpt", "jetmoe", "ernie4_5", "ernie4_5_moe", "modernbert-decoder"),
 )
 HEAD_DIMS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "glm4": 128}
 # Fields of models whose layers are not those that the formulas count.

@@ -62,6 +62,8 @@ class StopRequest:
         reader.settimeout(POLL_SECONDS)
         self._writer.setblocking(False)  # as set_wakeup_fd demands
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
+        # first, because a signal that meets only a handler, which does nothing, would be lost
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Handlers that do nothing, because for an ignored signal Python writes no byte, and child processes would
         # inherit SIG_IGN.
         for number in (*SIGNALS, SHOW) if SHOW else SIGNALS:
@@ -69,7 +71,6 @@ class StopRequest:
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         if SHOW:
             signal.siginterrupt(SHOW, False)  # SIGUSR2 must not interrupt a system call of the run
-        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._restore)  # otherwise a child's signals would reach this process
         return self

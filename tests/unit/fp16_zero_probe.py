@@ -1,4 +1,7 @@
-"""Run by test_fp16_zero.py: DeepSpeed's real ZeRO optimizer with its fp16 loss scale at the minimum, on a CPU.
+"""Run by test_fp16_zero.py: DeepSpeed's real ZeRO optimizer with its fp16 loss scale, on a CPU.
+
+    python fp16_zero_probe.py STAGE smallest    # the scale is at its minimum, and some gradients overflow
+    python fp16_zero_probe.py STAGE growing     # the scale doubles every few steps
 
 DeepSpeed refuses fp16 on a CPU; told otherwise, its loss scaling runs there too. Prints one JSON line.
 """
@@ -15,6 +18,7 @@ import deepspeed
 import torch
 from accelerate import Accelerator
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
 from transformers.utils import ModelOutput
 
 from samecurve.data.micro_batch import MicroBatch
@@ -28,6 +32,11 @@ from samecurve.strategy.parallel_dims import ParallelDims
 
 SMALLEST = 2
 BROKEN = (False, True, True, False)
+WINDOW, STEPS = 2, 7
+SCALES = {
+    "smallest": {"initial_scale_power": 1, "min_loss_scale": SMALLEST, "hysteresis": 1},
+    "growing": {"initial_scale_power": 4, "loss_scale_window": WINDOW},
+}
 
 
 class Product(Task):
@@ -46,7 +55,7 @@ class Dot(torch.nn.Linear):
         return ModelOutput(logits=super().forward(rows))
 
 
-def wrapped(stage: int) -> ZeroEngine:
+def wrapped(stage: int, scale: str) -> ZeroEngine:
     cpu = type(get_accelerator())
     cpu.is_fp16_supported = lambda self: True
     cpu.supported_dtypes = lambda self: [torch.float, torch.half]
@@ -57,14 +66,17 @@ def wrapped(stage: int) -> ZeroEngine:
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        "fp16": {"enabled": True, "initial_scale_power": 1, "min_loss_scale": SMALLEST, "hysteresis": 1},
+        "gradient_clipping": 0.0,  # it would hide a gradient of the wrong size
+        "fp16": {"enabled": True, **SCALES[scale]},
     }
     made = ZeroEngine.__new__(ZeroEngine)
     made.accelerator, made.device, made.task = Accelerator(cpu=True), torch.device("cpu"), Product()
     made.model, made.optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), config=config
     )
+    deepspeed_introspection.skip_at_smallest_scale(made.model)
     made.scaler = deepspeed_introspection.dynamic_scaler(made.model)
+    made.grow_scale = deepspeed_introspection.grow_after_step(made.model)
     made.mesh = Mesh(ParallelDims(), 0, made.device)
     made.shard = made.mesh.shard
     made.forward = Forward(made.accelerator, made.mesh, made.model, made.task)
@@ -83,23 +95,39 @@ def main() -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port.getsockname()[1]), "DS_ACCELERATOR": "cpu"}
     port.close()
-    engine = wrapped(stage=int(sys.argv[1]))
-    deepspeed_introspection.skip_at_smallest_scale(engine.model)
-    found = {"optimizer": type(engine.model.optimizer).__name__, "steps": []}
+    stage, scale = int(sys.argv[1]), sys.argv[2]
+    engine = wrapped(stage, scale)
+    found = smallest(engine) if scale == "smallest" else growing(engine)
+    print("FOUND " + json.dumps(found | {"optimizer": type(engine.model.optimizer).__name__}), flush=True)
+    os._exit(0)
+
+
+def growing(engine: ZeroEngine) -> dict:
+    """Each step: the scale before it, the norm, how far SGD moved the weights in units of the learning rate."""
+    weight, steps = next(engine.model.parameters()), []
+    for _ in range(STEPS):
+        before, scale = safe_get_full_fp32_param(weight).clone(), engine.scaler.cur_scale
+        result = engine.step([micro_batch()], learning_rate=1e-2)
+        moved = (before - safe_get_full_fp32_param(weight)).mean().item() / 1e-2
+        steps.append([scale, result.grad_norm, moved, engine.loss_scale_state["good_steps"]])
+    return {"steps": steps}
+
+
+def smallest(engine: ZeroEngine) -> dict:
+    steps = []
     for broken in BROKEN:
         result = engine.step([micro_batch(float("inf") if broken else 1.0)], learning_rate=1e-2)
-        found["steps"].append([str(result.grad_norm), result.applied, result.refused])
+        steps.append([str(result.grad_norm), result.applied, result.refused])
 
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     engine.model.optimizer.step = no_memory
     try:
-        found["without memory"] = str(engine.step([micro_batch()], learning_rate=1e-2))
+        without_memory = str(engine.step([micro_batch()], learning_rate=1e-2))
     except torch.OutOfMemoryError as error:
-        found["without memory"] = f"{type(error).__name__}: {error}"
-    print("FOUND " + json.dumps(found), flush=True)
-    os._exit(0)
+        without_memory = f"{type(error).__name__}: {error}"
+    return {"steps": steps, "without memory": without_memory}
 
 
 if __name__ == "__main__":
