@@ -32,6 +32,7 @@ class PipelineGuard:
         self.loss, self.grad_norm, self.norm_with_ties, self.refused = math.nan, math.nan, math.nan, False
         self._engine, self._module, self._device = engine, module, device
         self._optimizer: Any = engine.optimizer  # DeepSpeed's optimizers have no base class in common
+        self._grow_scale = deepspeed_introspection.grow_after_step(engine)
         self._take_model_step: Callable = engine._take_model_step
         engine._take_model_step = self._step
 
@@ -42,6 +43,8 @@ class PipelineGuard:
         )
         if not self.refused:
             self._take_model_step(lr_kwargs)
+            if self._engine.was_step_applied():
+                self._grow_scale()
             return
         if isinstance(self._optimizer, DeepSpeedZeroOptimizer):  # whose zero_grad clears the weights' own only
             for index in self._optimizer.averaged_gradients:

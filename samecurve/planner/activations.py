@@ -42,15 +42,16 @@ def _per_token(job: Job) -> tuple[float, float]:
     # inputs and outputs of the experts, permuted before and behind an all-to-all
     copies = 2 if job.layout.ep > 1 else 1
     dispatched = 4 * copies * shape.hidden * experts if shape.experts else 0
+    whole = job.layout.tp / job.mlp_split  # undoes the caller's division
     if shape.gated and job.flow:
         width = shape.attention_width
         attention = 24 * width if job.flow == "fp32" else (4 + 4 * shape.kv_share) * width
         inner = (16 if job.flow == "fp32" else 8) * shape.ffn * experts
-        return attention + inner + dispatched, NORMS[job.flow] * shape.hidden
+        return attention + (inner + dispatched) * whole, NORMS[job.flow] * shape.hidden
     if shape.gated:
         attention = (8 + 10 * shape.kv_share) * shape.attention_width
         norms = 4 if job.stack in FUSED_NORMS else 10
-        return attention + 8 * shape.ffn * experts + dispatched, norms * shape.hidden
+        return attention + (8 * shape.ffn * experts + dispatched) * whole, norms * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
     return (2 + 6 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
 

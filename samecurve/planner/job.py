@@ -85,5 +85,10 @@ class Job:
         return self.micro_batch * self.seq / self.layout.cp
 
     @property
+    def mlp_split(self) -> int:
+        """Tensor-parallel ranks that share an MLP. samecurve leaves experts whole that it spreads over ranks."""
+        return 1 if self.stack == "fsdp2" and self.layout.ep > 1 else self.layout.tp
+
+    @property
     def memory_gib(self) -> float:
         return self.gpu_memory_gib or self.card.memory_gib

@@ -74,7 +74,7 @@ def _products(job: Job, constants: Profile) -> float:
     rows = tokens * experts  # of all experts together
     each = rows / max(shape.experts / job.layout.ep, 1) if shape.experts else rows
     calls = rows / each
-    inner = shape.ffn / split
+    inner = shape.ffn / job.mlp_split
     up = product_seconds(job, each, width, inner * (2 if shape.gated else 1), constants)
     down = product_seconds(job, each, inner, width, constants)
     attention = product_seconds(job, tokens, width, queries, constants)

@@ -133,7 +133,7 @@ def _numbers(job: Job) -> Iterator[Exchange]:
 def _fully_sharded(job: Job) -> list[Exchange]:
     """FSDP2: each layer is gathered for forward and backward; the last unit (head, tied embedding) once."""
     shape, layout, count = job.shape, job.layout, job.grad_accum
-    layers = shape.layers * (_padded(job, shape.layer_weights) - _not_gathered(job))
+    layers = shape.layers * _layer(job)
     embedding, last = _padded(job, shape.embedding_weights), [*shape.final_weights, *shape.head_weights]
     if shape.tied:
         last, embedding = [*last, *shape.embedding_weights], 0
@@ -147,13 +147,13 @@ def _fully_sharded(job: Job) -> list[Exchange]:
     ]
 
 
-def _not_gathered(job: Job) -> int:
-    """Elements of a layer's experts that are other ranks' own; all of them where no two ranks hold the same ones."""
-    layout = job.layout
+def _layer(job: Job) -> int:
+    """Elements of a layer that are gathered. Of experts that are spread, those that other ranks hold, too."""
+    layout, mlp, whole = job.layout, job.shape.mlp_weights, _padded(job, job.shape.layer_weights)
     if layout.ep == 1:
-        return 0
-    own = 0 if layout.shard == layout.ep else sum(map(math.prod, job.shape.mlp_weights)) // layout.ep
-    return _padded(job, job.shape.mlp_weights) - own
+        return whole
+    own = 0 if layout.shard == layout.ep else sum(map(math.prod, mlp)) // layout.ep
+    return whole - _padded(job, mlp) + own
 
 
 def _dispatch(job: Job) -> Exchange:
@@ -192,7 +192,7 @@ def _zero3(job: Job) -> list[Exchange]:
 
 
 def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> list[Exchange]:
-    """Sums over the group: two per layer, forward and backward, and one of the embeddings.
+    """Sums over the group: two per layer (one if experts are spread), forward and backward, and of the embeddings.
 
     With sequence parallelism each sum within the layers is a reduce-scatter behind a block and an all-gather in front
     of the next, which send as much; and the sequence is cut and joined at the two ends. Autocast casts below the point
@@ -202,9 +202,10 @@ def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> li
     shape, count = job.shape, job.grad_accum
     layers = round(stage.layers) if job.layout.pp > 1 else shape.layers
     width, hidden = _width(job), count * round(job.tokens) * job.shape.hidden
-    inner = 2 * layers * hidden
-    # PyTorch stops to recompute a layer in front of its last sum, which the backward pass does not need
-    gathered, summed = (1, 0.5) if job.checkpointing == "full" else (0, 0)
+    blocks = 2 if job.mlp_split == job.layout.tp else 1
+    inner = blocks * layers * hidden
+    # PyTorch stops to recompute a layer in front of its last sum, if that ends it: the backward pass does not need it
+    gathered, summed = (1, 0.5 if blocks == 2 else 1) if job.checkpointing == "full" else (0, 0)
     tokens = count * round(job.tokens) if trained_tokens is None or job.layout.pp > 1 else trained_tokens
     embedded = stage.embedding * hidden * FP32
     loss = Exchange("tp", "all_reduce", "loss", stage.head * round(tokens * (3 * FP32 + width * shape.hidden)))

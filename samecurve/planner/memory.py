@@ -93,7 +93,7 @@ def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:
     needs_head = stage.head and (not shape.tied or not stage.embedding)
     dense += shape.head_parameters if needs_head else 0
     dense += shape.hidden if stage.head else 0  # the last norm
-    return dense / layout.tp, stage.layers * shape.expert_layer_parameters / (layout.ep * layout.tp)
+    return dense / layout.tp, stage.layers * shape.expert_layer_parameters / (layout.ep * job.mlp_split)
 
 
 def shard_sizes(job: Job) -> tuple[float, float]:
@@ -205,7 +205,7 @@ def _gathered(job: Job) -> list[Line]:
     if layout.zero < 3:
         return []
     width = job.states.weights if job.precision == "fp32" else min(job.states.weights, 2)
-    unit = (shape.dense_layer_parameters + shape.expert_layer_parameters / layout.ep) / layout.tp
+    unit = shape.dense_layer_parameters / layout.tp + shape.expert_layer_parameters / (layout.ep * job.mlp_split)
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
     units = width * (2 * unit + root)
     second = job.states.weights * job.shape.parameters / layout.secondary if layout.secondary > 1 else 0

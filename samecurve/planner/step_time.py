@@ -127,8 +127,8 @@ def _link_of(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
 def tensor_seconds(job: Job, constants: Profile) -> float:
     """Seconds of one layer's tensor-parallel collectives, forward and backward.
 
-    Two all-reduces each way; with sequence parallelism each is a reduce-scatter and an all-gather. Full recomputation
-    repeats the forward's.
+    Two all-reduces each way, of attention and MLP; with sequence parallelism each is a reduce-scatter and an
+    all-gather. Full recomputation repeats the forward's.
     """
     size = job.layout.tp
     if size == 1:
@@ -137,7 +137,8 @@ def tensor_seconds(job: Job, constants: Profile) -> float:
     hidden = ELEMENT * job.tokens * job.shape.hidden
     volume = collectives.all_reduce_volume(hidden, size)
     call = collectives.seconds(volume, size, over, hidden)
-    calls = 4 + (2 if job.checkpointing == "full" else 0)
+    blocks = 2 if job.mlp_split == size else 1
+    calls = blocks * (3 if job.checkpointing == "full" else 2)
     shown = HIDDEN_TENSOR_PARALLEL if job.async_tp else 1
     return calls * (call * shown + COLLECTIVE_SECONDS)
 
@@ -173,7 +174,7 @@ def expert_seconds(job: Job, constants: Profile) -> float:
     if size == 1 or not job.shape.experts:
         return 0
     over = _link_of(job, size, job.layout.stride("dp"), constants)
-    volume = ELEMENT * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.layout.tp
+    volume = ELEMENT * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.mlp_split
     return 4 * expert_imbalance(job) * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
 
 

@@ -39,6 +39,7 @@ SIMPLE_FIRST = (
     "fsdp_cp",
     "fsdp_ep",
     "fsdp_tp_cp",
+    "fsdp_ep_tp",
     "pipeline",
     "pipeline_1f1b",
     "pipeline_gpipe",

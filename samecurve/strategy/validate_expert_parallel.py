@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from samecurve.config.documents import describe
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.strategy.allowed import OFF, Value, refuse_offload, rule
 
@@ -52,8 +53,8 @@ def check_accelerate(document: Document) -> None:
     refuse_offload(document, _UNTESTED)
     for key in ("dp_replicate_size", "cp_size", "sp_size", "tp_sequence_parallel"):
         found = document.get(_BLOCK, f"{_BLOCK}_{key}")
-        if found not in (None, 1, False):
-            text = f"found {found}, but together with {SIZE} it {_UNTESTED}; remove one of the two"
+        if found is True or found not in (None, 1, False):  # True == 1
+            text = f"found {describe(found)}, but together with {SIZE} it {_UNTESTED}; remove one of the two"
             document.problem((_BLOCK, f"{_BLOCK}_{key}"), text)
 
 

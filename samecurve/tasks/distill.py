@@ -59,12 +59,14 @@ class DistillTask(causal_lm.CausalTask):
         # Ids that only one of the two embeddings has stand for no token.
         size = min(logits.shape[-1], teacher.shape[-1])
         ours, theirs = (
-            functional.log_softmax(each[trained][..., :size].float() / settings.temperature, dim=-1)
+            functional.log_softmax(each[..., :size].float() / settings.temperature, dim=-1)
             for each in (logits, teacher)
         )
         # torch's kl_div(input, target) is KL(target || input)
         pair = (ours, theirs) if settings.divergence == "forward_kl" else (theirs, ours)
-        return settings.temperature**2 * functional.kl_div(*pair, reduction="sum", log_target=True)
+        by_token = functional.kl_div(*pair, reduction="none", log_target=True).sum(dim=-1)
+        # by a fill, because to select tokens by a mask waits for the device; the chunked loss has only trained ones
+        return settings.temperature**2 * by_token.masked_fill(~trained, 0.0).sum()
 
     def statistics(self, logits: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
         """Return (2,): the sum of the label loss and the sum of the divergence over the trained tokens."""

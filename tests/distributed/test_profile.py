@@ -20,8 +20,8 @@ from samecurve.planner.stages import stages
 STEPS = "profile.steps=[3,5]"
 
 
-def profiled(workspace, strategy, *overrides):
-    run = workspace.run(strategy, 2, STEPS, "profile.ranks=[0,1]", *overrides)
+def profiled(workspace, strategy, *overrides, world=2):
+    run = workspace.run(strategy, world, STEPS, "profile.ranks=[0,1]", *overrides)
     assert run.returncode == 0, run.output
     folder = run.directory / "profile"
     return run, folder, json.loads((folder / "summary.json").read_text())
@@ -159,11 +159,16 @@ def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
 
 
 @pytest.mark.full
-def test_experts_exchange_tokens(workspace):
+@pytest.mark.parametrize(
+    ("strategy", "world", "checkpointing"),
+    [("fsdp_ep", 2, "none"), ("fsdp_ep_tp", 4, "none"), ("fsdp_ep_tp", 4, "full")],
+)
+def test_experts_exchange_tokens(strategy, world, checkpointing, workspace):
     """How many tokens travel is the routers' choice; all other bytes are those predicted."""
     model = {**COMMON, **CONFIGS["mixtral"], "model_type": "mixtral"}
     more = f"model.config={json.dumps(model)}", "model.router_loss=off"
-    run, folder, content = profiled(workspace, "fsdp_ep", *ACCUMULATED, *more)
+    more += (f"memory.activation_checkpointing={checkpointing}",)
+    run, folder, content = profiled(workspace, strategy, *ACCUMULATED, *more, world=world)
     check_states(run, content)
     job = planned(run)
     (stage,), (trace,) = stages(job, by_cost=False), folder.glob("step_*/rank0.pt.trace.json.gz")

@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from samecurve.checkpoint import commit, mirror
-from samecurve.checkpoint.fetch import fetch_newest
+from samecurve.checkpoint.fetch import HISTORY, fetch_newest
 from samecurve.checkpoint.manifest import check_files, folder_name
 from samecurve.errors import CheckpointError, StorageError
 from samecurve.storage import object_store
@@ -167,6 +167,8 @@ def test_no_fault_of_an_upload_loses_a_checkpoint_or_gets_one_accepted(ways, url
 @every_way
 def test_no_fault_of_a_fetch_gets_a_damaged_checkpoint_accepted(ways, url, tmp_path):
     run = new_run(tmp_path / "run", 10, 20)
+    for name in HISTORY:
+        (run / name).write_text(f"{name}\n")
     mirror_of(url, run).catch_up()
     counting = Breaking()
     fetch_newest(store_at(url, counting), new_run(tmp_path / "whole"), print)
@@ -183,8 +185,9 @@ def test_no_fault_of_a_fetch_gets_a_damaged_checkpoint_accepted(ways, url, tmp_p
             assert contents(folder) == contents(run / "checkpoints" / folder.name), f"request {at}"
         if not how.startswith("killed"):
             assert (here / "checkpoints" / folder_name(20)).exists(), f"request {at}"
-        fetch_newest(store_at(url), here, print)  # the next start gets the newest
+        fetch_newest(store_at(url), here, print)  # the next start gets the newest, and the records before it
         assert check_files(LocalFileSystem(), here / "checkpoints" / folder_name(20)) == []
+        assert [(here / name).read_text() for name in HISTORY] == [f"{name}\n" for name in HISTORY], f"request {at}"
 
 
 def test_a_file_in_parts_is_discarded_after_a_failure(url, tmp_path, monkeypatch):
@@ -257,6 +260,9 @@ def test_later_checkpoints_of_another_session_are_set_aside(url, tmp_path):
     found = fetched(url, tmp_path / "elsewhere")
     assert found is not None and found.name == folder_name(15)
     assert store_at(url).read(f"checkpoints/{folder_name(20)}/{mirror.SET_ASIDE}")
+    commit_step(run, 20)  # until this session has reached the step, too
+    mirror_of(url, run).catch_up()
+    assert store_at(url).read(f"checkpoints/{folder_name(20)}/{mirror.SET_ASIDE}") is None
 
 
 def test_the_store_keeps_as_many_and_what_is_kept_locally(url, tmp_path):

@@ -16,9 +16,10 @@ DEEPSPEED = {path.stem: path for path in (ROOT / "ds_configs").glob("*.json")}
 WITH_JSON = {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero3_hpz", "pipeline"}
 SCHEDULES = {"pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev"}
 MULTI_GPU = {"ddp", "tp"} | SCHEDULES
-MESHES = {"fsdp_tp", "fsdp_ulysses", "fsdp_cp", "fsdp_ep", "pipeline_fsdp", "pp_fsdp_tp", "fsdp_tp_cp"}
+MESHES = {"fsdp_tp", "fsdp_ulysses", "fsdp_cp", "fsdp_ep", "fsdp_ep_tp", "pipeline_fsdp", "pp_fsdp_tp", "fsdp_tp_cp"}
 FSDP = {"fsdp", "fsdp_offload", "hsdp"} | MESHES
-PROCESSES = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8, "fsdp_tp_cp": 8}
+PROCESSES = {"single": 1, "pp_fsdp_tp": 8, "fsdp_tp_cp": 8}
+PROCESSES |= dict.fromkeys(("hsdp", "fsdp_tp", "fsdp_ep_tp", "pipeline_fsdp", "zero3_hpz"), 4)
 WITHOUT_JSON = {"single"} | FSDP | MULTI_GPU
 OWNED_BY_THE_RECIPE = {
     "train_micro_batch_size_per_gpu": "auto",

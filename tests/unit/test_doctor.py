@@ -128,6 +128,11 @@ def test_hostfiles(tmp_path):
     path = tmp_path / "hostfile"
     path.write_text("# two nodes\nnode1 slots=8\nnode2   slots = 4  # half\n\nnode3\n")
     assert read_hostfile(str(path)) == [HostSlots("node1", 8), HostSlots("node2", 4), HostSlots("node3", 1)]
+    with pytest.raises(ConfigurationError, match="reads only NAME slots=N") as caught:
+        read_hostfile(str(path), for_deepspeed=True)
+    assert f"{path}:3: found 'node2   slots = 4'" in str(caught.value) and f"{path}:5: found 'node3'" in str(
+        caught.value
+    )
     path.write_text("node1 slots=8\nnode2 slots=many\nnode1\n")
     with pytest.raises(ConfigurationError) as caught:
         read_hostfile(str(path))

@@ -69,9 +69,12 @@ def test_a_fresh_process_computes_the_same_logits(name, tmp_path):
 
 def test_one_shard_has_no_index(tmp_path):
     trained, skeleton = trained_and_skeleton("llama_tied")
+    (tmp_path / "model.partial").mkdir()
+    (tmp_path / "model.partial" / "adapter_config.json").write_text("of an export that was killed")
     export_to(tmp_path / "model", skeleton, weights(trained).items())
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert "model.safetensors" in names and "model.safetensors.index.json" not in names
+    assert "adapter_config.json" not in names
     assert load_file(tmp_path / "model" / "model.safetensors").keys() == weights(trained).keys()
     assert "lm_head.weight" not in weights(trained)
     assert not (tmp_path / "model.partial").exists()

@@ -21,6 +21,7 @@ GIVEN = {
     "fsdp_ulysses": (2, 2, 4, 8),
     "fsdp_cp": (2, 2, 4, 8),
     "fsdp_ep": (2, 2, 4, 8),
+    "fsdp_ep_tp": (4, 4, 4, 8),
     "zero3_hpz": (4, 4, 4, 8),
     "pp_fsdp_tp": (8, 8, 8, 8),
     "fsdp_tp_cp": (4, 4, 4, 8),

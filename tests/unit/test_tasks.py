@@ -254,6 +254,7 @@ def test_a_missing_layer_of_the_base_is_no_new_head(tmp_path):
     [
         ("mlm", {**BERT, "model_type": "llama", "num_key_value_heads": 2}, "llama is not a masked language model; choose an encoder"),
         ("mlm", {**BERT, "is_decoder": True}, "is_decoder is true, which hides the tokens after a masked one"),
+        ("mlm", {**BERT, "model_type": "roberta", "max_position_embeddings": 8}, "roberta uses those from [1-9] on; use at most [1-7]$"),
     ],
 )  # fmt: skip
 def test_models_that_do_not_fit_the_task(tmp_path, task, config, message):
