@@ -49,6 +49,7 @@ def read(path: Path) -> BenchResult | None:
         return None
     if not isinstance(content, dict) or "benchmark" not in content:
         return None
+    # of a CPU, bench writes the processor's name
     kind = canonical(content["device"]) if known_gpu(content.get("device", "")) else "cpu"
     readers = {"matmul": _compute, "collectives": _communication}
     reader = readers.get(content["benchmark"])
