@@ -45,6 +45,7 @@ class Barrier:
 def measure(device: torch.device, rounds: int = ROUNDS) -> Barrier:
     """Measure barriers after the same matrix product on each rank; to be called on all ranks."""
     operand = torch.randn(WIDTH, WIDTH, device=device)
+    # NCCL's barrier would otherwise choose a device by the rank
     devices = [device.index] if device.type == "cuda" else None
     waits = torch.zeros(rounds + 1, dtype=torch.float64, device=device)
     for nth in range(rounds + 1):

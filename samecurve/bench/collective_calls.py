@@ -13,6 +13,7 @@ from torch import distributed as dist
 # torch 2.13 has new names and warns about the names of 2.11.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# a missing collective and a failing one raise the same classes, so that the message decides
 _UNSUPPORTED = re.compile(
     r"not (?:support|implement|offer)|unsupported|cannot be used|no backend type|is not available", re.IGNORECASE
 )

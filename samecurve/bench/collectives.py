@@ -89,6 +89,7 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # gloo would listen on what the host's own name resolves to, often 127.0.1.1
     network.choose_interface()
     dist.init_process_group(backend)
     try:

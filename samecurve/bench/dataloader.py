@@ -90,7 +90,7 @@ def rows_per_second_of_run(run: Path) -> float:
 
     Raises ConfigurationError if the folder has no run with two finished steps.
     """
-    facts, metrics = read_json(run / "run.json"), read_metrics(run)[1:]
+    facts, metrics = read_json(run / "run.json"), read_metrics(run)[1:]  # the first step starts up
     if not facts or not metrics:
         raise ConfigurationError(f"--run: {run} has no run with two finished steps (run.json, metrics.jsonl)")
     own = facts["recipe"]["batch"]["global_batch_size"] / facts["data_parallel_size"]

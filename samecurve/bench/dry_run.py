@@ -40,7 +40,7 @@ from samecurve.planner.printing import table
 from samecurve.specs.precision import compute_dtype
 from samecurve.strategy.plan import Plan
 
-CPU = torch.device("cpu")
+CPU = torch.device("cpu")  # a CPU build aborts at the first matmul of fake CUDA tensors
 DEPTHS = (2, 4)
 SHOWN = 0.05  # differences above this share are pointed out
 STATES = ("weights", "gradients", "accumulators", "master weights", "optimizer")
@@ -122,6 +122,7 @@ def _track(plan: Plan, job: Job, depth: int, rank: int) -> Tracked:
         assert sharding is None or mesh.devices is not None
         if plan.strategy.tensor_parallel_size > 1:
             mesh.devices["tp"].get_group()
+        # outside FakeTensorMode, in which building takes minutes and casting fails (torch 2.13)
         model, skeleton = (_meta(plan, job, depth) for _ in range(2))
         with FakeTensorMode(allow_non_fake_inputs=True):
             model, optimizer = _apply(plan, model, skeleton, mesh)
@@ -206,7 +207,7 @@ def _step(
     context = torch.autocast("cpu", compute_dtype(plan.recipe.precision)) if autocast else nullcontext()
     for _ in range(min(job.grad_accum, 2)):
         if tracker:
-            tracker.reset_mod_stats()
+            tracker.reset_mod_stats()  # else it refuses a second forward pass of the model
         with context:
             inputs = {"input_ids": batch.tokens, "position_ids": batch.positions}
             if plan.recipe.loss.implementation == "full" or plan.recipe.precision == "fp16":

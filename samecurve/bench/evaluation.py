@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
     if base is not None:
         loading.check_base_model(directory, base)
     facts, metrics = evaluate_folder(recipe, folder)
+    # the run's own numbers are of its held-out rows, with which other data cannot be compared
     before = _last_evaluation(directory) if arguments.data is None else {}
     source = arguments.data or (recipe.evaluation.path if recipe.evaluation else f"{recipe.data.name}, held out")
     if trained_on:

@@ -50,7 +50,7 @@ def measure(
     with precision_of(precision) as dtype:
         runs = {width: linear(num_tokens, hidden_size, width, dtype, device) for width in widths}
         calls = {(width, name): run for width, named in runs.items() for name, run in named.items()}
-        seconds = interleaved(calls, ROUNDS, at_least / (3 * ROUNDS))
+        seconds = interleaved(calls, ROUNDS, at_least / (3 * ROUNDS))  # each width has three calls
     for width in widths:
         each = sum(seconds[width, name] for name in runs[width])
         measured.append(Width(width, each, 6 * num_tokens * hidden_size * width / each / 1e12))

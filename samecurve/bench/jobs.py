@@ -147,7 +147,9 @@ def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> I
 
     stream: receives the job's output; None for this process's standard output.
     """
+    # torchrun would give each process 1 thread; the user's own value wins
     environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ}
+    # SIGTERM would otherwise end this process without `finally`, and leave the job behind
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = subprocess.Popen(
         arguments, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -119,5 +119,6 @@ def is_function(code: str) -> bool:
     try:
         statements = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # ValueError: a lone surrogate; RecursionError and MemoryError: code that is nested too deeply
         return False
     return len(statements) == 1 and isinstance(statements[0], Function) and len(statements[0].body) > 1

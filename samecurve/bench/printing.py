@@ -18,6 +18,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def console() -> Console:
+    # rich would colour numbers, break lines at 80 columns in a file, and replace :names: by emoji
     return Console(highlight=False, soft_wrap=True, emoji=False)
 
 

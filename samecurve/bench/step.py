@@ -58,6 +58,7 @@ def _measure(
     """
     rounds: dict[str, list[MeasuredRun]] = {variant.name: [] for variant in variants}
     reasons: dict[str, str] = {}
+    # variants inside rounds, so that a busy machine slows all variants of a round alike
     for nth in range(arguments.rounds):
         for index, (variant, (job, overrides)) in enumerate(variants.items()):
             if variant.name in reasons:

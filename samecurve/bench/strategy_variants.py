@@ -50,6 +50,7 @@ def write_changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
     json_path = _written(files.deepspeed, folder)
     if not files.accelerate.name:
         return json_path
+    # the YAML would still name the unchanged JSON
     files.accelerate.content["deepspeed_config"]["deepspeed_config_file"] = str(json_path)
     return _written(files.accelerate, folder)
 

@@ -43,6 +43,7 @@ def seconds_of(run: Callable[[], object], at_least: float) -> float:
 
     The device is synchronized at the end of each block.
     """
+    # Timer's own default is a single thread
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=at_least).median
 

@@ -32,7 +32,7 @@ def layer_bytes(job: Job) -> float:
     kept = split / layout.tp + whole / whole_ranks
     kept *= COMPILED if job.compile else 1
     if layout.exchange == "allgather":  # those of the row's other parts are kept, too
-        kept += 4 * (layout.cp - 1) * shape.attention_width * shape.kv_share / layout.tp
+        kept += 4 * (layout.cp - 1) * shape.attention_width * shape.kv_share / layout.tp  # 2 bytes of key and value
     return job.tokens * (kept + score_bytes(job))
 
 
@@ -43,6 +43,7 @@ def _per_token(job: Job) -> tuple[float, float]:
     copies = 2 if job.layout.ep > 1 else 1
     dispatched = 4 * copies * shape.hidden * experts if shape.experts else 0
     whole = job.layout.tp / job.mlp_split  # undoes the caller's division
+    # MemTracker's numbers are of gated models; others are counted as a GPT in 16 bits (coverage.left_out)
     if shape.gated and job.flow:
         width = shape.attention_width
         attention = 24 * width if job.flow == "fp32" else (4 + 4 * shape.kv_share) * width

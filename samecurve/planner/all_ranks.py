@@ -52,6 +52,7 @@ def problems(wanted: Wanted, dims: ParallelDims, ranks: list[Rank], job: Job) ->
         if set(sizes.values()) != {dims.size(name)}:
             yield f"{name}: groups of {sorted(set(sizes.values()))} ranks, expected {dims.size(name)} in each"
     batch, readers = wanted.batch, dims.size(*BATCH)
+    # end to end, the distinct ranges have to cover the batch: each begins where the one before it ends
     read = sorted({rank.rows for rank in ranks if rank.rows[0] < rank.rows[1]})
     ends = [0, *(end for _, end in read)]
     if [first for first, _ in read] != ends[:-1] or ends[-1] != batch.global_batch_size:

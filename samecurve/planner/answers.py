@@ -16,7 +16,7 @@ from samecurve.planner.profiles import is_known, shipped
 ONE_NODE, LARGE = 8, 128
 # Interval's width where no public run is near: experts, fp8, context parallelism, offloading, newer or unknown GPUs.
 UNMEASURED = 1.6
-DEFAULT_WIDTHS = (-0.35, 0.35)
+DEFAULT_WIDTHS = (-0.35, 0.35)  # logarithms, where profiles.json has no residuals
 CPU_WIDTHS = {"time": (-1.4, 1.4), "memory": (-0.3, 0.3)}  # no public run is one on a CPU: a factor of 4, assumed
 
 
@@ -58,6 +58,7 @@ def interval(
     new = job.precision == "fp8" or job.card.generation == "blackwell" or (job.gpu_kind and not known_gpu(job.gpu_kind))
     strange = new or job.offload or job.shape.experts or job.layout.cp > 1
     wider = UNMEASURED if strange else 1
+    # all residuals of a situation may have one sign, yet the interval has to contain the prediction
     return value * math.exp(wider * min(low, 0)), value * math.exp(wider * max(high, 0))
 
 
@@ -74,6 +75,7 @@ def predict(job: Job) -> Prediction:
     """Predict one job."""
     time = step_time.breakdown(job)
     shown = predicted_memory_gib(job)
+    # what fits is judged by all that a GPU holds, whichever counter `shown` is of
     fullest = max(memory.anatomy(job), key=lambda each: each.peak)
     total = memory.counted(fullest, "nvidia_smi") / memory.GIB
     fits = total <= job.memory_gib
@@ -90,6 +92,7 @@ def answer(row: dict[str, str], learnt: Calibration | None = None) -> dict:
             job = replace(job, calibration=learnt)
         found = predict(job)
     except (ValueError, ZeroDivisionError, OverflowError) as error:
+        # one strange row must not end the answers of a whole table
         return {"id": row["id"], "unsupported": str(error)}
     low, high = found.seconds_interval
     least, most = found.memory_interval

@@ -19,6 +19,7 @@ def idle_slots(schedule: str, stages: int, micro_batches: int, chunks: int = 1) 
     if schedule in ZERO_BUBBLE_SHARE:
         return waits * ZERO_BUBBLE_SHARE[schedule]
     if schedule == "Interleaved1F1B":
+        # with fewer micro-batches than ranks, a rank also waits for the first one to reach its next stage
         return (waits + max(0, stages - micro_batches)) / chunks
     if schedule == "ZBVZeroBubble":  # of six units, F, I and W of two stages
         return max(waits, 4 * waits - 2 * (micro_batches - 1)) / 6

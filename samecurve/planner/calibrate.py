@@ -56,6 +56,7 @@ def read(folder: Path) -> FinishedRun:
     if "job" not in predicted:
         reason = predicted.get("reason", "it is of an earlier version")
         raise ConfigurationError(f"--calibrate {folder}: the run has no prediction to learn from: {reason}")
+    # metrics.jsonl also has the steps of earlier sessions, perhaps on other hardware
     own = [each for each in records if each["step"] > facts.get("start_step", 0)]
     if len(own) <= FEWEST_STEPS:
         raise ConfigurationError(
@@ -80,6 +81,7 @@ def from_paths(paths: Sequence[Path]) -> tuple[Calibration, str]:
         The calibration, and what to print about it.
     """
     found = {path: bench_results.read(path) for path in paths if path.is_file()}
+    # a single file that bench has not written is a calibration
     if len(paths) == 1 and found and not found[paths[0]]:
         learnt = calibration.read(paths[0])
         assert learnt, "the file is there"
@@ -155,7 +157,7 @@ def _interval(left_out: Sequence[float]) -> tuple[float, float] | None:
     """Return the 80 % interval of a further run by Student's t; None where no run could be left out."""
     if not left_out:
         return None
-    quantile = STUDENT[min(len(left_out) - 1, len(STUDENT)) - 1]
+    quantile = STUDENT[min(len(left_out) - 1, len(STUDENT)) - 1]  # n - 1 degrees of freedom
     width = quantile * max(LEAST_WIDTH, math.sqrt(statistics.fmean(error**2 for error in left_out)))
     return -width, width
 
@@ -163,6 +165,7 @@ def _interval(left_out: Sequence[float]) -> tuple[float, float] | None:
 def _fitted(kind: str, runs: Sequence[FinishedRun], measured: Mapping[str, float]) -> Calibration:
     time, stack_time = _time_factors(runs, measured)
     found = Calibration(kind, time=time, stack_time=stack_time)
+    # the counter is the process's resident memory, of which Python and libraries are a fixed amount
     if kind == "cpu":
         return replace(found, process_gib=_by_library(runs, _process_gib, statistics.fmean))
     ratios = _by_library(runs, lambda run: math.exp(_memory_error(run, None)), statistics.geometric_mean)
@@ -179,7 +182,7 @@ def _time_factors(
     """
     parts = [{name: measured.get(name, 1) * part for name, part in _grouped(run.job).items()} for run in runs]
     libraries = sorted({library(run.job.stack) for run in runs})
-    libraries = libraries if len(libraries) > 1 else []
+    libraries = libraries if len(libraries) > 1 else []  # a single one's factor would be the common one
 
     def cost(moves: Mapping[str, float]) -> float:
         missed = 0.0
@@ -202,7 +205,7 @@ def minimize(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, f
         for name in best:
             for step in (move, -move):
                 tried = {**best, name: best[name] + step}
-                if (found := cost(tried)) < least - 1e-12:
+                if (found := cost(tried)) < least - 1e-12:  # rounding errors are no progress
                     best, least, better = tried, found, True
         move = move if better else move / 2
     return best

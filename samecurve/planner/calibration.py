@@ -104,6 +104,7 @@ def read(path: Path) -> Calibration | None:
         if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in numbers):
             raise ValueError("a factor is not a positive number")
     except (OSError, ValueError, TypeError, AttributeError) as error:
+        # TypeError: keys of another version; AttributeError: a value in the place of a block
         raise ConfigurationError(
             f"{path}: no calibration that this version reads ({error}); remove the file, or write it again with "
             "python -m samecurve plan --calibrate RUN ..."

@@ -81,6 +81,7 @@ def built_in(text: str) -> Cluster:
         legal = ", ".join(f"{name}x8" for name in KINDS if name != "cpu") + ", or cpux2 (processes)"
         raise ConfigurationError(f"--cluster {text}: expected a cluster file (.yaml) or a kind such as {legal}")
     kind, gbit = KINDS[match[1]]
+    # a process on a CPU has Python and its libraries in place of a CUDA context and NCCL
     reserved = PROCESS_GIB if kind == "cpu" else None
     return Cluster(kind, gpu(kind), 1, int(match[2]), gbit, host=HOSTS.get(kind, Host()), reserved_gib=reserved)
 

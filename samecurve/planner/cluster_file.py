@@ -115,9 +115,11 @@ class _Reader:
         self._known(("device", "peak_tflops"), PEAKS)
 
         def peak(kind: str, optional: bool = True) -> float:
+            # the file has the data sheet's peak, `Gpu` what products reach
             return MEASURED_SHARE * self._number(("device", "peak_tflops", kind), 0, optional)
 
         memory, hbm = (self._number(("device", key), 1) for key in ("memory_gib", "hbm_gb_per_s"))
+        # no NVLink is known: without `links`, the GPUs of a node communicate over PCIe
         bus = self._number(("host", "pcie_gb_per_s"), Host().pcie_gb_per_s, optional=True)
         return Gpu(peak("bf16", optional=False), peak("fp8"), hbm, bus, memory, "other", peak("fp32"))
 
@@ -142,7 +144,7 @@ class _Reader:
         self._known(path, LINK)
         block = self._block(path)
         if not isinstance(block, dict):
-            return Level("node", per_node)
+            return Level("node", per_node)  # `_known` has reported it
         size = int(self._number((*path, "size"), 0 if index else per_node, optional=True, whole=True))
         measured = self._measured((*path, "bus_gb_per_s"))
         gbit = self._number((*path, "gbit_per_s_per_node"), nominal if index else 0, optional=True)
@@ -165,6 +167,7 @@ def text(machines: Cluster) -> str:
     """Format a cluster file that describes these machines."""
     content: dict[str, Any] = {"gpu": machines.kind}
     if machines.kind == "device":
+        # the inverse of `_device`: a file has peaks of the data sheet
         peaks = {
             "bf16": machines.card.matmul_tflops,
             "fp8": machines.card.fp8_tflops,
@@ -181,6 +184,7 @@ def text(machines: Cluster) -> str:
     content["gbit_per_s_per_node"] = machines.node_gbit
     if machines.levels:
         content["links"] = [_level_content(each) for each in machines.levels]
+        # `Cluster.scaled` may have shrunk the node, whose size the first level must have
         content["links"][0]["size"] = machines.gpus_per_node
     content["host"] = {key: getattr(machines.host, key) for key in HOST}
     if machines.reliability != Reliability():

@@ -27,8 +27,9 @@ def seconds(volume_bytes: float, ranks: int, link: Link, payload_bytes: float | 
     if ranks <= 1 or volume_bytes <= 0:
         return 0.0
     whole = payload_bytes or volume_bytes * ranks / (ranks - 1)
+    # with its payload given, an all-reduce counts as two calls: its two passes around the ring
     calls = max(1.0, volume_bytes * ranks / (ranks - 1) / whole)
     rate = link.bus_gb_per_s * 1e9
-    if link.level == "node":
+    if link.level == "node":  # the curve was measured inside a node
         rate *= ramp(whole)
     return volume_bytes / rate + calls * (ranks - 1) * link.step_seconds

@@ -59,4 +59,4 @@ def left_out(recipe: Recipe) -> list[str]:
 def optimizer_bytes(recipe: Recipe) -> int:
     """Bytes per parameter of the optimizer's states, without the fp32 weights."""
     states = len(OPTIMIZERS[recipe.optimizer.name].states)
-    return states if recipe.optimizer.name == "adamw_8bit" else 4 * states
+    return states if recipe.optimizer.name == "adamw_8bit" else 4 * states  # 8 bits each, else fp32

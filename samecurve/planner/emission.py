@@ -47,6 +47,7 @@ def emit(
     texts = _strategy(folder, choice) | {"cluster.yaml": cluster_file.text(machines)}
     if not inputs.is_recipe(request.model):
         bare = inputs.bare_recipe(request.model, model_config.read(request.model))
+        # `base` is relative to the recipe's own folder
         content = {"base": os.path.relpath(inputs.BASE, folder), **bare}
         about = f"# The job that was planned for {request.model}; data.path is for you to add.\n"
         texts["recipe.yaml"] = about + yaml.safe_dump(content, sort_keys=False)
@@ -66,6 +67,7 @@ def recipe_values(choice: Choice, wanted: Wanted) -> list[str]:
     assert choice.job
     values = []
     rows = strategies.rows_of_a_rank(wanted, choice.job.layout.dp)
+    # describe_job lowers a micro-batch to a rank's rows, which the search has not chosen
     if choice.job.micro_batch != min(wanted.batch.micro_batch_size, rows):
         values.append(f"batch.micro_batch_size={choice.job.micro_batch}")
     if choice.job.checkpointing != wanted.checkpointing:
@@ -82,6 +84,7 @@ def _strategy(folder: str, choice: Choice) -> dict[str, str]:
     if files.deepspeed.name:
         name = os.path.join(folder, "strategy.json")
         texts["strategy.json"] = json.dumps(files.deepspeed.content, indent=2) + "\n"
+        # a strategy that is a DeepSpeed JSON alone gets its Accelerate file here
         block = accelerate.get("deepspeed_config", {})
         accelerate |= {"distributed_type": "DEEPSPEED", "deepspeed_config": {**block, "deepspeed_config_file": name}}
     named = f"{choice.name}, {plan_text.sizes(choice.job.layout)}"
@@ -106,6 +109,7 @@ def _check(target: Target, launchers: Sequence[str]) -> None:
     Data may be missing.
     """
     elsewhere = inputs.data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
+    # the data may be on the planned machines only; any path that exists stands for them
     here = [f"{key}=." for key in sorted(elsewhere)]
     target = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
     found = []

@@ -16,7 +16,7 @@ class Lane(NamedTuple):
     resource: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # tasks are keys of dicts, equal by identity
 class Task:
     """A piece of work of a lane.
 

@@ -76,6 +76,7 @@ def _cost(
     """Mean of the sources' mean errors; a source counts by the root of its rows."""
     by_source: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for run in runs:
+        # slow runs take at least twice the best time, about e^CLIPPED, so that all of them would be clipped
         limit = clipped if run.weight == 1 else 4 * clipped
         sums = by_source[run.source]
         sums[0] += run.weight * min(abs(error(run, constants)), limit)

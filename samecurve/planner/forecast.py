@@ -63,7 +63,9 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         job = _job(plan, fields, machines)
         found = predict(job)
     except (ConfigurationError, ValueError, ZeroDivisionError) as error:
+        # the run goes on without a prediction
         return {"reason": str(error)}
+    # a run measures rank 0, which need not be the fullest rank that `predict` is about
     first = shown_gib(job)
     assumed = UNCALIBRATED_CPU if machines.kind == "cpu" else PUBLIC
     return {
@@ -84,6 +86,7 @@ def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_
         The choice, and the reason.
     """
     strategy = plan.strategy
+    # `auto` must not become what the strategies' own rules refuse
     if strategy.zero_stage == 3 or strategy.family == "schedule" or max(strategy.dims.cp, strategy.dims.ep) > 1:
         return "off", f"{strategy.name} cannot be compiled"
     try:
@@ -118,7 +121,7 @@ def _machines(device: Device, world_size: int) -> Cluster:
 def _job(plan: Plan, fields: Mapping[str, Any], machines: Cluster) -> Job:
     recipe = plan.recipe
     wanted = Wanted(
-        model_config.shape(fields.get("text_config") or fields, "the model's config"),
+        model_config.shape(fields.get("text_config") or fields, "the model's config"),  # of multimodal models
         recipe.batch,
         RecipeSource(Document(plan.recipe_path), recipe, frozenset()),
         recipe.precision,

@@ -48,7 +48,7 @@ class Failures:
         """Return the share of the time that is work, of which `interval` seconds lie between checkpoints (Daly)."""
         mean = self.mean_between
         failing = (self.restart + interval + self.checkpoint) / mean
-        if failing > 700:  # no interval ends before a failure
+        if failing > 700:  # no interval ends before a failure; exp overflows at 710
             return 0.0
         return interval / mean / (math.exp(self.restart / mean) * math.expm1((interval + self.checkpoint) / mean))
 

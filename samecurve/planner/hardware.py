@@ -82,6 +82,7 @@ def _rows() -> dict[str, Gpu]:
     rates = measured()["matmul_TFLOPs"]
     best, fp8 = rates["MAMF_bf16_measured"], rates["MAMF_fp8_measured"]
     h100, slides = best["H100 SXM"], measured()["bus_bandwidth_GBps"]["nvidia_gtc_slide_allreduce_busbw_GBps"]
+    # NVLink 5 has twice the rate of NVLink 4, with which NVIDIA's slide ends
     nvlink3, nvlink4, nvlink5 = _nvlink(slides["NVLink3"]), _nvlink(slides["NVLink4"]), 2 * _nvlink(slides["NVLink4"])
     pcie4, pcie5 = measured()["bus_bandwidth_GBps"]["pcie"]["allreduce_pcie4"], 48.0
 
@@ -96,6 +97,7 @@ def _rows() -> dict[str, Gpu]:
         r"B200": Gpu(best["B200"], fp8["B200"], 8000, nvlink5, 178, "blackwell"),
         r"GH200": Gpu(best["GH200"], fp8["GH200"], 4000, nvlink4, 94.5, "hopper"),
         r"H200": Gpu(h100, fp8["H200"], 4800, nvlink4, 139.8, "hopper"),
+        # export versions: links of 400 GB/s (H800, A800), or fewer products per second (H20)
         r"H800": Gpu(h100, fp8["H100"], 3350, nvlink4 * 400 / 900, 79.1, "hopper"),
         r"H20\b": Gpu(h100 * 148 / 989.5, fp8["H100"] * 148 / 989.5, 4000, nvlink4, 95.6, "hopper"),
         r"H100.*NVL": card(835, 3900, pcie5, 93.1, 1671),
@@ -114,9 +116,10 @@ def _rows() -> dict[str, Gpu]:
         r"A6000": card(155, 768, pcie4, 47.4),
         r"A40\b": card(150, 696, pcie4, 44.4),
         r"A10G?\b": card(125, 600, pcie4, 22.0),
+        # the end of the name excludes the slower 4090 D and GPUs of laptops
         r"RTX.*4090$": card(165, 1008, pcie4, 23.5, 330),
         r"RTX.*3090$": card(71, 936, pcie4, 23.5),
-        r"T4\b": card(65, 320, pcie4 / 2, 14.6),
+        r"T4\b": card(65, 320, pcie4 / 2, 14.6),  # PCIe 3
         r"^cpu$": CPU,
     }
 
@@ -147,6 +150,7 @@ def link(card: Gpu, gpus_per_node: int, node_gbit: float, ranks: int, stride: in
         step = CPU_STEP_SECONDS if card.generation == "cpu" else NODE_STEP_SECONDS
         return Link("node", card.bus_gb_per_s, step)
     network = node_gbit / 8 * NIC_SHARE * per_node / gpus_per_node * crowding(ranks / per_node)
+    # a ring across nodes also uses the links inside them
     return Link("network", min(card.bus_gb_per_s, network), step_seconds)
 
 
@@ -164,6 +168,7 @@ def ramp(payload_bytes: float) -> float:
     curve = _curve()
     size = math.log2(max(payload_bytes, 1))
     if size <= curve[0][0]:
+        # latency decides below the measured sizes, so the rate falls with the size
         return curve[0][1] * 2 ** (size - curve[0][0])
     for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
         if size <= x1:

@@ -56,7 +56,7 @@ def read(name: str, overrides: Sequence[str]) -> Wanted:
         source,
         recipe.precision,
         CHECKPOINTING[recipe.memory.activation_checkpointing],
-        recipe.loss.implementation != "full",
+        recipe.loss.implementation != "full",  # auto is chunked where it can be
         optimizer_bytes(recipe),
         frozenset(name for name, path in SEARCHED.items() if path in typed or path[:1] in blocks),
     )
@@ -97,6 +97,7 @@ def bare_recipe(name: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _bare(name: str, fields: dict[str, Any], overrides: Sequence[str]) -> RecipeSource:
     document: Document = read_document(BASE)
+    # a recipe needs data, and Python's own library is on every machine
     data = {"data": {"path": TASKS["pretrain"].builtin}}
     document.content = merge_blocks(document.content, merge_blocks(bare_recipe(name, fields), data))
     for override in overrides:

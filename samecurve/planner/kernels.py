@@ -57,6 +57,7 @@ def layer(job: Job, constants: Profile) -> Seconds:
         0 if job.packed_experts else EXPERT_LAUNCH_US * job.shape.experts / job.layout.ep
     )
     floor = launches * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
+    # short kernels wait for the host to launch them
     forward = max(products + attention + traffic, floor)
     factor = BACKWARD_ATTENTION if job.flash else 2
     backward = max(2 * products + factor * attention + 1.5 * traffic, 1.5 * floor)

@@ -69,6 +69,7 @@ def svg(job: Job, global_batch: int, order: Order = ORDER) -> str:
     for note in notes:
         body.append(_label(GAP, top + 18, note))
         top += 20
+    # a character of this font is about 7 pixels wide
     width = max(LABEL + job.gpus_per_node * CELL + 260, 7 * max(map(len, notes), default=0) + 2 * GAP)
     height = top + GAP
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'

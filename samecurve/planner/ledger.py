@@ -183,7 +183,7 @@ def _zero3(job: Job) -> list[Exchange]:
     padded = {size: -(-size // ranks) * ranks for size in sizes}
     large = sum(padded[size] for size in sizes if size > limit)
     small = sum(padded[size] for size in sizes if size <= limit)
-    times = count * (1 if sum(sizes) <= LIVE_PARAMETERS else 2)
+    times = count * (1 if sum(sizes) <= LIVE_PARAMETERS else 2)  # larger ones are freed before the backward pass
     return [
         Exchange("dp", "all_gather", "weights", _width(job) * times * large),
         Exchange("dp", "all_gather", "small weights, after the update", _width(job) * small),
@@ -237,7 +237,7 @@ def _context_parallel(job: Job) -> list[Exchange]:
     width = shape.attention_width // layout.tp
     keys = width * shape.kv_heads // shape.heads
     if layout.exchange == "ulysses":
-        repeated = keys * (layout.cp // math.gcd(shape.kv_heads // layout.tp, layout.cp))
+        repeated = keys * (layout.cp // math.gcd(shape.kv_heads // layout.tp, layout.cp))  # so that cp divides them
         sent = each * 2 * (width + repeated)
         return [Exchange("cp", "all_to_all", "heads for sequence", (forwards + 1) * sent)]
     block = each * 2 * keys

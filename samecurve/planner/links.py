@@ -59,4 +59,5 @@ def link(
     share = per_node / gpus_per_node  # of the node's cards, which its other groups use at the same time
     nominal = level.node_gbit / 8 * NIC_SHARE * network_share * crowding(ranks / per_node)
     rate = (level.bus_gb_per_s(ranks) if level.measured else nominal) * share
+    # a ring across nodes also uses the links inside them
     return Link(level.name, min(rate, levels[0].bus_gb_per_s(gpus_per_node)), latency)

@@ -76,6 +76,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     found = []
     for stage in stages(job, job.stack in BY_COST):
         lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job), workspaces]
+        # last, because it fills what the other lines leave free
         lines.append(_gathered_inputs(job, constants, lines))
         factor = learnt.memory_factor(job.stack) if learnt else 1
         if factor != 1:  # what runs on these machines measured is more, or less, than the other lines
@@ -90,6 +91,7 @@ def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:
     shape, layout = job.shape, job.layout
     dense = stage.layers * shape.dense_layer_parameters
     dense += shape.embedding_parameters if stage.embedding else 0
+    # a tied head that is on another stage than the embedding is a copy
     needs_head = stage.head and (not shape.tied or not stage.embedding)
     dense += shape.head_parameters if needs_head else 0
     dense += shape.hidden if stage.head else 0  # the last norm
@@ -115,6 +117,7 @@ def _states(job: Job, stage: Stage) -> list[Line]:
     if any(part.startswith("optimizer:") for part in job.offload):
         gradients = accumulators = 0.0  # they follow the optimizer as soon as they are reduced
     master = held(sizes.master, 1)
+    # 0: without accumulation, gradients are None from the update to the backward pass
     persistent = 1 if job.grad_accum > 1 or zero or sizes.master else 0
     upcast = 4 * master / max(sizes.master, 1) * min(sizes.master, 4) / 4 if job.stack == "deepspeed" and zero else 0
     buckets = job.bucket_bytes
@@ -204,6 +207,7 @@ def _gathered(job: Job) -> list[Line]:
     layout, shape = job.layout, job.shape
     if layout.zero < 3:
         return []
+    # FSDP2 casts its fp32 shards before it gathers them
     width = job.states.weights if job.precision == "fp32" else min(job.states.weights, 2)
     unit = shape.dense_layer_parameters / layout.tp + shape.expert_layer_parameters / (layout.ep * job.mlp_split)
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp

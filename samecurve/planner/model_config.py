@@ -75,7 +75,7 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
     problems += [
         f"{name}: {NAMES[key][0]}: found {value!r}, expected a positive whole number"
         for key, value in found.items()
-        if isinstance(value, bool) or not isinstance(value, int) or value < (key in NEEDED)
+        if isinstance(value, bool) or not isinstance(value, int) or value < (key in NEEDED)  # others may be 0
     ]
     if problems:
         raise ConfigurationError("\n".join(problems))
@@ -101,7 +101,7 @@ def read(path: str, source: str = "") -> dict[str, Any]:
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
-    if not file.is_file() and path.count("/") == 1:
+    if not file.is_file() and path.count("/") == 1:  # OWNER/NAME
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
@@ -117,7 +117,7 @@ def read(path: str, source: str = "") -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigurationError(f"{file}: not JSON: {error}") from None
-    fields = fields.get("text_config") or fields if isinstance(fields, dict) else None
+    fields = fields.get("text_config") or fields if isinstance(fields, dict) else None  # of multimodal models
     if not isinstance(fields, dict):
         raise ConfigurationError(f"{file}: expected a JSON object, the fields of a Hugging Face config")
     return fields

@@ -111,6 +111,7 @@ def complaints(job: Job, order: Order = ORDER) -> Iterator[str]:
         ("layers", shape.layers, "pp", layout.pp),
         ("experts", shape.experts, "ep", layout.ep),
         ("data-parallel ranks", layout.dp, "ep", layout.ep),
+        # gathered keys and the ring give each rank a chunk from either end of a row (head_tail.py)
         ("tokens of a row", job.seq, "2 x cp", 2 * layout.cp if layout.cp > 1 else 1),
     )
     for name, count, axis, size in divided:

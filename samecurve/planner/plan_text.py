@@ -108,7 +108,7 @@ def record(choice: Choice) -> dict:
     layout = job.layout
     # The model's own FLOPs, without recomputed ones: their share of the data sheet's peak is the MFU.
     model_flops = flops.step(job.shape, choice.tokens / job.seq, job.seq)
-    exchanges = {} if choice.lack else ledger.ledgers(job)
+    exchanges = {} if choice.lack else ledger.ledgers(job)  # it knows only what this version runs
     return {
         "strategy": choice.name,
         "sizes": {axis: getattr(layout, axis) for axis in ("dp", "shard", "tp", "pp", "cp", "ep")},

@@ -41,6 +41,7 @@ def bar(parts: Sequence[tuple[str, float]], whole: float, label: str) -> str:
     for index, (name, value) in enumerate(part for part in parts if part[1] > 0):
         letter = chr(ord("a") + index)
         end += value
+        # counted from the start of the bar, so that rounding errors do not add up
         cells = round(BAR * end / whole) - len(drawn)
         drawn += letter * max(cells, 0)
         legend.append(f"{letter} {name}")

@@ -42,6 +42,7 @@ def fewest_gpus(wanted: Wanted, machines: Cluster, templates: Sequence[Template]
         return None
     while high - low > SCANNED:
         middle = (low + high) // 2
+        # many numbers fail only because parallel sizes do not divide them, which would mislead the bisection
         near = range(middle, max(low, middle - 8), -1)
         middle = next((each for each in near if counts[each - 1] % 8 == 0), middle)
         low, high = (low, middle) if fit(counts[middle - 1]) else (middle, high)

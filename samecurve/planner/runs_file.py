@@ -28,7 +28,7 @@ def read(path: Path) -> list[dict[str, str]]:
     """Read the rows, in any order of columns. Raises ConfigurationError for an unknown or a missing column."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file, restval="")
+            table = csv.DictReader(file, restval="")  # a row may end early
             rows, names = list(table), list(table.fieldnames or [])
     except OSError as error:
         raise ConfigurationError(f"--runs {path}: {error.strerror or error}") from None
@@ -104,7 +104,7 @@ def _shape(cells: _Cells) -> ModelShape:
     return ModelShape(
         cells.size("layers"), hidden, heads, cells.count("kv_heads", heads), ffn,
         cells.size("vocab", USUAL_VOCABULARY), gated, cells.flag("tied"), int(cells.number("experts")),
-        int(cells.number("top_k")), 0 if gated else cells.size("seq"),
+        int(cells.number("top_k")), 0 if gated else cells.size("seq"),  # learned positions of a GPT
     )  # fmt: skip
 
 

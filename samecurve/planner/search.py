@@ -122,6 +122,7 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
     strategy, problems = strategies.describe(wanted, template, sizes, machines.gpus)
     if problems:
         reason = "; ".join(f"{each.key}: {each.text}" for each in problems)
+        # a wrong topology may be right on another number of GPUs; other problems stay
         invalid = not all(each.topology for each in problems)
         return Choice(template.name, template, sizes, reason=reason, invalid=invalid)
     ranks = strategy.data_parallel_size

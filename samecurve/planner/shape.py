@@ -86,7 +86,7 @@ class ModelShape:
     def parameters(self) -> float:
         """All weights, the tied head once."""
         untied = 0 if self.tied else self.head_parameters
-        return self.layers * self.layer_parameters + self.embedding_parameters + untied + self.hidden
+        return self.layers * self.layer_parameters + self.embedding_parameters + untied + self.hidden  # the last norm
 
     @property
     def layer_weights(self) -> list[tuple[int, int]]:

@@ -67,6 +67,7 @@ class Simulated:
 
 def simulate(job: Job, slow_factor: float = 1.0) -> Simulated:
     """Simulate a step in which the first node takes `slow_factor` times as long."""
+    # a single replica is itself the slow one
     replicas = {"": 1.0} if job.layout.dp > 1 or slow_factor == 1 else {}
     if slow_factor != 1:
         replicas["slow"] = slow_factor
@@ -87,6 +88,7 @@ def _classes(job: Job) -> list[Stage]:
     found = stages(job, job.stack in BY_COST)
     if job.layout.pp == 1:
         return found[:1]
+    # in a folded schedule, the last rank is of the middle class, too
     middle = found[1] if len(found) > 2 else found[-1]
     return [found[0], *[middle] * (job.layout.pp - 2), found[-1]]
 
@@ -146,6 +148,7 @@ def _tasks(
         lost = costs.held_up * min(whole, costs.gather + reduce)  # of both, while they run side by side
         longer = 1 + lost / (costs.gather + reduce) if lost else 1
         for part in range(parts):
+            # weights come one part ahead of their computation, as memory.py counts them
             two_before = [tasks[-2] for tasks in computed.values() if len(tasks) > 1]
             gathers = _collective("G", longer * costs.gather / parts, rank, replicas, two_before)
             found += [*gathers, *behind]

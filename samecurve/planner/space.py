@@ -81,11 +81,12 @@ def unavailable(wanted: Wanted, machines: Cluster, templates: Sequence[Template]
     tensor = [each for each in powers(machines.gpus_per_node) if shape.heads % each == shape.kv_heads % each == 0]
     stages = [each for each in powers(min(shape.layers, LONGEST_PIPELINE)) if shape.layers % each == 0]
     long_enough = wanted.batch.sequence_length >= LEAST_CONTEXT
+    # each rank has two chunks of a row (head_tail.py)
     context = [each for each in CONTEXT_SIZES if wanted.batch.sequence_length % (2 * each) == 0] if long_enough else [1]
     described = [{axis for axis in each.axes if axis != "dp_replicate"} for each in templates]
     for tp, pp, cp in product(tensor, stages, context):
         rest, remainder = divmod(gpus, tp * pp * cp)
-        if remainder or rest > wanted.batch.global_batch_size:
+        if remainder or rest > wanted.batch.global_batch_size:  # a rank needs a row
             continue
         for ep in sorted({1, _experts_per_group(shape.experts, rest)}):
             sharding = {"zero": 1 if pp > 1 else 3, "shard": rest, "sequence_parallel": tp > 1}

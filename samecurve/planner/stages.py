@@ -33,7 +33,7 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
         return [Stage("only", 0, layers, True, True)]
     if job.layout.schedule in SCHEDULES:
         return _scheduled(SCHEDULES[job.layout.schedule], size, layers)
-    head = job.shape.head_parameters / job.shape.layer_parameters
+    head = job.shape.head_parameters / job.shape.layer_parameters  # its cost in layers
     if by_cost:
         most = min(layers, math.ceil((layers + head) / size))
         first, last = most, max(0, layers - most * (size - 1))
@@ -42,6 +42,7 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
     else:
         most = math.ceil((layers + 2) / size)
         first = last = most - 1 if most * size - 2 == layers else most
+    # of the middle stages, the first keeps the most micro-batches
     middle = [Stage("middle", 1, most, False, False)] if size > 2 else []
     return [Stage("first", 0, first, True, False), *middle, Stage("last", size - 1, last, False, True)]
 

@@ -70,6 +70,7 @@ def stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
     tensor, context, expert = (
         stage.layers * part(job, constants) for part in (tensor_seconds, context_seconds, expert_seconds)
     )
+    # what kernels and collectives leave of the floor is spent waiting for the slowest host
     waits = _floor(job, constants) - one.total - tensor / max(stage.layers, 1)
     tensor += stage.layers * max(0.0, waits)
     sends = pipeline_seconds(job, constants)
@@ -156,6 +157,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
     sent = ELEMENT * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
     if job.layout.exchange != "ring":
         by_heads = job.layout.exchange == "ulysses"
+        # `sent` is keys and values, sent / kv_share queries and outputs
         volume = (size - 1) * (sent / job.shape.kv_share * (1 + job.shape.kv_share) / size if by_heads else sent)
         passes = 3 if job.checkpointing == "full" else 2
         calls = 2 if by_heads else 1
@@ -164,6 +166,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
     steps = 3 * (size - 1)
     communication = steps * (sent / (over.bus_gb_per_s * 1e9) + over.step_seconds)
     rate = job.card.matmul_tflops * 1e12 * constants.attention_share
+    # attention forward and backward (1 + 2.5), with half of its 4 s a FLOPs under the causal mask
     hidden = 3.5 * 2 * job.tokens * job.seq * job.shape.attention_width / job.layout.tp / rate
     return max(0.0, communication - hidden * (size - 1) / size) + steps * COLLECTIVE_SECONDS
 
@@ -202,6 +205,7 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
         return _exposed(gathered, layers * one.forward, share) + backward, 0
     behind = stage.layers * one.backward
     if syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1):
+        # not hidden: published runs of this kind take 3 to 30 times as long
         return reduced, 0
     if reduces_each_micro_batch(job):
         return _exposed(reduced, behind, share), gathered
@@ -238,6 +242,7 @@ def data_collectives(job: Job, stage: Stage, constants: Profile) -> tuple[float,
     size = max(layout.shard, 1) if sharded else layout.dp * layout.cp
     if layout.dp * layout.cp == 1:
         return 0, 0
+    # the ranks of dp and cp are one group; cp varies faster, so that its stride is the group's
     over = _link_of(job, size, layout.stride("dp") // layout.cp, constants)
     parameters = sum(stage_parameters(job, stage))  # experts travel in smaller groups, at most as slowly
     layers = max(stage.layers, 1)

@@ -130,6 +130,7 @@ class Template:
 
     def sized(self, sizes: Mapping[str, int]) -> Files:
         """Return the files with other parallel sizes."""
+        # problems of one size must not add up in the files that other sizes are made from
         changed = {
             name: replace(document, content=copy.deepcopy(document.content), problems=[])
             for name, document in vars(self.files).items()

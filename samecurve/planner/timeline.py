@@ -69,6 +69,7 @@ def expected_failures(job: Job, machines: Cluster, background: bool) -> tuple[Fa
 def _failure_lines(job: Job, machines: Cluster, step: float, every_steps: int, background: bool) -> list[str]:
     failures, written = expected_failures(job, machines, background)
     named = {name: _duration(getattr(failures, name)) for name in ("mean_between", "checkpoint", "restart")}
+    # a save waits until the one before is written (checkpoint/manager.py)
     shortest = written if background else 0.0
     best, daly, young = (_duration(seconds) for seconds in (failures.best, failures.daly, failures.young))
     hours = f"{machines.reliability.node_mtbf_hours:,.0f} h"

@@ -127,7 +127,7 @@ def _one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Entry]:
 def _interleaved(rank: int, ranks: int, count: int) -> list[Entry]:
     """Each stage of a rank takes a round of micro-batches before the next one does (arXiv:2104.04473, section 2.2)."""
     chunks = SCHEDULES["Interleaved1F1B"].stages_per_rank
-    size = count // max(1, count // ranks)
+    size = count // max(1, count // ranks)  # micro-batches of a round, as PyTorch divides them
     ahead = min((chunks - 1) * size + 2 * (ranks - 1 - rank), chunks * count)
     return _alternating(
         _Order(),
@@ -143,12 +143,13 @@ def _zero_bubble_v(rank: int, ranks: int, count: int) -> list[Entry]:
     order, down, up = _Order(), rank, 2 * ranks - 1 - rank
     total = max(2 * ranks - 1, count)
     backward_down, backward_up = (("I", down), ("W", down)), (("I", up), ("W", up))
-    order.repeat(2 * (ranks - rank) - 1, ("F", down))
+    order.repeat(2 * (ranks - rank) - 1, ("F", down))  # until the first micro-batch comes back up the V
     order.repeat(rank, ("F", up), ("F", down))
     order.repeat(ranks - rank, ("F", up), *backward_up)
     steady = total - order.passed("F", down)
     order.repeat(steady, ("F", down), *backward_down, ("F", up), *backward_up)
     order.repeat(total - order.passed("F", up), *backward_down, ("F", up), *backward_up)
+    # other ranks wait for I, but none for W, which fills the gaps
     order.repeat(rank, ("I", down), ("I", up))
     order.repeat(ranks - rank, ("I", down), ("W", down))
     order.repeat(total, ("W", up))
@@ -165,6 +166,7 @@ def _dual_pipe_v(rank: int, ranks: int, count: int) -> list[Entry]:
     order.repeat(behind, ("I", up), ("W", up), ("F", up))
     for number in range(count - 2 * ranks + rank + 1):
         if number == 0 and behind == 0:
+            # PyTorch does not overlap these two, for a smaller bubble
             order.add(("F", down))
             order.add(("B", up))
         else:

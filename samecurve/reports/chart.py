@@ -174,7 +174,7 @@ def _colour(index: int) -> str:
 
 def linear_ticks(low: float, high: float) -> list[float]:
     """Choose ticks that enclose [low, high]: at most about seven, spaced by 1, 2 or 5 times a power of ten."""
-    span = (high - low) or abs(high) or 1.0
+    span = (high - low) or abs(high) or 1.0  # a constant curve needs a span, too
     power = 10.0 ** math.floor(math.log10(span / 5))
     unit = next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= 6)
     first, last = math.floor(low / unit), math.ceil(high / unit)
@@ -189,7 +189,7 @@ def powers_of_ten(lowest: int = LOWEST_POWER, highest: int = HIGHEST_POWER, apar
 def step_ticks(first: int, last: int) -> list[int]:
     """Choose the first step and round ones, without those so near to the first that their labels would overlap."""
     room = (last - first) / 12
-    rounds = [round(tick) for tick in linear_ticks(first, last) if tick == round(tick)]
+    rounds = [round(tick) for tick in linear_ticks(first, last) if tick == round(tick)]  # no ticks between steps
     return [first, *(tick for tick in rounds if first + room < tick <= last)]
 
 

@@ -145,12 +145,14 @@ def _sample(task: Task, rows: Rows, index: int) -> Sample:
             label = task.names[rows[np.array([index])].labels[0]]
     else:
         tokens, trained = _document(rows, index)
+        # a document's last token is only a target, so a row of n places shows n + 1 tokens
         kept = len(tokens) if not isinstance(rows, SampleRows) else min(len(tokens), rows.sequence_length + 1)
         lost = len(tokens) - kept
         tokens, trained = tokens[:kept], trained[:kept]
     runs = []
     for mark, group in groupby(zip(tokens.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in group]
+        # some tokenizers would drop spaces in front of punctuation, which the trained text has
         runs.append((task.tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
     return Sample(runs, lost, label, role)
 

@@ -45,6 +45,7 @@ def html_table(rows: Iterable[Sequence[object]], header: Sequence[object] = (), 
         header: plain values of the header row; none if empty.
         marked: indices of the highlighted rows, from 0.
     """
+    # HTML ends tr, th and td by itself
     lines = [f"<tr>{''.join(f'<th>{escape(str(cell))}' for cell in header)}"] if header else []
     for index, (name, *cells) in enumerate(rows):
         start = '<tr class="marked">' if index in marked else "<tr>"

@@ -74,5 +74,6 @@ def bar_of(members: list[tuple[int, int]], sequence_length: int) -> str:
     bar, place = "", 0
     for index, (size, _) in enumerate(members):
         place += size
+        # counted from the start of the row, so that rounding errors do not add up
         bar += BLOCKS[index % 2] * (round(place * BAR_WIDTH / sequence_length) - len(bar))
     return bar.ljust(BAR_WIDTH, "·")

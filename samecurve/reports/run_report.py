@@ -157,7 +157,7 @@ def _plots(runs: Sequence[Run]) -> Iterator[tuple[str, list[Series], Scale]]:
     far = Scale(logarithmic=True)
     yield "loss", of_all(loss_series), far
     distances = _distances(*runs) if len(runs) > 1 else []
-    if any(value for _, value in distances):
+    if any(value for _, value in distances):  # equal runs have nothing to draw
         yield "|loss of B / loss of A - 1|", [Series("B", distances, 1)], far
     yield "gradient norm", of_all(lambda metrics, run, label: noisy(metrics, "grad_norm", run, label)), far
     yield "learning rate", plain("learning_rate"), FROM_ZERO
@@ -198,6 +198,7 @@ def _sessions(run: Run) -> str:
     if first.start_step:
         source = f"from {origin}" if origin else "from a session"
         note = f"<p>The first session listed here resumed {escape(source)}, whose history is elsewhere.</p>\n"
+    # a start that ended before its run.json leaves its own state, with the last session's under "earlier"
     latest_is_listed = (run.directory / "run.json").is_file() and "earlier" not in run.status
     if not latest_is_listed:
         note += f"<p>A later start without a run.json of its own: {escape(run.state)}</p>\n"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from samecurve.specs.file_kinds import is_text, table_kind
 
+# the hub's own revisions, such as refs/pr/1, contain slashes
 _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?")
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")

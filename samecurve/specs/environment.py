@@ -27,7 +27,7 @@ def processor(about: Path = Path("/proc/cpuinfo")) -> str:
 
     The name includes family and model, because some clouds give several processors the same model name.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # other systems have no /proc
         lines = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
         found = {key.strip(): value.strip() for key, _, value in lines}
         keys = [key for key in ("cpu family", "model") if key in found]

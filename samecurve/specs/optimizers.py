@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "implementation")),
     "lion": OptimizerSpec(("exp_avg",), ("betas",)),
     "sgd": OptimizerSpec(("momentum_buffer",), ("momentum",)),
+    # adafactor's means of rows and columns do not have the shape of the matrix
     "adafactor": OptimizerSpec((), (), "takes the means of each row and column of a matrix"),
     "muon": OptimizerSpec(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
     "adamw_bf16": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "bf16_rounding")),

@@ -173,6 +173,7 @@ TASKS = {
     ),
 }
 
+# type checkers refuse a computed Literal, by which pydantic checks the recipe
 if TYPE_CHECKING:
     TaskName = str
 else:
