@@ -150,10 +150,8 @@ def _fully_sharded(job: Job) -> list[Exchange]:
 def _layer(job: Job) -> int:
     """Elements of a layer that are gathered. Of experts that are spread, those that other ranks hold, too."""
     layout, mlp, whole = job.layout, job.shape.mlp_weights, _padded(job, job.shape.layer_weights)
-    if layout.ep == 1:
-        return whole
     own = 0 if layout.shard == layout.ep else sum(map(math.prod, mlp)) // layout.ep
-    return whole - _padded(job, mlp) + own
+    return whole if layout.ep == 1 else whole - _padded(job, mlp) + own
 
 
 def _dispatch(job: Job) -> Exchange:
@@ -192,7 +190,7 @@ def _zero3(job: Job) -> list[Exchange]:
 
 
 def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> list[Exchange]:
-    """Sums over the group: two per layer (one if experts are spread), forward and backward, and of the embeddings.
+    """Sums over the group: one per layer of attention, one of the MLP, forward and backward, and of the embeddings.
 
     With sequence parallelism each sum within the layers is a reduce-scatter behind a block and an all-gather in front
     of the next, which send as much; and the sequence is cut and joined at the two ends. Autocast casts below the point
@@ -202,10 +200,10 @@ def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> li
     shape, count = job.shape, job.grad_accum
     layers = round(stage.layers) if job.layout.pp > 1 else shape.layers
     width, hidden = _width(job), count * round(job.tokens) * job.shape.hidden
-    blocks = 2 if job.mlp_split == job.layout.tp else 1
+    blocks = 1 if job.mlp_split < job.layout.tp else 2  # attention, and the MLP if it is cut
     inner = blocks * layers * hidden
-    # PyTorch stops to recompute a layer in front of its last sum, if that ends it: the backward pass does not need it
-    gathered, summed = (1, 0.5 if blocks == 2 else 1) if job.checkpointing == "full" else (0, 0)
+    # PyTorch stops to recompute a layer in front of the MLP's sum, which the backward pass does not need
+    gathered, summed = (1, 1 / blocks) if job.checkpointing == "full" else (0, 0)
     tokens = count * round(job.tokens) if trained_tokens is None or job.layout.pp > 1 else trained_tokens
     embedded = stage.embedding * hidden * FP32
     loss = Exchange("tp", "all_reduce", "loss", stage.head * round(tokens * (3 * FP32 + width * shape.hidden)))
