@@ -46,8 +46,7 @@ def load_stream(
         key = digest(data.text_column, fraction, encoder.identity, *map(astuple, source.pieces))
         return token_store.load_corpus_into(folder.of(block, key), key, source, encoder, fraction)
 
-    # Read now, so that most mistakes in the data are reported before a model is loaded.
-    first = read(0)
+    first = read(0)  # now, so that most mistakes in the data are reported before a model is loaded
     read_as = (data.text_column, data.shuffle_buffer_mib, fraction, encoder.identity)
     fingerprint = digest(stream_pieces.fingerprint(files), *read_as)
     facts = {
@@ -66,8 +65,7 @@ def load_stream(
     loaded = splits.Splits(train, validation, first.empty_documents, _origin(data, files))
     if recipe.evaluation is not None:
         splits.check_validation(loaded, recipe)
-    # check_validation counts all documents of the data, which a stream does not know
-    elif validation is not None and not len(validation):
+    elif validation is not None and not len(validation):  # check_validation counts all documents of the data
         raise DataError(
             f"{path}: no document is held out (data.validation_fraction={fraction:g} of the "
             f"{len(first.train.offsets) - 1} documents of the first block); raise it, or data.shuffle_buffer_mib, or "
