@@ -92,11 +92,11 @@ def _elements(job: Job, weights: Iterable[tuple[int, int]]) -> int:
     return sum(math.prod(_local(job, each)) for each in weights)
 
 
-def _padded(job: Job, weights: Iterable[tuple[int, int]]) -> int:
+def _padded(job: Job, weights: Iterable[tuple[int, int]], cut: bool = True) -> int:
     """Elements of an FSDP2 unit; each weight's rows are padded to a multiple of the ranks that share it."""
     ranks, total = max(job.layout.shard, 1), 0
     for weight in weights:
-        rows, columns = _local(job, weight)
+        rows, columns = _local(job, weight) if cut else weight
         total += -(-rows // ranks) * ranks * columns
     return total
 
@@ -149,7 +149,8 @@ def _fully_sharded(job: Job) -> list[Exchange]:
 
 def _layer(job: Job) -> int:
     """Elements of a layer that are gathered. Of experts that are spread, those that other ranks hold, too."""
-    layout, mlp, whole = job.layout, job.shape.mlp_weights, _padded(job, job.shape.layer_weights)
+    layout, mlp, router = job.layout, job.shape.mlp_weights, job.shape.router_weights
+    whole = _padded(job, job.shape.layer_weights) - _padded(job, router) + _padded(job, router, cut=False)
     own = 0 if layout.shard == layout.ep else sum(map(math.prod, mlp)) // layout.ep
     return whole if layout.ep == 1 else whole - _padded(job, mlp) + own
 

@@ -93,8 +93,7 @@ class ModelShape:
         """Shapes of one layer's weights, (n, 1) for vectors; those of all experts together."""
         width, kv = self.attention_width, round(self.attention_width * self.kv_share)
         matrices = [(width, self.hidden), (kv, self.hidden), (kv, self.hidden), (self.hidden, width)]
-        matrices += self.mlp_weights
-        matrices += [(self.experts, self.hidden)] if self.experts else []
+        matrices += self.mlp_weights + self.router_weights
         vectors = [self.hidden] * 2 if self.gated else [*([self.hidden] * 9), self.ffn]
         return [*matrices, *((size, 1) for size in vectors)]
 
@@ -103,6 +102,11 @@ class ModelShape:
         """Shapes of one layer's MLP, or of all its experts together."""
         inner = self.ffn * max(self.experts, 1)
         return [(inner, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, inner)]
+
+    @property
+    def router_weights(self) -> list[tuple[int, int]]:
+        """Shape of one layer's router, empty without experts."""
+        return [(self.experts, self.hidden)] if self.experts else []
 
     @property
     def embedding_weights(self) -> list[tuple[int, int]]:

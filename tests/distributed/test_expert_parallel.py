@@ -141,6 +141,7 @@ def test_experts_that_are_fewer_than_ranks_are_sharded_within(experts, workspace
 
 
 WORLDS = {None: 1, "fsdp": 2, "zero3": 2, "fsdp_ep": 2, "fsdp_ep on 4": 4, "hsdp": 4, "zero1": 2, "ddp": 2}
+WORLDS |= {"fsdp_ep_tp": 4}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,8 @@ WORLDS = {None: 1, "fsdp": 2, "zero3": 2, "fsdp_ep": 2, "fsdp_ep on 4": 4, "hsdp
             (("fsdp_ep on 4", "fsdp", "fsdp_ep"),),
             ((None, "fsdp_ep on 4", "zero3"),),
             (("zero1", "fsdp_ep", "hsdp"),),
+            (("fsdp_ep_tp", "fsdp_ep", "fsdp_ep_tp"),),
+            (("zero3", "fsdp_ep_tp", None),),
         ),
     ],
 )
@@ -166,7 +169,7 @@ def test_a_run_goes_on_under_other_strategies(ways, workspace):
         arguments = strategy, world, *settings, f"batch.micro_batch_size={4 // world or 1}"
         run = workspace.resume(runs[-1], 2 * len(runs), *arguments) if runs else workspace.run(*arguments)
         assert run.returncode == 0, run.output
-        assert run.facts["expert_parallel_size"] == (2 if strategy == "fsdp_ep" else 1)
+        assert run.facts["expert_parallel_size"] == (2 if strategy in ("fsdp_ep", "fsdp_ep_tp") else 1)
         runs.append(run)
     assert golden.returncode == 0 and runs[-1].column("step") == list(range(1, 7))
     assert largest_relative_difference(runs[-1].column("loss"), golden.column("loss")) < LOSS["fp32"]

@@ -36,7 +36,8 @@ def planned(run):
     return strategies.job(wanted, strategy, built_in(f"h100x{facts['world_size']}"))
 
 
-def check_ledger(run, folder):
+def check_ledger(run, folder, routed=False):
+    """`routed`: how many tokens travel to experts is the routers' choice."""
     job, compared = planned(run), 0
     for rank, stage in enumerate(stages(job, by_cost=False)):
         (trace,) = folder.glob(f"step_*/rank{rank}.pt.trace.json.gz")
@@ -46,8 +47,12 @@ def check_ledger(run, folder):
         tokens = sum(each["tokens"] for each in run.metrics if each["step"] in found.steps)
         expected = ledger.by_collective(ledger.ledger(job, stage, tokens / len(found.steps) / job.layout.dp))
         counted = {each.name: each.num_bytes / len(found.steps) for each in found.collectives}
-        # means over steps of different tokens; the stop flag's byte travels in the background, perhaps a step later
-        assert counted == pytest.approx(expected, abs=1), stage
+        if routed:
+            assert counted.pop("all_to_all") == pytest.approx(expected.pop("all_to_all"), rel=0.3)
+        # Means over steps of different tokens; the stop flag's byte travels in the background, perhaps a step later.
+        # Where several tensor-parallel groups read different rows, one of them may train a token more than the mean.
+        groups = job.layout.dp if job.layout.tp > 1 else 1
+        assert counted == pytest.approx(expected, abs=1 if groups == 1 else 200), stage
         compared += 1
     assert compared == job.layout.pp
 
@@ -164,18 +169,12 @@ def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
     [("fsdp_ep", 2, "none"), ("fsdp_ep_tp", 4, "none"), ("fsdp_ep_tp", 4, "full")],
 )
 def test_experts_exchange_tokens(strategy, world, checkpointing, workspace):
-    """How many tokens travel is the routers' choice; all other bytes are those predicted."""
     model = {**COMMON, **CONFIGS["mixtral"], "model_type": "mixtral"}
     more = f"model.config={json.dumps(model)}", "model.router_loss=off"
     more += (f"memory.activation_checkpointing={checkpointing}",)
     run, folder, content = profiled(workspace, strategy, *ACCUMULATED, *more, world=world)
     check_states(run, content)
-    job = planned(run)
-    (stage,), (trace,) = stages(job, by_cost=False), folder.glob("step_*/rank0.pt.trace.json.gz")
-    found, expected = breakdown(read_trace(trace)), ledger.by_collective(ledger.ledger(job, stage))
-    counted = {each.name: each.num_bytes / len(found.steps) for each in found.collectives}
-    assert counted.pop("all_to_all") == pytest.approx(expected.pop("all_to_all"), rel=0.3)
-    assert counted == pytest.approx(expected, abs=1)
+    check_ledger(run, folder, routed=True)
 
 
 PLAIN = "precision=fp32"
