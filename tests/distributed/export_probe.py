@@ -1,7 +1,8 @@
 """Run under a launcher with train.py's arguments: trains two steps, keeps the live model's logits, and exports it.
 
 The logits are those of the first held-out rows, as the process that computes their loss sees them; under a pipeline
-that is the last stage. They go to OUTPUT_DIR/logits.pt with the rows that gave them.
+that is the last stage. Where several processes have parts of a row, they are what the engine puts together. They go to
+OUTPUT_DIR/logits.pt with the rows that gave them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ def main() -> None:
     held_out = EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard)
     engine.evaluate(held_out)
     folder.mkdir(parents=True, exist_ok=True)
-    if kept and engine.shard[0] == 0:
-        rows = held_out[0]
+    rows, logits = held_out[0], kept[0][0] if kept and engine.shard[0] == 0 else None
+    if plan.strategy.dims.cp > 1:
+        logits = engine.outputs(rows)
+    if logits is not None:
         saved = {
-            "logits": kept[0][0],
+            "logits": logits,
             "input_ids": rows.inputs["input_ids"],
             "position_ids": rows.inputs["position_ids"],
         }
