@@ -131,17 +131,13 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
         found.append(f"{text}; set model.attention to sdpa, or use a family that has it")
     # Of attention's probabilities (heads, queries, keys) only whole heads, without padding, are consecutive values.
     by_heads = strategy.context_parallel == context.Ulysses.name and not recipe.data.group_by_length
-    whole_heads = by_heads and recipe.batch.sequence_length % size == 0
+    whole_heads = by_heads and strategy.dims.tp == 1 and recipe.batch.sequence_length % size == 0
     rates = {key: rate for key, rate in dropout.rates(config).items() if "att" in key and not whole_heads}
     if rates:
         named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
         text = f"attention has dropout ({named}), which a rank can draw for whole heads only"
         fix = f"set it to 0 in model.config, or use configs/fsdp_ulysses.yaml on rows of one multiple of {size} tokens"
         found.append(f"{text}; {fix}")
-    if strategy.dims.tp > 1 and (drawn := dropout.rates(config)):
-        named = ", ".join(f"{key} {rate}" for key, rate in drawn.items())
-        text = f"dropout ({named}) has not been compared with one process together with tensor parallelism"
-        found.append(f"{text}; set it to 0 in model.config")
     if found:
         lines = (f"{strategy.path}: {strategy.context_key}: found {size}, but {text}" for text in found)
         raise ConfigurationError("\n".join(f"{line}, or use configs/fsdp.yaml" for line in lines))

@@ -16,7 +16,6 @@ _BLOCK = "parallelism_config"
 _ULYSSES, _GATHERED = f"{_BLOCK}_sp_size", f"{_BLOCK}_cp_size"
 _COMM, _SEQUENCE = f"{_BLOCK}_cp_comm_strategy", f"{_BLOCK}_tp_sequence_parallel"
 _UNTESTED = "has not been compared with one process under context parallelism"
-_ARE_UNTESTED = _UNTESTED.replace("has", "have", 1)
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
@@ -50,10 +49,6 @@ def _attention(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         yield "model.attention", f"{text}; use auto, or remove that key from the strategy"
 
 
-def _is_cut_twice(strategy: Strategy) -> bool:
-    return _applies(strategy) and strategy.dims.tp > 1
-
-
 def check_accelerate(document: Document) -> None:
     """Add the problems of an Accelerate YAML that cuts sequences."""
     kind = document.get("distributed_type")
@@ -84,12 +79,4 @@ def check_accelerate(document: Document) -> None:
         document.problem((_BLOCK, _SEQUENCE), text)
 
 
-# By key, where tensor parallelism cuts the layers, too.
-_BOTH: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (("pretrain", "continue_pretrain", "sft"), f"the task {_UNTESTED} and tensor parallelism together"),
-    "adapter.name": ((None,), f"an adapter {_UNTESTED} and tensor parallelism together"),
-    "loss.implementation": (("auto", "chunked"), f"whole logits {_ARE_UNTESTED} and tensor parallelism together"),
-}
-_TOGETHER = (rule(_is_cut_twice, key, allowed, why) for key, (allowed, why) in _BOTH.items())
-_ALWAYS = (rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items())
-RULES = (_task, _attention, *_ALWAYS, *_TOGETHER)
+RULES = (_task, _attention, *(rule(_applies, key, allowed, why) for key, (allowed, why) in _ALLOWED.items()))

@@ -21,6 +21,7 @@ CONFIGS = {
     "phi3": {"pad_token_id": 0},
 }
 WAYS = {**CONTEXT, "ring": "ring"}  # the last one is fsdp_cp with another cp_comm_strategy
+OPTIONS_OF = {**WAYS, "fsdp_tp_cp": "allgather"}
 PACKED = "data.packing=true"
 ONCE = "memory.gradient_sync=last_micro_batch"
 # a length that the ranks do not divide, at the head all at once and in layers that are computed twice
@@ -34,7 +35,7 @@ UNDIVIDED = (
 
 def context_run(workspace, way: str, *arguments):
     run = short_run(workspace, workspace.ring if way == "ring" else way, *arguments)
-    assert run.facts["context_parallel"] == WAYS[way]
+    assert run.facts["context_parallel"] == OPTIONS_OF[way]
     return run
 
 
@@ -98,14 +99,15 @@ def test_the_families_are_all_that_are_allowed():
             *((way, (PACKED, "memory.activation_checkpointing=selective", ONCE)) for way in WAYS),
             ("fsdp_ulysses", (PACKED, "model.attention=varlen", "batch.sequence_length=33")),
             ("fsdp_ulysses", (PACKED, config_of("llama", attention_dropout=0.2))),
-            *((way, (config_of("phi3", resid_pdrop=0.2, embd_pdrop=0.1),)) for way in WAYS),
+            *((way, (config_of("phi3", resid_pdrop=0.2, embd_pdrop=0.1),)) for way in OPTIONS_OF),
+            ("fsdp_tp_cp", UNDIVIDED),
             *((way, ("data.group_by_length=true", "batch.sequence_length=50")) for way in WAYS),
         ),
     ],
 )
 def test_options(way, overrides, workspace):
     expected = short_run(workspace, None, 1, 8, *(each for each in overrides if each != ONCE))
-    run = context_run(workspace, way, 2, 4, *overrides)
+    run = context_run(workspace, way, 4 if way == "fsdp_tp_cp" else 2, 4, *overrides)
     assert_equal(run, expected)
     for key in ("eval_loss", "eval_tokens"):
         assert run.metrics[-1][key] == pytest.approx(expected.metrics[-1][key], rel=1e-5)

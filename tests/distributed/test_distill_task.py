@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.s
 TEMPERATURE, LABEL_WEIGHT = 2.0, 0.25
 TEACHER = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
 ENGINES = {"single": "LlamaForCausalLM", "ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
-ENGINES |= {"tp": "LlamaForCausalLM"} | dict.fromkeys(CONTEXT, "FSDPLlamaForCausalLM")
+ENGINES |= {"tp": "LlamaForCausalLM"} | dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDPLlamaForCausalLM")
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def measured(student, teacher, batch):
     return divergence, functional.cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum())
 
 
-LONG = ("ddp", "zero1", "zero2", "zero3_hpz", "tp", *CONTEXT)
-WORLDS = {"single": 1, "zero3_hpz": 4}
+LONG = ("ddp", "zero1", "zero2", "zero3_hpz", "tp", *CONTEXT, "fsdp_tp_cp")
+WORLDS = {"single": 1, "zero3_hpz": 4, "fsdp_tp_cp": 4}
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3", *long(*LONG)])
@@ -109,8 +109,8 @@ def test_follows_the_plain_loop(strategy, workspace, setting):
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine")
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(workspace.folder / "teacher").parameters())
     held = run.facts["num_teacher_parameters_per_rank"]
-    is_shared = strategy in ("fsdp", "zero3", "zero3_hpz", *CONTEXT)
-    assert held == (pytest.approx(whole / WORLDS.get(strategy, 2), rel=0.02) if is_shared else whole)
+    shards = {"zero3_hpz": 4} | dict.fromkeys(("fsdp", "zero3", *CONTEXT, "fsdp_tp_cp"), 2)
+    assert held == pytest.approx(whole / shards.get(strategy, 1), rel=0.02 if strategy in shards else 0)
     assert run.column("tokens") == setting.counts
     assert largest_relative_difference(run.column("loss"), setting.losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), setting.norms) < 1e-4

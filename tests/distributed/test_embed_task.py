@@ -28,7 +28,8 @@ SEQUENCE_LENGTH, HELD_OUT, TEMPERATURE = 48, 21, 0.1
 COLUMNS = ("anchor", "positive", "negative")
 CLASSES = {"bert": "BertModel", "llama": "LlamaModel"}
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
-ENGINES |= dict.fromkeys(CONTEXT, "FSDP{}")
+ENGINES |= dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDP{}")
+WORLDS = {"single": 1, "fsdp_tp_cp": 4}
 POOLING = {"bert": "mean", "llama": "last"}
 
 
@@ -131,15 +132,15 @@ def contrasted(vectors):
 
 
 CASES = [("bert", name) for name in ("single", "ddp", "zero3")] + long(("bert", "fsdp"), ("bert", "zero2"))
-CASES += long(*(("llama", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3", "tp", *CONTEXT)))
+CASES += long(*(("llama", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3", "tp", *CONTEXT, "fsdp_tp_cp")))
 
 
 @pytest.mark.parametrize(("family", "strategy"), CASES)
 def test_follows_the_plain_loop(family, strategy, workspace, settings):
     """Though each rank reads two rows at a time: the loss is that of eight."""
     expected = settings(family)
-    run = start(workspace, expected, strategy)
-    assert run.facts["strategy"] == strategy and run.facts["world_size"] == (1 if strategy == "single" else 2)
+    run = start(workspace, expected, strategy, WORLDS.get(strategy, 2))
+    assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine").format(CLASSES[family])
     assert run.column("tokens") == expected.counts == [8] * STEPS
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5

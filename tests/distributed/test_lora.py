@@ -36,7 +36,7 @@ RATE, WARMUP = 1e-2, 2
 LORA = "adapter={name: lora, rank: 4, alpha: 16}"
 EVERY_DAY = ["single", "ddp", "fsdp", "zero2", "zero3", "pipeline"]
 ENGINES = {**EVERY_ENGINE, **SCHEDULES, "pipeline_fsdp": "Schedule1F1B", "pp_fsdp_tp": "Schedule1F1B"}
-RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload", "fsdp_tp", *CONTEXT]
+RARE = ["zero1", "hsdp", "zero2_offload", "zero3_offload", "fsdp_tp", *CONTEXT, "fsdp_tp_cp"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def base(reference) -> Path:
 
 def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
     # accumulation: 2, but 4 for schedules, which fill their stages
-    whole_batch = ("single", "pipeline", "tp", *CONTEXT)  # read by one process, or by several together
+    whole_batch = ("single", "pipeline", "tp", *CONTEXT, "fsdp_tp_cp")  # read by one process, or by several together
     micro = ({"hsdp": 1} | dict.fromkeys(whole_batch, 4)).get(name, 2)
     settings = (
         f"model={{path: {base}}}",
@@ -65,7 +65,7 @@ def arguments(base: Path, name: str, *more: str) -> tuple[str, ...]:
 
 
 def world(name: str) -> int:
-    return {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "pp_fsdp_tp": 8}.get(name, 2)
+    return {"single": 1, "hsdp": 4, "fsdp_tp": 4, "fsdp_tp_cp": 4, "pipeline_fsdp": 4, "pp_fsdp_tp": 8}.get(name, 2)
 
 
 def run_lora(workspace, base: Path, name: str, *more: str, extra: int = 0) -> Run:

@@ -33,8 +33,10 @@ from samecurve.tasks import registry
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, SAVED, LENGTH, BETA = 10, 5, 64, 0.2
 AUTO = {"dpo": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
+CUT_ROWS = ("fsdp_cp", "fsdp_ulysses", "fsdp_tp_cp")
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}", "pipeline": "PipelineEngine"}
-ENGINES |= {**SCHEDULES, "fsdp_cp": "FSDP{}", "fsdp_ulysses": "FSDP{}"}
+ENGINES |= {**SCHEDULES, **dict.fromkeys(CUT_ROWS, "FSDP{}")}
+WORLDS = {"single": 1, "fsdp_tp_cp": 4}
 MODELS = {"dpo": "LlamaForCausalLM", "reward": "LlamaForSequenceClassification"}
 
 
@@ -153,7 +155,7 @@ EVERY_DAY = [
     ("reward", "fsdp"),
 ]
 CASES = EVERY_DAY + long(
-    *(("dpo", name) for name in ("ddp", "zero2", "fsdp_cp", "fsdp_ulysses", *SCHEDULES) if name != "pipeline_1f1b"),
+    *(("dpo", name) for name in ("ddp", "zero2", *CUT_ROWS, *SCHEDULES) if name != "pipeline_1f1b"),
     *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp")),
 )
 
@@ -162,7 +164,7 @@ CASES = EVERY_DAY + long(
 def test_follows_the_plain_loop(task, strategy, workspace, files, settings):
     expected = settings[task]
     run = start(workspace, strategy, *expected.overrides)
-    assert run.facts["strategy"] == strategy and run.facts["world_size"] == (1 if strategy == "single" else 2)
+    assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine").format(MODELS[task])
     assert set(run.column("tokens")) == {8}
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
@@ -177,8 +179,7 @@ def test_follows_the_plain_loop(task, strategy, workspace, files, settings):
 
 
 def start(workspace, strategy: str, *overrides: str):
-    alone = strategy == "single"
-    run = workspace.run(None if alone else strategy, 1 if alone else 2, *overrides)
+    run = workspace.run(None if strategy == "single" else strategy, WORLDS.get(strategy, 2), *overrides)
     assert run.returncode == 0, run.output
     return run
 
