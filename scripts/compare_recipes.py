@@ -1,9 +1,9 @@
 """Write docs/equal_curves.md: every recipe under every strategy, each against one process.
 
-    python scripts/compare_recipes.py [--recipes sft,dpo] [--steps 8] [--output FILE]
+    python scripts/compare_recipes.py [--recipes sft,dpo] [--strategies tp,zero3] [--steps 8] [--output FILE]
 
 One `python -m samecurve compare` per recipe. Its result is kept in benchmarks/curves.json as soon as it is there, so
-that the table can be made in pieces, and the page is written from that file. No hub is reached: a recipe that starts
+that the table can be made in pieces, a recipe or some of its strategies, and the page is written from that file. No hub is reached: a recipe that starts
 from weights of the hub starts from the small model that recipes/sft.yaml makes.
 """
 
@@ -53,6 +53,7 @@ SMALLER = {"pretrain": (*SMALL_MODEL, "tokenizer.vocabulary_size=4096", SHORT_RO
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", default="", help="names in recipes/, with commas between (default: all)")
+    parser.add_argument("--strategies", default="", help="names in configs/; the others' results stay (default: all)")
     parser.add_argument("--steps", type=int, default=8, help="of each run (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=PAGE)
     arguments = parser.parse_args()
@@ -61,10 +62,12 @@ def main() -> None:
     chosen = [name for name in arguments.recipes.split(",") if name] or known
     if unknown := set(chosen) - set(known):
         parser.error(f"--recipes: no recipes/{min(unknown)}.yaml; the names are {', '.join(known)}")
+    strategies = [name for name in arguments.strategies.split(",") if name]
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name in chosen:
         print(f"\n{name}", flush=True)
-        results[name] = measure(name, arguments.steps)
+        found = measure(name, arguments.steps, strategies)
+        results[name] = merged(results[name], found) if strategies else found
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         arguments.output.write_text(page(results), encoding="utf-8")
     print(arguments.output)
@@ -75,11 +78,13 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ("base", "tiny"))
 
 
-def measure(name: str, steps: int) -> dict:
-    """Compare the strategies with `single`, as `python -m samecurve compare` does."""
+def measure(name: str, steps: int, strategies: list[str]) -> dict:
+    """Compare the strategies ([]: all) with `single`, as `python -m samecurve compare` does."""
     recipe = f"recipes/{name}.yaml"
     overrides = overrides_of(name)
-    outcomes, precision = run_each(recipe, overrides, (), PROCESSES, steps, WORK / name)
+    outcomes, precision = run_each(
+        recipe, overrides, ["single", *strategies] if strategies else [], PROCESSES, steps, WORK / name
+    )
     _, agree = verdict(outcomes, TOLERANCES[precision], precision)
     return {
         "overrides": list(overrides),
@@ -89,6 +94,16 @@ def measure(name: str, steps: int) -> dict:
         "date": str(date.today()),
         "commit": commit(str(RESULTS.relative_to(ROOT)), str(PAGE.relative_to(ROOT))),
         "strategies": {outcome.job.name: cell(outcome, outcomes[0]) for outcome in outcomes},
+    }
+
+
+def merged(before: dict, found: dict) -> dict:
+    """Replace some strategies of a recipe, and note when they were measured."""
+    when = {name: [found["date"], found["commit"]] for name in found["strategies"] if name != "single"}
+    return before | {
+        "agree": before["agree"] and found["agree"],
+        "strategies": before["strategies"] | found["strategies"],
+        "measured_later": before.get("measured_later", {}) | when,
     }
 
 
@@ -126,7 +141,7 @@ def pretrained() -> Path:
 
 def page(results: dict[str, dict]) -> str:
     recipes = sorted(results)
-    strategies = list(dict.fromkeys(name for each in results.values() for name in each["strategies"]))
+    strategies = sorted({name for each in results.values() for name in each["strategies"]})
     reasons: dict[str, int] = {}
     rows = []
     for strategy in strategies:
@@ -185,7 +200,10 @@ def without_place(reason: str) -> str:
 def conditions(results: dict[str, dict]) -> Iterator[list[str]]:
     for name, result in sorted(results.items()):
         changed = " ".join(f"`{each}`" for each in result["overrides"])
-        yield [f"`{name}`", str(result["steps"]), result["precision"], changed, result["date"], result["commit"] or ""]
+        later = {tuple(when) for when in result.get("measured_later", {}).values()}
+        dates, commits = zip((result["date"], result["commit"] or ""), *sorted(later), strict=True)
+        when = ", ".join(dict.fromkeys(dates)), ", ".join(dict.fromkeys(filter(None, commits)))
+        yield [f"`{name}`", str(result["steps"]), result["precision"], changed, *when]
 
 
 if __name__ == "__main__":

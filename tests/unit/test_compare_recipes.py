@@ -65,3 +65,18 @@ def test_what_is_not_as_shipped(script, monkeypatch):
     assert script.overrides_of("lora") == ("model.path=small", "batch.sequence_length=256")
     assert script.overrides_of("distill")[1] == "distill.teacher=small"
     assert "data.path=builtin:python-stdlib" in script.overrides_of("pretrain")
+
+
+def test_strategies_that_are_measured_later(script):
+    about = {"steps": 8, "precision": "fp32", "overrides": [], "agree": True}
+    before = {**about, "date": "2026-01-02", "commit": "c0ffee", "strategies": {"single": {}, "ddp": {"loss": 1e-7}}}
+    found = {
+        **about,
+        "date": "2026-01-03",
+        "commit": "beef",
+        "strategies": {"single": {}, "tp": {"refused": "no plan"}},
+    }
+    both = script.merged(before, found)
+    assert both["strategies"] == {"single": {}, "ddp": {"loss": 1e-7}, "tp": {"refused": "no plan"}} and both["agree"]
+    assert list(script.conditions({"a": both}))[0][-2:] == ["2026-01-02, 2026-01-03", "c0ffee, beef"]
+    assert not script.merged(both, {**found, "agree": False})["agree"]
