@@ -3,8 +3,8 @@
     python scripts/compare_recipes.py [--recipes sft,dpo] [--strategies tp,zero3] [--steps 8] [--output FILE]
 
 One `python -m samecurve compare` per recipe. Its result is kept in benchmarks/curves.json as soon as it is there, so
-that the table can be made in pieces, a recipe or some of its strategies, and the page is written from that file. No hub is reached: a recipe that starts
-from weights of the hub starts from the small model that recipes/sft.yaml makes.
+that the table can be made in pieces, a recipe or some of its strategies, and the page is written from that file. No hub
+is reached: a recipe that starts from weights of the hub starts from the small model that recipes/sft.yaml makes.
 """
 
 from __future__ import annotations

@@ -78,5 +78,5 @@ def test_strategies_that_are_measured_later(script):
     }
     both = script.merged(before, found)
     assert both["strategies"] == {"single": {}, "ddp": {"loss": 1e-7}, "tp": {"refused": "no plan"}} and both["agree"]
-    assert list(script.conditions({"a": both}))[0][-2:] == ["2026-01-02, 2026-01-03", "c0ffee, beef"]
+    assert next(script.conditions({"a": both}))[-2:] == ["2026-01-02, 2026-01-03", "c0ffee, beef"]
     assert not script.merged(both, {**found, "agree": False})["agree"]
