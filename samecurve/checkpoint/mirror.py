@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from samecurve.checkpoint.fetch import FOLDER, HISTORY, committed, step_names
@@ -96,9 +96,11 @@ class Mirror:
             ) from error
 
     def catch_up(self) -> None:
-        """Upload what the store lacks, newest first, then the records; then remove what is no longer kept."""
+        """Upload what the store lacks, newest first, and the records; then remove what is no longer kept."""
         while (folder := self._next()) is not None:
             self.uploading = folder.name
+            # first, so that a session elsewhere finds the records of all steps before the checkpoint
+            self._upload_records(HISTORY)
             try:
                 upload_checkpoint(self._store, folder)
             except FileNotFoundError:  # rotated away before `uploading` protected it
@@ -106,7 +108,7 @@ class Mirror:
                     raise
             finally:
                 self.uploading = ""
-        self._upload_records()
+        self._upload_records(RECORDS)
         self._prune()
 
     def _work(self) -> None:
@@ -138,8 +140,8 @@ class Mirror:
         names = [folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)]
         return [name for name in names if name not in there]
 
-    def _upload_records(self) -> None:
-        for path in local_files(self._run, RECORDS):
+    def _upload_records(self, names: Sequence[str]) -> None:
+        for path in local_files(self._run, names):
             if path.name.startswith("."):
                 continue
             key = path.relative_to(self._run).as_posix()

@@ -54,7 +54,7 @@ def _per_token(job: Job) -> tuple[float, float]:
         norms = 4 if job.stack in FUSED_NORMS else 10
         return attention + (8 * shape.ffn * experts + dispatched) * whole, norms * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
-    return (2 + 6 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
+    return (4 + 4 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
 
 
 def expert_imbalance(job: Job) -> float:

@@ -106,8 +106,7 @@ def head(job: Job, constants: Profile) -> Seconds:
     vocab = job.shape.vocab / job.layout.tp
     product = product_seconds(job, job.tokens, job.shape.hidden, vocab, constants)
     moved = constants.logits_bytes * job.tokens * vocab / (job.card.hbm_gb_per_s * 1e9)
-    again = product if job.chunked_loss else 0
-    return Seconds(product + moved, 2 * product + moved + again)
+    return Seconds(product + moved, 2 * product + moved)
 
 
 def optimizer(job: Job, parameters: float, constants: Profile) -> float:

@@ -172,13 +172,16 @@ def context_seconds(job: Job, constants: Profile) -> float:
 
 
 def expert_seconds(job: Job, constants: Profile) -> float:
-    """Seconds of dispatch and combine in one layer, forward and backward: four all-to-alls of top_k copies."""
+    """Seconds of dispatch and combine in one layer: two all-to-alls of top_k copies each pass, and once more in full
+    recomputation.
+    """
     size = job.layout.ep
     if size == 1 or not job.shape.experts:
         return 0
     over = _link_of(job, size, job.layout.stride("dp"), constants)
     volume = ELEMENT * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.mlp_split
-    return 4 * expert_imbalance(job) * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
+    calls = 6 if job.checkpointing == "full" else 4
+    return calls * expert_imbalance(job) * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
 
 
 def pipeline_seconds(job: Job, constants: Profile) -> float:

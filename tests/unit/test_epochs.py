@@ -18,13 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "embed", "mlm")
 # (rows, rows per step, steps): all rows at once; two epochs, the end of the first one inside of a step
 SHORT, LONG = ([12, 12, 2], [14, 4, 7]), ([60, 60, 3], [60, 8, 15], [100, 64, 25])
-PACKED_STEPS = 12  # of texts that are cut into rows there are more, and so are the steps of an epoch
+# Of texts that are cut into rows there are more, and so are the steps of an epoch.
+PACKED_STEPS, ROWS_PER_TEXT = 12, 3
 
 
 def run(folder: Path, shapes) -> dict[str, list[dict]]:
     probe = Path(__file__).with_name("epoch_probe.py")
     wanted = dict.fromkeys(TASKS, shapes)
-    wanted["pretrain"] = [[*sizes, max(steps, PACKED_STEPS)] for *sizes, steps in shapes]
+    wanted["pretrain"] = [
+        [rows, batch, max(steps, PACKED_STEPS, -(-ROWS_PER_TEXT * rows // batch))] for rows, batch, steps in shapes
+    ]
     command = [sys.executable, str(probe), str(folder), json.dumps(wanted)]
     around = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=around, capture_output=True, text=True)
