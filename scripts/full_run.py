@@ -4,6 +4,7 @@
     python scripts/full_run.py 2/4 shard2.log COMMIT
 
 The result of each part is kept in benchmarks/full_run.json, from which the page is written. COMMIT is what was tested.
+Who mends a failure runs the test again and adds the commit there, under "mended": {TEST: COMMIT}.
 Run it on the machine that ran the tests: hardware and versions are this machine's.
 """
 
@@ -75,14 +76,18 @@ def page(results: dict) -> str:
     ]
     count = int(next(iter(results)).split("/")[1])
     missing = [f"{part}/{count}" for part in range(1, count + 1) if f"{part}/{count}" not in results]
-    failures = [f"- `{name}` in part {shard}" for shard, found in sorted(results.items()) for name in found["failures"]]
+    failures = [
+        f"- `{name}` in part {shard}{mended(found, name)}"
+        for shard, found in sorted(results.items())
+        for name in found["failures"]
+    ]
     skipped: Counter[str] = Counter()
     for found in results.values():
         skipped.update(found["reasons"])
     parts = [
         "# All tests",
-        "Everything that `bash scripts/test.sh --full` runs, in parts of whole files (`--shard 2/4`). Each part had "
-        "its machine to itself. Made by `python scripts/full_run.py`.",
+        "Everything that `bash scripts/test.sh --full` runs, in parts of whole files (`--shard 2/4`). Made by "
+        "`python scripts/full_run.py`. The minutes are those of the wall clock, with whatever else the machine did.",
         table(columns, rows),
         *([f"Not run yet: {', '.join(missing)}."] if missing else []),
         *(["Failed:", "\n".join(failures)] if failures else []),
@@ -91,6 +96,11 @@ def page(results: dict) -> str:
         "Machines: " + "; ".join(sorted({found["machine"] for found in results.values()})) + ".",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def mended(found: dict, name: str) -> str:
+    at = found.get("mended", {}).get(name)
+    return f"; passes since {at}" if at else ""
 
 
 if __name__ == "__main__":

@@ -225,8 +225,10 @@ class PipelineEngine:
         self._dropout.queue(micro_batches)
         module.train()  # the last pass may have been an evaluation
         module.eval = lambda: module  # DeepSpeed evaluates, but these features have to drop what the step drops
-        features = self.features(micro_batches)
-        vars(module).pop("eval", None)
+        try:
+            features = self.features(micro_batches)
+        finally:
+            vars(module).pop("eval")
         return grad_cache.contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
 
     def _rows(

@@ -133,7 +133,7 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
     All ranks come to the same size, because their processes agree about each trial.
 
     Returns:
-        The plan with this size, and the stages of its rehearsal; those of size 1 if the run has no step left.
+        The plan with this size, and the stages of its rehearsal. If the run has no step left, any size, and None.
 
     Raises:
         DoesNotFit: not even the smallest size fits.

@@ -25,7 +25,9 @@ def test_a_log_becomes_a_row():
     more = {"commit": "abc1234", "date": "2026-11-25", "machine": "2 cores"}
     page = full_run.page({"2/4": found | more})
     assert "| 2/4 | 1,550 | 1 | 7 | 40 | 2026-11-25 | abc1234 |" in page
-    assert "Not run yet: 1/4, 3/4, 4/4." in page and "test_z[1]` in part 2/4" in page
+    assert "Not run yet: 1/4, 3/4, 4/4." in page and "test_z[1]` in part 2/4\n" in page
+    again = {"mended": {"tests/distributed/test_y.py::test_z[1]": "def5678"}}
+    assert "test_z[1]` in part 2/4; passes since def5678\n" in full_run.page({"2/4": found | more | again})
 
 
 def test_a_run_that_was_cut_off_is_no_result():
