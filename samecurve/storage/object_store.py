@@ -17,7 +17,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -285,7 +285,7 @@ def _discard(target: Any) -> None:
         target.closed = True
 
 
-def local_files(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
+def local_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     """List the files among `names` of a folder, and all files in the folders among them."""
     for name in names:
         path = folder / name
