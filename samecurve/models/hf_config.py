@@ -132,6 +132,9 @@ def model_config(
         raise ConfigurationError(
             "model: is_decoder is true, which hides the tokens after a masked one; set it to false"
         )
+    if head.kind == "causal_lm" and config.model_type in POSITIONS_AFTER_PADDING:
+        text = f"a {config.model_type} numbers positions from behind its padding token on, and rows of text from 0 on"
+        raise ConfigurationError(f"model: {text}; choose a decoder, for example llama")
     for key, value in head.fields.items():
         setattr(config, key, value)
     if config.vocab_size < vocabulary_size:
