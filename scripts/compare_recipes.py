@@ -66,8 +66,9 @@ def main() -> None:
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name in chosen:
         print(f"\n{name}", flush=True)
-        found = measure(name, arguments.steps, strategies)
-        results[name] = merged(results[name], found) if strategies else found
+        before = results.get(name) if strategies else None
+        found = measure(name, before["steps"] if before else arguments.steps, strategies)
+        results[name] = merged(before, found) if before else found
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         arguments.output.write_text(page(results), encoding="utf-8")
     print(arguments.output)
@@ -100,11 +101,18 @@ def measure(name: str, steps: int, strategies: list[str]) -> dict:
 def merged(before: dict, found: dict) -> dict:
     """Replace some strategies of a recipe, and note when they were measured."""
     when = {name: [found["date"], found["commit"]] for name in found["strategies"] if name != "single"}
+    together, tolerance = before["strategies"] | found["strategies"], TOLERANCES[before["precision"]]
     return before | {
-        "agree": before["agree"] and found["agree"],
-        "strategies": before["strategies"] | found["strategies"],
+        "agree": all(agrees(each, tolerance) for each in together.values()),
+        "strategies": together,
         "measured_later": before.get("measured_later", {}) | when,
     }
+
+
+def agrees(found: dict, tolerance: float) -> bool:
+    """Whether a strategy is near enough; one that refuses the recipe is."""
+    within = found.get("loss") is not None and found["loss"] <= tolerance
+    return "refused" in found or (within and found["norm"] <= NORM_TOLERANCE_FACTOR * tolerance)
 
 
 def cell(outcome: Outcome, reference: Outcome) -> dict:

@@ -1,6 +1,6 @@
 """Write docs/full_run.md: what passed, failed and was skipped when all tests ran, a part of them at a time.
 
-    bash scripts/test.sh --full --shard 2/4 -rfs > shard2.log
+    bash scripts/test.sh --full --shard 2/4 -rfEs > shard2.log
     python scripts/full_run.py 2/4 shard2.log COMMIT
 
 The result of each part is kept in benchmarks/full_run.json, from which the page is written. COMMIT is what was tested.
@@ -26,7 +26,7 @@ from samecurve.specs.environment import processor, version  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "full_run.json", ROOT / "docs" / "full_run.md"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
-KINDS = ("passed", "failed", "skipped")
+KINDS = ("passed", "failed", "errors", "skipped")
 
 
 def main() -> None:
@@ -55,13 +55,14 @@ def parse(log: str) -> dict:
         raise SystemExit(f"{len(ends)} of the two parts of the tests came to their end")
     counts = Counter({kind: 0 for kind in KINDS})
     for summary, _ in ends:
-        counts.update({kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", summary)})
+        found = {kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", summary)}
+        counts.update({"errors": found.pop("error", 0), **found})
     skipped = Counter()
     for number, reason in re.findall(r"^SKIPPED \[(\d+)\] \S+ (.*)$", log, re.MULTILINE):
         skipped[re.sub(r"^Skipped: ", "", reason)] += int(number)
     return {
         **{kind: counts[kind] for kind in KINDS},
-        "failures": sorted(set(re.findall(r"^FAILED (\S+)", log, re.MULTILINE))),
+        "failures": sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", log, re.MULTILINE))),
         "reasons": dict(skipped),
         "minutes": round(max(float(seconds) for _, seconds in ends) / 60),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
 FOLDER = "checkpoints"
-# Continued by a session elsewhere. The last one says that all have been fetched, see `_fetch_history`.
+# Continued by a session elsewhere. The last one says which steps have been fetched, see `_fetch_history`.
 HISTORY = ("run.json", "skipped.jsonl", "metrics.jsonl")
 
 
@@ -69,7 +71,7 @@ def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> P
         if step_of(Path(name)) <= newest:
             break
         # before the checkpoint, with which a next start would find nothing left to fetch
-        _fetch_history(store, run)
+        _fetch_history(store, run, step_of(Path(name)))
         try:
             folder = _fetch(store, directory, name)
         except DamagedManifest as error:
@@ -133,9 +135,9 @@ def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
     return final
 
 
-def _fetch_history(store: ObjectStore, run: Path) -> None:
-    """Fetch the records of the earlier session, unless this folder has metrics of its own."""
-    if (run / HISTORY[-1]).exists():
+def _fetch_history(store: ObjectStore, run: Path, step: int) -> None:
+    """Fetch the records of the earlier session, unless those of this folder reach as far as its checkpoint."""
+    if _last_step(run / HISTORY[-1]) >= step:
         return
     for name in HISTORY:
         content = store.read(name)
@@ -144,6 +146,16 @@ def _fetch_history(store: ObjectStore, run: Path) -> None:
             with storage_errors(partial):
                 partial.write_bytes(content)
                 os.replace(partial, run / name)
+
+
+def _last_step(metrics: Path) -> int:
+    """Return the last step of a metrics.jsonl, whose last line a kill may have cut off; -1 without any."""
+    last = -1
+    if metrics.exists():
+        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                last = int(json.loads(line)["step"])
+    return last
 
 
 def committed(store: ObjectStore) -> list[str]:

@@ -98,9 +98,9 @@ class Mirror:
     def catch_up(self) -> None:
         """Upload what the store lacks, newest first, and the records; then remove what is no longer kept."""
         while (folder := self._next()) is not None:
-            self.uploading = folder.name
             # first, so that a session elsewhere finds the records of all steps before the checkpoint
             self._upload_records(HISTORY)
+            self.uploading = folder.name
             try:
                 upload_checkpoint(self._store, folder)
             except FileNotFoundError:  # rotated away before `uploading` protected it

@@ -102,7 +102,9 @@ class Mesh:
 
     def group(self, *dimensions: str) -> dist.ProcessGroup:
         """The process group of the ranks that differ in these dimensions only."""
-        found = self._ranks(dimensions)[1] or dist.group.WORLD
+        size, part = self._ranks(dimensions)
+        assert size > 1, f"{dimensions} have one rank"
+        found = part or dist.group.WORLD
         assert found is not None, "a run of several processes has a group"
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,8 +44,10 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
     check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
     family, zero_stage = (plan.strategy.family, plan.strategy.zero_stage) if plan else ("single", 0)
     if plan and family == "fsdp":
-        is_cut, meta = plan.strategy.dims.cp > 1, torch.device("meta")
-        model = context_parallel.build(skeleton, recipe, plan.strategy, mesh) if is_cut else _frozen(skeleton, meta)
+        # tensor parallelism does not cut the teacher
+        strategy = replace(plan.strategy, dims=replace(plan.strategy.dims, tp=1))
+        is_cut, meta = strategy.dims.cp > 1, torch.device("meta")
+        model = context_parallel.build(skeleton, recipe, strategy, mesh) if is_cut else _frozen(skeleton, meta)
         frozen_weights.store_in_bf16(model.requires_grad_(False), recipe, everywhere=True)
         found = fsdp.shard(accelerator, model, mesh)
     elif family == "zero" and zero_stage == 3:

@@ -51,7 +51,8 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     plan = _resolve(model, strategy.dims)
     by_head = any(_is_by_head(name, style) for name, style in plan.items())
     heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
-    counts = heads if by_head else {}
+    # a plan that gathers queries and keys cuts their features
+    counts = heads if by_head else {"hidden_size": config.hidden_size}
     counts |= {"vocab_size": config.vocab_size}
     if any(name.endswith("down_proj") for name in plan):
         counts |= {"intermediate_size": config.intermediate_size}

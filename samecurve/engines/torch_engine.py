@@ -120,10 +120,10 @@ class TorchEngine:
             return bnb_4bit.build(self.skeleton, self.recipe, self.device)
         if not (self.sharded or self.cut):
             return construct(model_class, config, torch.device(self.device), self.recipe.adapter)
-        if self.cut:
-            tensor_parallel.check(self.skeleton, strategy)
         if strategy.dims.ep > 1:
             expert_parallel.check(self.skeleton, strategy)
+        if self.cut:
+            tensor_parallel.check(self.skeleton, strategy)
         validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
         if part.count == 1:
             return construct(model_class, config, torch.device("meta"), self.recipe.adapter)

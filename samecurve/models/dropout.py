@@ -191,7 +191,9 @@ class DropoutPlace:
         if not has_rows or chunks == (0,):
             return own, length
         length //= len(chunks)
-        return torch.stack([moved(own, chunk * length) for chunk in chunks], dim=1).flatten(0, 1), length
+        # of a chunk, too, this rank may have a part only
+        whole = length * (self._part.count if self._part else 1)
+        return torch.stack([moved(own, chunk * whole) for chunk in chunks], dim=1).flatten(0, 1), length
 
 
 class KeyedDropout(nn.Module):

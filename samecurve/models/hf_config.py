@@ -140,7 +140,8 @@ def model_config(
     if config.vocab_size < vocabulary_size:
         _make_room(recipe, config, vocabulary_size)
     length, positions = recipe.batch.sequence_length, getattr(config, "max_position_embeddings", None)
-    first = (config.pad_token_id or 0) + 1 if config.model_type in POSITIONS_AFTER_PADDING else 0
+    padding = 1 if config.model_type == "mpnet" else config.pad_token_id or 0  # MPNet's does not follow its config
+    first = padding + 1 if config.model_type in POSITIONS_AFTER_PADDING else 0
     if positions is not None and 0 < positions < length + first:  # -1 where there is no limit
         why = f", of which {config.model_type} uses those from {first} on" if first else ""
         text = f"found {length}, but the model's max_position_embeddings is {positions}{why}"

@@ -247,7 +247,9 @@ def data_collectives(job: Job, stage: Stage, constants: Profile) -> tuple[float,
         return 0, 0
     # the ranks of dp and cp are one group; cp varies faster, so that its stride is the group's
     over = _link_of(job, size, layout.stride("dp") // layout.cp, constants)
-    parameters = sum(stage_parameters(job, stage))  # experts travel in smaller groups, at most as slowly
+    dense, experts = stage_parameters(job, stage)
+    # experts travel in smaller groups, at most as slowly; those that no other rank has do not travel at all
+    parameters = dense + (0 if layout.ep > 1 and size == layout.ep else experts)
     layers = max(stage.layers, 1)
     if sharded:
         volume = collectives.all_gather_volume(ELEMENT * parameters / layers, size)

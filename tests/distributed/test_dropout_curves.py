@@ -117,11 +117,15 @@ def test_another_strategy_and_world_go_on_with_the_same_masks(origin, world, wor
     assert_follows(run, before, start=10)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *long("ddp", "fsdp", "pipeline", "pipeline_1f1b", "pp_fsdp_tp", "tp")])
+LONG = ("ddp", "fsdp", "pipeline", "pipeline_1f1b", "pp_fsdp_tp", "tp", "fsdp_tp", "fsdp_cp", "fsdp_ulysses")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", *long(*LONG, "fsdp_tp_cp")])
 def test_lora_dropout_follows_one_process(strategy, workspace, alone):
     model = (*workspace.lora, "adapter.dropout=0.3")
     reference = alone(*model)
-    run = workspace.run(strategy, 8 if strategy == "pp_fsdp_tp" else 2, *model, "batch.micro_batch_size=2")
+    world = {"pp_fsdp_tp": 8, "fsdp_tp": 4, "fsdp_tp_cp": 4}.get(strategy, 2)
+    run = workspace.run(strategy, world, *model, "batch.micro_batch_size=2")
     assert_follows_adapter(run, reference)
     without = alone(*workspace.lora)
     assert largest_relative_difference(reference.column("loss")[5:], without.column("loss")[5:]) > 1e-5

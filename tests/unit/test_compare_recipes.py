@@ -69,7 +69,8 @@ def test_what_is_not_as_shipped(script, monkeypatch):
 
 def test_strategies_that_are_measured_later(script):
     about = {"steps": 8, "precision": "fp32", "overrides": [], "agree": True}
-    before = {**about, "date": "2026-01-02", "commit": "c0ffee", "strategies": {"single": {}, "ddp": {"loss": 1e-7}}}
+    exact, good = {"loss": 0.0, "norm": 0.0}, {"loss": 1e-7, "norm": 1e-6}
+    before = {**about, "date": "2026-01-02", "commit": "c0ffee", "strategies": {"single": exact, "ddp": good}}
     found = {
         **about,
         "date": "2026-01-03",
@@ -77,6 +78,7 @@ def test_strategies_that_are_measured_later(script):
         "strategies": {"single": {}, "tp": {"refused": "no plan"}},
     }
     both = script.merged(before, found)
-    assert both["strategies"] == {"single": {}, "ddp": {"loss": 1e-7}, "tp": {"refused": "no plan"}} and both["agree"]
+    assert both["strategies"] == {"single": exact, "ddp": good, "tp": {"refused": "no plan"}} and both["agree"]
     assert next(script.conditions({"a": both}))[-2:] == ["2026-01-02, 2026-01-03", "c0ffee, beef"]
-    assert not script.merged(both, {**found, "agree": False})["agree"]
+    worse = script.merged(both, {**found, "strategies": {"tp": {"loss": 1e-4, "norm": 1e-4}}})
+    assert not worse["agree"] and script.merged(worse, found)["agree"]

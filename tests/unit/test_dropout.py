@@ -79,6 +79,17 @@ def test_chunks_of_a_mask(chunks):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("chunks", [(1,), (0, 3)])
+def test_parts_of_chunks_of_a_mask(chunks):
+    """Tokens are cut over context parallelism, features over tensor parallelism."""
+    values = torch.ones(3, 8, 6)
+    whole, count = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, None).drop(values, 0.3), 2 * len(chunks)
+    tokens = torch.cat([whole.chunk(count, dim=1)[chunk] for chunk in chunks], dim=1)
+    for index, expected in enumerate(tokens.chunk(2, dim=-1)):
+        place = dropout.DropoutPlace(fixed_keys(3, chunks), "dropout", 0, dropout.Part(-1, index, 2))
+        assert torch.equal(place.drop(torch.ones_like(expected), 0.3), expected), index
+
+
 def fixed_keys(num_sequences: int, chunks: tuple[int, ...] = (0,)) -> dropout.DropoutKeys:
     used = dropout.DropoutKeys(0, CPU, SimpleNamespace(), chunks)
     used.current = keys(num_sequences + 1)[None]
