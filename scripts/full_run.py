@@ -85,6 +85,7 @@ def page(results: dict) -> str:
     skipped: Counter[str] = Counter()
     for found in results.values():
         skipped.update(found["reasons"])
+    reasons = [[str(number), reason] for reason, number in skipped.most_common()]
     parts = [
         "# All tests",
         "Everything that `bash scripts/test.sh --full` runs, in parts of whole files (`--shard 2/4`). Made by "
@@ -92,8 +93,7 @@ def page(results: dict) -> str:
         table(columns, rows),
         *([f"Not run yet: {', '.join(missing)}."] if missing else []),
         *(["Failed:", "\n".join(failures)] if failures else []),
-        "Skipped, with the reason:",
-        table(["tests", "reason"], [[str(number), reason] for reason, number in skipped.most_common()]),
+        *(["Skipped, with the reason:", table(["tests", "reason"], reasons)] if reasons else []),
         "Machines: " + "; ".join(sorted({found["machine"] for found in results.values()})) + ".",
     ]
     return "\n\n".join(parts) + "\n"
