@@ -75,7 +75,7 @@ def test_strategies_that_are_measured_later(script):
         **about,
         "date": "2026-01-03",
         "commit": "beef",
-        "strategies": {"single": {}, "tp": {"refused": "no plan"}},
+        "strategies": {"single": exact, "tp": {"refused": "no plan"}},
     }
     both = script.merged(before, found)
     assert both["strategies"] == {"single": exact, "ddp": good, "tp": {"refused": "no plan"}} and both["agree"]

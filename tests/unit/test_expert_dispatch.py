@@ -42,9 +42,9 @@ def tiny(family: str, implementation: str) -> PreTrainedModel:
 
 
 def experts_of(model: PreTrainedModel) -> nn.Module:
-    found = expert_parallel._experts(model)
+    found = expert_parallel.experts_of(model)
     assert len(found) == model.config.num_hidden_layers
-    return found[0]
+    return next(iter(found.values()))
 
 
 # experts that each rank's tokens choose; in the second case no token needs the second rank's experts
