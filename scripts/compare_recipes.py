@@ -26,7 +26,14 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.machine import commit  # noqa: E402
 from benchmarks.markdown import table  # noqa: E402
 from samecurve.bench.jobs import Outcome  # noqa: E402
-from samecurve.cli.compare import NORM_TOLERANCE_FACTOR, TOLERANCES, largest_difference, run_each, verdict  # noqa: E402
+from samecurve.cli.compare import (  # noqa: E402
+    NORM_TOLERANCE_FACTOR,
+    TOLERANCES,
+    is_same,
+    largest_difference,
+    run_each,
+    verdict,
+)
 from samecurve.config.loader import load_recipe  # noqa: E402
 from samecurve.specs.environment import processor, version  # noqa: E402
 
@@ -111,8 +118,8 @@ def merged(before: dict, found: dict) -> dict:
 
 def agrees(found: dict, tolerance: float) -> bool:
     """Whether a strategy is near enough; one that refuses the recipe is."""
-    within = found.get("loss") is not None and found["loss"] <= tolerance
-    return "refused" in found or (within and found["norm"] <= NORM_TOLERANCE_FACTOR * tolerance)
+    complete = found.get("loss") is not None and found.get("norm") is not None
+    return "refused" in found or (complete and is_same(found["loss"], found["norm"], tolerance))
 
 
 def cell(outcome: Outcome, reference: Outcome) -> dict:

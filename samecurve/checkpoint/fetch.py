@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from samecurve.checkpoint.manifest import (
 from samecurve.errors import CheckpointError
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.jsonl import read_lines
 from samecurve.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
@@ -137,25 +136,14 @@ def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
 
 def _fetch_history(store: ObjectStore, run: Path, step: int) -> None:
     """Fetch the records of the earlier session, unless those of this folder reach as far as its checkpoint."""
-    if _last_step(run / HISTORY[-1]) >= step:
+    if max((line["step"] for line in read_lines(run / HISTORY[-1])), default=-1) >= step:
         return
-    for name in HISTORY:
-        content = store.read(name)
-        if content is not None:
-            partial = run / f".{name}.partial"
-            with storage_errors(partial):
-                partial.write_bytes(content)
-                os.replace(partial, run / name)
-
-
-def _last_step(metrics: Path) -> int:
-    """Return the last step of a metrics.jsonl, whose last line a kill may have cut off; -1 without any."""
-    last = -1
-    if metrics.exists():
-        for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                last = int(json.loads(line)["step"])
-    return last
+    sizes = store.sizes("")
+    for name in (name for name in HISTORY if name in sizes):
+        partial = run / f".{name}.partial"
+        with storage_errors(partial):
+            store.download(name, partial, sizes[name])
+            os.replace(partial, run / name)
 
 
 def committed(store: ObjectStore) -> list[str]:

@@ -117,6 +117,11 @@ def losses(outcome: Outcome) -> list[float | None]:
     return [record["loss"] for record in outcome.metrics]
 
 
+def is_same(loss: float, norm: float, tolerance: float) -> bool:
+    """Whether largest relative differences of loss and gradient norm are those of one curve."""
+    return loss <= tolerance and norm <= NORM_TOLERANCE_FACTOR * tolerance
+
+
 def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp32") -> tuple[str, bool]:
     """Compare the outcomes with the first strategy that ran, the reference.
 
@@ -128,7 +133,7 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
     rows, agree = [], not broken and len(ran) >= min(2, len(outcomes))
     for outcome in ran:
         loss, norm = (largest_difference(outcome, ran[0], key) for key in ("loss", "grad_norm"))
-        same = loss <= tolerance and norm <= NORM_TOLERANCE_FACTOR * tolerance
+        same = is_same(loss, norm, tolerance)
         agree = agree and same
         # with a value missing, the reference does not even agree with itself
         shown = ["reference"] * 2 if outcome is ran[0] and same else [f"{loss:.1e}", f"{norm:.1e}"]

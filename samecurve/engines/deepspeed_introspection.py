@@ -50,15 +50,17 @@ def skip_at_smallest_scale(engine: deepspeed.DeepSpeedEngine) -> None:
         scaler.raise_error_at_min_scale = False
 
 
-def grow_after_step(engine: deepspeed.DeepSpeedEngine) -> Callable[[], None]:
+def grow_after_step(engine: deepspeed.DeepSpeedEngine) -> Callable[[], None] | None:
     """Make fp16's loss scale double between two steps, by a call of the returned function after each applied one.
+
+    None without a dynamic scale.
 
     DeepSpeed 0.19.8 doubles it in the middle of a step, before it divides the gradients by it
     (runtime/zero/stage_1_and_2.py, stage3.py): that step applies half of its gradient.
     """
     scaler = dynamic_scaler(engine)
     if scaler is None:
-        return lambda: None
+        return None
     update = scaler.update_scale
     scaler.update_scale = lambda overflow: update(overflow) if overflow else None
     return lambda: update(overflow=False)

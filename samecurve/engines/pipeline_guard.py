@@ -43,7 +43,7 @@ class PipelineGuard:
         )
         if not self.refused:
             self._take_model_step(lr_kwargs)
-            if self._engine.was_step_applied():
+            if self._grow_scale and self._engine.was_step_applied():
                 self._grow_scale()
             return
         if isinstance(self._optimizer, DeepSpeedZeroOptimizer):  # whose zero_grad clears the weights' own only

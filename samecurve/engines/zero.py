@@ -129,7 +129,7 @@ class ZeroEngine:
         may_rescale = self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
-        if applied and self.scaler is not None:
+        if applied and self.grow_scale:
             self.grow_scale()
         read()
         mean = sums.loss / tokens

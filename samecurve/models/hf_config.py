@@ -34,7 +34,6 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import choose_attention
 from samecurve.specs.data_names import CHATML
-from samecurve.specs.model_families import POSITIONS_AFTER_PADDING
 
 # With transformers 5.23, a token of these families changes the logits of earlier positions, whatever the config says.
 _NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
@@ -132,20 +131,13 @@ def model_config(
         raise ConfigurationError(
             "model: is_decoder is true, which hides the tokens after a masked one; set it to false"
         )
-    if head.kind == "causal_lm" and config.model_type in POSITIONS_AFTER_PADDING:
-        text = f"a {config.model_type} numbers positions from behind its padding token on, and rows of text from 0 on"
-        raise ConfigurationError(f"model: {text}; choose a decoder, for example llama")
     for key, value in head.fields.items():
         setattr(config, key, value)
     if config.vocab_size < vocabulary_size:
         _make_room(recipe, config, vocabulary_size)
     length, positions = recipe.batch.sequence_length, getattr(config, "max_position_embeddings", None)
-    padding = 1 if config.model_type == "mpnet" else config.pad_token_id or 0  # MPNet's does not follow its config
-    first = padding + 1 if config.model_type in POSITIONS_AFTER_PADDING else 0
-    if positions is not None and 0 < positions < length + first:  # -1 where there is no limit
-        why = f", of which {config.model_type} uses those from {first} on" if first else ""
-        text = f"found {length}, but the model's max_position_embeddings is {positions}{why}"
-        text += f"; use at most {positions - first}"
+    if positions is not None and 0 < positions < length:  # -1 where there is no limit
+        text = f"found {length}, but the model's max_position_embeddings is {positions}; use at most {positions}"
         raise ConfigurationError(f"batch.sequence_length: {text}")
     config._attn_implementation = choose_attention(recipe, config, model_class, head.kind)
     return config

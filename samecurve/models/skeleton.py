@@ -16,7 +16,15 @@ from transformers.integrations import deepspeed as deepspeed_integration
 from samecurve.config.schema import Adapter, Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import lora as adapters
-from samecurve.models.hf_config import CAUSAL, Head, check_causal, check_state, model_config, reason, without_pooler
+from samecurve.models.hf_config import (
+    CAUSAL,
+    Head,
+    check_causal,
+    check_state,
+    model_config,
+    reason,
+    without_pooler,
+)
 
 
 def build_skeleton(
@@ -38,6 +46,7 @@ def build_skeleton(
             f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "
             f"({reason(error)}); correct model.attention or the model's config"
         ) from error
+    _check_positions(model, head, recipe.batch.sequence_length)
     if head.kind == "causal_lm":
         check_causal(model)
     check_state(model)
@@ -45,6 +54,29 @@ def build_skeleton(
         adapters.inject(model, recipe.adapter)
         adapters.check_targets(model, recipe.adapter)
     return model
+
+
+def _check_positions(model: PreTrainedModel, head: Head, sequence_length: int) -> None:
+    """Check the length of rows where positions are numbered from behind the padding token's id on, as in RoBERTa.
+
+    Such a model's table of positions has the padding token's row, and it has fewer positions than its config says.
+
+    Raises:
+        ConfigurationError: the rows are too long, or causal: those are numbered from 0 on.
+    """
+    tables = [table for name, table in model.named_modules() if name.endswith(".position_embeddings")]
+    padding = [getattr(table, "padding_idx", None) for table in tables]  # I-BERT's is no nn.Embedding
+    first = max((1 + each for each in padding if each is not None), default=0)
+    if not first:
+        return
+    family, positions = model.config.model_type, model.config.max_position_embeddings
+    if head.kind == "causal_lm":
+        text = f"a {family} numbers positions from behind its padding token on, and rows of text from 0 on"
+        raise ConfigurationError(f"model: {text}; choose a decoder, for example llama")
+    if positions < sequence_length + first:
+        text = f"found {sequence_length}, but the model's max_position_embeddings is {positions}, of which {family}"
+        fix = f"use at most {positions - first}"
+        raise ConfigurationError(f"batch.sequence_length: {text} uses those from {first} on; {fix}")
 
 
 def construct(

@@ -82,23 +82,19 @@ def _width(job: Job) -> int:
     return FP32 if job.precision == "fp32" else 2
 
 
-def _local(job: Job, weight: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of a rank's part of a weight under tensor parallelism, which cuts matrices only."""
-    rows, columns = weight
-    return (rows // job.layout.tp, columns) if columns > 1 else weight
+def _cut(job: Job, weights: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the shapes of a rank's parts of weights under tensor parallelism, which cuts matrices only."""
+    return [(rows // job.layout.tp, columns) if columns > 1 else (rows, columns) for rows, columns in weights]
 
 
 def _elements(job: Job, weights: Iterable[tuple[int, int]]) -> int:
-    return sum(math.prod(_local(job, each)) for each in weights)
+    return sum(map(math.prod, _cut(job, weights)))
 
 
-def _padded(job: Job, weights: Iterable[tuple[int, int]], cut: bool = True) -> int:
+def _padded(job: Job, parts: Iterable[tuple[int, int]]) -> int:
     """Elements of an FSDP2 unit; each weight's rows are padded to a multiple of the ranks that share it."""
-    ranks, total = max(job.layout.shard, 1), 0
-    for weight in weights:
-        rows, columns = _local(job, weight) if cut else weight
-        total += -(-rows // ranks) * ranks * columns
-    return total
+    ranks = max(job.layout.shard, 1)
+    return sum(-(-rows // ranks) * ranks * columns for rows, columns in parts)
 
 
 def _numbers(job: Job) -> Iterator[Exchange]:
@@ -134,10 +130,10 @@ def _fully_sharded(job: Job) -> list[Exchange]:
     """FSDP2: each layer is gathered for forward and backward; the last unit (head, tied embedding) once."""
     shape, layout, count = job.shape, job.layout, job.grad_accum
     layers = shape.layers * _layer(job)
-    embedding, last = _padded(job, shape.embedding_weights), [*shape.final_weights, *shape.head_weights]
+    embedding, last = _padded(job, _cut(job, shape.embedding_weights)), [*shape.final_weights, *shape.head_weights]
     if shape.tied:
         last, embedding = [*last, *shape.embedding_weights], 0
-    once, twice = _padded(job, last), layers + embedding
+    once, twice = _padded(job, _cut(job, last)), layers + embedding
     reduced = FP32 * (once + twice) * (1 if job.reduces_once else count)
     replicas = layout.dp // max(layout.shard, 1)
     return [
@@ -149,10 +145,12 @@ def _fully_sharded(job: Job) -> list[Exchange]:
 
 def _layer(job: Job) -> int:
     """Elements of a layer that are gathered. Of experts that are spread, those that other ranks hold, too."""
-    layout, mlp, router = job.layout, job.shape.mlp_weights, job.shape.router_weights
-    whole = _padded(job, job.shape.layer_weights) - _padded(job, router) + _padded(job, router, cut=False)
-    own = 0 if layout.shard == layout.ep else sum(map(math.prod, mlp)) // layout.ep
-    return whole if layout.ep == 1 else whole - _padded(job, mlp) + own
+    shape, layout = job.shape, job.layout
+    if layout.ep == 1:
+        mlp = _padded(job, _cut(job, shape.mlp_weights))
+    else:
+        mlp = 0 if layout.shard == layout.ep else sum(map(math.prod, shape.mlp_weights)) // layout.ep
+    return _padded(job, _cut(job, shape.attention_weights)) + _padded(job, shape.router_weights) + mlp
 
 
 def _dispatch(job: Job) -> Exchange:

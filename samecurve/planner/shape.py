@@ -91,9 +91,13 @@ class ModelShape:
     @property
     def layer_weights(self) -> list[tuple[int, int]]:
         """Shapes of one layer's weights, (n, 1) for vectors; those of all experts together."""
+        return [*self.attention_weights, *self.mlp_weights, *self.router_weights]
+
+    @property
+    def attention_weights(self) -> list[tuple[int, int]]:
+        """Shapes of one layer's attention, and of its norms and biases, which are vectors."""
         width, kv = self.attention_width, round(self.attention_width * self.kv_share)
         matrices = [(width, self.hidden), (kv, self.hidden), (kv, self.hidden), (self.hidden, width)]
-        matrices += self.mlp_weights + self.router_weights
         vectors = [self.hidden] * 2 if self.gated else [*([self.hidden] * 9), self.ffn]
         return [*matrices, *((size, 1) for size in vectors)]
 

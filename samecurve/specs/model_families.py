@@ -124,12 +124,6 @@ COUNTED_EXPERTS = frozenset(
 # Families that were compared with one process under tensor parallelism (tests/distributed/test_tensor_parallel.py).
 TENSOR_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"))
 
-# Families that number positions from behind the padding token's id on, so that they have fewer than their config says.
-POSITIONS_AFTER_PADDING = frozenset(
-    ("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "ibert", "luke")
-    + ("longformer", "mpnet", "xmod", "esm", "lilt", "markuplm")
-)
-
 # Families that were compared with one process under context parallelism (tests/distributed/test_context_parallel.py).
 CONTEXT_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3"))
 

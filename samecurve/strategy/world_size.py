@@ -114,12 +114,10 @@ def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProb
         text = f"found {experts}, but {world} processes do not form groups of {experts} that share the experts"
         fix = f"start a multiple of {experts} processes, or set it to {fitting}"
         yield _at(accelerate, _EXPERTS, f"{text}; {fix}")
-    elif world % (experts * cut) and experts > 1:
-        text = f"found {experts}, but {world} processes do not form {experts} groups of {cut} tensor-parallel processes"
-        yield _at(accelerate, _EXPERTS, f"{text}; start a multiple of {experts * cut}")
-    elif parts > 1 and cut > 1 and world % (parts * cut):
-        text = f"found {parts}, but {world} processes do not form {parts} groups of {cut} tensor-parallel processes"
-        yield _at(accelerate, tuple(strategy.context_key.split(".")), f"{text}; start a multiple of {parts * cut}")
+    elif (shared := max(experts, parts)) > 1 and cut > 1 and world % (shared * cut):  # never both
+        text = f"found {shared}, but {world} processes do not form {shared} groups of {cut} tensor-parallel processes"
+        key = _EXPERTS if experts > 1 else tuple(strategy.context_key.split("."))
+        yield _at(accelerate, key, f"{text}; start a multiple of {shared * cut}")
     elif world % parts:
         fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
         text = f"found {parts}, but {world} processes do not form groups of {parts}"
