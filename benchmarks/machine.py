@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 from pathlib import Path
+
+from samecurve.specs.environment import processor, version
+
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
+
+
+def description() -> str:
+    """Cores, processor and versions, for a page's line about its machine."""
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return f"{os.cpu_count()} cores of {processor()}; Python {platform.python_version()}, {versions}"
 
 
 def said(*command: str) -> str | None:

@@ -21,11 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.machine import description  # noqa: E402
 from benchmarks.markdown import table  # noqa: E402
-from samecurve.specs.environment import processor, version  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "full_run.json", ROOT / "docs" / "full_run.md"
-PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
 KINDS = ("passed", "failed", "errors", "skipped")
 
 
@@ -37,8 +36,8 @@ def main() -> None:
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     found = parse(arguments.log.read_text(encoding="utf-8"))
-    machine = f"{processor()}; " + ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    results[arguments.shard] = found | {"commit": arguments.commit, "date": str(date.today()), "machine": machine}
+    origin = {"commit": arguments.commit, "date": str(date.today()), "machine": description()}
+    results[arguments.shard] = found | origin
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(page(results), encoding="utf-8")
     print(PAGE)

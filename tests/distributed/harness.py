@@ -11,12 +11,13 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import forked
 import pytest
 
+from benchmarks.machine import commit, description
 from samecurve.config.overrides import latest_overrides
 from samecurve.storage.atomic import utc_timestamp
 
@@ -243,7 +244,12 @@ def append_result(record: dict) -> None:
     """A line for scripts/reliability.py, when $SAMECURVE_FAULT_RESULTS names a file."""
     if RESULTS in os.environ:
         with open(os.environ[RESULTS], "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record | {"time": utc_timestamp()}) + "\n")
+            stream.write(json.dumps(record | origin() | {"time": utc_timestamp()}) + "\n")
+
+
+@cache
+def origin() -> dict:
+    return {"machine": description(), "commit": commit("benchmarks/faults")}
 
 
 def free_port() -> int:

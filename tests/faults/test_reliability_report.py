@@ -59,7 +59,7 @@ def written(tmp_path: Path, *arguments: str) -> str:
 
 
 def cells(page: str, first: str) -> list[list[str]]:
-    rows = re.findall(rf"^\| {re.escape(first)} +\|.*$", page, re.MULTILINE)
+    rows = re.findall(rf"^\| {re.escape(first)} \|.*$", page, re.MULTILINE)
     return [[cell.strip() for cell in row.split("|")[2:-1]] for row in rows]
 
 

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from bench_scale import fork, free_port  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
+from benchmarks.scale.counting import fork, free_port  # noqa: E402
 from samecurve.checkpoint import commit  # noqa: E402
 from samecurve.checkpoint.manifest import file_name  # noqa: E402
 from samecurve.checkpoint.resume import CheckpointSelector  # noqa: E402

@@ -1,0 +1,1 @@
+"""What became of runs that something happened to: scripts/reliability.py."""

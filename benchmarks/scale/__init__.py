@@ -1,0 +1,1 @@
+"""What runs beside the engine, by number of ranks: scripts/bench_scale.py."""
