@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import dropout
 from samecurve.models.attention import context, head_tail, varlen
+from samecurve.models.hf_config import is_classifier
 from samecurve.models.skeleton import construct
 from samecurve.specs.model_families import CONTEXT_PARALLEL
 
@@ -37,11 +39,13 @@ class SequencePart:
 
     Attributes:
         is_balanced: whether it is the two chunks of head_tail.chunks, else consecutive tokens.
+        by_model: whether the model cuts and joins the rows itself, see `cut_within`.
     """
 
     index: int = 0
     count: int = 1
     is_balanced: bool = False
+    by_model: bool = False
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -58,11 +62,9 @@ class SequencePart:
         rows, length = batch.inputs["input_ids"].shape
         if length % (self.count * len(self.chunks)) and batch.facts:  # of the documents without that padding
             batch = replace(batch, facts=batch.facts._replace(documents=None))
-        given = {"position_ids": torch.arange(length).expand(rows, -1), **batch.inputs}
-        inputs = {
-            name: self._padded(tensor, 0) if name in _OF_WHOLE_ROWS else self.own(tensor)
-            for name, tensor in given.items()
-        }
+        if self.by_model:
+            return batch
+        inputs = self.cut_inputs(batch.inputs)
         if not batch.is_by_token:
             return replace(batch, inputs=inputs)
         by_token = {name: tensor for name, tensor in batch.targets.items() if tensor.shape[:2] == (rows, length)}
@@ -72,6 +74,15 @@ class SequencePart:
         facts = batch.facts and batch.facts._replace(positions=positions)
         found = replace(batch, inputs=inputs, targets=targets, facts=facts)
         return found.pin_memory() if pins else found
+
+    def cut_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Cut a model's inputs, (rows, tokens) each, to this rank's tokens; see `cut`."""
+        ids = inputs["input_ids"]
+        given = {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1), **inputs}
+        return {
+            name: self._padded(tensor, 0) if name in _OF_WHOLE_ROWS else self.own(tensor)
+            for name, tensor in given.items()
+        }
 
     def own(self, tensor: Tensor, padding: int = 0) -> Tensor:
         """Return this rank's part of (rows, tokens), with `padding` behind the last token."""
@@ -89,10 +100,11 @@ class SequencePart:
         return functional.pad(tensor, (0, missing), value=padding) if missing else tensor
 
 
-def part_of(strategy: Strategy, mesh: Mesh) -> SequencePart:
+def part_of(strategy: Strategy, mesh: Mesh, model: PreTrainedModel) -> SequencePart:
     """Return the tokens of each row that this rank computes."""
     kind = context.KINDS.get(strategy.context_parallel)
-    return SequencePart(mesh.dims.index(mesh.rank, "cp"), mesh.dims.cp, kind is not None and kind.is_balanced)
+    is_balanced, by_model = kind is not None and kind.is_balanced, is_classifier(model)
+    return SequencePart(mesh.dims.index(mesh.rank, "cp"), mesh.dims.cp, is_balanced, by_model)
 
 
 def build(
@@ -105,7 +117,10 @@ def build(
     """
     check(skeleton, recipe, strategy)
     model = construct(type(skeleton), config_of(skeleton, strategy, mesh), torch.device("meta"), adapter)
-    cut_rotary_angles(model, part_of(strategy, mesh))
+    part = part_of(strategy, mesh, skeleton)
+    cut_rotary_angles(model, part)
+    if part.by_model:
+        cut_within(model, part, mesh)
     return model
 
 
@@ -131,7 +146,7 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
         found.append(f"{text}; set model.attention to sdpa, or use a family that has it")
     # Of attention's probabilities (heads, queries, keys) only whole heads, without padding, are consecutive values.
     by_heads = strategy.context_parallel == context.Ulysses.name and not recipe.data.group_by_length
-    whole_heads = by_heads and strategy.dims.tp == 1 and recipe.batch.sequence_length % size == 0
+    whole_heads = by_heads and recipe.batch.sequence_length % size == 0
     rates = {key: rate for key, rate in dropout.rates(config).items() if "att" in key and not whole_heads}
     if rates:
         named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
@@ -174,14 +189,34 @@ def _own_angles(part: SequencePart, module: nn.Module, inputs: Any, angles: tupl
     return tuple(part.own(each) for each in angles)
 
 
+def cut_within(model: PreTrainedModel, part: SequencePart, mesh: Mesh) -> None:
+    """Cut whole rows at the entry of a classifier's body, and join its scores of the tokens (rows, tokens, classes).
+
+    The forward of transformers' classifiers finds each row's last token by its ids, and takes the scores of that token.
+    """
+
+    def cut(_body: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[tuple[Tensor], dict[str, Any]]:
+        given = {name: kwargs[name] for name in _OF_WHOLE_ROWS if kwargs.get(name) is not None}
+        own = part.cut_inputs({"input_ids": args[0], **given})
+        return (own.pop("input_ids"),), kwargs | own
+
+    def join(_score: nn.Module, _args: Any, scores: Tensor) -> Tensor:
+        return _joined(scores, part, mesh)
+
+    model.base_model.register_forward_pre_hook(cut, with_kwargs=True)
+    model.get_submodule("score").register_forward_hook(join)
+
+
 def gather_outputs(outputs: Tensor, part: SequencePart, mesh: Mesh, length: int) -> Tensor:
     """Put the outputs of all ranks of the group, (rows, own tokens, ...) each, together to whole rows.
 
     The gradient of a rank's own tokens is the sum of those that all ranks have of them.
     """
-    if part.count == 1:
-        return outputs
-    return part.join(context.all_gather(outputs, 1, mesh.devices["cp"].get_group()))[:, :length]
+    return outputs if part.count == 1 or part.by_model else _joined(outputs, part, mesh)[:, :length]
+
+
+def _joined(outputs: Tensor, part: SequencePart, mesh: Mesh) -> Tensor:
+    return part.join(context.all_gather(outputs, 1, mesh.devices["cp"].get_group()))
 
 
 def sum_parts(sums: Tensor, mesh: Mesh) -> Tensor:

@@ -105,9 +105,13 @@ def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, Part]:
     if mesh.dims.tp == 1:
         return {}
     index, count, found = mesh.dims.place(mesh.rank)["tp"], mesh.dims.tp, {}
+    # Ulysses divides a rank's heads once more, over ranks that then have whole rows; no other exchange of rows allows
+    # attention to drop (see context_parallel.check)
+    own = mesh.dims.place(mesh.rank)["cp"]
+    heads = Part(1, index * mesh.dims.cp + own, count * mesh.dims.cp, of_chunks=mesh.dims.cp == 1)
     for name, style in _resolve(model, mesh.dims).items():
         if _is_by_head(name, style):
-            found[name.rpartition(".")[0]] = Part(axis=1, index=index, count=count)
+            found[name.rpartition(".")[0]] = heads
         elif style == "rowwise":
             found[f"{name}.lora_dropout.{lora.NAME}"] = Part(axis=-1, index=index, count=count)
     return found

@@ -71,7 +71,7 @@ class TorchEngine:
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         matrices = factory.hidden_matrices(skeleton, self.shapes)
         self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
-        part = context_parallel.part_of(plan.strategy, self.mesh)
+        part = context_parallel.part_of(plan.strategy, self.mesh, skeleton)
         if part.count > 1:
             task.sum_parts = partial(context_parallel.sum_parts, mesh=self.mesh)
         model = factory.cast_weights(self._build(part), settings)

@@ -49,11 +49,12 @@ _NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")  # keys of a 
 
 
 class Part(NamedTuple):
-    """The part of the values that this rank drops: the `index`-th of `count` equal parts along `axis`."""
+    """What a rank drops of its chunks, or of whole sequences: part `index` of `count` equal ones along `axis`."""
 
     axis: int
     index: int
     count: int
+    of_chunks: bool = True
 
 
 class KeyedRows(Protocol):
@@ -142,9 +143,8 @@ class DropoutKeys:
         assert batch.places is not None, "only training rows have keys"
         each = len(next(iter(batch.inputs.values()))) // len(batch.places)  # sequences of a row
         sequences = (batch.places.numpy()[:, None] * each + np.arange(each)).ravel()
-        sites = np.array(self._sites, dtype=np.uint64)
-        keys = keys_of(self.seed, batch.step, np.append(sequences, _NO_SEQUENCE), sites)
-        return keys.to(self.device, non_blocking=True)
+        sites, sequences = np.array(self._sites, dtype=np.uint64), np.append(sequences, _NO_SEQUENCE)
+        return keys_of(self.seed, batch.step, sequences, sites).to(self.device, non_blocking=True)
 
 
 class DropoutPlace:
@@ -188,7 +188,8 @@ class DropoutPlace:
                 "by row; set the dropout rates and router noise of model.config to 0, or use another family"
             )
         length, chunks = values.numel() // len(own), self._keys.chunks
-        if not has_rows or chunks == (0,):
+        of_chunks = self._part is None or self._part.of_chunks
+        if not (has_rows and of_chunks) or chunks == (0,):
             return own, length
         length //= len(chunks)
         # of a chunk, too, this rank may have a part only

@@ -67,7 +67,6 @@ class TaskSpec:
 _TEXTS = ("data.text_column", "data.mixture", "data.streaming")
 _CHAT = ("data.prompt_column", "data.chat", "tokenizer.chat_template")
 _CONVERSATIONS = ("data.messages_column", "data.completion_column", "data.train_on", *_CHAT)
-_LAST_TOKEN = "transformers takes a row's last token within the model, and only one rank has it"
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)
 
 TASKS = {
@@ -130,7 +129,6 @@ TASKS = {
         PREFERENCES,
         (*_PREFERENCES, "tokenizer.pad_token", "reward.center_rewards_coefficient"),
         row="two answers to one prompt",
-        undivided=_LAST_TOKEN,
         chats=True,
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
@@ -140,7 +138,6 @@ TASKS = {
         MODULES,
         ("data.text_column", "data.text_pair_column", "data.label_column", "data.labels", "tokenizer.pad_token"),
         row="one text",
-        undivided=_LAST_TOKEN,
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
         predicts="'a text'",

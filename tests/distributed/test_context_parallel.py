@@ -66,6 +66,25 @@ def test_families_on_packed_rows(family, way, world, workspace):
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_and_rows_are_cut(way, family, workspace):
     """Two parts of every layer, two of every row, and shards over the latter."""
+    config = config_of(family, num_key_value_heads=2)
+    run = cut_twice(workspace, way, config, PACKED)
+    facts = run.facts
+    assert (facts["tensor_parallel_size"], facts["context_parallel_size"]) == (2, 2)
+    assert (facts["context_parallel"], facts["data_parallel_size"], facts["sharded"]) == (WAYS[way], 1, True)
+    assert facts["gradient_accumulation_steps"] == 2
+    assert_equal(run, short_run(workspace, None, 1, 8, config, PACKED))
+
+
+@pytest.mark.parametrize("family", long("llama", "phi3"))
+def test_each_rank_drops_its_heads_of_whole_rows(family, workspace):
+    """Tensor parallelism gives a rank half of the heads, and Ulysses half of those."""
+    config = config_of(family, num_key_value_heads=2, attention_dropout=0.2)
+    run = cut_twice(workspace, "fsdp_ulysses", config, PACKED, "memory.activation_checkpointing=full")
+    assert run.facts["dropout"]["attention_dropout"] == 0.2
+    assert_equal(run, short_run(workspace, None, 1, 8, config, PACKED))
+
+
+def cut_twice(workspace, way: str, *overrides: str):
     word, key = ("ulysses", "sp_size") if way == "fsdp_ulysses" else ("cp", "cp_size")
     path = workspace.folder / "cut_twice" / way / f"fsdp_tp_{word}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,14 +92,7 @@ def test_layers_and_rows_are_cut(way, family, workspace):
     block = {"parallelism_config_tp_size": 2, f"parallelism_config_{key}": 2}
     block |= {"parallelism_config_cp_comm_strategy": "alltoall"} if way == "ring" else {}
     path.write_text(yaml.safe_dump(content | {"parallelism_config": block}))
-    config = config_of(family, num_key_value_heads=2)
-    expected = short_run(workspace, None, 1, 8, config, PACKED)
-    run = short_run(workspace, path, 4, 4, config, PACKED)
-    facts = run.facts
-    assert (facts["tensor_parallel_size"], facts["context_parallel_size"]) == (2, 2)
-    assert (facts["context_parallel"], facts["data_parallel_size"], facts["sharded"]) == (WAYS[way], 1, True)
-    assert facts["gradient_accumulation_steps"] == 2
-    assert_equal(run, expected)
+    return short_run(workspace, path, 4, 4, *overrides)
 
 
 def test_the_families_are_all_that_are_allowed():

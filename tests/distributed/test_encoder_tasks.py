@@ -40,7 +40,10 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
 }
 AUTO = {"classify": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
+CUT_ROWS = ("fsdp_cp", "fsdp_ulysses", "fsdp_tp_cp")
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
+ENGINES |= dict.fromkeys(CUT_ROWS, "FSDP{}")
+WORLDS = {"single": 1, "fsdp_tp_cp": 4}
 MODELS = {
     ("classify", "bert"): "BertForSequenceClassification",
     ("classify", "llama"): "LlamaForSequenceClassification",
@@ -150,7 +153,7 @@ def hidden(found, path):
 
 
 ALL = {(task, name) for task in MODELS for name in ("single", "ddp", "fsdp", "zero2", "zero3")}
-ALL |= {(("classify", "llama"), "tp")}
+ALL |= {(("classify", "llama"), name) for name in ("tp", *CUT_ROWS)}
 EVERY_DAY = {
     ("classify", "bert"): ("single", "ddp", "zero3"),
     ("mlm", "bert"): ("single", "ddp", "fsdp"),
@@ -164,7 +167,7 @@ CASES += long(*((*task, name) for task, name in sorted(ALL) if name not in EVERY
 def test_follows_the_plain_loop(task, family, strategy, workspace, settings):
     expected = settings[task, family]
     run = start(workspace, expected, strategy)
-    assert run.facts["strategy"] == strategy and run.facts["world_size"] == (1 if strategy == "single" else 2)
+    assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine").format(MODELS[task, family])
     assert run.column("tokens") == expected.counts
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
@@ -172,9 +175,9 @@ def test_follows_the_plain_loop(task, family, strategy, workspace, settings):
     assert relative_l2(run.weights, expected.weights) < 1e-4
 
 
-def start(workspace, expected: Setting, strategy: str, world: int = 2):
-    alone = strategy == "single"
-    run = workspace.run(None if alone else strategy, 1 if alone else world, *expected.overrides)
+def start(workspace, expected: Setting, strategy: str):
+    name = None if strategy == "single" else strategy
+    run = workspace.run(name, WORLDS.get(strategy, 2), *expected.overrides)
     assert run.returncode == 0, run.output
     return run
 

@@ -153,10 +153,11 @@ EVERY_DAY = [
     ("dpo", "tp"),
     ("dpo", "pipeline_1f1b"),
     ("reward", "fsdp"),
+    ("reward", "fsdp_cp"),
 ]
 CASES = EVERY_DAY + long(
     *(("dpo", name) for name in ("ddp", "zero2", *CUT_ROWS, *SCHEDULES) if name != "pipeline_1f1b"),
-    *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp")),
+    *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp", "fsdp_ulysses", "fsdp_tp_cp")),
 )
 
 
@@ -176,6 +177,21 @@ def test_follows_the_plain_loop(task, strategy, workspace, files, settings):
         assert record["tokens_per_second"] * record["step_seconds"] > 8 * 2 * 10  # tokens, and not the 8 pairs
     assert relative_l2(run.weights, expected.weights) < 1e-4
     check_evaluation(task, run, files, expected)
+
+
+@pytest.mark.parametrize("grouped", long(False, True))
+def test_a_reward_of_divided_rows_is_that_of_the_last_token(grouped, workspace, settings):
+    """Of rows that the number of chunks does not divide, and whose last token any of the ring's ranks may have."""
+    overrides = (*settings["reward"].overrides, "batch.sequence_length=59", f"data.group_by_length={grouped}".lower())
+    alone = start(workspace, "single", *overrides)
+    run = workspace.run(workspace.ring, 4, *overrides)
+    assert run.returncode == 0, run.output
+    assert (run.facts["context_parallel_size"], run.facts["context_parallel"]) == (2, "ring")
+    assert largest_relative_difference(run.column("loss"), alone.column("loss")) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), alone.column("grad_norm")) < 1e-4
+    assert relative_l2(run.weights, alone.weights) < 1e-4
+    for key in ("eval_loss", "eval_margin", "eval_accuracy"):
+        assert run.metrics[-1][key] == pytest.approx(alone.metrics[-1][key], rel=1e-4), key
 
 
 def start(workspace, strategy: str, *overrides: str):
