@@ -87,7 +87,7 @@ def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_
     """
     strategy = plan.strategy
     # `auto` must not become what the strategies' own rules refuse
-    if strategy.zero_stage == 3 or strategy.family == "schedule" or max(strategy.dims.cp, strategy.dims.ep) > 1:
+    if strategy.zero_stage == 3 or strategy.family == "schedule" or strategy.dims.ep > 1:
         return "off", f"{strategy.name} cannot be compiled"
     try:
         coverage.refuse(plan.recipe)

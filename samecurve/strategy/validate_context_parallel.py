@@ -24,7 +24,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "model.kernels": (("torch", None), f"Liger's kernels {_UNTESTED}"),
     "model.attention": (("auto", "sdpa", "varlen"), "the ranks that share a row cannot exchange its inputs"),
     "loss.implementation": (("auto", "full", "chunked"), f"Liger's kernel {_UNTESTED}"),
-    "compile": (("off", "auto", False, None), f"a compiled layer {_UNTESTED}"),
+    "compile": (("off", "auto", "regional", False, None), f"a whole compiled model {_UNTESTED}"),
     "memory.activation_checkpointing": (("none", "full", "selective"), f"this kind of recomputation {_UNTESTED}"),
 }
 

@@ -24,6 +24,7 @@ WAYS = {**CONTEXT, "ring": "ring"}  # the last one is fsdp_cp with another cp_co
 OPTIONS_OF = {**WAYS, "fsdp_tp_cp": "allgather"}
 PACKED = "data.packing=true"
 ONCE = "memory.gradient_sync=last_micro_batch"
+COMPILED = "compile=regional"
 # a length that the ranks do not divide, at the head all at once and in layers that are computed twice
 UNDIVIDED = (
     PACKED,
@@ -113,14 +114,17 @@ def test_the_families_are_all_that_are_allowed():
             ("fsdp_ulysses", (PACKED, config_of("llama", attention_dropout=0.2))),
             *((way, (config_of("phi3", resid_pdrop=0.2, embd_pdrop=0.1),)) for way in OPTIONS_OF),
             ("fsdp_tp_cp", UNDIVIDED),
+            *((way, (PACKED, COMPILED)) for way in OPTIONS_OF),
+            *((way, (PACKED, COMPILED, "memory.activation_checkpointing=full")) for way in ("fsdp_cp", "fsdp_tp_cp")),
             *((way, ("data.group_by_length=true", "batch.sequence_length=50")) for way in WAYS),
         ),
     ],
 )
 def test_options(way, overrides, workspace):
-    expected = short_run(workspace, None, 1, 8, *(each for each in overrides if each != ONCE))
+    expected = short_run(workspace, None, 1, 8, *(each for each in overrides if each not in (ONCE, COMPILED)))
     run = context_run(workspace, way, 4 if way == "fsdp_tp_cp" else 2, 4, *overrides)
     assert_equal(run, expected)
+    assert ("recompilations" in run.metrics[0]) == (COMPILED in overrides)
     for key in ("eval_loss", "eval_tokens"):
         assert run.metrics[-1][key] == pytest.approx(expected.metrics[-1][key], rel=1e-5)
 

@@ -169,6 +169,7 @@ class Ring(ContextAttention):
         first = varlen.first_visible(length=q_length * self.size, **arguments)
         return ring.RingMask.of(head_tail.cut(first, self.group.rank(), self.size, dim=1))
 
+    @torch.compiler.disable  # of torch 2.13, inductor fails on its blocks of varying length
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
