@@ -18,9 +18,8 @@ SIZE = f"{_BLOCK}_ep_size"
 _UNTESTED = "has not been compared with one process under expert parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (("pretrain", "continue_pretrain", "sft"), f"the task {_UNTESTED}"),
     "precision": (("fp32", "bf16"), "in fp16 FSDP divides the gradients of experts that are not sharded once more"),
-    "adapter.name": ((None,), f"an adapter {_UNTESTED}"),
+    "adapter.name": ((None, "lora"), f"this adapter {_UNTESTED}"),
     "fp8": (OFF, "torchao's layers are linear ones, and experts are not"),
     "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),
     "loss.implementation": (("auto", "full", "chunked"), f"Liger's kernel {_UNTESTED}"),
