@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import Measure, TokenSums
-from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead
+from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead, last_scores
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 
@@ -66,6 +67,7 @@ class LocalStages:
         modules: this rank's stages by index, in ascending order.
         owner: the stage of every weight of the model by Hugging Face name; a tied weight's is the first one.
         weights: this rank's weights by Hugging Face name.
+        classifier_padding: the padding token of a classifier, None for other models.
         tied: names of the weights that both the first and the last stage have, on different ranks.
         layers_per_stage: of all stages.
 
@@ -80,7 +82,9 @@ class LocalStages:
         autocast: torch.dtype | None,
         mesh: Mesh,
         measures: Measures | None = None,
+        classifier_padding: int | None = None,
     ):
+        self.classifier_padding = classifier_padding
         self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
         self.schedule = SCHEDULES[self.name]
         self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
@@ -154,15 +158,14 @@ class LocalStages:
                 (own if self.owner[name] in self.modules else others).append(weight)
         return own, others
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, hidden_size: int, labels: Tensor | None = None
-    ) -> Tensor | None:
+    def forward(self, batch: MicroBatch, hidden_size: int, labels: Tensor | None = None) -> Tensor | None:
         """Pass rows through all stages without a gradient. Collective.
 
         Returns:
-            On the rank of the last stage logits, (rows, sequence_length, vocabulary_size), or sums, see StageLayers;
-            None elsewhere.
+            On the rank of the last stage what the model returns (logits, a classifier's scores, hidden states), or
+            sums, see StageLayers; None elsewhere.
         """
+        input_ids, position_ids = inputs(batch)
         hidden = input_ids
         with torch.no_grad():
             for stage in range(self.count):
@@ -180,7 +183,20 @@ class LocalStages:
             if isinstance(module, FSDPModule):  # gathered weights would outlive an update
                 for unit in (each for each in module.modules() if isinstance(each, FSDPModule)):
                     unit.reshard()
-        return hidden if self.has_last else None
+        return self.read_out(hidden, batch) if self.has_last else None
+
+    def read_out(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
+        """Reduce the last stage's outputs to what the model returns: a classifier's scores are those of one token."""
+        if self.classifier_padding is None:
+            return outputs
+        return last_scores(outputs, batch.inputs["input_ids"], self.classifier_padding)
+
+
+def inputs(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch's input_ids and position_ids, (sequences, sequence_length) each. Padding is on the right."""
+    ids = batch.inputs["input_ids"]
+    positions = batch.inputs.get("position_ids")
+    return ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if positions is None else positions
 
 
 def _cut(layers: list[Layer], count: int, strategy: Strategy) -> list[list[Layer]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.profiler import record_function
 
-from samecurve.engines import fsdp, grad_cache, tensor_parallel
+from samecurve.engines import fsdp, grad_cache, schedule_stages, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums, measure_of
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
@@ -31,6 +32,7 @@ from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import dropout
 from samecurve.models.activation_checkpointing import checkpoint_layers
+from samecurve.models.hf_config import is_classifier, output_shape
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
@@ -71,8 +73,9 @@ class ScheduledEngine:
         parts = tensor_parallel.parts(whole, self._mesh)
         self._dropout = dropout.install(whole, self.recipe.seed, self.device, parts=parts)
         checkpoint_layers(whole, self.recipe.memory)
+        padding = skeleton.config.pad_token_id if is_classifier(skeleton) else None
         self._stages = stages = LocalStages(
-            split_layers(whole), plan.strategy, self._autocast, self._mesh, self._measures
+            split_layers(whole), plan.strategy, self._autocast, self._mesh, self._measures, padding
         )
         self._summed = [stages.weights[name] for name in summed if name in stages.weights]
         self._module = nn.ModuleList(stages.modules.values()).train()
@@ -92,7 +95,7 @@ class ScheduledEngine:
         replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
         self.state: State = DTensorShards(trained, self._optimizer, states, replica, saved)
         self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
-        self._targets: list[dict[str, Tensor]] = []  # of the step's micro-batches, for the last stage
+        self._rows: list[MicroBatch] = []  # the step's micro-batches, with all targets, for the last stage
         self._sums: dict[int, Tensor] = {}  # loss and statistics of each
         self._loss_weight = math.nan
         # the last ones are kept, because rows that are grouped by length have many shapes
@@ -148,8 +151,9 @@ class ScheduledEngine:
         rows = [batch.to(self.device) for batch in padded]
         self._dropout.queue(rows)
         self._dropout.use_next()  # the schedule also runs the first rows once to find out shapes
-        self._targets = [each.targets | context for each, context in zip(rows, self._contexts(rows), strict=True)]
-        input_ids, position_ids = (torch.cat([each.inputs[name] for each in rows]) for name in _INPUTS)
+        contexts = self._contexts(rows)
+        self._rows = [replace(each, targets=each.targets | more) for each, more in zip(rows, contexts, strict=True)]
+        input_ids, position_ids = map(torch.cat, zip(*map(schedule_stages.inputs, rows), strict=True))
         inputs = (input_ids,) if stages.has_first else ()
         last = {"target": torch.arange(len(rows))} if stages.has_last else {}
         of_last = {"labels": torch.cat([each.labels for each in rows])} if self._measures else {}
@@ -175,8 +179,9 @@ class ScheduledEngine:
 
         Called once more before, on no values, to find out shapes.
         """
-        targets = self._targets[int(nth)]
-        loss, found = (output, output.new_zeros(0)) if self._measures else self._task.step_loss(output, **targets)
+        batch, loss, found = self._rows[int(nth)], output, output.new_zeros(0)
+        if not self._measures:
+            loss, found = self._task.step_loss(self._stages.read_out(output, batch), **batch.targets)
         self._sums[int(nth)] = torch.cat([loss.detach().reshape(1), found]).double()
         return loss * self._loss_weight
 
@@ -240,14 +245,13 @@ class ScheduledEngine:
             dist.send(logits.float().contiguous(), dst=0)
         if self._mesh.rank != 0:
             return None
-        found = torch.empty(*batch.inputs["input_ids"].shape, self._skeleton.config.vocab_size, device=self.device)
+        found = torch.empty(output_shape(self._skeleton, batch.inputs["input_ids"]), device=self.device)
         dist.recv(found, src=last)
         return found.cpu()
 
     def _run(self, batch: MicroBatch, labels: Tensor | None = None, drops: bool = False) -> Tensor | None:
         self._module.train(drops)
-        input_ids, position_ids = (batch.inputs[name] for name in _INPUTS)
-        found = self._stages.forward(input_ids, position_ids, self._skeleton.config.hidden_size, labels)
+        found = self._stages.forward(batch, self._skeleton.config.hidden_size, labels)
         self._module.train()
         return found
 
@@ -293,5 +297,4 @@ class ScheduledEngine:
         return self._mesh.sum(values, over=DIMENSIONS)
 
 
-_INPUTS = ("input_ids", "position_ids")
 _OF_STAGE = ("dp_replicate", "dp_shard", "tp")  # ranks that differ in these have the same stages

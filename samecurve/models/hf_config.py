@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -174,6 +174,14 @@ def is_remote(config: PreTrainedConfig) -> bool:
 
 def is_classifier(model: PreTrainedModel) -> bool:
     return kind_of(model) == "sequence_classification"
+
+
+def output_shape(model: PreTrainedModel, input_ids: Tensor) -> tuple[int, ...]:
+    """Return the shape of what a model makes of input_ids, (rows, sequence_length); see Task.outputs."""
+    kind, config = kind_of(model), model.config
+    if kind == "sequence_classification":
+        return len(input_ids), len(config.id2label or ())
+    return *input_ids.shape, config.hidden_size if kind == "embedding" else config.vocab_size
 
 
 def kind_of(model: PreTrainedModel) -> str:

@@ -1,8 +1,9 @@
-"""Split a causal language model into the ordered list of layers for a pipeline.
+"""Split a decoder into the ordered list of layers for a pipeline.
 
 Layers pass on the pair (hidden, position_ids): float (micro_batch_size, sequence_length, hidden_size) and int64
 (micro_batch_size, sequence_length). The first layer takes (input_ids, position_ids), the last one returns logits
-(micro_batch_size, sequence_length, vocabulary_size). Run in sequence, the layers equal the model bit for bit.
+(micro_batch_size, sequence_length, vocabulary_size); of a classifier the scores of all tokens, without a head the last
+hidden states. Run in sequence, the layers equal the model bit for bit.
 
 The layers contain the Hugging Face model's own modules, so weights keep their names. Each stage computes from
 position_ids what the model computes once for all layers (rotary angles, attention masks).
@@ -10,6 +11,7 @@ position_ids what the model computes once for all layers (rotary angles, attenti
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -22,6 +24,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
 from samecurve.losses.vocabulary_parallel import HeadWeights, own_part
+from samecurve.models.hf_config import kind_of
 from samecurve.specs.model_families import FAMILIES
 
 Flow = tuple[Tensor, Tensor]
@@ -181,6 +184,10 @@ def split_layers(model: PreTrainedModel) -> list[Layer]:
             f"model: a pipeline cannot split a {model.config.model_type}; use another strategy, or one of the families "
             f"{', '.join(sorted(FAMILIES))}"
         )
+    kind = kind_of(model)
+    if kind == "embedding":  # the names of a model without a head, which has no name in itself
+        names = {key: name.partition(".")[2] for key, name in vars(family).items() if isinstance(name, str)}
+        family = replace(family, **names)
     embedding = TokenEmbedding(_submodule(model, family.embedding, nn.Embedding), family.embedding)
     layers: list[Layer] = [embedding]
     if family.positions:
@@ -189,12 +196,31 @@ def split_layers(model: PreTrainedModel) -> list[Layer]:
         layers.append(PositionEmbedding(learned, _submodule(model, family.dropout, nn.Module), family.positions))
     positions = Positions(model.config, model.get_submodule(family.rotary) if family.rotary else None)
     blocks = _submodule(model, family.layers, nn.ModuleList)
-    for index, (block, kind) in enumerate(zip(blocks, family.kinds(model.config), strict=True)):
-        layers.append(Decoder(block, f"{family.layers}.{index}", kind, positions))
+    for index, (block, attention) in enumerate(zip(blocks, family.kinds(model.config), strict=True)):
+        layers.append(Decoder(block, f"{family.layers}.{index}", attention, positions))
     layers.append(FinalNorm(model.get_submodule(family.norm), family.norm))
-    tied = model.lm_head.weight is embedding.tokens.weight
-    layers.append(TiedHead(embedding) if tied else HeadLayer(model.lm_head, "lm_head"))
+    if kind == "sequence_classification":
+        layers.append(HeadLayer(_submodule(model, "score", nn.Linear), "score"))
+    elif kind == "causal_lm":
+        tied = model.lm_head.weight is embedding.tokens.weight
+        layers.append(TiedHead(embedding) if tied else HeadLayer(model.lm_head, "lm_head"))
     return layers
+
+
+def last_scores(scores: Tensor, input_ids: Tensor, padding: int) -> Tensor:
+    """Take a classifier's scores of each row's last token that is not padding, as transformers does.
+
+    Args:
+        scores: of all tokens, (rows, sequence_length, classes).
+        input_ids: (rows, sequence_length).
+        padding: the padding token.
+
+    Returns:
+        (rows, classes).
+    """
+    rows, length = input_ids.shape
+    places = torch.arange(length, device=input_ids.device) * (input_ids != padding)
+    return scores[torch.arange(rows, device=scores.device), places.argmax(dim=1)]
 
 
 def _submodule(model: PreTrainedModel, name: str, module_class: type[ModuleType]) -> ModuleType:

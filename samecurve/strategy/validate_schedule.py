@@ -82,7 +82,7 @@ def _cut_stages(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         return
     task = value("task")
     if (spec := TASKS.get(task)) and spec.scheduled and not spec.by_token:
-        why = "stages that are cut compute the loss in chunks of tokens, and its rows need whole answers"
+        why = "stages that are cut compute the loss in chunks of tokens, and its loss is one of whole rows"
         yield "task", f"found {task}, but {why}; set parallelism_config_tp_size to 1, or use another strategy"
 
 

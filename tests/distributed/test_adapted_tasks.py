@@ -41,7 +41,7 @@ SHARDED = ("fsdp", "zero3")
 STRATEGIES = ("ddp", "zero2", *SHARDED)
 EVERY_DAY = [("classify", "zero3"), ("reward", "fsdp")]
 CASES = EVERY_DAY + long(*((t, s) for t in FAMILIES for s in STRATEGIES if (t, s) not in EVERY_DAY))
-CASES += long(("reward", "fsdp_cp"), ("reward", "fsdp_ulysses"))
+CASES += long(("reward", "fsdp_cp"), ("reward", "fsdp_ulysses"), ("reward", "pipeline_1f1b"))
 # trained beside the matrices: by peft's name in the file
 HEADS = {
     "classify": {f"{name}.{kind}" for name in ("classifier", "bert.pooler.dense") for kind in ("weight", "bias")},

@@ -16,6 +16,7 @@ import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
 from test_encoder_tasks import BERT, STEPS, Setting, start
 from test_equal_curves import CONTEXT
+from test_pipeline_schedules import ENGINES as SCHEDULES
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
@@ -28,7 +29,7 @@ SEQUENCE_LENGTH, HELD_OUT, TEMPERATURE = 48, 21, 0.1
 COLUMNS = ("anchor", "positive", "negative")
 CLASSES = {"bert": "BertModel", "llama": "LlamaModel"}
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
-ENGINES |= dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDP{}")
+ENGINES |= {**SCHEDULES, **dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDP{}")}
 WORLDS = {"single": 1, "fsdp_tp_cp": 4}
 POOLING = {"bert": "mean", "llama": "last"}
 
@@ -132,7 +133,8 @@ def contrasted(vectors):
 
 
 CASES = [("bert", name) for name in ("single", "ddp", "zero3")] + long(("bert", "fsdp"), ("bert", "zero2"))
-CASES += long(*(("llama", name) for name in ("single", "ddp", "fsdp", "zero2", "zero3", "tp", *CONTEXT, "fsdp_tp_cp")))
+OF_LLAMA = ("single", "ddp", "fsdp", "zero2", "zero3", "tp", *CONTEXT, "fsdp_tp_cp", *SCHEDULES)
+CASES += long(*(("llama", name) for name in OF_LLAMA))
 
 
 @pytest.mark.parametrize(("family", "strategy"), CASES)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
+from test_pipeline_schedules import ENGINES as SCHEDULES
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -42,7 +43,7 @@ BERT = {
 AUTO = {"classify": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
 CUT_ROWS = ("fsdp_cp", "fsdp_ulysses", "fsdp_tp_cp")
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
-ENGINES |= dict.fromkeys(CUT_ROWS, "FSDP{}")
+ENGINES |= {**SCHEDULES, **dict.fromkeys(CUT_ROWS, "FSDP{}")}
 WORLDS = {"single": 1, "fsdp_tp_cp": 4}
 MODELS = {
     ("classify", "bert"): "BertForSequenceClassification",
@@ -153,7 +154,7 @@ def hidden(found, path):
 
 
 ALL = {(task, name) for task in MODELS for name in ("single", "ddp", "fsdp", "zero2", "zero3")}
-ALL |= {(("classify", "llama"), name) for name in ("tp", *CUT_ROWS)}
+ALL |= {(("classify", "llama"), name) for name in ("tp", *CUT_ROWS, *SCHEDULES)}
 EVERY_DAY = {
     ("classify", "bert"): ("single", "ddp", "zero3"),
     ("mlm", "bert"): ("single", "ddp", "fsdp"),
@@ -166,7 +167,7 @@ CASES += long(*((*task, name) for task, name in sorted(ALL) if name not in EVERY
 @pytest.mark.parametrize(("task", "family", "strategy"), CASES)
 def test_follows_the_plain_loop(task, family, strategy, workspace, settings):
     expected = settings[task, family]
-    run = start(workspace, expected, strategy)
+    run = start(workspace, expected, strategy, WORLDS.get(strategy, 2))
     assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine").format(MODELS[task, family])
     assert run.column("tokens") == expected.counts
@@ -175,9 +176,9 @@ def test_follows_the_plain_loop(task, family, strategy, workspace, settings):
     assert relative_l2(run.weights, expected.weights) < 1e-4
 
 
-def start(workspace, expected: Setting, strategy: str):
-    name = None if strategy == "single" else strategy
-    run = workspace.run(name, WORLDS.get(strategy, 2), *expected.overrides)
+def start(workspace, expected: Setting, strategy: str, world: int = 2):
+    alone = strategy == "single"
+    run = workspace.run(None if alone else strategy, 1 if alone else world, *expected.overrides)
     assert run.returncode == 0, run.output
     return run
 

@@ -61,6 +61,12 @@ def test_the_export_of_every_recipe_is_the_trained_model(recipe, strategy, works
     assert difference < 1e-5
 
 
+@pytest.mark.parametrize("strategy", long("pipeline_1f1b", "fsdp_cp", "fsdp_ulysses"))
+def test_the_export_of_a_reward_model_is_the_trained_one(strategy, workspace, file):
+    kind, difference, _ = verified(started(workspace, file, "reward", strategy, "1B"))
+    assert kind == "logits" and difference < 1e-5
+
+
 @pytest.mark.full
 def test_compiled_layers_are_not_compiled_again(workspace):
     run = workspace.run(None, 1, "compile=regional", *SHORT, launcher="python")

@@ -158,6 +158,7 @@ EVERY_DAY = [
 CASES = EVERY_DAY + long(
     *(("dpo", name) for name in ("ddp", "zero2", *CUT_ROWS, *SCHEDULES) if name != "pipeline_1f1b"),
     *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp", "fsdp_ulysses", "fsdp_tp_cp")),
+    *(("reward", name) for name in SCHEDULES),
 )
 
 

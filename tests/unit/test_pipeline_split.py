@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from samecurve.errors import ConfigurationError
-from samecurve.models.pipeline_split import FAMILIES, Decoder, TiedHead, sequential, split_layers
+from samecurve.models.pipeline_split import FAMILIES, Decoder, TiedHead, last_scores, sequential, split_layers
 
 COMMON = {
     "vocab_size": 61,
@@ -70,6 +70,26 @@ def test_sequential_layers_are_the_model(case, tied, attention):
     (logits * weight).sum().backward()
     for (name, parameter), other in zip(model.named_parameters(), cut_model.parameters(), strict=True):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_an_lm_head(case):
+    """A classifier reads the last token that is not padding, wherever that is; a bare model returns hidden states."""
+    model_type, fields = CASES[case]
+    config = AutoConfig.for_model(model_type, **fields, pad_token_id=60, num_labels=3)
+    input_ids = torch.randint(0, 60, (3, 12), generator=torch.Generator().manual_seed(1))
+    input_ids[0, 7:], input_ids[2, 1:] = 60, 60
+    positions = torch.arange(12).expand(3, -1)
+    classifier = AutoModelForSequenceClassification.from_config(config).eval()
+    layers = split_layers(classifier)
+    scores = last_scores(sequential(layers, input_ids, positions), input_ids, 60)
+    assert torch.equal(scores, classifier(input_ids=input_ids, use_cache=False).logits) and scores.shape == (3, 3)
+    bare = AutoModel.from_config(config).eval()
+    states = sequential(split_layers(bare), input_ids, positions)
+    assert torch.equal(states, bare(input_ids=input_ids, use_cache=False).last_hidden_state)
+    for model, split in ((classifier, layers), (bare, split_layers(bare))):
+        found = dict(pair for layer in split for pair in layer.named_weights())
+        assert found.keys() == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2-window", "gpt2"])
