@@ -85,6 +85,11 @@ class Job:
         return self.micro_batch * self.seq / self.layout.cp
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of activations, and of weights as they are gathered."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def mlp_split(self) -> int:
         """Tensor-parallel ranks that share an MLP. samecurve leaves experts whole that it spreads over ranks."""
         return 1 if self.stack == "fsdp2" and self.layout.ep > 1 else self.layout.tp

@@ -8,7 +8,6 @@ from samecurve.planner.activations import layer_bytes, score_bytes
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile, attention_rate, sustained
 
-ELEMENT = 2  # bytes of bf16 and fp16
 BACKWARD_ATTENTION = 2.5  # five products instead of two, as the fused kernel recomputes the scores
 COMPILED_FLOOR = 0.5  # share of the launches that remain
 EXPERT_LAUNCH_US = 100  # of the ten kernels of an expert that takes its turn: selection, products, addition (assumed)
@@ -41,7 +40,7 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
     elements = rows * inputs + inputs * outputs + rows * outputs
     share = constants.matmul_share * sustained(job.card.generation)
     rate = job.card.matmul_tflops * 1e12
-    moved = ELEMENT * elements
+    moved = job.element_bytes * elements
     if job.precision == "fp32" and job.card.fp32_tflops:
         rate = job.card.fp32_tflops * 1e12
     if job.precision == "fp8" and job.card.fp8_tflops:
@@ -87,12 +86,18 @@ def _attention(job: Job, constants: Profile) -> float:
     """Seconds of the forward between tokens: 4 s a FLOPs per token, half of them under the causal mask if fused."""
     shape, split = job.shape, job.layout.tp
     flops = 4 * job.tokens * job.seq * shape.attention_width / split
-    rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation)
     if job.flash:
-        return flops / 2 / (rate * constants.attention_share * attention_rate(job.card.generation, job.stack))
+        return flops / 2 / fused_attention_rate(job, constants)
+    rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation)
     scores = 5 * shape.heads * job.seq * job.tokens / split
     moved = SCORE_TRAFFIC * scores * constants.traffic
     return flops / (rate * constants.matmul_share * 0.6) + moved / (job.card.hbm_gb_per_s * 1e9)
+
+
+def fused_attention_rate(job: Job, constants: Profile) -> float:
+    """Return the FLOP/s of fused attention."""
+    peak, generation = job.card.matmul_tflops * 1e12, job.card.generation
+    return peak * sustained(generation) * constants.attention_share * attention_rate(generation, job.stack)
 
 
 def _traffic(job: Job, constants: Profile) -> float:

@@ -77,11 +77,6 @@ def by_collective(exchanges: Iterable[Exchange]) -> dict[str, int]:
     return dict(total)
 
 
-def _width(job: Job) -> int:
-    """Bytes of a number in the forward pass."""
-    return FP32 if job.precision == "fp32" else 2
-
-
 def _cut(job: Job, weights: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the shapes of a rank's parts of weights under tensor parallelism, which cuts matrices only."""
     return [(rows // job.layout.tp, columns) if columns > 1 else (rows, columns) for rows, columns in weights]
@@ -137,7 +132,7 @@ def _fully_sharded(job: Job) -> list[Exchange]:
     reduced = FP32 * (once + twice) * (1 if job.reduces_once else count)
     replicas = layout.dp // max(layout.shard, 1)
     return [
-        Exchange("dp", "all_gather", "weights", count * _width(job) * (once + 2 * twice)),
+        Exchange("dp", "all_gather", "weights", count * job.element_bytes * (once + 2 * twice)),
         Exchange("dp", "reduce_scatter", "gradients", reduced),
         Exchange("dp", "all_reduce", "shards, over replicas", reduced // layout.shard if replicas > 1 else 0),
     ]
@@ -158,7 +153,7 @@ def _dispatch(job: Job) -> Exchange:
     shape, forwards = job.shape, 2 if job.checkpointing == "full" else 1
     tokens = job.grad_accum * shape.layers * round(job.tokens) * shape.top_k
     counts = forwards * INT64 * job.grad_accum * shape.layers * shape.experts
-    sent = 2 * (forwards + 1) * _width(job) * tokens * shape.hidden
+    sent = 2 * (forwards + 1) * job.element_bytes * tokens * shape.hidden
     return Exchange("ep", "all_to_all", "tokens for experts", sent + counts)
 
 
@@ -170,7 +165,7 @@ def _zero(job: Job) -> list[Exchange]:
     gathered = sum(-(-_elements(job, group) // aligned) * aligned for group in groups)
     return [
         Exchange("dp", "all_reduce", "gradients", count * FP32 * _elements(job, job.shape.weights)),
-        Exchange("dp", "all_gather", "weights", _width(job) * gathered),
+        Exchange("dp", "all_gather", "weights", job.element_bytes * gathered),
     ]
 
 
@@ -182,8 +177,8 @@ def _zero3(job: Job) -> list[Exchange]:
     small = sum(padded[size] for size in sizes if size <= limit)
     times = count * (1 if sum(sizes) <= LIVE_PARAMETERS else 2)  # larger ones are freed before the backward pass
     return [
-        Exchange("dp", "all_gather", "weights", _width(job) * times * large),
-        Exchange("dp", "all_gather", "small weights, after the update", _width(job) * small),
+        Exchange("dp", "all_gather", "weights", job.element_bytes * times * large),
+        Exchange("dp", "all_gather", "small weights, after the update", job.element_bytes * small),
         Exchange("dp", "reduce_scatter", "gradients", count * FP32 * (large + small)),
     ]
 
@@ -198,7 +193,7 @@ def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> li
     """
     shape, count = job.shape, job.grad_accum
     layers = round(stage.layers) if job.layout.pp > 1 else shape.layers
-    width, hidden = _width(job), count * round(job.tokens) * job.shape.hidden
+    width, hidden = job.element_bytes, count * round(job.tokens) * job.shape.hidden
     blocks = 1 if job.mlp_split < job.layout.tp else 2  # attention, and the MLP if it is cut
     inner = blocks * layers * hidden
     # PyTorch stops to recompute a layer in front of the MLP's sum, which the backward pass does not need
@@ -230,7 +225,7 @@ def _context_parallel(job: Job) -> list[Exchange]:
     """
     shape, layout = job.shape, job.layout
     forwards = 2 if job.checkpointing == "full" else 1
-    each = job.grad_accum * shape.layers * _width(job) * round(job.tokens)
+    each = job.grad_accum * shape.layers * job.element_bytes * round(job.tokens)
     width = shape.attention_width // layout.tp
     keys = width * shape.kv_heads // shape.heads
     if layout.exchange == "ulysses":
@@ -239,7 +234,7 @@ def _context_parallel(job: Job) -> list[Exchange]:
         return [Exchange("cp", "all_to_all", "heads for sequence", (forwards + 1) * sent)]
     block = each * 2 * keys
     if layout.exchange == "ring":
-        blocks, gradients = (forwards + 1) * block, block * FP32 // _width(job)
+        blocks, gradients = (forwards + 1) * block, block * FP32 // job.element_bytes
         return [
             Exchange("cp", passing, content, (layout.cp - 1) * num_bytes)
             for content, num_bytes in (("keys and values", blocks), ("gradients of keys and values", gradients))
@@ -255,7 +250,7 @@ def _context_parallel(job: Job) -> list[Exchange]:
 def _pipeline(job: Job, stage: Stage) -> list[Exchange]:
     """Hidden states and positions to the next stage, their gradients back; gradients over each stage's replicas."""
     shape, count = job.shape, job.grad_accum
-    hidden = count * _width(job) * round(job.tokens) * shape.hidden
+    hidden = count * job.element_bytes * round(job.tokens) * shape.hidden
     positions = count * INT64 * round(job.tokens)
     own = _held(job, stage)
     shares = shape.tied and (stage.embedding or stage.head)

@@ -208,7 +208,7 @@ def _gathered(job: Job) -> list[Line]:
     if layout.zero < 3:
         return []
     # FSDP2 casts its fp32 shards before it gathers them
-    width = job.states.weights if job.precision == "fp32" else min(job.states.weights, 2)
+    width = min(job.states.weights, job.element_bytes)
     unit = shape.dense_layer_parameters / layout.tp + shape.expert_layer_parameters / (layout.ep * job.mlp_split)
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
     units = width * (2 * unit + root)

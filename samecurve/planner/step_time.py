@@ -9,7 +9,7 @@ from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.bubbles import idle_slots
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Link, link
 from samecurve.planner.job import Job
-from samecurve.planner.kernels import ELEMENT, Seconds
+from samecurve.planner.kernels import Seconds
 from samecurve.planner.memory import shard_sizes, stage_parameters
 from samecurve.planner.profiles import BY_COST, Profile, profile, syncs_every_micro_batch
 from samecurve.planner.stages import Stage, stages
@@ -135,7 +135,7 @@ def tensor_seconds(job: Job, constants: Profile) -> float:
     if size == 1:
         return 0
     over = _link(job, "tp", constants)
-    hidden = ELEMENT * job.tokens * job.shape.hidden
+    hidden = job.element_bytes * job.tokens * job.shape.hidden
     volume = collectives.all_reduce_volume(hidden, size)
     call = collectives.seconds(volume, size, over, hidden)
     blocks = 2 if job.mlp_split == size else 1
@@ -154,7 +154,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
     if size == 1:
         return 0
     over = _link(job, "cp", constants)
-    sent = ELEMENT * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
+    sent = job.element_bytes * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
     if job.layout.exchange != "ring":
         by_heads = job.layout.exchange == "ulysses"
         # `sent` is keys and values, sent / kv_share queries and outputs
@@ -165,9 +165,9 @@ def context_seconds(job: Job, constants: Profile) -> float:
         return passes * (volume / (over.bus_gb_per_s * 1e9) + waits)
     steps = 3 * (size - 1)
     communication = steps * (sent / (over.bus_gb_per_s * 1e9) + over.step_seconds)
-    rate = job.card.matmul_tflops * 1e12 * constants.attention_share
     # attention forward and backward (1 + 2.5), with half of its 4 s a FLOPs under the causal mask
-    hidden = 3.5 * 2 * job.tokens * job.seq * job.shape.attention_width / job.layout.tp / rate
+    flops = (1 + kernels.BACKWARD_ATTENTION) * 2 * job.tokens * job.seq * job.shape.attention_width / job.layout.tp
+    hidden = flops / kernels.fused_attention_rate(job, constants)
     return max(0.0, communication - hidden * (size - 1) / size) + steps * COLLECTIVE_SECONDS
 
 
@@ -179,7 +179,7 @@ def expert_seconds(job: Job, constants: Profile) -> float:
     if size == 1 or not job.shape.experts:
         return 0
     over = _link_of(job, size, job.layout.stride("dp"), constants)
-    volume = ELEMENT * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.mlp_split
+    volume = job.element_bytes * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.mlp_split
     calls = 6 if job.checkpointing == "full" else 4
     return calls * expert_imbalance(job) * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
 
@@ -194,7 +194,7 @@ def send_seconds(job: Job, constants: Profile) -> float:
     """Seconds of one message between neighbouring stages: s b h."""
     layout = job.layout
     over = _link_of(job, 2, layout.stride("pp"), constants)
-    sent = ELEMENT * job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    sent = job.element_bytes * job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     return sent / (over.bus_gb_per_s * 1e9) + SEND_SECONDS
 
 
@@ -221,7 +221,7 @@ def _gathered_again(job: Job, stage: Stage, gathered: float, constants: Profile)
     if size == 1:
         return gathered
     near = _link_of(job, size, job.layout.stride("dp"), constants)
-    volume = collectives.all_gather_volume(ELEMENT * sum(stage_parameters(job, stage)) / layers, size)
+    volume = collectives.all_gather_volume(job.element_bytes * sum(stage_parameters(job, stage)) / layers, size)
     return layers * collectives.seconds(volume, size, near)
 
 
@@ -252,10 +252,10 @@ def data_collectives(job: Job, stage: Stage, constants: Profile) -> tuple[float,
     parameters = dense + (0 if layout.ep > 1 and size == layout.ep else experts)
     layers = max(stage.layers, 1)
     if sharded:
-        volume = collectives.all_gather_volume(ELEMENT * parameters / layers, size)
+        volume = collectives.all_gather_volume(job.element_bytes * parameters / layers, size)
         call = layers * collectives.seconds(volume, size, over)
         return call, call
-    weight_bytes, gradient_bytes = min(states.weights, 2), states.accumulators or states.gradients
+    weight_bytes, gradient_bytes = min(states.weights, job.element_bytes), states.accumulators or states.gradients
     bucket = BUCKET_BYTES if layout.zero < 2 else gradient_bytes * parameters / layers
     summed = parameters * gradient_bytes
     # DeepSpeed all-reduces whole gradients under ZeRO-1 and 2, where the textbook has a reduce-scatter (ledger.py)

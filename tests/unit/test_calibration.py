@@ -89,12 +89,12 @@ MEASURED = {
 
 
 def test_two_real_runs_teach_most_others():
-    """The goal of 15 % and 5 % is missed: ZeRO-1 15.1 % in time; FSDP and ZeRO-3 in both, the pipeline in memory."""
+    """The goal of 15 % and 5 % is missed: by ZeRO-1 in time, FSDP in both, ZeRO-3 and the pipeline in memory."""
     runs = {name: FinishedRun(Path(name), job_of(name), *measured, {}) for name, measured in MEASURED.items()}
     learnt = calibrate.learn([runs.pop("ddp"), runs.pop("zero2")])
     found = dict(zip(runs, calibrate.errors([*runs.values()], learnt), strict=True))
     missed = [{name for name, each in found.items() if abs(math.expm1(-each[part])) > goal} for part, goal in GOALS]
-    assert missed == [{"fsdp", "zero1", "zero3"}, {"fsdp", "zero3", "pipeline"}]
+    assert missed == [{"fsdp", "zero1"}, {"fsdp", "zero3", "pipeline"}]
     assert max(abs(math.expm1(-time)) for time, _ in found.values()) < 0.3
     assert max(abs(math.expm1(-held)) for _, held in found.values()) < 0.1
 
