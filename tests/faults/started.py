@@ -75,11 +75,11 @@ class Started:
 
         self.wait_for(done, f"step {step}")
 
-    def wait(self) -> bool:
-        """Whether it ended, with all its processes, within the limits. What did not is killed."""
+    def wait(self, limit: float = LIMIT_SECONDS) -> bool:
+        """Whether it ended, with all its processes, within the limits in seconds. What did not is killed."""
         hung = False
         try:
-            self.process.wait(LIMIT_SECONDS)
+            self.process.wait(limit)
         except subprocess.TimeoutExpired:
             hung = True
         self.seconds = time.monotonic() - self.began
