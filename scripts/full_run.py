@@ -4,7 +4,8 @@
     python scripts/full_run.py 2/4 shard2.log COMMIT
 
 The result of each part is kept in benchmarks/full_run.json, from which the page is written. COMMIT is what was tested.
-Who mends a failure runs the test again and adds the commit there, under "mended": {TEST: COMMIT}.
+Who mends a failure runs the test again and adds the commit there, under "mended": {TEST: COMMIT}; what else is known of
+one goes under "remarks": {TEST: TEXT}.
 Run it on the machine that ran the tests: hardware and versions are this machine's.
 """
 
@@ -77,7 +78,7 @@ def page(results: dict) -> str:
     count = int(next(iter(results)).split("/")[1])
     missing = [f"{part}/{count}" for part in range(1, count + 1) if f"{part}/{count}" not in results]
     failures = [
-        f"- `{name}` in part {shard}{mended(found, name)}"
+        f"- `{name}` in part {shard}{known(found, name)}"
         for shard, found in sorted(results.items())
         for name in found["failures"]
     ]
@@ -98,9 +99,9 @@ def page(results: dict) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def mended(found: dict, name: str) -> str:
-    at = found.get("mended", {}).get(name)
-    return f"; passes since {at}" if at else ""
+def known(found: dict, name: str) -> str:
+    at, remark = (found.get(key, {}).get(name) for key in ("mended", "remarks"))
+    return (f"; passes since {at}" if at else "") + (f"; {remark}" if remark else "")
 
 
 if __name__ == "__main__":
