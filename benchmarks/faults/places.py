@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from benchmarks.faults.records import when
+from benchmarks.faults.records import grouped, when
 from benchmarks.markdown import table
 
 REQUEST_FAULTS = {
@@ -30,8 +30,7 @@ def by_host(records: list[dict]) -> str:
         "seconds to take it back",
     )
     rows = []
-    for fault in sorted({record["fault"] for record in records}):
-        own = [record for record in records if record["fault"] == fault]
+    for fault, own in grouped(records, "fault"):
         lost = [record["lost_steps"] for record in own]
         mean = f"{sum(lost) / len(own):.1f}"
         seconds = (in_words(record[key] for record in own) for key in ("seconds_alone", "seconds_together"))

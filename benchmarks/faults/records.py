@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+
+def grouped(records: list[dict], key: str) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the values of a key in their order, and the records of each."""
+    for value in sorted({record[key] for record in records}):
+        yield value, [record for record in records if record[key] == value]
 
 
 def most_lost(records: list[dict]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.faults.records import count, equal, is_kill, most_lost
+from benchmarks.faults.records import count, equal, grouped, is_kill, most_lost
 from benchmarks.markdown import table
 
 KINDS = {
@@ -46,8 +46,7 @@ def by_strategy(records: list[dict]) -> str:
         "equal",
     )
     rows = []
-    for name in sorted({record["strategy"] for record in records}):
-        own = [record for record in records if record["strategy"] == name]
+    for name, own in grouped(records, "strategy"):
         lost = [record["checkpoint_lost"] for record in own]
         kills = count(own, is_kill)
         hangs, left = count(own, lambda r: r["hung"]), sum(record["left_behind"] for record in own)
@@ -58,8 +57,7 @@ def by_strategy(records: list[dict]) -> str:
 def by_random(records: list[dict]) -> str:
     header = ("strategy", "kills", "of a rank", "of all", "of the launcher", "most steps lost", "mean", "equal")
     rows = []
-    for name in sorted({record["strategy"] for record in records}):
-        own = [record for record in records if record["strategy"] == name]
+    for name, own in grouped(records, "strategy"):
         victims = Counter(record["fault"].removeprefix("SIGKILL of ").split()[0] for record in own)
         mean = sum(record["lost_steps"] for record in own) / len(own)
         numbers = (victims["rank"], victims["all"], victims["launcher"])
