@@ -193,6 +193,13 @@ class MicroBatch:
         return replace(self, inputs=inputs, targets={name: change(tensor) for name, tensor in self.targets.items()})
 
 
+def position_ids(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return a model's position_ids, (sequences, sequence_length): those given, else from 0, as padding is behind."""
+    ids = inputs["input_ids"]
+    given = inputs.get("position_ids")
+    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if given is None else given
+
+
 def _rows(trained: Tensor, ids: Tensor) -> Tensor:
     """Spread a value per row, (rows,), over the tokens of the row's sequences."""
     return trained.repeat_interleave(len(ids) // len(trained))[:, None].expand_as(ids)

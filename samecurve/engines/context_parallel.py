@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from samecurve.data.micro_batch import position_ids
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
@@ -77,8 +78,7 @@ class SequencePart:
 
     def cut_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Cut a model's inputs, (rows, tokens) each, to this rank's tokens; see `cut`."""
-        ids = inputs["input_ids"]
-        given = {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1), **inputs}
+        given = {**inputs, "position_ids": position_ids(inputs)}
         return {
             name: self._padded(tensor, 0) if name in _OF_WHOLE_ROWS else self.own(tensor)
             for name, tensor in given.items()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from samecurve.data.micro_batch import position_ids
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import Measure, TokenSums
 from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead, last_scores
@@ -193,10 +194,8 @@ class LocalStages:
 
 
 def inputs(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's input_ids and position_ids, (sequences, sequence_length) each. Padding is on the right."""
-    ids = batch.inputs["input_ids"]
-    positions = batch.inputs.get("position_ids")
-    return ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if positions is None else positions
+    """Return a micro-batch's input_ids and position_ids, (sequences, sequence_length) each."""
+    return batch.inputs["input_ids"], position_ids(batch.inputs)
 
 
 def _cut(layers: list[Layer], count: int, strategy: Strategy) -> list[list[Layer]]:

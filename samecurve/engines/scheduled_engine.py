@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -22,17 +22,19 @@ from samecurve.engines.forward import evaluation_sums, measure_of
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
+from samecurve.engines.schedule_forward import ScheduleForward
 from samecurve.engines.schedule_stages import LocalStages, Measures
 from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
+from samecurve.engines.teacher import StagedTeacher
 from samecurve.engines.timed_stage import TimedStage
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import dropout
 from samecurve.models.activation_checkpointing import checkpoint_layers
-from samecurve.models.hf_config import is_classifier, output_shape
+from samecurve.models.hf_config import is_classifier
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
@@ -41,7 +43,7 @@ from samecurve.optim.dtensor import local_gradient, to_local
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.planner.timetables import ScheduleRun
 from samecurve.specs.precision import PRECISIONS, compute_dtype
-from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS
+from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -79,6 +81,10 @@ class ScheduledEngine:
         )
         self._summed = [stages.weights[name] for name in summed if name in stages.weights]
         self._module = nn.ModuleList(stages.modules.values()).train()
+        taught = StagedTeacher(plan.strategy, self._mesh, task) if task.teacher else None
+        self._forward = ScheduleForward(
+            *(stages, self._module, self._mesh, skeleton, task, self._dropout, self._measures is not None, taught)
+        )
         self._tie_group = stages.group_of_ends() if stages.tied else None
 
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
@@ -105,7 +111,7 @@ class ScheduledEngine:
         fsdp.write(self._stages.weights[name].detach(), full)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        stages, tokens = self._stages, self._count(micro_batches)
+        stages, tokens = self._stages, self._forward.count(micro_batches)
         if tokens == 0:
             return StepResult.of_nothing()
         set_learning_rate(self._optimizer, learning_rate)
@@ -148,7 +154,7 @@ class ScheduledEngine:
         # a schedule cuts a step's rows into equal parts
         sizes, most = self._micro_rows[self.shard[0]], grad_cache.padded_rows(self._micro_rows)
         padded = (batch.padded(max(n, 1), most) for batch, n in zip(micro_batches, sizes, strict=True))
-        rows = [batch.to(self.device) for batch in padded]
+        rows = [self._forward.with_teacher(batch.to(self.device)) for batch in padded]
         self._dropout.queue(rows)
         self._dropout.use_next()  # the schedule also runs the first rows once to find out shapes
         contexts = self._contexts(rows)
@@ -181,7 +187,7 @@ class ScheduledEngine:
         """
         batch, loss, found = self._rows[int(nth)], output, output.new_zeros(0)
         if not self._measures:
-            loss, found = self._task.step_loss(self._stages.read_out(output, batch), **batch.targets)
+            loss, found = self._task.step_loss(self._stages.read_out(output, batch), **self._forward.targets(batch))
         self._sums[int(nth)] = torch.cat([loss.detach().reshape(1), found]).double()
         return loss * self._loss_weight
 
@@ -189,71 +195,17 @@ class ScheduledEngine:
         """Further targets of a cross-batch loss, see Task; {} for most tasks."""
         if self._task.context is None:
             return [{}] * len(rows)
-        features = self._features(rows, drops=True)
+        features = self._forward.features(rows, drops=True)
         return grad_cache.contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        def measure(found: Tensor, **targets: Tensor) -> Tensor:
-            return (found if self._measures else evaluation_sums(self._task, found, **targets))[None]
-
-        tokens = self._count(micro_batches)
-        if self._task.context is not None:
-            return EvalResult(math.nan, tokens, features=self.features(micro_batches))
-        sums = self._on_last_stage(micro_batches, measure).sum(dim=0)
-        loss, *statistics = self._mesh.sum(sums, over=BATCH)
-        return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
+        return self._forward.evaluate(micro_batches)
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        return self._features(micro_batches).cpu()
-
-    def _features(self, micro_batches: Sequence[MicroBatch], drops: bool = False) -> Tensor:
-        assert self._task.features is not None  # only tasks with features come here
-        return self._mesh.gather(self._on_last_stage(micro_batches, self._task.features, drops).float())
-
-    def _on_last_stage(
-        self, micro_batches: Sequence[MicroBatch], measure: Callable[..., Tensor], drops: bool = False
-    ) -> Tensor:
-        """Apply `measure`, (logits, **targets) -> (rows, n), to this pipeline's micro-batches without an update.
-
-        Where stages have measures, it gets their sums. `drops`: drop values as the step does that is prepared.
-
-        Returns:
-            (rows of all micro-batches, n), fp64, the same on every rank of the pipeline.
-        """
-        found = []
-        for nth, batch in enumerate(micro_batches):
-            batch = batch.to(self.device)
-            if drops:
-                self._dropout.use(nth)
-            output = self._run(batch, batch.labels if self._measures else None, drops)
-            if output is not None:
-                found.append(measure(output, **batch.targets).double())
-        own = torch.cat(found) if found else torch.zeros(0, 0, device=self.device)
-        shape = [int(size) for size in self._mesh.sum(torch.tensor(own.shape), over=("pp",))]
-        values = own if found else own.new_zeros(shape, dtype=torch.float64)
-        self._mesh.add([values], over=("pp",))  # only the last stage has values
-        return values
+        return self._forward.features(micro_batches).cpu()
 
     def outputs(self, batch: MicroBatch) -> Tensor | None:
-        batch = batch.to(self.device)
-        logits, last = self._run(batch), self._stages.global_rank(self._stages.count - 1)
-        if 0 not in self._stages.peers:  # the other pipelines compute the same
-            return None
-        if last == 0:
-            return logits.float().cpu() if logits is not None else None
-        if logits is not None:
-            dist.send(logits.float().contiguous(), dst=0)
-        if self._mesh.rank != 0:
-            return None
-        found = torch.empty(output_shape(self._skeleton, batch.inputs["input_ids"]), device=self.device)
-        dist.recv(found, src=last)
-        return found.cpu()
-
-    def _run(self, batch: MicroBatch, labels: Tensor | None = None, drops: bool = False) -> Tensor | None:
-        self._module.train(drops)
-        found = self._stages.forward(batch, self._skeleton.config.hidden_size, labels)
-        self._module.train()
-        return found
+        return self._forward.outputs(batch)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         return on_rank_0(self.shapes, self.device, self._stages.sender, self._stages.whole)
@@ -262,7 +214,7 @@ class ScheduledEngine:
         return memory_usage(self._module, self._optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
-        recipe, weights = self.recipe, self._stages.weights
+        recipe, weights, taught = self.recipe, self._stages.weights, self._forward.teacher
         num_parameters = sum(to_local(weight).numel() for weight in weights.values())
         sharded = any(isinstance(module, FSDPModule) for module in self._stages.modules.values())
         return EngineDescription(
@@ -286,12 +238,9 @@ class ScheduledEngine:
             tensor_parallel_size=tensor_parallel.cut_size(weights),
             loss_implementation="chunked" if self._measures else "full",
             # they are reduced after the step's last backward pass
+            num_teacher_parameters_per_rank=taught.num_parameters_per_rank if taught else 0,
             whole_gradient_bytes=4 * num_parameters * self._mesh.dims.dp_shard if sharded else 0,
         )
-
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
-        return self._mesh.count(micro_batches, self._task.count).trained
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self._mesh.sum(values, over=DIMENSIONS)

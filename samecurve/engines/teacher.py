@@ -1,7 +1,9 @@
-"""The frozen teacher of a distillation run, sharded where the strategy shards the trained model's weights."""
+"""The frozen teacher of a distillation run, divided over ranks where the strategy divides the trained model."""
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,20 +12,25 @@ from torch import Tensor, nn
 
 from samecurve.engines import context_parallel, fsdp, zero3_partition
 from samecurve.engines.accelerator import computes_in_copies
+from samecurve.engines.schedule_stages import LocalStages
+from samecurve.errors import ConfigurationError
 from samecurve.models import frozen_weights
 from samecurve.models import weights as models
+from samecurve.models.pipeline_split import split_layers
 from samecurve.models.skeleton import build_skeleton, construct
+from samecurve.optim.dtensor import to_local
 from samecurve.specs.model_families import check_packing
-from samecurve.specs.precision import torch_dtype
+from samecurve.specs.precision import compute_dtype, torch_dtype
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
+    from samecurve.data.micro_batch import MicroBatch
     from samecurve.engines.mesh import Mesh
     from samecurve.interfaces.task import Task
-    from samecurve.strategy.plan import Plan
+    from samecurve.strategy.plan import Plan, Strategy
 
 
 def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -> nn.Module:
@@ -38,10 +45,7 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
     Raises:
         ConfigurationError: the teacher does not separate packed documents, or as models.skeleton.build_skeleton.
     """
-    recipe = task.teacher
-    assert recipe is not None  # the callers ask for a teacher only where there is one
-    skeleton = build_skeleton(recipe, task.vocabulary_size)
-    check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
+    recipe, skeleton = _skeleton(task)
     family, zero_stage = (plan.strategy.family, plan.strategy.zero_stage) if plan else ("single", 0)
     if plan and family == "fsdp":
         # tensor parallelism does not cut the teacher
@@ -64,6 +68,64 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
     _fill(found, skeleton, recipe)
     found.eval()  # DeepSpeed's method returns None
     return found
+
+
+class StagedTeacher:
+    """The teacher in the stages of the student's pipeline schedule, in eval mode, with its weights.
+
+    A training step keeps the last hidden states of each micro-batch. Its logits exist only while its loss is computed,
+    so the ranks of the last stage have the teacher's whole head.
+
+    Raises:
+        ConfigurationError: the teacher cannot be cut into these stages, or as build.
+    """
+
+    def __init__(self, strategy: Strategy, mesh: Mesh, task: Task):
+        recipe, skeleton = _skeleton(task)
+        self._hidden_size, self._autocast = skeleton.config.hidden_size, compute_dtype(recipe.precision)
+        model = _frozen(skeleton, torch.device("meta"))
+        frozen_weights.store_in_bf16(model, recipe)
+        try:
+            layers = split_layers(model)
+            head = copy.deepcopy(layers.pop())  # a tied one is the first stage's embedding
+            self._stages = LocalStages(layers, strategy, self._autocast, mesh)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"distill.teacher: {error}") from None
+        self._head = head.to_empty(device=mesh.device) if self._stages.has_last else None
+        weights: dict[str, list[nn.Parameter]] = defaultdict(list)
+        for name, weight in [*self._stages.weights.items(), *(self._head.named_weights() if self._head else ())]:
+            weights[name].append(weight)
+
+        def write(name: str, full: Tensor) -> None:
+            for weight in weights[name]:
+                fsdp.write(weight.detach(), full)
+
+        with torch.no_grad():
+            models.load_weights(skeleton, recipe, write, names=set(weights))
+        for stage in self._stages.modules.values():
+            stage.eval()
+        self.num_parameters_per_rank = sum(to_local(each).numel() for found in weights.values() for each in found)
+
+    def with_hidden(self, batch: MicroBatch) -> MicroBatch:
+        """Add the target `teacher` on the ranks of the last stage: hidden states, see `targets`. Collective."""
+        hidden = self._stages.forward(batch, self._hidden_size)
+        return batch if hidden is None else replace(batch, targets=batch.targets | {"teacher": hidden})
+
+    def targets(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """Return the targets of what `with_hidden` returned, `teacher` being the logits, see DistillTask."""
+        assert self._head is not None  # losses are computed on the ranks of the last stage
+        hidden = batch.targets["teacher"]
+        with torch.no_grad(), torch.autocast(hidden.device.type, self._autocast, enabled=self._autocast is not None):
+            return batch.targets | {"teacher": self._head(hidden)}
+
+
+def _skeleton(task: Task) -> tuple[Recipe, PreTrainedModel]:
+    """Return the run's recipe with the teacher as its model, and the teacher's architecture."""
+    recipe = task.teacher
+    assert recipe is not None  # the callers ask for a teacher only where there is one
+    skeleton = build_skeleton(recipe, task.vocabulary_size)
+    check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
+    return recipe, skeleton
 
 
 def _frozen(skeleton: PreTrainedModel, where) -> PreTrainedModel:

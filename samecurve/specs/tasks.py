@@ -108,6 +108,7 @@ TASKS = {
             ),
         },
         by_token=True,
+        scheduled=True,
         chats=True,
         has_teacher=True,
     ),

@@ -31,7 +31,10 @@ _UNTESTED = "has not been compared with one process under a pipeline schedule"
 _ELSEWHERE = "configs/pipeline.yaml"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "task": (tuple(name for name, spec in TASKS.items() if spec.scheduled), f"the task {_UNTESTED}"),
+    "task": (
+        tuple(name for name, spec in TASKS.items() if spec.scheduled),
+        "stages are cut from decoders, and its model is an encoder",
+    ),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "optimizer.name": (("adamw", "lion", "sgd"), f"it {_UNTESTED}"),
     "fp8": (OFF, f"a layer of torchao {_UNTESTED}"),
@@ -81,9 +84,10 @@ def _cut_stages(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if not _applies(strategy) or strategy.tensor_parallel_size == 1:
         return
     task = value("task")
-    if (spec := TASKS.get(task)) and spec.scheduled and not spec.by_token:
-        why = "stages that are cut compute the loss in chunks of tokens, and its loss is one of whole rows"
-        yield "task", f"found {task}, but {why}; set parallelism_config_tp_size to 1, or use another strategy"
+    if (spec := TASKS.get(task)) and spec.scheduled and (spec.has_teacher or not spec.by_token):
+        why = "its loss needs the teacher's whole logits" if spec.has_teacher else "its loss is one of whole rows"
+        text = f"found {task}, but stages that are cut compute the loss in chunks of tokens, and {why}"
+        yield "task", f"{text}; set parallelism_config_tp_size to 1, or use another strategy"
 
 
 def _micro_batches(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ import torch
 from harness import LLAMA, LORA, largest_relative_difference, long, relative_l2
 from test_encoder_tasks import STEPS, Setting, start
 from test_equal_curves import CONTEXT
+from test_pipeline_schedules import ENGINES as SCHEDULED
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
@@ -24,9 +25,10 @@ from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 TEMPERATURE, LABEL_WEIGHT = 2.0, 0.25
-TEACHER = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
+TEACHER = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 4, "initializer_range": 0.2}
 ENGINES = {"single": "LlamaForCausalLM", "ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
-ENGINES |= {"tp": "LlamaForCausalLM"} | dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDPLlamaForCausalLM")
+ENGINES |= {"tp": "LlamaForCausalLM", "pipeline_fsdp": "Schedule1F1B"} | SCHEDULED
+ENGINES |= dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDPLlamaForCausalLM")
 
 
 @pytest.fixture(scope="module")
@@ -99,18 +101,22 @@ def measured(student, teacher, batch):
 
 
 LONG = ("ddp", "zero1", "zero2", "zero3_hpz", "tp", *CONTEXT, "fsdp_tp_cp")
-WORLDS = {"single": 1, "zero3_hpz": 4, "fsdp_tp_cp": 4}
+LONG += (*(name for name in SCHEDULED if name != "pipeline_1f1b"), "pipeline_fsdp")
+WORLDS = {"single": 1, "zero3_hpz": 4, "fsdp_tp_cp": 4, "pipeline_fsdp": 4}
+DIVIDED = dict.fromkeys(("fsdp", "zero3", *CONTEXT, "fsdp_tp_cp"), 2) | {"zero3_hpz": 4}
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3", *long(*LONG)])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3", "pipeline_1f1b", *long(*LONG)])
 def test_follows_the_plain_loop(strategy, workspace, setting):
     run = start(workspace, setting, strategy, WORLDS.get(strategy, 2))
     assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine")
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(workspace.folder / "teacher").parameters())
     held = run.facts["num_teacher_parameters_per_rank"]
-    shards = {"zero3_hpz": 4} | dict.fromkeys(("fsdp", "zero3", *CONTEXT, "fsdp_tp_cp"), 2)
-    assert held == pytest.approx(whole / shards.get(strategy, 1), rel=0.02 if strategy in shards else 0)
+    if run.facts["pipeline_stages"] == 1:
+        assert held == pytest.approx(whole / DIVIDED.get(strategy, 1), rel=0.02 if strategy in DIVIDED else 0)
+    else:
+        assert 0 < held < whole
     assert run.column("tokens") == setting.counts
     assert largest_relative_difference(run.column("loss"), setting.losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), setting.norms) < 1e-4
@@ -118,10 +124,10 @@ def test_follows_the_plain_loop(strategy, workspace, setting):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3", "pipeline_1f1b", "pipeline_fsdp"])
 def test_bf16_stays_near(strategy, workspace, setting):
     """The student and its teacher compute in bf16; as far off as docs/numerics.md says of a single model."""
-    world = 1 if strategy == "single" else 2
+    world = WORLDS.get(strategy, 2)
     run = workspace.run(None if world == 1 else strategy, world, *setting.overrides, "precision=bf16")
     assert run.returncode == 0, run.output
     assert largest_relative_difference(run.column("loss"), setting.losses) < 2e-2
@@ -148,7 +154,7 @@ def test_the_held_out_numbers_are_the_exports(strategy, workspace, setting):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3", "pipeline_1f1b"])
 def test_a_student_may_be_an_adapter(strategy, workspace, setting):
     expected, run = (workspace.run(name, 2 if name else 1, *setting.overrides, LORA) for name in (None, strategy))
     assert expected.returncode == run.returncode == 0, run.output

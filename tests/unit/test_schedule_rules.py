@@ -52,13 +52,14 @@ def test_good_recipes_are_allowed_and_other_strategies_not_judged(name):
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_tasks(task):
-    assert [key for key, _ in findings(task=task)] == (["task"] if task in ("distill", "mlm") else [])
+    assert [key for key, _ in findings(task=task)] == (["task"] if task == "mlm" else [])
 
 
-def test_stages_that_are_cut_take_losses_by_token():
+@pytest.mark.parametrize(("task", "why"), [("dpo", "whole rows"), ("distill", "the teacher's whole logits")])
+def test_stages_that_are_cut_take_losses_of_single_tokens(task, why):
     assert not findings(tensor_size=2)
-    ((key, text),) = findings(tensor_size=2, task="dpo")
-    assert key == "task" and "found dpo" in text and "parallelism_config_tp_size to 1" in text
+    ((key, text),) = findings(tensor_size=2, task=task)
+    assert key == "task" and f"found {task}" in text and why in text and "parallelism_config_tp_size to 1" in text
 
 
 @pytest.mark.parametrize(("name", "word"), [("ZBVZeroBubble", "wrong gradients"), ("1F1B", "compared")])

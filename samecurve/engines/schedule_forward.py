@@ -1,0 +1,124 @@
+"""Forward passes through a pipeline's stages without an update: evaluations, features, outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samecurve.engines.forward import evaluation_sums
+from samecurve.interfaces.engine import EvalResult
+from samecurve.models.hf_config import output_shape
+from samecurve.strategy.parallel_dims import BATCH
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.data.micro_batch import MicroBatch
+    from samecurve.engines.mesh import Mesh
+    from samecurve.engines.schedule_stages import LocalStages
+    from samecurve.engines.teacher import StagedTeacher
+    from samecurve.interfaces.task import Task
+    from samecurve.models.dropout import DropoutKeys
+
+
+@dataclass
+class ScheduleForward:
+    """Forward passes of this rank's stages. Every method but `targets` is collective.
+
+    Attributes:
+        module: the layers of all of this rank's stages.
+        skeleton: the model on the meta device.
+        has_measures: whether the last stage returns sums instead of logits, see StageLayers.
+        teacher: of a distillation task, else None.
+    """
+
+    stages: LocalStages
+    module: nn.Module
+    mesh: Mesh
+    skeleton: PreTrainedModel
+    task: Task
+    dropout: DropoutKeys
+    has_measures: bool
+    teacher: StagedTeacher | None
+
+    def count(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
+        return self.mesh.count(micro_batches, self.task.count).trained
+
+    def with_teacher(self, batch: MicroBatch) -> MicroBatch:
+        """Run the teacher, if there is one, see StagedTeacher.with_hidden."""
+        return self.teacher.with_hidden(batch) if self.teacher else batch
+
+    def targets(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """Return what the task's loss takes beside the outputs of a batch that `with_teacher` returned."""
+        return self.teacher.targets(batch) if self.teacher else batch.targets
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """See Engine.evaluate."""
+
+        def measure(found: Tensor, **targets: Tensor) -> Tensor:
+            return (found if self.has_measures else evaluation_sums(self.task, found, **targets))[None]
+
+        tokens = self.count(micro_batches)
+        if self.task.context is not None:
+            return EvalResult(math.nan, tokens, features=self.features(micro_batches).cpu())
+        sums = self._on_last_stage(micro_batches, measure).sum(dim=0)
+        loss, *statistics = self.mesh.sum(sums, over=BATCH)
+        return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
+
+    def features(self, micro_batches: Sequence[MicroBatch], drops: bool = False) -> Tensor:
+        """See Engine.features. `drops`: drop values as the step does that is prepared."""
+        assert self.task.features is not None  # only tasks with features come here
+        return self.mesh.gather(self._on_last_stage(micro_batches, self.task.features, drops).float())
+
+    def _on_last_stage(
+        self, micro_batches: Sequence[MicroBatch], measure: Callable[..., Tensor], drops: bool = False
+    ) -> Tensor:
+        """Apply `measure`, (logits, **targets) -> (rows, n), to this pipeline's micro-batches without an update.
+
+        Where stages have measures, it gets their sums.
+
+        Returns:
+            (rows of all micro-batches, n), fp64, the same on every rank of the pipeline.
+        """
+        found = []
+        for nth, batch in enumerate(micro_batches):
+            batch = self.with_teacher(batch.to(self.mesh.device))
+            if drops:
+                self.dropout.use(nth)
+            output = self._run(batch, batch.labels if self.has_measures else None, drops)
+            if output is not None:
+                found.append(measure(output, **self.targets(batch)).double())
+        own = torch.cat(found) if found else torch.zeros(0, 0, device=self.mesh.device)
+        shape = [int(size) for size in self.mesh.sum(torch.tensor(own.shape), over=("pp",))]
+        values = own if found else own.new_zeros(shape, dtype=torch.float64)
+        self.mesh.add([values], over=("pp",))  # only the last stage has values
+        return values
+
+    def outputs(self, batch: MicroBatch) -> Tensor | None:
+        """See Engine.outputs."""
+        batch = batch.to(self.mesh.device)
+        logits, last = self._run(batch), self.stages.global_rank(self.stages.count - 1)
+        if 0 not in self.stages.peers:  # the other pipelines compute the same
+            return None
+        if last == 0:
+            return logits.float().cpu() if logits is not None else None
+        if logits is not None:
+            dist.send(logits.float().contiguous(), dst=0)
+        if self.mesh.rank != 0:
+            return None
+        found = torch.empty(output_shape(self.skeleton, batch.inputs["input_ids"]), device=self.mesh.device)
+        dist.recv(found, src=last)
+        return found.cpu()
+
+    def _run(self, batch: MicroBatch, labels: Tensor | None = None, drops: bool = False) -> Tensor | None:
+        self.module.train(drops)
+        found = self.stages.forward(batch, self.skeleton.config.hidden_size, labels)
+        self.module.train()
+        return found
