@@ -49,12 +49,11 @@ def _reach(host: HostSlots) -> Finding:
 def _start(host: HostSlots, world: Mapping[str, object], arguments: Sequence[str], seconds: float) -> list[Finding]:
     """Run `doctor` as the only process of a host. world: RANK and how to meet the other hosts."""
     variables = {**ssh.forwarded(), **world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    settings = [f"{name}={value}" for name, value in variables.items()]
     # _reach has found this Python at the same path there
-    command = ["env", *settings, sys.executable, "-m", "samecurve", "doctor", *arguments, "--json", "-"]
+    command = [sys.executable, "-m", "samecurve", "doctor", *arguments, "--json", "-"]
     limit = 8 * seconds + _MORE_SECONDS
     try:
-        done = ssh.run(host.name, f"cd {shlex.quote(str(ssh.ROOT))} && {shlex.join(command)}", limit)
+        done = ssh.run(host.name, f"cd {shlex.quote(str(ssh.ROOT))} && {shlex.join(command)}", limit, variables)
         findings = json.loads(done.stdout.splitlines()[-1])["findings"]  # behind what libraries print
         # `level` is for readers; a Finding derives it.
         return [Finding(**{name: value for name, value in each.items() if name != "level"}) for each in findings]

@@ -37,11 +37,15 @@ def command(host: str, text: str) -> list[str]:
     return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra, host, text]
 
 
-def run(host: str, text: str, seconds: float) -> subprocess.CompletedProcess:
-    """Run `text` in the shell of a host. Raises subprocess.TimeoutExpired."""
-    return subprocess.run(
-        command(host, text), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
-    )
+def run(
+    host: str, text: str, seconds: float, variables: Mapping[str, object] | None = None
+) -> subprocess.CompletedProcess:
+    """Run `text` in the shell of a host, with these environment variables. Raises subprocess.TimeoutExpired."""
+    exports = "".join(f"export {name}={shlex.quote(str(value))}\n" for name, value in (variables or {}).items())
+    if exports:
+        # not in the command line, which every user of either host can read; not by `. /dev/stdin`, a socket under sshd
+        text = "sh -c " + shlex.quote('eval "$(cat)"; ' + text)
+    return subprocess.run(command(host, text), input=exports, capture_output=True, text=True, timeout=seconds)
 
 
 def forwarded(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -87,10 +87,25 @@ def test_a_host_whose_doctor_fails(answer, problem, monkeypatch):
     assert answer is None or found.seen == "ImportError: no torch"
 
 
+def test_variables_of_a_host_are_in_no_command_line(monkeypatch):
+    started = []
+
+    def local(host: str, text: str) -> list[str]:
+        started.append(text)
+        return ["sh", "-c", text]  # as sshd does with the user's shell
+
+    monkeypatch.setattr(ssh, "command", local)
+    token = "it's $secret"
+    done = ssh.run("node2", 'echo "$HF_TOKEN" "$RANK"; cat', 10.0, {"HF_TOKEN": token, "RANK": 1})
+    assert done.stdout == f"{token} 1\n"
+    assert ssh.run("node2", "cat", 10.0).stdout == ""
+    assert len(started) == 2 and "secret" not in "".join(started)
+
+
 def replies(answer: tuple[int, str, str] | None):
     """Stands for ssh: (exit code, output, errors), or no answer."""
 
-    def run(host: str, text: str, seconds: float) -> subprocess.CompletedProcess:
+    def run(host: str, text: str, seconds: float, variables: dict | None = None) -> subprocess.CompletedProcess:
         if answer is None:
             raise subprocess.TimeoutExpired(text, seconds)
         return subprocess.CompletedProcess([], *answer)
