@@ -1,7 +1,9 @@
-"""Run under a launcher with train.py's arguments and a JSON file first: {"sources": {name: folder}, "results": file}.
+"""Run under a launcher with train.py's arguments and a JSON file first, {"sources": {name: folder}, "steps": N,
+"results": file}.
 
-One after the other, each source's checkpoint is loaded and trained on from. Rank 0 writes a line for each: whether all
-ranks hold its values bit for bit (read here with safetensors' own reader), then the losses and norms of the next steps.
+One after the other, each source's checkpoint is loaded and trained on from for N steps. Rank 0 writes a line for each:
+whether all ranks hold its values bit for bit (read here with safetensors' own reader), then the losses and norms of the
+next steps.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -47,7 +50,7 @@ def main() -> None:
         batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, recipe.steps, position.step)
         results = [
             engine.step(micro_batches, learning_rate(recipe, step))
-            for step, micro_batches in enumerate(batches, start=position.step + 1)
+            for step, micro_batches in enumerate(islice(batches, wanted["steps"]), start=position.step + 1)
         ]
         found = {"source": name, "unequal": world.conclude(unequal, lambda every: sorted(set().union(*every)))}
         found |= {"engine": engine.describe().engine, "world_size": world.size, "start_step": position.step}

@@ -13,6 +13,7 @@ from harness import Run, append_result, largest_relative_difference, launch_comm
 from test_equal_curves import CONTEXT, ENGINES, SCHEDULES, Case, libaio_is_installed, one_stage
 
 STOP = 5
+AFTER = 5  # steps of each pair; test_resume.py trains some of them to the end
 LOSS, NORM = 1e-5, 1e-4
 WORLDS = {"single": [1], "hsdp": [4], "tp": [2], "fsdp_tp": [2, 4], "pipeline": [1, 2, 4]}
 WORLDS |= dict.fromkeys(CONTEXT, [2, 4]) | dict.fromkeys(SCHEDULES, [2])
@@ -73,7 +74,7 @@ def goes_on_from_all(cases: list[Case], case: Case, workspace, tmp_path, lora: b
     golden = finished(Case("single", 1, 1), workspace, lora)
     wanted, results = tmp_path / "wanted.json", tmp_path / "results.jsonl"
     sources = {name_of(each): str(finished(each, workspace, lora).checkpoint(STOP)) for each in cases}
-    wanted.write_text(json.dumps({"sources": sources, "results": str(results)}))
+    wanted.write_text(json.dumps({"sources": sources, "steps": AFTER, "results": str(results)}))
 
     strategy, more = arguments(case, workspace, lora)
     script = __file__.replace("test_all_pairs.py", "pairs_probe.py")
@@ -84,7 +85,7 @@ def goes_on_from_all(cases: list[Case], case: Case, workspace, tmp_path, lora: b
 
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["source"] for line in lines] == [*sources]
-    losses, norms = golden.column("loss")[STOP:], golden.column("grad_norm")[STOP:]
+    losses, norms = (golden.column(name)[STOP : STOP + AFTER] for name in ("loss", "grad_norm"))
     found = {
         "kind": "pair",
         "strategy": case.strategy + (" LoRA" if lora else ""),
