@@ -19,13 +19,14 @@ ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
     # A pretrained model's embeddings belong to the tokenizer that it was trained with.
     (("model", "path"), ("tokenizer", "vocabulary_size")),
 )
+_RATE: KeyPath = ("optimizer", "learning_rate")
 
 
 def merge_over_base(below: Document, document: Document) -> Document:
     """`document` on top of `below`, the file that it is based on."""
     given = {key for pair in ALTERNATIVES for key in pair if document.get(*key) is not None}
     # before the merge, after which the layers cannot be told apart
-    notes = _replace(below, given)
+    notes = _replace(below, given, has_rate=document.get(*_RATE) is not None)
     return Document(
         document.name,
         merge_blocks(below.content, document.content),
@@ -44,11 +45,12 @@ def settle_command_line(document: Document) -> None:
         inside = [place for path, place in document.places.items() if path[: len(key)] == key]
         if COMMAND_LINE in (document.place(key), *inside):
             given.add(key)
-    document.notes += _replace(document, given)
+    document.notes += _replace(document, given, has_rate=document.place(_RATE) == COMMAND_LINE)
 
 
-def _replace(document: Document, given: set[KeyPath]) -> list[str]:
-    notes = []
+def _replace(document: Document, given: set[KeyPath], has_rate: bool) -> list[str]:
+    """Remove what the given keys replace. `has_rate`: whether optimizer.learning_rate stands in their layer."""
+    notes, from_scratch = [], False
     for new, old in ALTERNATIVES:
         # old in given: both stand in one layer, which a rule reports
         if new not in given or old in given or document.get(*old) is None:
@@ -57,4 +59,10 @@ def _replace(document: Document, given: set[KeyPath]) -> list[str]:
         block = document.get(*old[:-1])
         del block[old[-1]]
         document.places = {path: place for path, place in document.places.items() if path[: len(old)] != old}
+        from_scratch |= new == ("model", "path")
+    if from_scratch and not has_rate and (rate := document.get(*_RATE)) is not None:
+        notes.append(
+            f"optimizer.learning_rate: {rate} of {document.place(_RATE)} was for a model from scratch; 1e-5 to 5e-5 is "
+            "usual for all weights of a pretrained one"
+        )
     return notes

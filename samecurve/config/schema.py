@@ -39,11 +39,14 @@ class Model(Section):
     config: dict[str, Any] | None = None
     """The fields of a Hugging Face config for a model from scratch. `model_type` is required."""
     attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flex_attention"] = "auto"
-    """The attention implementation. `auto` is `varlen` in bf16 on a CPU and `sdpa` elsewhere."""
+    """The attention implementation. `auto` is `varlen` for most decoders in bf16 on a CPU, on a GPU what the benchmark
+    found faster, else `sdpa`, or `eager` where the family has no `sdpa`. `flash_attention_2` needs bf16 or fp16 and,
+    with packing, a micro-batch of 1."""
     kernels: Literal["torch", "liger"] = "torch"
     """`liger` uses liger-kernel's norms, rotary positions and gated activations on a GPU."""
     new_head: bool = False
-    """`path` comes without the task's head, so a new one is made. `classify` and `reward` always may."""
+    """Make the task's head, which `path` lacks. `classify` and `reward` do so without this key. An error if `path` has
+    it."""
     router_loss: Annotated[Literal["sequence", "batch", "off"] | None, BeforeValidator(_off)] = None
     """Mixture of experts: balance the experts within each row (`sequence`) or over the global batch (`batch`, one more
     forward pass), or not (`off`). null: `sequence` where the model has a router loss. See [Numerics](numerics.md)."""
@@ -91,7 +94,8 @@ class Evaluate(Section):
     """Evaluation during training."""
 
     every_steps: Natural = 0
-    """Steps between evaluations. 0: never. Otherwise `path` or `data.validation_fraction` is needed."""
+    """Steps between evaluations; the last step is evaluated, too. 0: never. Otherwise `path`, `split` or
+    `data.validation_fraction` is needed."""
     path: Name | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
     split: Name | None = None
@@ -228,7 +232,7 @@ class Recipe(Section):
     """The run directory. See [Run directory](run_directory.md). A URL such as `s3://bucket/run` is short for
     `checkpoint.mirror` with a local folder, `$SAMECURVE_STAGING/s3/bucket/run`, else `runs/s3/bucket/run`."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
-    """Seeds the first weights, the order of the rows and dropout."""
+    """Seeds the initial weights, the order of the rows and dropout."""
     steps: int = Field(ge=1, le=MOST_STEPS)
     """Optimizer steps."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -238,7 +242,7 @@ class Recipe(Section):
     """Compute the layers' linear products in 8 bits with torchao's recipe of that name. It needs `precision: bf16`."""
     rehearse: bool = False
     """Before the first step, try in processes of their own whether the longest batch, an evaluation, a checkpoint and
-    the export fit into memory and on the disk. Restarts by a launcher do not.
+    the export fit into memory and on the disk. A run that its launcher restarts skips this.
     See [Clusters](clusters.md#before-the-first-step-rehearse)."""
     model: Model
     adapter: Adapter = Adapter()

@@ -32,8 +32,8 @@ class Batch(Section):
     global_batch_size: Count
     """Rows per optimizer step over all devices. Any number of devices shares them, as evenly as possible."""
     micro_batch_size: MicroBatchSize = 1
-    """Most rows per device and forward pass: as many as fit into memory. It need not divide anything. `auto` finds the
-    number by rehearsals before the first step, on a CPU within `memory.limit_gib`."""
+    """Maximum number of rows per device and forward pass: as many as fit into memory. It need not divide anything.
+    `auto` finds the number by rehearsals before the first step, on a CPU within `memory.limit_gib`."""
     sequence_length: Count
     """Tokens per row."""
 

@@ -42,7 +42,9 @@ def left_out(recipe: Recipe) -> list[str]:
     if not TASKS[recipe.task].predicts_next_token:
         found.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
     if recipe.task == "dpo" and recipe.dpo.has_reference:
-        found.append("task dpo. The reference, a second model, is not counted: expect more memory and time")
+        found.append(
+            "task dpo. The reference's log-probabilities, computed once before the first step, are not counted"
+        )
     if checkpointing in APPROXIMATED:
         found.append(f"memory.activation_checkpointing {checkpointing}. It is counted as {APPROXIMATED[checkpointing]}")
     if recipe.optimizer.name == "adamw_bf16":

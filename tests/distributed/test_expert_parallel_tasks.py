@@ -67,13 +67,19 @@ def test_every_task_follows_one_process(task, strategy, workspace, rows, base):
     assert relative_l2(run.weights, expected.weights) < 1e-4
 
 
-@pytest.mark.parametrize("strategy", long(*WORLDS))
-@pytest.mark.parametrize("task", TASKS)
-def test_adapters_follow_one_process(task, strategy, workspace, rows, base):
+@pytest.mark.parametrize(
+    ("task", "strategy", "variant"),
+    long(
+        *((task, strategy, "lora") for task in TASKS for strategy in WORLDS),
+        *(("sft", "fsdp_ep", "dora"), ("sft", "fsdp_ep", "rslora"), ("sft", "fsdp_ep_tp", "rslora")),
+    ),
+)
+def test_adapters_follow_one_process(task, strategy, variant, workspace, rows, base):
     """The experts are frozen, and still spread."""
     # a student that begins as its teacher's equal has labels to learn from
     taught = (f"distill={{teacher: {base}, label_weight: 0.5}}",) if task == "distill" else ()
     overrides = (f"model={{path: {base}}}", f"tokenizer={{path: {base}}}", *ADAPTER, *taught)
+    overrides += () if variant == "lora" else (f"adapter.{variant}=true",)
     expected, run = (run_of(workspace, rows, task, name, *overrides) for name in (None, strategy))
     assert run.facts["num_trained_parameters"] < run.facts["num_parameters"] / 3
     assert_follows(run, expected)

@@ -137,7 +137,7 @@ def test_sequences_that_are_cut(workspace, base, plain):
 
 
 @pytest.mark.parametrize("variant", [*long("dora", "rslora")])
-@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero2", "zero2_offload", "pipeline", *CONTEXT])
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero2", "zero2_offload", "pipeline", *CONTEXT, *SCHEDULES])
 def test_variants_follow_the_plain_loop(name, variant, workspace, base):
     run = run_lora(workspace, base, name, f"adapter.{variant}=true", extra=DORA_EXTRA if variant == "dora" else 0)
     assert_follows(run, plain_loop(workspace, base, **{f"use_{variant}": True}))

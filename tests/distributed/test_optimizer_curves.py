@@ -32,6 +32,7 @@ BY_MATRIX = (*ELEMENTWISE, "adafactor", "muon")
 TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline", "pipeline_1f1b", "tp", "fsdp_tp"], ELEMENTWISE)
 TAKEN |= dict.fromkeys(["ddp", "fsdp", "hsdp", "fsdp_ulysses", "fsdp_cp"], BY_MATRIX)
 TAKEN["ddp"] = (*TAKEN["ddp"], "adamw_8bit")
+CUT_ROWS = (("fsdp_ulysses", 2), ("fsdp_cp", 4))
 BF16 = ("adamw_bf16", "adamw_bf16:kahan")
 SIZES = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
 WIDE = (f"model.config={json.dumps(SIZES)}", "tokenizer.vocabulary_size=320")
@@ -96,7 +97,7 @@ def test_the_same_curve_and_state_under_every_strategy(strategy, world, single, 
         assert_same_state(line["folder"], single[name]["folder"])
 
 
-@pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2), ("hsdp", 4)))
+@pytest.mark.parametrize(("strategy", "world"), long(("ddp", 2), ("fsdp", 2), ("hsdp", 4), *CUT_ROWS))
 def test_bf16_weights_train_the_curve_of_fp32_ones(strategy, world, single, bf16, workspace):
     """Within what computing in bf16 makes of it, see test_equal_curves.py; what is loaded is loaded exactly."""
     expected = single["adamw"]["results"]
@@ -122,7 +123,7 @@ def bf16(workspace) -> dict[str, dict]:
     return start(workspace, None, 1, BF16, None, "precision=bf16")
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), *long(("hsdp", 4))])
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), *long(("hsdp", 4), *CUT_ROWS)])
 def test_blocks_of_8_bits_are_the_same_in_shards(strategy, world, wide, workspace):
     """A model whose shards are whole blocks: quantized as unsharded, and gone on from the unsharded state."""
     name = "adamw_8bit"

@@ -511,14 +511,28 @@ def test_uneven_micro_batches_by_hand(rows, micro, ranks, expected):
     assert {len(shares) for shares in expected} == {batch.accumulation_steps(ranks)}
 
 
+FROM_SCRATCH = (
+    "optimizer.learning_rate: 0.001 of r.yaml:14 was for a model from scratch; 1e-5 to 5e-5 is usual for all weights of "
+    "a pretrained one"
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "notes"),
     [
         (
             ["model.path=m"],
-            ["model.path replaces model.config of r.yaml", "model.path replaces tokenizer.vocabulary_size of r.yaml"],
+            [
+                "model.path replaces model.config of r.yaml",
+                "model.path replaces tokenizer.vocabulary_size of r.yaml",
+                FROM_SCRATCH,
+            ],
         ),
-        (["model={path: m}"], ["model.path replaces tokenizer.vocabulary_size of r.yaml"]),
+        (["model={path: m}"], ["model.path replaces tokenizer.vocabulary_size of r.yaml", FROM_SCRATCH]),
+        (
+            ["model={path: m}", "optimizer.learning_rate=2e-5"],
+            ["model.path replaces tokenizer.vocabulary_size of r.yaml"],
+        ),
         (["tokenizer.path=t"], ["tokenizer.path replaces tokenizer.vocabulary_size of r.yaml"]),
         (["data.mixture=[{path: text.txt, weight: 1.0}]"], ["data.mixture replaces data.path of r.yaml"]),
         (["model.config.hidden_size=8"], []),
