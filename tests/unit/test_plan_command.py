@@ -242,7 +242,7 @@ def test_what_the_plan_counts_otherwise_is_said(capsys):
     setting = "memory.activation_checkpointing=every_n_layers"
     assert main(["plan", "recipes/dpo.yaml", "--cluster", "h100x8", setting]) == 0
     shown = capsys.readouterr().out
-    assert "task dpo. The reference, a second model, is not counted" in shown
+    assert "task dpo. The reference's log-probabilities" in shown
     assert "every_n_layers. It is counted as none" in shown
 
 
