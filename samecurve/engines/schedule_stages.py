@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Measures(NamedTuple):
-    """What the last stage computes of its logits, in chunks of tokens."""
+    """What the last stage sums in chunks of tokens, in training and in evaluation, instead of returning logits."""
 
     training: Measure
     evaluation: Measure
@@ -62,9 +62,11 @@ class LocalStages:
     """This rank's stages, on the device with uninitialized weights.
 
     Attributes:
-        name: the schedule's.
-        pipelines: the processes of all pipelines, each in its order.
-        peers: those of this rank's pipeline; `rank`: this one's place among them.
+        name: the schedule's name.
+        pipelines: the ranks of each pipeline, in the order of the pipeline.
+        peers: the ranks of this rank's pipeline.
+        rank, ranks: this rank's place among its peers, and their number.
+        count: the number of stages, of which a rank may have several.
         modules: this rank's stages by index, in ascending order.
         owner: the stage of every weight of the model by Hugging Face name; a tied weight's is the first one.
         weights: this rank's weights by Hugging Face name.
@@ -84,11 +86,13 @@ class LocalStages:
         mesh: Mesh,
         measures: Measures | None = None,
         classifier_padding: int | None = None,
+        is_frozen: bool = False,
     ):
-        self.classifier_padding = classifier_padding
+        self.classifier_padding, self._is_frozen = classifier_padding, is_frozen
         self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
         self.schedule = SCHEDULES[self.name]
         self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
+        self._group = mesh.group("pp")  # the schedule's own, so that NCCL makes no further communicators
         self.pipelines = mesh.dims.groups("pp")
         self.peers = next(group for group in self.pipelines if mesh.rank in group)
         self.rank = self.peers.index(mesh.rank)
@@ -116,8 +120,8 @@ class LocalStages:
     def _allocated(self, module: StageLayers, mesh: Mesh) -> StageLayers:
         """Shard a stage on the meta device, as FSDP2 units of one layer each, then allocate its weights."""
         if self.is_sharded:
-            # a layer is gathered once per step and not around each micro-batch's passes
-            options: dict[str, Any] = {"mesh": mesh.sharding, "reshard_after_forward": False}
+            # a trained layer is gathered once per step; a frozen one has no backward pass to stay gathered for
+            options: dict[str, Any] = {"mesh": mesh.sharding, "reshard_after_forward": self._is_frozen}
             for layer in module.layers:
                 if isinstance(layer, Decoder):
                     fully_shard(layer, **options)
@@ -144,7 +148,7 @@ class LocalStages:
         return self.pipelines[0][self.rank_of(self.owner[name])]
 
     def whole(self, name: str) -> Tensor | None:
-        """Return a weight in fp32, gathered over the ranks that own its stage; None on all others."""
+        """Return a weight in fp32, collectively gathered over the ranks that own its stage; None on all others."""
         if self.owner[name] not in self.modules:
             return None
         weight = self.weights[name].detach().float()
@@ -175,11 +179,11 @@ class LocalStages:
                 before, after = self.rank_of(max(stage - 1, 0)), self.rank_of(min(stage + 1, self.count - 1))
                 if before != self.rank:
                     hidden = torch.empty(*input_ids.shape, hidden_size, device=self.device)
-                    dist.recv(hidden, self.peers[before])
+                    dist.recv(hidden, self.peers[before], group=self._group)
                 hidden = self.modules[stage](hidden, position_ids, labels)
                 if after != self.rank:
                     # fp32, as the receiver has allocated
-                    dist.send(hidden.float().contiguous(), self.peers[after])
+                    dist.send(hidden.float().contiguous(), self.peers[after], group=self._group)
         for module in self.modules.values():
             if isinstance(module, FSDPModule):  # gathered weights would outlive an update
                 for unit in (each for each in module.modules() if isinstance(each, FSDPModule)):
@@ -202,10 +206,12 @@ def _cut(layers: list[Layer], count: int, strategy: Strategy) -> list[list[Layer
     """Divide decoder layers evenly; what is before them goes to the first stage, what is behind to the last."""
     num_decoders = sum(isinstance(layer, Decoder) for layer in layers)
     if num_decoders < count:
+        fix = "use a smaller size"
+        if count > strategy.pipeline_stages:
+            fix += ", or a schedule with one stage per rank (GPipe, 1F1B)"
         raise ConfigurationError(
             f"{strategy.path}: parallelism_config.parallelism_config_pp_size: {strategy.pipeline_schedule} on "
-            f"{strategy.pipeline_stages} ranks has {count} stages, but the model has {num_decoders} layers; use a "
-            "smaller size, or a schedule with one stage per rank (GPipe, 1F1B)"
+            f"{strategy.pipeline_stages} ranks has {count} stages, but the model has {num_decoders} layers; {fix}"
         )
     ends = list(accumulate(SCHEDULES[strategy.pipeline_schedule].layers(num_decoders, strategy.pipeline_stages)))
     stages: list[list[Layer]] = [[] for _ in range(count)]

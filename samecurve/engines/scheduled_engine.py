@@ -118,8 +118,9 @@ class ScheduledEngine:
         dims = self._mesh.dims
         self._loss_weight = dims.dp_shard / tokens  # FSDP2 averages gradients over these ranks; replicas sum theirs
         run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))
+        self._rows = self._prepared(micro_batches)
         with record_function(run.range):
-            sums = self._forward_backward(micro_batches) / dims.tp  # the same on all tp ranks, which `_total` adds up
+            sums = self._forward_backward() / dims.tp  # the same on all tp ranks, which `_total` adds up
             counted, again = stages.trained()
             tensor_parallel.sum_gradients(self._summed, self._mesh)
             place_gradients([*counted, *again])
@@ -141,14 +142,9 @@ class ScheduledEngine:
         result = step_result(mean, grad_norm, tokens, applied, may_rescale=False, statistics=tuple(statistics))
         return self._first_step.checked(result, learning_rate, math.sqrt(squares + squares_again))
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the schedule.
-
-        Returns:
-            Loss and statistics, see Task.step_loss, summed over the micro-batches: fp64, 0 without the last stage.
-        """
-        stages = self._stages
-        if stages.has_first:  # the rows are read where they enter the pipeline
+    def _prepared(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Pad the micro-batches to equal size, and add targets that need forward passes of their own. Collective."""
+        if self._stages.has_first:  # the rows are read where they enter the pipeline
             for batch in micro_batches:
                 self._first_step.read(batch)
         # a schedule cuts a step's rows into equal parts
@@ -158,7 +154,15 @@ class ScheduledEngine:
         self._dropout.queue(rows)
         self._dropout.use_next()  # the schedule also runs the first rows once to find out shapes
         contexts = self._contexts(rows)
-        self._rows = [replace(each, targets=each.targets | more) for each, more in zip(rows, contexts, strict=True)]
+        return [replace(each, targets=each.targets | more) for each, more in zip(rows, contexts, strict=True)]
+
+    def _forward_backward(self) -> Tensor:
+        """Run the schedule over the prepared rows.
+
+        Returns:
+            Loss and statistics, see Task.step_loss, summed over the micro-batches: fp64, 0 without the last stage.
+        """
+        stages, rows = self._stages, self._rows
         input_ids, position_ids = map(torch.cat, zip(*map(schedule_stages.inputs, rows), strict=True))
         inputs = (input_ids,) if stages.has_first else ()
         last = {"target": torch.arange(len(rows))} if stages.has_last else {}
@@ -166,6 +170,7 @@ class ScheduledEngine:
         schedule = self._schedule(input_ids.shape, len(rows))
         with self._dropout.check_draws():
             schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)
+        self._rows = []  # a teacher's hidden states are no longer needed
         nothing = torch.zeros(1 + self._task.num_step_statistics, dtype=torch.float64, device=self.device)
         return sum(self._sums.values(), nothing)
 
@@ -181,9 +186,11 @@ class ScheduledEngine:
         return kind(stages[0] if single else stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Tensor, nth: Tensor) -> Tensor:
-        """Weight the loss of the micro-batch with this number, (1,) on the CPU: a schedule's targets are one tensor.
+        """Compute the weighted loss of the `nth` micro-batch.
 
-        Called once more before, on no values, to find out shapes.
+        A schedule's target has to be one tensor, so it is the micro-batch's number: `nth` is int64, (1,), on the CPU.
+        PyTorch also calls this function before the first step of a schedule, with an `output` without values, to infer
+        shapes; the real pass then overwrites those sums.
         """
         batch, loss, found = self._rows[int(nth)], output, output.new_zeros(0)
         if not self._measures:
@@ -236,9 +243,9 @@ class ScheduledEngine:
             reduce_dtype="fp32" if sharded else None,
             sharded=sharded,
             tensor_parallel_size=tensor_parallel.cut_size(weights),
+            num_teacher_parameters_per_rank=taught.num_parameters_per_rank if taught else 0,
             loss_implementation="chunked" if self._measures else "full",
             # they are reduced after the step's last backward pass
-            num_teacher_parameters_per_rank=taught.num_parameters_per_rank if taught else 0,
             whole_gradient_bytes=4 * num_parameters * self._mesh.dims.dp_shard if sharded else 0,
         )
 

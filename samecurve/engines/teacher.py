@@ -1,4 +1,8 @@
-"""The frozen teacher of a distillation run, divided over ranks where the strategy divides the trained model."""
+"""The frozen teacher of a distillation run.
+
+FSDP2, ZeRO-3, context parallelism and pipeline schedules divide it over ranks like the trained model; tensor
+parallelism does not.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
 
     Args:
         accelerator: the process's Accelerator.
-        plan: None in a single process.
+        plan: the run's plan; None for an evaluation outside training.
         mesh: over which FSDP2 shards the teacher.
         task: `teacher` is the run's recipe with the teacher as its model.
 
@@ -62,7 +66,7 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         found.to(torch_dtype(recipe.precision))  # pyright: ignore[reportArgumentType]  # transformers hides the signature
     else:
         alone = _frozen(skeleton, torch.device(accelerator.device))
-        # with a plan nothing is computed under autocast
+        # single and ddp compute without autocast in training; tp and evaluations use autocast
         frozen_weights.store_in_bf16(alone, recipe, everywhere=plan is not None and computes_in_copies(plan))
         found = accelerator.prepare_model(alone, evaluation_mode=True)
     _fill(found, skeleton, recipe)
@@ -73,14 +77,15 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
 class StagedTeacher:
     """The teacher in the stages of the student's pipeline schedule, in eval mode, with its weights.
 
-    A training step keeps the last hidden states of each micro-batch. Its logits exist only while its loss is computed,
-    so the ranks of the last stage have the teacher's whole head.
+    Its forward passes precede the schedule, which keeps their last hidden states. The logits of a micro-batch are
+    computed together with its loss, so the ranks of the last stage have the teacher's whole head.
 
     Raises:
         ConfigurationError: the teacher cannot be cut into these stages, or as build.
     """
 
     def __init__(self, strategy: Strategy, mesh: Mesh, task: Task):
+        assert strategy.tensor_parallel_size == 1, "stages that are cut have no whole logits to compare"
         recipe, skeleton = _skeleton(task)
         self._hidden_size, self._autocast = skeleton.config.hidden_size, compute_dtype(recipe.precision)
         model = _frozen(skeleton, torch.device("meta"))
@@ -88,9 +93,11 @@ class StagedTeacher:
         try:
             layers = split_layers(model)
             head = copy.deepcopy(layers.pop())  # a tied one is the first stage's embedding
-            self._stages = LocalStages(layers, strategy, self._autocast, mesh)
+            self._stages = LocalStages(layers, strategy, self._autocast, mesh, is_frozen=True)
         except ConfigurationError as error:
             raise ConfigurationError(f"distill.teacher: {error}") from None
+        if self._autocast:  # a linear layer, also where it was tied
+            head.to(self._autocast)
         self._head = head.to_empty(device=mesh.device) if self._stages.has_last else None
         weights: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, weight in [*self._stages.weights.items(), *(self._head.named_weights() if self._head else ())]:
@@ -109,7 +116,9 @@ class StagedTeacher:
     def with_hidden(self, batch: MicroBatch) -> MicroBatch:
         """Add the target `teacher` on the ranks of the last stage: hidden states, see `targets`. Collective."""
         hidden = self._stages.forward(batch, self._hidden_size)
-        return batch if hidden is None else replace(batch, targets=batch.targets | {"teacher": hidden})
+        if hidden is None:
+            return batch
+        return replace(batch, targets=batch.targets | {"teacher": hidden.to(self._autocast or hidden.dtype)})
 
     def targets(self, batch: MicroBatch) -> dict[str, Tensor]:
         """Return the targets of what `with_hidden` returned, `teacher` being the logits, see DistillTask."""
@@ -123,8 +132,11 @@ def _skeleton(task: Task) -> tuple[Recipe, PreTrainedModel]:
     """Return the run's recipe with the teacher as its model, and the teacher's architecture."""
     recipe = task.teacher
     assert recipe is not None  # the callers ask for a teacher only where there is one
-    skeleton = build_skeleton(recipe, task.vocabulary_size)
-    check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
+    try:
+        skeleton = build_skeleton(recipe, task.vocabulary_size)
+        check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"distill.teacher: {error}") from None
     return recipe, skeleton
 
 

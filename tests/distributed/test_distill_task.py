@@ -25,7 +25,10 @@ from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 TEMPERATURE, LABEL_WEIGHT = 2.0, 0.25
-TEACHER = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 4, "initializer_range": 0.2}
+UNLIKE = {"hidden_size": 48, "num_hidden_layers": 4, "initializer_range": 0.2}
+TEACHER = {**LLAMA, **UNLIKE, "tie_word_embeddings": False}
+GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+OTHER_TEACHERS = {"tied": {**LLAMA, **UNLIKE}, "gpt2": GPT2, "shallow": {**LLAMA, **UNLIKE, "num_hidden_layers": 2}}
 ENGINES = {"single": "LlamaForCausalLM", "ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
 ENGINES |= {"tp": "LlamaForCausalLM", "pipeline_fsdp": "Schedule1F1B"} | SCHEDULED
 ENGINES |= dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDPLlamaForCausalLM")
@@ -50,8 +53,8 @@ def setting(workspace, data) -> Setting:
     common += [f"data.cache_dir={workspace.folder / 'cache'}", f"evaluate.every_steps={STEPS}"]
     common += ["batch.micro_batch_size=2"]
     tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), ["task=sft", *common]).recipe).tokenizer
-    for name, seed, fields in (("student", 1, dict(LLAMA)), ("teacher", 2, dict(TEACHER))):
-        more = 8 if name == "teacher" else 0  # an embedding may be padded
+    for seed, (name, config) in enumerate(({"student": LLAMA, "teacher": TEACHER} | OTHER_TEACHERS).items(), start=1):
+        more, fields = 0 if name == "student" else 8, dict(config)  # an embedding may be padded
         config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer) + more, **fields)
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(workspace.folder / name)
@@ -121,6 +124,41 @@ def test_follows_the_plain_loop(strategy, workspace, setting):
     assert largest_relative_difference(run.column("loss"), setting.losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), setting.norms) < 1e-4
     assert relative_l2(run.weights, setting.weights) < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "teacher", "more"),
+    [
+        ("pipeline_1f1b", "gpt2", ("data.packing=true",)),
+        ("pipeline_fsdp", "tied", ("distill.divergence=reverse_kl", "data.packing=true")),
+        ("pipeline_zbv", "tied", ("data.packing=false", "data.group_by_length=true", "batch.global_batch_size=7")),
+        ("pipeline_dualpipev", "gpt2", ()),
+    ],
+)
+def test_other_teachers_in_stages(strategy, teacher, more, workspace, setting):
+    """A head that is the first stage's embedding, learned positions, packed documents, rows that do not divide."""
+    wanted = (*setting.overrides, f"distill.teacher={workspace.folder / teacher}", *more)
+    rows = 1 if "batch.global_batch_size=7" in more else 2
+    expected, run = (
+        workspace.run(name, WORLDS.get(name, 2) if name else 1, *wanted, f"batch.micro_batch_size={rows}")
+        for name in (None, strategy)
+    )
+    assert expected.returncode == run.returncode == 0, run.output
+    assert run.facts["engine"] == ENGINES[strategy]
+    assert run.column("tokens") == expected.column("tokens")
+    assert largest_relative_difference(run.column("loss"), expected.column("loss")) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), expected.column("grad_norm")) < 1e-4
+    for key in ("eval_loss", "eval_divergence", "eval_tokens"):
+        assert run.metrics[-1][key] == pytest.approx(expected.metrics[-1][key], rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_teacher_with_too_few_layers_is_refused(workspace, setting):
+    run = workspace.run("pipeline_zbv", 2, *setting.overrides, f"distill.teacher={workspace.folder / 'shallow'}")
+    assert run.returncode != 0 and "ConfigurationError" in run.output
+    for word in ("distill.teacher: ", "pipeline_zbv.yaml", "4 stages", "2 layers", "GPipe, 1F1B"):
+        assert word in run.output
 
 
 @pytest.mark.full
