@@ -11,7 +11,10 @@ from samecurve.storage.filesystem import FileSystem
 
 
 def find_best(fs: FileSystem, directory: Path, metric: str) -> Path | None:
-    """Find the best good checkpoint and record it in best.json; None if none has the metric."""
+    """Find the good checkpoint with the lowest value of the metric; None if none has the metric. For rank 0.
+
+    best.json in `directory` gets its name and the value.
+    """
     values = {}
     for folder in list_checkpoints(fs, directory):
         # hashes state.json, which has the metric, but not the weights: this follows every save

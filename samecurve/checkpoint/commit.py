@@ -132,7 +132,7 @@ def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview | bytes]:
 
 
 class _Outcome(NamedTuple):
-    """What came of one rank's work. failure: "" if it succeeded. error: known on the rank itself only."""
+    """Result of one rank's work. failure: "" if it succeeded. error: known on that rank only."""
 
     result: Any
     failure: str = ""

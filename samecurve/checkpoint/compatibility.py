@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Recipe keys that may not change. The contents of model and data are compared directly (`identity`), so their paths
-# may change.
+# Recipe keys that may not change. The contents of model and data are compared directly (interfaces/fingerprint.py), so
+# their paths may change.
 FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding")
 _BEFORE_THE_KEY = {"bf16_rounding": "stochastic"}  # the value in effect for checkpoints older than the key
+# Recipe keys whose changes are not logged.
 SILENT = (
     *("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps"),
     *("profile.steps", "profile.ranks", "rehearse", "memory.limit_gib", "checkpoint.mirror"),

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
 FOLDER = "checkpoints"
-# Continued by a session elsewhere. The last one says which steps have been fetched, see `_fetch_history`.
+# Records that a session on another machine continues. The last one shows whether they have been fetched already, see
+# `_fetch_history`.
 HISTORY = ("run.json", "skipped.jsonl", "metrics.jsonl")
 
 
@@ -69,7 +70,7 @@ def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> P
     for name in committed(store):
         if step_of(Path(name)) <= newest:
             break
-        # before the checkpoint, with which a next start would find nothing left to fetch
+        # before the checkpoint: once that is here, the next start fetches nothing any more
         _fetch_history(store, run, step_of(Path(name)))
         try:
             folder = _fetch(store, directory, name)
@@ -92,6 +93,7 @@ def verify(store: ObjectStore, name: str, folder: Path) -> None:
 
     Raises:
         DamagedManifest: the first problem found.
+        StorageError: the store does not answer.
     """
     for file in (MARKER, MANIFEST):
         content = store.read(f"{FOLDER}/{name}/{file}")
@@ -121,7 +123,7 @@ def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
         partial.mkdir()
         try:
             verify(store, name, partial)
-        except DamagedManifest:  # there, or on its way here
+        except DamagedManifest:  # damaged in the store, or during the transfer: fetch it once more
             verify(store, name, partial)
         for file in (MARKER, MANIFEST):  # ObjectStore.download has synced the others
             with open(partial / file, "rb+") as opened:

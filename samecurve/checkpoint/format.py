@@ -4,9 +4,10 @@
                               "exp_avg/...", "exp_avg_sq/...": the same region of its optimizer state (here AdamW's);
                               fp32 represents bf16 values exactly; 8-bit codes are uint8,
                               "rng/...": uint8, the state of this rank's random generators
-                              "factor/...": a region of a state of another shape: "parameter.row_var", ".absmax1"
-    index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}; several runs, see Region,
-                              are [rank, start, length, count, stride]
+                              "factor/...": a region of an optimizer state whose shape is not the parameter's, named
+                              after both: "parameter.row_var" (Adafactor), "parameter.absmax1" (8-bit AdamW)
+    index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}; a region of several pieces
+                              (the runs of Region) is [rank, start, length, count, stride] instead
 
 Any safetensors reader can open the files. They contain no code.
 """
@@ -117,7 +118,7 @@ class CheckpointReader:
             region: the values to read.
 
         Returns:
-            fp32 (region.numel,) on the CPU.
+            fp32 (region.numel,) on the CPU, which also holds 8-bit codes exactly.
 
         Raises:
             CheckpointError: no file contains some part of the region.
@@ -139,7 +140,7 @@ class CheckpointReader:
         return values
 
     def tensor(self, rank: int, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read the slice [start, stop) of one tensor from the file of `rank`."""
+        """Read the slice [start, stop) of one tensor from the file of `rank`. Raises CheckpointError."""
         path = self.folder / file_name(rank)
         try:
             with safe_open(path, framework="pt") as file:  # reopened each time: pages of an open mapping stay in memory

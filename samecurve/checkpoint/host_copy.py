@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16  # Tensor.view(dtype) needs an offset that is a multiple of the dtype's size
-# Of a block, so that the last bits of a total make no blocks of their own.
-_SMALLEST_BYTES = 2**16
+_SMALLEST_BYTES = 2**16  # of a block: totals are rounded up to it, or their low bits would become tiny blocks
 
 
 class HostCopy:
@@ -32,7 +31,7 @@ class HostCopy:
         self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in block_sizes(total)]
 
     def keep(self, index: int, value: Tensor) -> None:
-        """Copy the index-th tensor; asynchronously from a GPU."""
+        """Copy `value`, the index-th tensor. From a GPU the copy is asynchronous: synchronize before `read`."""
         parts = self._parts(index)
         for part, piece in zip(parts, value.split([len(part) for part in parts]), strict=True):
             part.copy_(piece, non_blocking=True)

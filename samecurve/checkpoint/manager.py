@@ -80,7 +80,7 @@ class Checkpoints:
     """Finds, loads, saves and rotates the checkpoints of one run.
 
     Args:
-        facts: decide whether a run may resume: `recipe`, `model`, `data`, `strategy`, `world_size`, `versions`.
+        facts: the result of `run.metadata.resume_identity`: they decide whether a run may resume.
         log: prints one line (on rank 0 only).
         busy: called for each tensor, to report progress of a long save or load to the watchdog.
         background: continue training while a checkpoint is written; costs a copy of this rank's part in host memory.
@@ -120,7 +120,11 @@ class Checkpoints:
         return self.resumed_from
 
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
-        """Load a verified checkpoint into the engine. generators: restore the random generators too."""
+        """Load a verified checkpoint into the engine. Collective.
+
+        generators: restore the random generators too, or seed them anew if their layout has changed.
+        Raises CheckpointError on all ranks if model and checkpoint differ, on one rank if its part cannot be read.
+        """
         fault_point("load.read")
         saved = self._world.on_main(lambda: read_state(folder))
         wanted = [(part.name, part.region) for part in engine.state.ranges()]
@@ -158,7 +162,7 @@ class Checkpoints:
     # Saving
 
     def save(self, engine: Engine, position: TrainProgress, wait: bool = False) -> dict:
-        """Copy this rank's part and write it in the background.
+        """Start to save this rank's part; without `background`, also wait until it is written. Collective.
 
         A failed save is logged and training continues. The third failure in a row raises StorageError on all ranks.
 

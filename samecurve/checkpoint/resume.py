@@ -97,9 +97,9 @@ class CheckpointSelector:
         return self._world.conclude(problems, lambda of_all: sorted(set().union(*of_all)))
 
     def _check_share(self, folder: Path, digest: str, share: list[FileRecord]) -> list[str]:
-        """Check this rank's files. The first rank of each host also looks whether it sees the folder of rank 0.
+        """Check this rank's files. The first rank of each host also checks that it sees the same folder as rank 0.
 
-        Each copy may be whole, but then hosts with folders of their own would resume from different steps or weights.
+        If hosts had folders of their own, each copy could be whole and yet be of another step or have other weights.
         """
         try:
             fault_point("load.verify")

@@ -23,7 +23,7 @@ _RATE: KeyPath = ("optimizer", "learning_rate")
 
 
 def merge_over_base(below: Document, document: Document) -> Document:
-    """`document` on top of `below`, the file that it is based on."""
+    """Return `document` merged over `below`, the file that it is based on."""
     given = {key for pair in ALTERNATIVES for key in pair if document.get(*key) is not None}
     # before the merge, after which the layers cannot be told apart
     notes = _replace(below, given, has_rate=document.get(*_RATE) is not None)
@@ -38,7 +38,7 @@ def merge_over_base(below: Document, document: Document) -> Document:
 
 
 def settle_command_line(document: Document) -> None:
-    """After all overrides: what they gave replaces what the files said."""
+    """Remove alternatives in the files to keys of the command line. Call this after all overrides are applied."""
     keys = {key for pair in ALTERNATIVES for key in pair if document.get(*key) is not None}
     given = set()  # on the command line: the key, a block around it or a key inside of it
     for key in keys:

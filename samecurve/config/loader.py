@@ -46,8 +46,8 @@ _EXPECTED = {
 def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
     """Read a recipe, its base files and `key.path=value` overrides; check the schema and the rules.
 
-    The problems are in `RecipeSource.document.problems`. Whether the global batch size divides is checked later, once
-    the world size is known.
+    The problems are in `RecipeSource.document.problems`. Rules that depend on the strategy or the number of processes
+    are checked later (strategy/validate.py).
     """
     document = _read_based(path, ())
     for argument in overrides:
@@ -134,7 +134,7 @@ def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
 
 
 def _text_fields(document: Document) -> Iterator[KeyPath]:
-    """Keys of the command line that YAML reads as another type although the schema wants text (`output_dir=1`)."""
+    """Yield keys of the command line that YAML reads as another type although the schema wants text (output_dir=1)."""
     try:
         Recipe.model_validate(document.content)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""`key.path=value` of the command line: laid over a document, each key once; and lists that commands add to."""
+"""Overrides of the command line, `key.path=value`: applied to a document, or merged with those that a command adds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from samecurve.config.documents import COMMAND_LINE, ConfigProblem, Document, Ke
 
 
 def apply_override(document: Document, argument: str) -> None:
-    """Apply one `key.path=value` of the command line. A key that an earlier one gave already is a problem.
+    """Apply one `key.path=value` of the command line. A key that an earlier override has given is a problem.
 
-    The value is YAML, or else text: of `data.pattern='**/*.md'` the shell leaves what YAML takes for a broken alias.
+    The value is read as YAML, and as text if it is no valid YAML: the shell removes the quotes of
+    `data.pattern='**/*.md'`, and YAML would take the rest for a broken alias.
     """
     dotted, equals, text = argument.partition("=")
     path = tuple(dotted.split("."))
@@ -45,9 +46,9 @@ def apply_override(document: Document, argument: str) -> None:
 
 
 def latest_overrides(overrides: Sequence[str]) -> list[str]:
-    """One of each key: a later override replaces earlier ones of the key, of keys inside it, and its part of a block.
+    """Keep the last override of each key, for commands that add overrides of their own to the user's.
 
-    For commands that add overrides of their own to the user's; two of one key by the user are refused.
+    An override replaces earlier ones of its key and of keys inside it, and its part of an earlier block around it.
     """
     found: dict[KeyPath, str] = {}
     for argument in overrides:

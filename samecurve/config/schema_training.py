@@ -16,7 +16,7 @@ AUTO = "auto"
 
 
 def _number_or_auto(value: object, as_number: Callable[[object], object]) -> object:
-    """A validator, because a union would report one problem for each of its kinds."""
+    """Accept a number or "auto". The two as a union would report a problem for each of its members."""
     return value if value == AUTO else as_number(value)
 
 

@@ -47,7 +47,7 @@ class RecipeSource(NamedTuple):
         return found
 
     def length(self, dotted: str) -> int:
-        """Of a list as it is written, whatever is in it; 0 where there is none."""
+        """Return the length of a list as it is written, whatever its items are; 0 if there is no list."""
         found = self.document.get(*dotted.split("."))
         return len(found) if isinstance(found, list) else 0
 
@@ -63,6 +63,7 @@ class RecipeSource(NamedTuple):
 
 
 def schema_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of every key of a block and of the blocks in it; ANY_ITEM stands for the index of a list."""
     for name, info in model.model_fields.items():
         yield (*prefix, name)
         for depth, block in _blocks(info.annotation):

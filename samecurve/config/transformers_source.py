@@ -1,6 +1,6 @@
 """The fields of transformers' config classes, read from their source: importing transformers takes seconds.
 
-Its configs are dataclasses since version 5: a field is an annotated name in the class or in one that it is made from.
+Its configs are dataclasses since version 5: a field is an annotated name in the class or in one of its base classes.
 What cannot be read this way is None here, and checked once transformers is loaded (hf_config.py).
 """
 
@@ -44,7 +44,13 @@ class Field:
 
 @dataclass
 class ConfigClass:
-    """`aliases`: other names of fields. `also`: names that the class makes something of although no field has them."""
+    """What a config class accepts.
+
+    Attributes:
+        fields: fields by name.
+        aliases: other names of fields, with the name of the field.
+        also: names that the class may read from its arguments although they are no fields, such as `rope_scaling`.
+    """
 
     fields: dict[str, Field] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -61,7 +67,7 @@ def model_types() -> dict[str, str] | None:
 
 @lru_cache
 def family(model_type: str) -> ConfigClass | None:
-    """None where the source is not as expected: not there, not readable, of another form."""
+    """Return what the config class of a model_type accepts; None if its source is missing or not in the known form."""
     special = _mapping("SPECIAL_MODEL_TYPE_TO_MODULE_NAME", "auto_mappings.py")
     special |= _mapping("SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
     name, folder = (model_types() or {}).get(model_type), special.get(model_type, model_type.replace("-", "_"))
@@ -122,11 +128,11 @@ def _classes(path: Path) -> dict[str, ast.ClassDef]:
 
 
 def _collect(path: Path, name: str, into: ConfigClass) -> bool:
-    """Add a class and what it is made from, whose own names go before. Returns whether all of them were found."""
+    """Add a class and then its base classes; names that are there already stay. Returns whether all were found."""
     node = _classes(path).get(name)
     if node is None:
         return False
-    # Types that are texts are for the reader alone, as those of a class without @strict are.
+    # Nothing enforces the types of a class without @strict, nor types that are strings (from __future__).
     lazy = any(isinstance(each, ast.ImportFrom) and each.module == "__future__" for each in _parsed(path).body)
     checked = not lazy and any("strict" in ast.unparse(each) for each in node.decorator_list)
     for statement in node.body:
@@ -149,7 +155,10 @@ def _collect(path: Path, name: str, into: ConfigClass) -> bool:
 
 
 def _made_use_of(function: ast.FunctionDef, reads_arguments: bool) -> Iterator[str]:
-    """Names of properties that can be set, and texts in the code: some of them are taken out of the arguments."""
+    """Yield names that a method may read from the config's arguments: a property with a setter, and texts in its code.
+
+    Only some of the texts are such names, so a wrong key that equals another one is not noticed.
+    """
     if any(isinstance(each, ast.Attribute) and each.attr == "setter" for each in function.decorator_list):
         yield function.name
     texts = [node.value for node in ast.walk(function) if reads_arguments and isinstance(node, ast.Constant)]
@@ -169,7 +178,7 @@ def _origin(path: Path, base: ast.expr) -> tuple[Path, str]:
 
 
 def _accepts(node: ast.expr, value: Any) -> bool:
-    """By the rules of huggingface_hub's strict dataclasses; a type that is not known here accepts anything."""
+    """Whether a type accepts a value, as in huggingface_hub's strict dataclasses. An unknown type accepts anything."""
     if isinstance(node, ast.BinOp):
         return _accepts(node.left, value) or _accepts(node.right, value)
     if isinstance(node, ast.Constant):

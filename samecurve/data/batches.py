@@ -170,7 +170,7 @@ class StepBatches:
     def _prepared(self) -> Generator[list[MicroBatch], None, None]:
         """Prepare steps in a thread, which sums their counts in the background."""
         upcoming = range(self.step, self.num_steps)
-        # Workers are forked here, before there is the thread.
+        # Workers are forked here, before the thread exists: they would inherit locks that it holds, but not the thread.
         wholes = iter(self._by_workers(upcoming)) if self.num_workers else map(_pinned, map(self._whole, upcoming))
 
         def make() -> list[MicroBatch]:

@@ -72,7 +72,8 @@ class Encoder(ABC):
         return [name for name, wanted in (("trained", self.masked), ("segments", self.segmented)) if wanted]
 
     @abstractmethod
-    def encode(self, documents: list) -> list[Encoded]: ...
+    def encode(self, documents: list) -> list[Encoded]:
+        """Encode the documents, in order, and update `counts`. Raises DataError for one that cannot be encoded."""
 
 
 def _known(token_id: Any) -> list[int]:

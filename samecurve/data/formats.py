@@ -204,12 +204,13 @@ def _counted(file: Path, first_line: int) -> Callable[[int], str]:
 
 
 def lines_of(file: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, which may be compressed, with their line breaks. Raises DataError."""
     import fsspec
 
     try:
         with fsspec.open(str(file), "rb", compression="infer") as lines:
             yield from lines
-    except MemoryError:
+    except MemoryError:  # nothing is wrong with the file
         raise
     except Exception as error:  # Each codec raises its own errors.
         raise unreadable(file, error) from error
@@ -241,6 +242,7 @@ def _parse_json(at: Callable[[int], str], text: str, ended: bool) -> Any:
 
 
 def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of a parquet file. Raises DataError if it cannot be read to its end."""
     import datasets  # Takes two seconds, and is not needed when the tokens are cached.
 
     number = 0

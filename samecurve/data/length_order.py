@@ -15,11 +15,11 @@ _MOST_STEPS = 32  # largest number of steps in a group
 class LengthOrder:
     """Sample order by length: a pure function of seed and position.
 
-    Reads every row once per epoch and none twice in a step. The steps of an epoch are divided into groups of up to
-    _MOST_STEPS steps, at least two groups, so that a row shares its steps with other rows in each epoch. The random
-    order assigns rows to groups. Within a group the rows are sorted by length and cut into steps, and the steps are
-    shuffled. The last rows of an epoch, which fill no whole step, have nearly the same length too, and the next epoch
-    completes their step with rows of about that length.
+    Reads every row once per epoch and none twice in a step. The whole steps of an epoch are divided into groups of up
+    to _MOST_STEPS steps, and into at least two groups (unless there is only one such step), so that a row shares its
+    steps with other rows in each epoch. The random order assigns rows to groups. Within a group the rows are sorted by
+    length and cut into steps, and the steps are shuffled. The last rows of an epoch, which fill no whole step, have
+    nearly the same length too, and the next epoch completes their step with rows of about that length.
     """
 
     def __init__(self, sizes: np.ndarray, step_size: int, seed: int):

@@ -19,8 +19,9 @@ class Counts(NamedTuple):
     """What the losses of a step are divided by.
 
     Attributes:
-        trained: Task.count.
-        sequences, tokens: of MicroBatch.real_tokens; only a router loss reads them.
+        trained: number of tokens, rows or pairs that the task's loss sums over (Task.count).
+        sequences: number of sequences with a real token (see MicroBatch.real_tokens); only a router loss reads it.
+        tokens: number of real tokens; only a router loss reads it.
     """
 
     trained: int
@@ -67,12 +68,12 @@ class Documents(NamedTuple):
 
 
 class BatchFacts(NamedTuple):
-    """What a step has to know of a micro-batch on the host; a question to the device would wait for all queued kernels.
+    """Facts about a micro-batch that a step needs on the host: reading them from the device waits for queued kernels.
 
     Attributes:
         counts: of this micro-batch.
         positions: see trained_positions.
-        packed: whether position_ids ever go on by another step than 1 within a row, as between two documents; None
+        packed: whether two neighbouring position_ids of a row differ by anything but 1, as between two documents; None
             without position_ids.
         padded: whether the attention_mask has a 0; None without an attention_mask.
         documents: see Documents; None: unknown.
@@ -194,7 +195,10 @@ class MicroBatch:
 
 
 def position_ids(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a model's position_ids, (sequences, sequence_length): those given, else from 0, as padding is behind."""
+    """Return a model's position_ids, (sequences, sequence_length): those given, else 0, 1, 2, ... in each sequence.
+
+    The latter fits because padding comes after the tokens.
+    """
     ids = inputs["input_ids"]
     given = inputs.get("position_ids")
     return torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if given is None else given

@@ -10,7 +10,7 @@ import numpy as np
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack items into bins, the largest item first, each into the fullest bin that has room for it.
 
-    The number of bins is at most 11/9 of the smallest possible number, plus one (Johnson, 1973).
+    The number of bins is asymptotically at most 11/9 of the smallest possible number (Johnson, 1973).
 
     Args:
         sizes: (num_items,), each in [1, capacity].

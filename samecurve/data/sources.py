@@ -35,8 +35,8 @@ _CHECK_SECONDS = 10.0
 class DataSource:
     """Files in a fixed order, or a split of the hub.
 
-    A document is any object whose str() is its content. It decides whether the document is held out, and the progress
-    that is shown.
+    A document is any object whose str() is its content. A hash of the content decides whether the document is held out,
+    and its length is the progress that is shown.
     """
 
     name: str  # the path as the user wrote it

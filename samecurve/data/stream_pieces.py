@@ -1,6 +1,7 @@
 """Chunks of streamed files, local or behind a URL. Each chunk can be read without the others.
 
-The chunks follow from the files' names and sizes (and parquet footers), so no data are read ahead.
+The chunks follow from the files' names and sizes (and parquet footers), so no data are read ahead. Names in the code
+call a chunk a piece, too.
 """
 
 from __future__ import annotations

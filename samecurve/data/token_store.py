@@ -57,7 +57,7 @@ class Corpus:
     Attributes:
         train: documents to train on.
         held_out: held-out documents.
-        empty_documents: number of documents that were dropped because they hold no text.
+        empty_documents: number of documents that were dropped because they hold no token.
         counts: the encoder's counts by name.
     """
 

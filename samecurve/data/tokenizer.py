@@ -160,7 +160,8 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
         bos_token=BEGIN_OF_TEXT,
         eos_token=END_OF_TURN if chat else END_OF_TEXT,  # where generation stops
         pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,  # transformers 4 would remove spaces before punctuation when it decodes
+        # for the exported tokenizer: transformers 4 would remove spaces before punctuation when it decodes
+        clean_up_tokenization_spaces=False,
     )
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
@@ -176,6 +177,15 @@ def train_tokenizer(
     vocabulary_size: int,
     special_tokens: Sequence[str] = (BEGIN_OF_TEXT, END_OF_TEXT),
 ) -> None:
+    """Train a byte-level BPE on the training documents, and write it to tokenizer.json in `directory`.
+
+    Args:
+        validation_fraction: fraction of the documents that is held out, and not learnt from.
+        vocabulary_size: number of tokens, special ones included.
+
+    Raises:
+        DataError: as `source.check` and `source.documents` do.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     source.check()

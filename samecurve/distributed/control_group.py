@@ -79,7 +79,7 @@ class ControlGroup:
         return values[0]
 
     def scatter(self, values: list[T] | None) -> T:
-        """Return one value to each rank: the `values` of rank 0, in rank order. Collective. values: None elsewhere."""
+        """Return this rank's one of rank 0's `values`, which are in rank order; other ranks pass None. Collective."""
         if self._group is None:
             assert values is not None
             return values[0]
@@ -141,7 +141,7 @@ class ControlGroup:
     def new(self) -> ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""
         group = ControlGroup()
-        # connects now: a rank asks the launcher's store for addresses, and a save also follows the launcher's death
+        # Connect now: ranks ask the launcher's store for addresses, and the last save may follow the launcher's death.
         group.conclude(None, len)
         return group
 
@@ -180,8 +180,8 @@ class ControlGroup:
 class StopVote:
     """Asks after every step whether any rank has a reason to stop, without waiting for the others.
 
-    The answer to the question of one step is read after the next one, when it has long been there, so that all ranks
-    stop after the same step.
+    The answer for one step is read after the next step. The all-reduce has usually finished by then, and all ranks read
+    the same answer after the same step, so they stop together.
     """
 
     def __init__(self, world: ControlGroup):

@@ -38,7 +38,7 @@ class Finding:
 
 
 def failed(area: str, seen: str, problem: str, fix: str, error: type[SamecurveError], host: str = "") -> Finding:
-    """A finding that ends a run with `error`."""
+    """Return a finding that would end a run with `error`."""
     return Finding(area, seen, problem, fix, error.exit_code, host)
 
 

@@ -37,7 +37,7 @@ def folders(recipe: Recipe | None, strategy: Strategy | None) -> dict[str, Path]
 def check_host(
     facts: HostFacts, needed_bytes: Mapping[str, int], recipe: Recipe | None, strategy: Strategy | None
 ) -> Iterator[Finding]:
-    """All findings about the host that this process runs on.
+    """Yield all findings about the host that this process runs on.
 
     Args:
         needed_bytes: purpose of a folder to the bytes that the run will write there.

@@ -166,7 +166,7 @@ def _hosts(members: Mapping[int, Any]) -> dict[int, HostFacts]:
 
 
 def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
-    """All ranks wait for one key, and say what time it is when it comes."""
+    """Compare the hosts' clocks: all ranks wait for one key, and report their time when it appears."""
     world.barrier("before the clock")  # else the key could be there before the slowest waits for it
     world.from_first("now", None)
     times = world.all_gather("clock", time.time())
@@ -175,7 +175,7 @@ def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
 
 
 def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Path) -> Finding:
-    """The first rank writes, the first rank of every other host reads."""
+    """Test output_dir: the first rank writes into it, and the first rank of every other host reads."""
     folder = SharedFolder(output_dir, world.from_first("token", uuid.uuid4().hex[:8]))
     problem = ""
     with ExitStack() as stack:

@@ -72,7 +72,7 @@ def alone(output_dir: Path) -> Finding:
 
 
 def judge(output_dir: str, seen_by: dict[str, str]) -> Finding:
-    """seen_by: host to what `follow` returned there."""
+    """Judge whether the hosts share output_dir. seen_by: host to what `follow` returned there."""
     wrong = {host: problem for host, problem in seen_by.items() if problem}
     seen = f"output_dir {output_dir}: written and renamed on one host, read on {len(seen_by)}"
     if not wrong:

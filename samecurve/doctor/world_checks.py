@@ -11,13 +11,15 @@ from samecurve.errors import ConfigurationError, TopologyError
 
 # Another version may compute or send something else: the run would stop in a collective, or lose the same curve.
 MUST_AGREE = ("python", "torch", "accelerate", "deepspeed", "transformers", "nccl", "driver")
-CLOCK_SECONDS = 2.0  # heartbeats and locks compare times of different hosts
+# The first of several failed ranks is found by their hosts' clocks (run/liveness.py), and the age of another host's
+# file by the own clock (run/status.py).
+CLOCK_SECONDS = 2.0
 SLOW_PAIR = 0.5  # of the median of all pairs
 SLOW_LINK = 0.25  # of what the interface promises; one stream of gloo does not fill a fast one
 
 
 def compare(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    """All findings of two or more hosts."""
+    """Yield the findings from a comparison of two or more hosts."""
     yield from _versions(hosts)
     yield from _gpus(hosts)
     yield from _variables(hosts)

@@ -1,4 +1,4 @@
-"""Engines: one optimizer step under each strategy. No code outside this package depends on the strategy.
+"""Engines: one optimizer step under each strategy. The training loop and the tasks do not depend on the strategy.
 
 May import interfaces and the packages below it, never tasks.
 """

@@ -74,7 +74,7 @@ def start(plan: Plan) -> Accelerator:
     )
     if (world := dist.group.WORLD) is not None:
         _WORLDS.append(world)
-    set_seed(recipe.seed, device_specific=True)  # weights, rows and dropout have their own
+    set_seed(recipe.seed, device_specific=True)  # not read by initial weights, row order or dropout masks
     if cpu_bridge.needed():
         cpu_bridge.adjust(accelerator, recipe.precision)
         cpu_bridge.check(accelerator, strategy)

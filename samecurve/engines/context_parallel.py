@@ -54,14 +54,14 @@ class SequencePart:
         return head_tail.chunks(self.index, self.count) if self.is_balanced else (self.index,)
 
     def cut(self, batch: MicroBatch) -> MicroBatch:
-        """Cut a micro-batch to this rank's tokens, before its copy to the device. What rows are trained on stays whole.
+        """Cut a micro-batch to this rank's tokens, before its copy to the device. Labels per row stay whole.
 
-        Rows whose length the number of chunks does not divide are padded behind their last token, which no earlier
-        token sees. `position_ids` and `attention_mask` keep the length of the rows, and `facts.counts` that of their
-        tokens.
+        Rows whose length is not a multiple of the number of chunks are padded after their last token, and no earlier
+        token sees the padding. `position_ids` and `attention_mask` still cover whole rows, and `facts.counts` still
+        counts the tokens of whole rows.
         """
         rows, length = batch.inputs["input_ids"].shape
-        if length % (self.count * len(self.chunks)) and batch.facts:  # of the documents without that padding
+        if length % (self.count * len(self.chunks)) and batch.facts:  # the documents end before the padding
             batch = replace(batch, facts=batch.facts._replace(documents=None))
         if self.by_model:
             return batch
@@ -110,7 +110,9 @@ def part_of(strategy: Strategy, mesh: Mesh, model: PreTrainedModel) -> SequenceP
 def build(
     skeleton: PreTrainedModel, recipe: Recipe, strategy: Strategy, mesh: Mesh, adapter: Adapter | None = None
 ) -> PreTrainedModel:
-    """Build a model on the meta device, of which each rank computes its part of the tokens. An adapter is trained.
+    """Build the skeleton's model on the meta device, so that each rank computes its part of the tokens.
+
+    `adapter` is inserted if given, for the trained model; a teacher has none.
 
     Raises:
         ConfigurationError: as `check`.
@@ -144,7 +146,8 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
     if config._attn_implementation == "eager":
         text = "the model computes attention by transformers' eager code, which cannot be exchanged"
         found.append(f"{text}; set model.attention to sdpa, or use a family that has it")
-    # Of attention's probabilities (heads, queries, keys) only whole heads, without padding, are consecutive values.
+    # A rank can draw consecutive values of a mask only. Among the probabilities (heads, queries, keys) of a sequence,
+    # these are whole heads of rows without padding.
     by_heads = strategy.context_parallel == context.Ulysses.name and not recipe.data.group_by_length
     whole_heads = by_heads and recipe.batch.sequence_length % size == 0
     rates = {key: rate for key, rate in dropout.rates(config).items() if "att" in key and not whole_heads}
@@ -208,9 +211,9 @@ def cut_within(model: PreTrainedModel, part: SequencePart, mesh: Mesh) -> None:
 
 
 def gather_outputs(outputs: Tensor, part: SequencePart, mesh: Mesh, length: int) -> Tensor:
-    """Put the outputs of all ranks of the group, (rows, own tokens, ...) each, together to whole rows.
+    """Gather the outputs of all ranks of the group, (rows, own tokens, ...) each, into whole rows. Collective.
 
-    The gradient of a rank's own tokens is the sum of those that all ranks have of them.
+    In the backward pass each rank gets the gradient of its own tokens, summed over the ranks (reduce-scatter).
     """
     return outputs if part.count == 1 or part.by_model else _joined(outputs, part, mesh)[:, :length]
 
@@ -220,8 +223,8 @@ def _joined(outputs: Tensor, part: SequencePart, mesh: Mesh) -> Tensor:
 
 
 def sum_parts(sums: Tensor, mesh: Mesh) -> Tensor:
-    """Add up, over the ranks that have parts of the same rows, sums over tokens: a tensor of the same shape on each.
+    """Sum a tensor, of the same shape on each rank, over the ranks that have parts of the same rows. Collective.
 
-    The gradient of a rank's own sums is the sum of those that all ranks have of the result.
+    In the backward pass the gradients of the result are summed over these ranks, too.
     """
     return context.all_gather(sums[None], 0, mesh.devices["cp"].get_group()).sum(dim=0)

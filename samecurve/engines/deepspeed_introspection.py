@@ -51,12 +51,13 @@ def skip_at_smallest_scale(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def grow_after_step(engine: deepspeed.DeepSpeedEngine) -> Callable[[], None] | None:
-    """Make fp16's loss scale double between two steps, by a call of the returned function after each applied one.
+    """Make fp16's loss scale double between two steps instead of within one.
 
-    None without a dynamic scale.
-
-    DeepSpeed 0.19.8 doubles it in the middle of a step, before it divides the gradients by it
+    DeepSpeed 0.19.8 doubles the scale in the middle of a step, before it divides the gradients by the scale
     (runtime/zero/stage_1_and_2.py, stage3.py): that step applies half of its gradient.
+
+    Returns:
+        The function to call after each applied step; None without a dynamic scale.
     """
     scaler = dynamic_scaler(engine)
     if scaler is None:

@@ -1,9 +1,10 @@
-"""Expert parallelism: each expert is whole on one of the ranks `ep`, which exchange tokens around a layer's experts.
+"""Expert parallelism: each rank of an `ep` group computes some of a layer's experts, and the ranks exchange tokens.
 
-A token goes to the ranks of all experts that its router chose and comes back (dropless): no expert has a capacity, so
-what is computed is what one process computes. The experts' own `forward` runs, on the tokens that a rank has received;
-transformers' plan of an architecture says which weights are experts'. Its dispatch is not used, because transformers
-5.17 has none: ranks there share their tokens and sum the experts' outputs.
+A token goes to the ranks of all experts that its router chose, and the outputs come back. No expert has a capacity
+limit (dropless), so the result is that of one process. The experts' own `forward` runs on the tokens that a rank has
+received. transformers' plan for an architecture says which weights belong to experts. transformers' own expert
+parallelism is not used: in 5.17 it dispatches no tokens; its ranks read the same tokens and sum the experts' outputs.
+Between passes, FSDP2 shards experts over the ranks that compute the same ones (see `shard`).
 """
 
 from __future__ import annotations
@@ -74,15 +75,15 @@ def apply(model: PreTrainedModel, mesh: Mesh) -> None:
 
 
 def shard(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:
-    """Shard each layer's experts by FSDP2 over the ranks that hold the same ones. Outer units come after them.
+    """Shard each layer's experts with FSDP2 over the ranks that hold the same ones. Call before outer units are made.
 
-    The gradient of an expert is a sum over the tokens of all ranks, as that of other weights, but reduced over the
-    ranks with the same experts only: their number is not what it has to be divided by.
+    An expert has computed tokens of all ranks, but its gradient is reduced only over the ranks that hold the same
+    experts. FSDP2 would divide it by the number of these ranks; it has to be divided like the other gradients.
 
     Args:
-        model: the model, after `apply`; nothing is done to others.
+        model: the model; unchanged unless `apply` has spread its experts.
         mesh: the run's processes.
-        options: of fully_shard, for the other weights.
+        options: arguments of fully_shard for the other weights.
     """
     dims = mesh.dims
     for experts in (module for module in model.modules() if isinstance(module.forward, Dispatch)):
@@ -91,8 +92,8 @@ def shard(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:
         own = {**options, "mesh": mesh.experts["efsdp"], "mp_policy": policy}
         unit = fully_shard(experts, **own, shard_placement_fn=lambda weight: _placement(weight, dims.efsdp))
         unit.set_gradient_divide_factor(float(dims.size(*LOSS)))
-        if dims.efsdp > 1:  # on one rank nothing is reduced, and a sum would be divided twice
-            unit.set_force_sum_reduction_for_comms(True)  # of sums with a factor gloo has none
+        if dims.efsdp > 1:  # on one rank FSDP2 divides without a reduction, and a forced sum would be divided again
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, a sum with a factor
 
 
 def spread_size(weights: Mapping[str, nn.Parameter]) -> int:
@@ -133,8 +134,8 @@ class Dispatch:
 
         Args:
             states: (tokens, width) of this rank.
-            chosen: (tokens, k) int64, numbers of experts, of all ranks' ones.
-            weights: (tokens, k).
+            chosen: (tokens, k) int64, indices among the experts of all ranks.
+            weights: (tokens, k), the router's.
 
         Returns:
             (tokens, width).
@@ -147,7 +148,7 @@ class Dispatch:
         return (by_token * weights[..., None]).sum(dim=1).to(states.dtype)
 
     def _announce(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Tell the others what they will get.
+        """Exchange with the other ranks how many tokens each expert gets. Collective; synchronizes with the device.
 
         Returns:
             The experts of the tokens that arrive here, numbered from this rank's first; tokens sent to each rank;

@@ -34,10 +34,10 @@ class FirstStep:
     Engines report the rows that they read; learning rates and gradients are read as the optimizer gets them.
 
     Attributes:
-        optimizer: which changes the weights, in any wrappers.
+        optimizer: the optimizer, with or without the wrappers of Accelerate and DeepSpeed.
         shard: (index, count) of this rank among those that read different rows.
-        add: sums (n,) fp64 on the CPU over all ranks.
-        copies: number of ranks that hold the same elements of one of the optimizer's parameters.
+        add: sums a CPU tensor, (n,) fp64, over all ranks.
+        copies: maps one of the optimizer's parameters to the number of ranks that hold the same elements of it.
         readers: number of ranks that report the same rows, as all of a tensor-parallel group do.
         is_over: whether the first update has been compared, so that nothing else has to be reported.
     """

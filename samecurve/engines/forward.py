@@ -77,7 +77,7 @@ class Forward:
             return self.sums(measure_of(self.task), batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
         loss, statistics = self.task.step_loss(logits, **targets, **context)
-        # all ranks that share rows have computed them whole
+        # each of the ranks that share these rows has the whole loss, and their losses are summed later
         return (loss, statistics) if self.task.by_token else (loss / self.part.count, statistics / self.part.count)
 
     def sums(self, measure: Callable[..., Tensor], batch: MicroBatch) -> Tensor:
@@ -95,7 +95,7 @@ class Forward:
     def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the logits (Task.outputs) of this rank's tokens; return them with their targets on the device.
 
-        Where rows have labels, not tokens, the logits are those of all tokens.
+        Where labels are per row instead of per token, the logits of whole rows are gathered.
         """
         own, targets = self._on_device(self.part.cut(batch) if self.part.count > 1 else batch)
         found = self.task.outputs(self._run(own))
@@ -197,7 +197,7 @@ def _mask_facts(batch: MicroBatch) -> MaskFacts:
 
 
 def measure_of(task: Task) -> Callable[..., Tensor]:
-    """Return the task's loss; by its own name it needs no whole logits where the vocabulary is divided over ranks."""
+    """Return the task's loss: token_loss_sum itself if inherited, which Columns recognizes by identity."""
     inherited = getattr(task.loss, "__func__", None) is Task.loss
     return token_loss_sum if inherited else task.loss
 

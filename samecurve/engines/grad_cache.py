@@ -49,7 +49,7 @@ def contexts(
         features: of all ranks' micro-batches, each padded to the largest one's rows: (ranks * micro-batches * rows, n).
         rows: Batch.micro_batches.
         rank: the data-parallel rank.
-        padded: keep the largest micro-batch's rows in all, because that is how many the model gets.
+        padded: give every micro-batch as many rows as the largest one has, as pipelines pad their inputs.
     """
     assert task.context is not None  # only tasks with a cross-batch loss come here
     most, count = padded_rows(rows), len(rows[0])
@@ -60,7 +60,7 @@ def contexts(
         whole = value.new_zeros(len(features), *value.shape[1:])
         whole[places] = value
         for context, part, size in zip(found, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
-            context[name] = part if padded else part[: max(size, 1)]  # a micro-batch without rows has a copy of one
+            context[name] = part if padded else part[: max(size, 1)]  # a micro-batch without rows reads a padding row
     return found
 
 

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Redistribute each gradient as its parameter is distributed.
+    """Redistribute each DTensor gradient to its parameter's placements. Collective where they differ.
 
-    PyTorch does not promise that: the gradient of an embedding whose rows are sharded comes whole to every rank, that
-    of a norm under sequence parallelism as one summand per rank. Taken as the rank's part they make the norm wrong by
-    up to a third, while loss and weights stay nearly right, because Adam divides by what it multiplies.
+    PyTorch does not promise equal placements: the gradient of an embedding whose rows are sharded is replicated, and
+    that of a norm under sequence parallelism is partial (one summand per rank). Taken for the rank's shard, they make
+    the norm wrong by up to a third. Loss and weights stay nearly right, because Adam's update hardly depends on the
+    gradient's scale, so the curves would not show the mistake.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -32,16 +33,17 @@ def place_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def squared_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
-    """Compute the squared L2 norm of the whole model's gradient, each element once however many ranks hold it.
+    """Compute the squared L2 norm of the whole model's gradient. Collective.
 
-    The root is left to the host: on a GPU and on a CPU, that of fp64 tensors can differ from it in the last digit.
+    Each element counts once, however many ranks hold it. The caller takes the root on the host, because the root of an
+    fp64 tensor can differ from the host's in the last digit.
 
     Args:
         parameters: this rank's parameters with a gradient, which `place_gradients` has placed.
         mesh: over which the squares are summed.
 
     Returns:
-        (1,) fp64 on the device; nothing waits for it.
+        (1,) fp64 on the device; the host does not wait for it.
     """
     squares = _by_copies(parameters, mesh)
     if [*squares] == [mesh.dims.world_size]:  # every rank has all gradients

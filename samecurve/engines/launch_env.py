@@ -42,7 +42,11 @@ def environment(strategy: Strategy) -> dict[str, str]:
 
 
 def export_launch_env(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
-    """Set the variables of `environment` in os.environ and, for a process without a launcher, a world of one."""
+    """Set the variables of `environment` in os.environ and, for a process without a launcher, a world of one.
+
+    Variables by which Accelerate would make a device mesh of its own are deleted, and under pipeline schedules those of
+    FSDP, too: the engines make both themselves.
+    """
     if strategy.launcher != "accelerate":
         os.environ.update(environment(strategy))
     for name in [name for name in environ if name in _MESH or name.startswith("PARALLELISM_CONFIG_")]:

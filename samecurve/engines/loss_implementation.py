@@ -24,13 +24,14 @@ def install_loss(
     On a GPU the measure of a chunked loss is compiled wherever there is a compiler, also if the layers are not: in
     eager mode it reads and writes an fp32 logit several times. `device` is that of the computation.
 
-    fp16 always uses the full loss: the others compute gradients before loss scaling, and these are often 0 in fp16.
+    Tasks that are not by token (Task.by_token) always use the full loss, and so does fp16: the others compute gradients
+    before loss scaling, and these are often 0 in fp16.
 
     Returns:
         The implementation in use: full, chunked or liger.
 
     Raises:
-        As chunkable.head_implementation.
+        ConfigurationError: as chunkable.head_implementation.
     """
     wanted = recipe.loss.implementation
     if wanted == "full" or recipe.precision == "fp16" or not task.by_token:

@@ -24,6 +24,7 @@ class LossScale:
         return self.value <= self.minimum
 
     def update(self, applied: bool) -> None:
+        """Adapt the scale to a finished step. Call it on all ranks with the same value."""
         if not applied:
             self.value, self.good_steps = max(self.value / 2, self.minimum), 0
             return

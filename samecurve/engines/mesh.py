@@ -39,7 +39,7 @@ class Mesh:
 
     @cached_property
     def experts(self) -> DeviceMesh:
-        """PyTorch's mesh of the same ranks as experts are arranged. Collective at its first use."""
+        """PyTorch's mesh of the same ranks, with dp_shard x cp divided into efsdp x ep. Collective at its first use."""
         names, shape = zip(*self.dims.expert_sizes.items(), strict=True)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
@@ -92,7 +92,7 @@ class Mesh:
         return ControlGroup()
 
     def gather(self, rows: Tensor, over: tuple[str, ...] = BATCH) -> Tensor:
-        """Concatenate the rows, the same number on each, by default of the ranks that read different rows."""
+        """Concatenate the rows of all ranks, equally many on each; by default of the ranks that read different rows."""
         size, group = self._ranks(over)
         if size == 1:
             return rows

@@ -245,7 +245,7 @@ class PipelineEngine:
         return zip(inputs, (tuple(values.values()) for values in targets), strict=True)
 
     def _first_inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        # an objective of pairs of micro-batches (kto) reads them once more before, without a gradient
+        # only in training: a cross-batch loss (kto) also reads the rows once before, without a gradient
         if self._engine.is_first_stage() and self._last_stage == self._weighted_loss:
             self._first_step.read(batch)
         return batch.inputs["input_ids"], batch.inputs["position_ids"]

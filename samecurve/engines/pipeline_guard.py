@@ -26,6 +26,11 @@ class PipelineGuard:
 
     By itself, DeepSpeed applies non-finite gradients in some of its optimizers, skips them silently in others, and
     ignores a non-finite loss.
+
+    Attributes:
+        loss, grad_norm: of the last step, as in StepResult.
+        norm_with_ties: as grad_norm, but a weight that two stages share counts on both.
+        refused: whether the last step was refused.
     """
 
     def __init__(self, engine: deepspeed.PipelineEngine, module: StageModule, device: torch.device):

@@ -56,10 +56,10 @@ class RouterLoss:
             yield
 
     def gradient_term(self, batch: MicroBatch) -> Tensor:
-        """Return 0 with the gradient of the recorded micro-batch's share of the router loss.
+        """Return a scalar 0 whose gradient is that of the recorded micro-batch's share of the router loss.
 
-        The value is 0 so that the reported loss stays the task's. The engine multiplies by ranks / count, like the
-        task's loss.
+        The value is 0 so that the reported loss stays the task's. The share is multiplied by the step's trained tokens,
+        because the engine divides it by them, together with the task's loss.
         """
         found, settings = self._routing(batch), self._settings
         if self._counts is None:

@@ -73,7 +73,7 @@ class ScheduleForward:
         return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
     def features(self, micro_batches: Sequence[MicroBatch], drops: bool = False) -> Tensor:
-        """See Engine.features. `drops`: drop values as the step does that is prepared."""
+        """See Engine.features, but on the device. `drops`: apply the dropout of the step whose keys are queued."""
         assert self.task.features is not None  # only tasks with features come here
         return self.mesh.gather(self._on_last_stage(micro_batches, self.task.features, drops).float())
 
@@ -82,7 +82,7 @@ class ScheduleForward:
     ) -> Tensor:
         """Apply `measure`, (logits, **targets) -> (rows, n), to this pipeline's micro-batches without an update.
 
-        Where stages have measures, it gets their sums.
+        With `has_measures`, `measure` gets the last stage's sums instead of logits.
 
         Returns:
             (rows of all micro-batches, n), fp64, the same on every rank of the pipeline.

@@ -1,12 +1,12 @@
-"""The input of a tensor-parallel model's blocks, which all ranks have, or of which each has a part of the sequence.
+"""Inputs of a tensor-parallel model's blocks: replicated on all ranks, or divided along the sequence.
 
-Attention and MLP begin with products whose columns are cut. Each gives a part of their input's gradient, and as they
-share one input, these parts are summed before the ranks exchange the sum, once per block.
+Attention and MLP begin with column-parallel layers that share one input. Each layer contributes to the input's
+gradient; the contributions are summed on the rank first, and then over the ranks, once per block.
 
-With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198, section 4.2.2) norms and residuals are computed
-for a part of the tokens. An all-gather before a block and a reduce-scatter behind it take the place of the all-reduce,
+With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198, section 4.2.2) each rank computes norms and
+residuals for a part of the tokens. An all-gather before a block and a reduce-scatter after it replace the all-reduce,
 which sends as much as both. Masks and rotary angles stay whole, because transformers derives them from the embeddings.
-So the sequence is cut in front of the first layer and joined behind the last norm.
+So the sequence is cut before the first layer and joined after the last norm.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ def share_inputs(blocks: Iterable[nn.Module], mesh: DeviceMesh, is_cut: bool) ->
 
 
 def cut_sequence(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
-    """Compute norms and residuals of all layers on this rank's part of each row.
+    """Install hooks by which all layers compute norms and residuals on this rank's part of each row.
+
+    A forward pass then raises DataError if the number of ranks does not divide the length of the rows.
 
     Returns:
-        The names of the parameters whose gradient is then a sum over the ranks, each of which has its own tokens.
+        The names of the parameters whose gradients have to be summed over the ranks, because each has its own tokens.
     """
     found, cut_tokens, all_tokens = layers(model), Shard(_SEQUENCE), Replicate()
     norm = model.base_model.get_submodule("norm")

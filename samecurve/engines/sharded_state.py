@@ -30,7 +30,10 @@ def with_weight(states: Kinds) -> Kinds:
 
 
 class DTensorShards:
-    """State on one device and under DDP, FSDP2 and HSDP, where the parameters themselves are the weights.
+    """State where the optimizer updates the parameters themselves, which may be DTensors.
+
+    That is the case in a single process, under DDP, FSDP2 and HSDP, also with tensor, context or expert parallelism,
+    under PyTorch's pipeline schedules, and in DeepSpeed pipelines without flat groups of masters (see Zero12Shards).
 
     Args:
         parameters: the trained parameters by Hugging Face name.

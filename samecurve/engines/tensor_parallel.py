@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 KEY = "parallelism_config.parallelism_config_tp_size"
 SEQUENCE_KEY = "parallelism_config.parallelism_config_tp_sequence_parallel"
-# transformers sums these gradients in a hook after each backward pass, and with accumulation what was summed already
+# Replicated weights with a partial gradient. transformers sums the gradient in a hook after each backward pass, which
+# with accumulation sums earlier micro-batches' parts again; `sum_gradients` does it once per step.
 _SUMMED_HERE = "replicated_with_grad_allreduce"
 _WHOLE = "samecurve_whole"
 _SCATTERS = "samecurve_rowwise_scatter"  # "rowwise", but each rank gets the sum of its own tokens alone
@@ -39,7 +40,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     """Check that the strategy can cut this architecture, before any weight is loaded.
 
     Raises:
-        ConfigurationError: the family is untested, or sizes do not divide.
+        ConfigurationError: the family is untested, sizes do not divide, or its plan excludes sequence parallelism.
     """
     config, size, found = model.config.get_text_config(), strategy.tensor_parallel_size, []
     family, spreads = model.config.model_type, strategy.dims.ep > 1
@@ -97,10 +98,10 @@ def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
 
 
 def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, Part]:
-    """Return the modules that drop values of which this rank has a part.
+    """Return, by name, the modules with dropout on tensors of which this rank has a part only.
 
-    These are attention, whose probabilities have heads, and an adapter's dropout of features, for which a layer's rows
-    are cut.
+    These are attention modules, whose probabilities are divided by heads, and the dropout of adapters in row-parallel
+    layers, whose input features are divided.
     """
     if mesh.dims.tp == 1:
         return {}
@@ -135,10 +136,10 @@ def _resolve(model: PreTrainedModel, dims: ParallelDims) -> dict[str, str]:
 
 
 def _with_adapters(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Cut the two matrices of an adapter as the frozen layer inside of it, which has the layer's style.
+    """Replace an adapted layer's style by styles of its frozen layer and of the adapter's two matrices.
 
-    Where the columns are cut, B's are, too, so that the gradient of A, which is whole, is a sum over the ranks. Where
-    the rows are cut, A's are, too, and its products are summed before B, which is whole.
+    In a column-parallel layer B is column-parallel, too; A is replicated, and its gradient is a sum over the ranks. In
+    a row-parallel layer A is row-parallel, too, and its products are summed over the ranks; B is replicated.
     """
     ALL_PARALLEL_STYLES.register(_WHOLE, _Whole())  # pyright: ignore[reportArgumentType]  # typed as a function
     found = {}
@@ -179,7 +180,10 @@ def allocate(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def sum_gradients(weights: Sequence[Tensor], mesh: Mesh) -> None:
-    """Sum the gradients of replicated weights that each rank applies to its own heads or tokens. Once per step."""
+    """Sum, once per step, the gradients of replicated weights that each rank applies to its own heads or tokens.
+
+    Collective over `tp`, in place.
+    """
     gradients = [local_gradient(weight) for weight in weights if weight.grad is not None]
     if gradients:
         sums = all_reduce_sums(gradients, mesh.devices["tp"].get_group())

@@ -12,10 +12,11 @@ from samecurve.planner.timetables import Pass
 
 
 class TimedStage(PipelineStage):
-    """Receiving and sending are outside of its ranges, so that they hold computation alone.
+    """A PipelineStage with a profiler range around each pass. Sends and receives are outside of the ranges.
 
     Args:
-        begin: called with a micro-batch's number before each of its passes, because those of several alternate.
+        begin: called with a micro-batch's number before each of its passes, because the passes of micro-batches
+            alternate.
     """
 
     def __init__(self, begin: Callable[[int], None], *args: Any, **kwargs: Any):

@@ -1,4 +1,4 @@
-"""Engine for one device, DDP, FSDP2 and HSDP, based on accelerate.Accelerator."""
+"""Engine for one device, DDP, FSDP2, HSDP, and tensor, context and expert parallelism, based on Accelerate."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class TorchEngine:
         precision = "bf16" if self.copies else precision
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
         replicate_size, offload = 1, ()
-        # not after a step, which leaves the root's weights whole
+        # no DTensor where a forward pass has left the weight gathered (reshard_after_forward is False for the root)
         if isinstance(self.model, FSDPModule) and isinstance(weight, DTensor):
             policy = self.model._get_fsdp_state()._mp_policy
             precision = PRECISIONS[dtype_name(policy.param_dtype or torch.float32)]

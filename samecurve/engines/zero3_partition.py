@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def context(config: Mapping[str, Any]) -> deepspeed.zero.Init:
-    """Make the context in which a ZeRO-3 model is built. DeepSpeed refuses to make a second group for second copies."""
+    """Make the context in which a ZeRO-3 model is built.
+
+    DeepSpeed creates hpZ's process group once per process. A second model, such as a teacher, has to get that group.
+    """
     import deepspeed  # installed only where it is used
     from deepspeed.utils import groups
 

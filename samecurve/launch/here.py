@@ -19,7 +19,10 @@ from samecurve.launch import together
 
 
 def order(words: list[str], environment: dict[str, str]) -> str:
-    """Write the first line: through it no token stands in a command line, which every user of a host can read."""
+    """Return the first line of standard input: what to start, and the environment variables to add.
+
+    The variables may hold access tokens, and every user of a host can read the command lines of its processes.
+    """
     return json.dumps({"words": words, "environment": environment}) + "\n"
 
 
@@ -29,6 +32,7 @@ def own_path(environment: dict[str, str]) -> str:
 
 
 def main() -> int:
+    """Start what standard input says, pass signals on, and return the exit code; 127 if the program is missing."""
     found = json.loads(sys.stdin.readline())
     environment = {**os.environ, **found["environment"]}
     environment["PATH"] = own_path(environment)

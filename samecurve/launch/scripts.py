@@ -48,7 +48,7 @@ def environment_file(target: Target) -> str:
 
 
 def starts(launcher: str, target: Target) -> list[tuple[str, list[str]]]:
-    """Return the hosts to start something on, and the words; "" is the machine that starts, wherever that is."""
+    """Return (host, words to run there) for each host; "" is the machine from which the run is started."""
     if launcher == "deepspeed":
         return [("" if target.nodes > 1 else target.hosts[0].name, command(launcher, target))]
     return [(host.name, command(launcher, target, node)) for node, host in enumerate(target.hosts)]

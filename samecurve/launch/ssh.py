@@ -49,12 +49,12 @@ def run(
 
 
 def forwarded(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that a host is to have, too."""
+    """Return the environment variables that processes on other hosts get, too."""
     return {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
 
 
 def trouble(host: str) -> Trouble | None:
-    """Log in without a password, and look whether this clone and this Python are there, too."""
+    """Return why a host cannot be used: no login without a password, or no such clone or Python there; else None."""
     python, train = shlex.quote(sys.executable), shlex.quote(str(ROOT / "train.py"))
     try:
         # these commands end with 0 whatever they find, so that another code is ssh's own

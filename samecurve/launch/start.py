@@ -29,7 +29,8 @@ def run(launcher: str, target: Target) -> int:
     """Start the target, wait for its end, and return the exit code: 0, or the launcher's that failed first.
 
     Raises:
-        ConfigurationError, TopologyError: a program, a host or the port is not there for it; all are reported.
+        ConfigurationError, TopologyError: a program is missing, a host cannot be used, or the port is in use; all such
+            problems are reported together.
     """
     if launcher in SUBMIT:
         words, text = SUBMIT[launcher], scripts.text(launcher, target)

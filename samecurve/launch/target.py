@@ -29,7 +29,8 @@ class Target:
         named: whether the hosts' names are known; else they stand for any nodes.
         folder: of the files; a path that is the same on all nodes, or relative to the repository.
         file: where the script or manifest goes, if not into `folder` under its own name.
-        hostfile: the user's own, and `listed`, the hosts in it; by default one is written, of `hosts`.
+        hostfile: the path of the user's own hostfile; "": one is written from `hosts`.
+        listed: the hosts in the user's hostfile.
         selection: the deepspeed launcher's filter, such as ("--include", "node1:1,2@node2:0").
         min_nodes: the fewest hosts that go on when others are lost; 0 where all are needed.
     """
@@ -57,7 +58,7 @@ class Target:
 
     @property
     def devices_per_node(self) -> int:
-        """Raises ConfigurationError if the hosts differ."""
+        """Number of processes on each host. Raises ConfigurationError if the hosts differ."""
         counts = {host.slots for host in self.hosts}
         if len(counts) > 1:
             found = ", ".join(f"{host.name} has {host.slots}" for host in self.hosts)
@@ -80,14 +81,14 @@ class Target:
 
 
 def unnamed(nodes: int, devices_per_node: int) -> tuple[HostSlots, ...]:
-    """Return hosts without addresses; their names are to be replaced by them."""
+    """Return hosts with placeholders for names, which the user replaces by addresses; localhost for a single host."""
     if nodes == 1:
         return (HostSlots("localhost", devices_per_node),)
     return tuple(HostSlots(f"node-{index}", devices_per_node) for index in range(nodes))
 
 
 def check_launchers(names: Sequence[str], option: str = "--launcher") -> None:
-    """Raises ConfigurationError for an unknown name."""
+    """Raise ConfigurationError for an unknown name."""
     for name in names:
         if name not in LAUNCHERS:
             raise ConfigurationError(f"{option} {name}: expected one or more of {', '.join(LAUNCHERS)}")
@@ -97,7 +98,7 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
     """Return the words that start the run on a node.
 
     Args:
-        node: its number; None to have HEAD and RANK, the shell's variables, in the words of several nodes.
+        node: the node's number. None: words for any of several nodes, with the shell's variables HEAD and RANK.
     """
     under = [*target.script, "--strategy", target.strategy, *target.overrides]
     if launcher == "deepspeed":

@@ -45,7 +45,7 @@ class TokenSums:
     """Sums over the tokens of a micro-batch that can be computed in chunks of tokens.
 
     Attributes:
-        measure: (logits (n, vocabulary), **targets (n, ...)) -> sums over these tokens, a scalar or 1-D.
+        measure: (logits (n, vocabulary), **targets (n, ...)) -> sums over these tokens; a scalar, or 1-D in evaluation.
         targets: (sequences, sequence_length, ...), on the model's device.
         positions: indices of the trained tokens, see `trained_positions`; None: all tokens.
     """
@@ -66,7 +66,9 @@ class TokenSums:
 def chunked_sums(
     hidden: Tensor, head: nn.Linear | HeadWeights, wanted: TokenSums, kind: str = "chunked", compiles: bool = False
 ) -> Tensor:
-    """Compute the sums `wanted` of the logits head(hidden) in chunks; fp32 in training.
+    """Compute the sums `wanted` of the logits head(hidden) in chunks. Collective if the vocabulary is divided.
+
+    In training the gradients are computed at once, and the result is an fp32 scalar.
 
     Args:
         hidden: (sequences, sequence_length, hidden_size).
@@ -112,7 +114,7 @@ def _compiled(measure: Measure) -> Measure:
 
 
 class HeadInput(nn.Module):
-    """Gives back what comes to it, in the place of the head. Some families ask the head's weight for its dtype."""
+    """Stand-in for the head that returns its input. It has a weight, because some families read the weight's dtype."""
 
     def __init__(self, head: nn.Linear):
         super().__init__()

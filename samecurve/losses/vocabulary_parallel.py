@@ -27,14 +27,20 @@ class HeadWeights(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The part of the vocabulary that this rank has, from `start` on; as many columns on each of `count` ranks."""
+    """This rank's columns of the logits; all ranks have equally many.
+
+    Attributes:
+        start: the first column.
+        count: the number of ranks.
+        group: the ranks, in the order of their columns.
+    """
 
     start: int
     count: int
     group: dist.ProcessGroup
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Gather all columns: (n, columns) -> (n, vocabulary). The result has no autograd graph."""
+        """Gather all columns: (n, columns) -> (n, vocabulary), without an autograd graph. Collective."""
         parts = [torch.empty_like(logits) for _ in range(self.count)]
         dist.all_gather(parts, logits.detach().contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
@@ -43,6 +49,8 @@ class Columns(NamedTuple):
         self, measure: Callable[..., Tensor], logits: Tensor, targets: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Compute the scalar measure(logits of all columns, **targets) and its gradient for this rank's columns.
+
+        Collective.
 
         Args:
             measure: see TokenSums. token_loss_sum is computed without gathering the columns.

@@ -49,7 +49,7 @@ _NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")  # keys of a 
 
 
 class Part(NamedTuple):
-    """What a rank drops of its chunks, or of whole sequences: part `index` of `count` equal ones along `axis`."""
+    """The `index`-th of `count` equal parts along `axis`, of the rank's chunks (`of_chunks`) or of whole sequences."""
 
     axis: int
     index: int
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 class KeyedRows(Protocol):
-    """What the keys need to know of a micro-batch (data.batches.MicroBatch)."""
+    """What the keys need to know of a micro-batch (data.micro_batch.MicroBatch)."""
 
     @property
     def inputs(self) -> dict[str, Tensor]: ...
@@ -107,7 +107,7 @@ class DropoutKeys:
     def check_draws(self) -> Iterator[None]:
         """Raise ConfigurationError if the body, the first training pass, advances a random generator.
 
-        Whatever draws from a generator, as layer drop does, draws otherwise on other devices.
+        Values drawn from a generator, as by layer drop, would depend on the number of devices.
         """
         if self._is_checked:
             yield
@@ -255,7 +255,7 @@ def install(
         parts: by name, the modules that drop values of which this rank has a part.
 
     Returns:
-        The keys, which have to be those of the micro-batch that is computed.
+        The keys. Before each pass of a micro-batch its keys have to be selected (`micro_batch`, `use_next`, `use`).
 
     Raises:
         ConfigurationError: the model has dropout, and its layers do not keep the rows of a batch on the first axis;

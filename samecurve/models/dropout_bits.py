@@ -29,7 +29,7 @@ def keep_mask(keys: Tensor, length: int, rate: float, runs: int = 1, part: int =
     Args:
         keys: (sequences, 2) int32, from `keys_of`.
         length: values of each sequence that are drawn.
-        rate: probability of dropping a value, a multiple of 2**-32.
+        rate: probability of dropping a value, rounded to a multiple of 2**-32.
         runs: product of the sizes of the axes before the divided one.
         part: index of the part.
         parts: number of parts.

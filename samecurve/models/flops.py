@@ -126,9 +126,9 @@ def token_flops(
         model: the model, also on the meta device.
         sequence_length: tokens per row.
         recompute: share of the layers' forward pass that activation checkpointing repeats, 1 for full.
-        rehearsed: passes without gradients that precede (Task.context).
+        rehearsed: number of additional forward passes without gradients (gradient caching, see Task.context).
         recompute_attention: repeated share of attention's products; None: as `recompute`.
-        routed: whether a pass of the layers without the output head precedes (model.router_loss: batch).
+        routed: whether there is an additional forward pass without the output head (model.router_loss: batch).
     """
     config = model.config.get_text_config()
     if model.config.model_type in UNCOUNTED or model.config.is_encoder_decoder or not _is_known(config):

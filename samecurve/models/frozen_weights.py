@@ -16,8 +16,8 @@ def store_in_bf16(model: nn.Module, recipe: Recipe, everywhere: bool = False) ->
     Args:
         model: the model, before a strategy wraps it.
         recipe: its recipe; only with precision bf16 is anything stored.
-        everywhere: whether each weight is computed in bf16, as in training. Autocast, which evaluations of a model
-            alone have, does so for linear layers alone: an embedding's output would go on in bf16.
+        everywhere: whether the model computes in bf16 throughout (FSDP2's mixed precision, bf16 copies). Autocast casts
+            the weights of linear layers only; a bf16 embedding would change the dtype of the activations.
     """
     if recipe.precision != "bf16" or recipe.adapter.dora:
         return

@@ -28,7 +28,10 @@ class NoiseSource(Protocol):
 
 
 class KeyedNoise(TorchFunctionMode):
-    """Replaces the random numbers within one module's forward, the first by those of the first place and so on."""
+    """Replaces the random numbers within one module's forward; the n-th draw is that of the n-th place.
+
+    Multiplications in place return a new tensor instead.
+    """
 
     def __init__(self, places: Iterable[NoiseSource]):
         super().__init__()
@@ -57,7 +60,8 @@ def install(model: PreTrainedModel, add_place: Callable[[str], NoiseSource]) -> 
         add_place: makes a place by its unique name.
 
     Raises:
-        ConfigurationError: for PhiMoE's noise in a router's input, which its experts read, too, as it is in place.
+        ConfigurationError: the config has PhiMoE's input_jitter_noise. The router multiplies its input by this noise in
+            place, so the experts have to read the noisy input, too, and a multiplication out of place would differ.
     """
     if noise := getattr(model.config, "input_jitter_noise", 0.0):
         raise ConfigurationError(

@@ -43,7 +43,7 @@ class RouterSettings:
 def settings(wanted: str | None, model: PreTrainedModel) -> RouterSettings | None:
     """Find how a model's routers are trained; None for no router loss.
 
-    The loss is transformers' one wherever transformers has one: the config has its coefficient.
+    The loss is that of transformers, with the coefficient of the config, wherever transformers has a router loss.
 
     Args:
         wanted: model.router_loss.

@@ -1,6 +1,6 @@
-"""From a recipe to a model without weights: the one front for its config, architecture, adapter and checks.
+"""Construction of a recipe's model without weights: config, architecture, adapter and checks.
 
-`weights.load_weights` gives the initial weights of such a model, one parameter at a time.
+`weights.load_weights` supplies the initial weights of such a model, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def build_skeleton(
 
 
 def _check_positions(model: PreTrainedModel, head: Head, sequence_length: int) -> None:
-    """Check the length of rows where positions are numbered from behind the padding token's id on, as in RoBERTa.
+    """Check the length of rows for models that number positions from `padding_idx + 1` on, as RoBERTa does.
 
-    Such a model's table of positions has the padding token's row, and it has fewer positions than its config says.
+    Their position embeddings leave out the rows up to `padding_idx`, so fewer positions are usable than
+    max_position_embeddings.
 
     Raises:
-        ConfigurationError: the rows are too long, or causal: those are numbered from 0 on.
+        ConfigurationError: the rows are too long, or the model is causal: rows of text are numbered from 0 on.
     """
     tables = [table for name, table in model.named_modules() if name.endswith(".position_embeddings")]
     padding = [getattr(table, "padding_idx", None) for table in tables]  # I-BERT's is no nn.Embedding

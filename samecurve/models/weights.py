@@ -1,7 +1,8 @@
 """Initial weights of a model, one parameter at a time.
 
-Every engine first shards the model on the meta device and then loads the weights. No process ever holds more than one
-block of the model besides its own shard, and a from-scratch model has the same weights under any sharding.
+Every engine first builds the model with uninitialized weights, sharded where the strategy shards it, and then loads the
+weights. No process ever holds more than one block of the model besides its own shard or copy, and a from-scratch model
+has the same weights under any sharding.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def shards_of(tensor: Tensor) -> ProcessGroup | None:
 
 
 def all_reduce_sums(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-    """Sum each tensor over the group with a single all-reduce."""
+    """Sum each tensor of a list of one dtype over the group, with a single all-reduce. Without a group: unchanged."""
     if group is None or not tensors:
         return tensors
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -40,7 +40,10 @@ def all_reduce_sums(tensors: list[Tensor], group: ProcessGroup | None) -> list[T
 
 
 def first_index(tensor: Tensor) -> int:
-    """Return the index in the flattened full tensor at which this rank's shard begins."""
+    """Return the index in the flattened full tensor at which this rank's shard begins.
+
+    Only for shards along dimension 0; the strategies refuse adamw_bf16, the only user, where others are cut.
+    """
     if not isinstance(tensor, DTensor):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -88,6 +88,7 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def beat_of(content: dict) -> Beat | None:
+    """Rebuild a heartbeat from its JSON object; None if its keys are not those of a Beat."""
     try:
         return Beat(**content)
     except TypeError:

@@ -113,8 +113,8 @@ class Heartbeats:
 
         Args:
             at_all: False reads only the files of rank 0 and of this host's ranks: every rank reading every file each
-                few seconds would overload a shared file system. Rank 0 reads all of them, and its own file reports
-                what it saw. Beyond MOST_FILES ranks, `Relay.read` takes the place of both.
+                few seconds would overload a shared file system. Rank 0 reads all of them, and its own file tells the
+                others of a failure or hang. Beyond MOST_FILES ranks, `Relay.read` takes the place of both.
         """
         with contextlib.suppress(OSError):
             if self._relay:

@@ -27,8 +27,8 @@ class Relay:
         folder: output_dir/heartbeats.
         rank: this rank.
         local: the ranks of this host.
-        stale: a file that has not changed for this many seconds counts no more. Its heartbeats do not change either,
-            and their ranks would look frozen.
+        stale: seconds after which an unchanged file is no longer used to learn of other ranks. Its heartbeats do not
+            change either, so that all of them would look frozen.
     """
 
     def __init__(self, folder: Path, rank: int, local: range, stale: float):
@@ -49,7 +49,7 @@ class Relay:
         return [beat for beat in beats if beat.rank not in self._local]
 
     def write(self, own: Beat, peers: Sequence[Peer]) -> None:
-        """Write the files of this rank, which needs to be the first of its host."""
+        """Write the host's file, and on rank 0 world.json. Does nothing unless this is the host's first rank."""
         if self._rank != self._local.start:
             return
         if self._rank == 0:
@@ -92,7 +92,7 @@ class Relay:
 
 
 def notable(own: Beat, peers: Sequence[Peer]) -> list[Beat]:
-    """Choose the heartbeats that Liveness may draw a conclusion from: at most 11, the own one first.
+    """Choose the heartbeats that Liveness may draw a conclusion from: the own one, then those of at most 11 peers.
 
     These are failures and hangs, the ranks that show no sign of life for the longest time, those furthest behind and
     ahead, the busiest one, and the lowest one, which may have to report.

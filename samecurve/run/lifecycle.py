@@ -20,9 +20,9 @@ from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 if TYPE_CHECKING:
     from samecurve.run.run_directory import RunDirectory, State
 
-WAIT_SECONDS = 10
+WAIT_SECONDS = 10  # for the rank that reports the error, before another rank exits
 PREEMPTED_SECONDS = 1
-SIGNAL_CODES = 128
+SIGNAL_CODES = 128  # the exit code of a process that signal N ended is 128 + N
 # A killed process closes its connections before other processes can see that it is gone.
 DEATH_SECONDS = 1.0
 

@@ -92,8 +92,10 @@ class Liveness:
 
     @property
     def hangs(self) -> bool:
-        """Whether to end the run. Another rank's report of a hang always counts, and so does its missing heartbeat in
-        phases without a limit; this rank's own idleness counts in the other phases.
+        """Whether to end the run because of a hang.
+
+        A hang that another rank reports always counts. In a phase without a limit, a heartbeat that is missing for
+        longer than `limit` counts; in any other phase, this rank's own idleness, unless another rank makes progress.
         """
         if not self.limit:
             return False

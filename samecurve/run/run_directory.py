@@ -4,6 +4,7 @@
     metrics.jsonl   one line per optimizer step                skipped.jsonl  skipped optimizer steps, with their rows
     checkpoints/    step_00000040/ ...                         model/         the Hugging Face export
     tensorboard/    the same metrics for TensorBoard           stacks/        stack traces of all ranks after a hang
+    trackers/       files of other trackers                    heartbeats/    signs of life, see heartbeat.py
     profile/        traces and a summary of the steps in profile.steps
     rejected_model/ an export that is not the trained model, see export.verify
     previous/N/     files of an earlier session that this one does not continue, moved there whole
@@ -120,7 +121,7 @@ class RunDirectory:
         if self.continues:
             self._check_resume(resume)
         self._check_present(reads)
-        # Of a hung session, and at once: this session opens files of the same names before `begin`.
+        # The stacks of a hung session move at once: this session opens files of the same names before `begin`.
         stacks = self.path / "stacks"
         if stacks in self._present:
             self._present.remove(stacks)

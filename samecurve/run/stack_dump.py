@@ -46,6 +46,7 @@ class Stacks:
             faulthandler.dump_traceback(self._descriptor, all_threads=True)
 
     def dump(self, header: str) -> None:
+        """Write a header and the stacks of all threads to the file. Before `open` it does nothing."""
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.write(f"{header}\n")

@@ -1,4 +1,6 @@
-"""status.json: the state of a run, and the last start that was refused. Only this module reads the file.
+"""status.json: the state of a run, and the last start that was refused.
+
+Only this module reads the file, except for data/selection.py, which recognizes run directories by it.
 
 `refused_start` contains `reason`, `exit_code` and `time` of a start that ended before it took over the run directory.
 The state of the existing run stays unchanged. A later start that is accepted removes the key.

@@ -24,12 +24,12 @@ from samecurve.run.liveness import Liveness
 from samecurve.run.stack_dump import COLLECT_SECONDS, Stacks
 from samecurve.storage.fault_injection import fault_point
 
-GRACE_SECONDS = 2.0
-LAST_RESORT_SECONDS = 30.0
+GRACE_SECONDS = 2.0  # for a responsive main thread to report its own error
+LAST_RESORT_SECONDS = 30.0  # for storage and stderr, see `last_resort`
 
 
 class Watchdog:
-    """Context manager that runs the watchdog thread. The training loop calls `phase` and `progress` at no cost.
+    """Context manager that runs the watchdog thread. The training loop reports to it by `phase` and `progress`.
 
     Args:
         folder: the run directory.
@@ -153,9 +153,8 @@ class Watchdog:
             return None
         self.heartbeats.look()
         liveness = self.liveness()
-        text = liveness.describe_hang(
-            self.stacks.folder.parent
-        )  # before stacks are collected: a woken rank beats again
+        # before stacks are collected: a woken rank beats again
+        text = liveness.describe_hang(self.stacks.folder.parent)
         self._collect_stacks(liveness)
         limit = f"no progress for {self._limit:g} s (watchdog.timeout_seconds)"
         return HangError(f"{limit}: {text}; the stacks of all ranks are in {self.stacks.folder}")

@@ -1,4 +1,4 @@
-"""Facts about model families: module names for pipeline stages; support for packing, varlen attention and Liger.
+"""Facts about model families: modules of pipeline stages; support for packing, attention, kernels, strategies; FLOPs.
 
 Importing this module does not load torch.
 """
@@ -131,7 +131,8 @@ CONTEXT_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "ge
 # (tests/distributed/test_expert_parallel.py).
 EXPERT_PARALLEL = frozenset(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"))
 
-# ... and, with attention and vocabulary cut, under tensor parallelism. transformers has no plan that cuts gpt_oss.
+# Those that were also compared under expert and tensor parallelism together, in which attention and vocabulary are cut.
+# transformers has no plan that cuts gpt_oss.
 EXPERT_AND_TENSOR_PARALLEL = EXPERT_PARALLEL - {"gpt_oss"}
 
 

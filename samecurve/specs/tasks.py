@@ -23,7 +23,7 @@ class TaskSpec:
         row: content of a row, for tasks whose rows cannot be packed; "" where rows may be packed.
         by_token: whether the loss is a sum over tokens, each computed from its own logits and targets (Task.by_token).
         contrasts_rows: whether the loss of a row depends on the other rows of its batch.
-        pipelined: whether the task can run under pipeline parallelism.
+        pipelined: whether the task can run under DeepSpeed's pipeline (configs/pipeline.yaml).
         scheduled: whether the task has been compared with one process under PyTorch's pipeline schedules.
         undivided: the reason why a row's tokens cannot be divided over ranks; "" where they can.
         chats: whether the data are, or may be, turns of a conversation.

@@ -1,1 +1,4 @@
-"""Files on disk: atomic writes, JSON lines, caches, locks, fault injection. Imports only samecurve.errors."""
+"""Files on disk and in object stores: atomic writes, JSON lines, caches, locks, fault injection.
+
+Imports only samecurve.errors.
+"""

@@ -32,6 +32,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text file as `write_json` does. Raises StorageError."""
     temporary = path.with_name(f".{path.name}.partial")
     with storage_errors(path):
         with open(temporary, "w", encoding="utf-8") as stream:
@@ -43,7 +44,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def json_values(value: Any) -> Any:
-    """Convert a value to JSON types: non-finite floats become None, paths strings, NumPy scalars Python numbers."""
+    """Convert a value to JSON types: non-finite floats become None, NumPy and torch scalars Python numbers.
+
+    Keys, and values of any other type such as paths, become strings.
+    """
     if isinstance(value, dict):
         return {str(key): json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -58,6 +62,7 @@ def json_values(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict:
+    """Read a JSON object; {} if the file does not exist. Raises OSError or ValueError if it cannot be read."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 

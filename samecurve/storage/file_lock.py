@@ -24,6 +24,8 @@ DEAD_HOST_SECONDS = 120.0
 def lock_folder(path: Path, patience_seconds: float = 0.0) -> IO:
     """Lock a folder and return the open lock file. The kernel releases the lock however the process ends.
 
+    Where the file system has no locks (NO_LOCKS_HERE), the file is returned unlocked.
+
     Raises ConfigurationError if another process still has the lock after `patience_seconds`.
     """
     # writable: NFS makes flock a byte-range lock, and an exclusive one needs that (flock(2))

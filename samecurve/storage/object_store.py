@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class Retries(NamedTuple):
-    """Repeat a failed request `attempts` times in all, after random waits of up to `first_seconds` * 2**k.
+    """Try a request up to `attempts` times, with random waits between.
 
-    The randomness keeps clients from returning together, see
-    https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter.
+    The wait after failure k (from 0) is at most `first_seconds` * 2**k and at most `most_seconds`. The randomness keeps
+    clients from returning together, see https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter.
     """
 
     attempts: int = 8
@@ -110,7 +110,7 @@ class ObjectStore:
         self._root = files._strip_protocol(self.url)
 
     def folders(self, key: str) -> list[str]:
-        """List the names directly below `key`; [] if there are none."""
+        """List the names of folders and objects directly below `key`; [] if there are none."""
 
         def listed() -> list[str]:
             try:
@@ -181,7 +181,7 @@ class ObjectStore:
         self._retried(key, sent, path)
 
     def _send_parts(self, path: Path, key: str, part_bytes: int) -> tuple[str, str]:
-        """Returns the ETag that S3 computes from the MD5 of each part, and the SHA-256 of what was sent."""
+        """Return the ETag that S3 computes from the MD5 of each part, and the SHA-256 of what was sent."""
         parts, digest = [], hashlib.sha256()
         with open(path, "rb", buffering=0) as source:
             target = self._files.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
@@ -233,7 +233,11 @@ class ObjectStore:
             raise OSError(f"sha256 {sha256} was sent and the store holds {found.hexdigest()}")
 
     def download(self, key: str, path: Path, size: int) -> None:
-        """Read an object of `size` bytes into a new file, in parallel ranges. The caller verifies its hash."""
+        """Read an object of `size` bytes into a new file, in parallel ranges. The caller verifies its hash.
+
+        Raises:
+            OSError: the local file cannot be written.
+        """
         with open(path, "wb") as file, ThreadPoolExecutor(NUM_READERS) as readers:
             file.truncate(size)
 

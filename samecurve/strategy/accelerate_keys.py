@@ -91,8 +91,8 @@ _COMPILE = Rejected(
     "the recipe sets torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
 )
 
-# Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys, and fsdp_forward_prefetch
-# except under FSDP1
+# Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys. fsdp_forward_prefetch is
+# not among them, although Accelerate reads that key under FSDP1 alone.
 OURS = (
     "fsdp_reduce_dtype",
     "parallelism_config_tp_sequence_parallel",

@@ -24,8 +24,9 @@ def rule(
     """Return a rule that refuses a key's value under the strategies it applies to, unless the value is allowed.
 
     Args:
-        why: nothing else is allowed.
-        instead: what takes other values.
+        allowed: the values that were compared with one process.
+        why: the reason for the message why no other value is allowed.
+        instead: what the message suggests for other values: a strategy file, or words.
     """
 
     def check(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
@@ -40,7 +41,7 @@ def rule(
 
 
 def refuse_offload(document: Document, why: str) -> None:
-    """Add the problem of an Accelerate YAML that keeps shards in host memory. why: what is said of offload."""
+    """Add a problem if an Accelerate YAML keeps shards in host memory. why: continues the message after "offload"."""
     key = "fsdp_config", "fsdp_offload_params"
     if document.get(*key) is True:
         document.problem(key, f"found true, but offload {why}; set it to false")

@@ -1,9 +1,9 @@
-"""The `ninja` that builds DeepSpeed's operators: the real one, which ends with the process that asked for it.
+"""A `ninja` for DeepSpeed's operators: it runs the real one, and ends it with the process that asked for the build.
 
-torch runs the first `ninja` on PATH in the operator's build folder. A rank that is killed leaves that process to the
-system's first one: its compilers go on for minutes and write into the folder in which the next start builds (seen).
-So ninja and its compilers get a session of their own, which this small process ends when its parent is gone; and of two
-builds in one folder the second waits for the first, and ends what a killed one has left there.
+torch runs the first `ninja` on PATH in the operator's build folder. When a rank is killed, its ninja becomes a child of
+init: the compilers go on for minutes and write into the folder in which the next start builds (seen). Therefore ninja
+and its compilers get a session of their own, and this small process ends the session when its parent is gone. Of two
+builds in one folder the second waits for the first, and ends the processes that a killed build has left there.
 
 Run by supervised/ninja, with ninja's arguments.
 """
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import IO
 
 SUPERVISED = Path(__file__).with_name("supervised")
-# in the build folder: locked while somebody builds there, with the session of the builder
+# A file in the build folder: locked while a process builds there, and naming the session of that process.
 BUILDER = ".builder"
-RANK = "SAMECURVE_BUILDS_FOR"  # the process that asks for builds
+RANK = "SAMECURVE_BUILDS_FOR"  # the variable with the process id of the rank that asks for builds
 POLL_SECONDS = 0.1
 END_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(arguments: list[str]) -> int:
-    """ninja's exit code; 1 where the process that asked is gone."""
+    """Build, and return ninja's exit code; 1 if the process that asked is gone, 127 if there is no ninja."""
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     search = [folder for folder in folders if Path(folder or ".").resolve() != SUPERVISED.resolve()]
     ninja = shutil.which("ninja", path=os.pathsep.join(search))
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     parent = os.getppid()
     try:
         os.setsid()
-    except PermissionError:  # it leads a process group: typed into a shell, whose session is not to be ended
+    except PermissionError:  # this leads a process group: a shell has started it, whose session must not be ended
         os.execv(ninja, [ninja, *arguments])
     if not _runs(int(os.environ.get(RANK, parent))):  # killed before it could be watched
         return 1
@@ -74,9 +74,9 @@ def _build(command: list[str], parent: int) -> int:
 
 
 def end(session: int, folder: Path) -> None:
-    """Kill the processes of a session that work in `folder`, but for this one.
+    """Kill the processes of a session that work in `folder`, except this one.
 
-    The folder tells them from another program's: a session's number is used again when all of it is gone.
+    The folder tells them from those of another program: the system reuses the number of a session that has ended.
     """
     deadline = time.monotonic() + END_SECONDS
     while (found := list(_builders(session, folder))) and time.monotonic() < deadline:
@@ -97,7 +97,7 @@ def _builders(session: int, folder: Path) -> Iterator[int]:
 
 
 def _lock(stream: IO, parent: int) -> bool:
-    """Whether this process builds now; not when its parent is gone before. Where files cannot be locked: at once."""
+    """Wait for the lock, and return True; False if the parent ends first. Without file locks, return True at once."""
     import fcntl
 
     while os.getppid() == parent:
@@ -120,8 +120,10 @@ def _write(stream: IO, text: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child, before it is ninja, on Linux: SIGTERM when this process is killed, too. ninja ends its compilers
-    then, each of which it has put into a process group of its own."""
+    """Make the kernel send SIGTERM to this process when its parent is killed. Runs in the child that becomes ninja.
+
+    ninja then ends its compilers, each of which it has put into a process group of its own. Works on Linux only.
+    """
     import ctypes
 
     with contextlib.suppress(AttributeError, OSError):
@@ -129,7 +131,7 @@ def _end_with_parent() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """A killed process that nobody has waited for yet does not run."""
+    """Whether the process runs. A zombie (killed, but not yet waited for) does not."""
     import psutil
 
     try:

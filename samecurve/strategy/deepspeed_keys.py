@@ -48,7 +48,10 @@ _PARTITIONED = Rejected(
 
 
 def _partition(value: Any) -> bool:
-    """The partition methods of DeepSpeed 0.19. A pattern ends at a second colon; a third method is named, not there."""
+    """Whether a value is a partition method of DeepSpeed 0.19.
+
+    DeepSpeed drops what follows a second colon. Its method "profile" is not implemented (runtime/pipe/module.py).
+    """
     if not isinstance(value, str) or not value.startswith("type:"):
         return value in ("parameters", "uniform")
     with contextlib.suppress(re.error):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-# a builder on another host is seen by what it writes; one file of CUDA takes minutes
+# A builder on another host is noticed only when it writes a file, and one file of CUDA takes minutes to compile.
 UNSEEN_BUILDER_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _OWN_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "apfs", "tmpfs", "overlay"}
@@ -45,7 +45,10 @@ def clear_build_locks(
 
 
 def lock_files(operators: Iterable[str], environ: Mapping[str, str]) -> list[Path]:
-    """In torch's build folders: directly in TORCH_EXTENSIONS_DIR, or one for each Python and CUDA version."""
+    """List the lock files that the operators may have in torch's build folders.
+
+    The folders are directly in TORCH_EXTENSIONS_DIR, else in a folder for each Python and CUDA version.
+    """
     named = environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folders = [Path(named)] if named else sorted((cache / "torch_extensions").glob("py*"))

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 BATCH = ("dp_replicate", "dp_shard")  # ranks that differ in one of these read different rows
-LOSS = (*BATCH, "cp")  # ... train different tokens: token counts and losses are summed over them, gradients averaged
+# Ranks that differ in one of these train different tokens: token counts and losses are summed over them, and gradients
+# averaged.
+LOSS = (*BATCH, "cp")
 FSDP = ("dp_shard", "cp")  # a replica of the model is sharded over them
 
 

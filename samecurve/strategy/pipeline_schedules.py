@@ -37,7 +37,11 @@ class PipelineSchedule:
         return [places[stage] for stage in range(count)]
 
     def takes_recomputation(self, kind: str) -> bool:
-        """Whether layers may be recomputed so; PyTorch cannot cut the backward pass of one recomputed in part."""
+        """Whether the schedule supports a kind of recomputation (memory.activation_checkpointing).
+
+        A folded schedule cuts the backward pass in two (zero bubble), which PyTorch cannot do for a layer that is
+        recomputed in part.
+        """
         return not (self.folded and kind == "selective")
 
 

@@ -1,4 +1,4 @@
-"""How many processes a strategy's file suits, and which strategy to try next. Loads no torch, judges no mistakes."""
+"""How many processes a strategy's file suits, and which strategy to try next. Loads no torch, reports no mistakes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ REFERENCE = "single"  # what every other strategy has to match
 
 @dataclass(frozen=True)
 class Placement:
-    """path: what --strategy takes, None for plain python. world_size: processes."""
+    """How to start a strategy. path: what --strategy takes, None for plain python. world_size: number of processes."""
 
     path: Path | None
     world_size: int
 
 
 def place_strategy(path: Path, num_processes: int) -> Placement:
-    """`num_processes`, raised to the next number that the strategy can be spread over; one where it never is.
+    """Choose the number of processes for a strategy: `num_processes`, raised to the next number that it supports.
 
-    What is wrong in the files counts as absent: the run itself reports it.
+    Some strategies run on one number only, whatever is asked for: 1 without distribution, the size of the one group
+    for tensor parallelism without FSDP. Invalid values in the files count as absent: the run itself reports them.
     """
     files = read_files(str(path))
     if files.accelerate.get("distributed_type") == "NO":
@@ -41,13 +42,14 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
 
 
 def another_strategy(strategy: str) -> str:
-    """The strategy to suggest to somebody who has run this one: of another family, for models of any size."""
+    """Return the strategy to suggest after a run of this one: of another family, for models of any size."""
     return "fsdp" if strategy.startswith("zero3") else "zero3"
 
 
 def num_processes_again(world_size: int) -> int | None:
-    """For another strategy after a run of `world_size`: as many, or the file's own number to rehearse what one cannot.
+    """Return the number of processes to suggest for another strategy after a run; None for its file's own number.
 
-    One GPU bears one process.
+    It is that of the run. After a run of one process on a CPU it is None, because more processes can be rehearsed
+    there, while one GPU takes only one process.
     """
     return world_size if world_size > 1 or has_accelerator() else None

@@ -14,20 +14,25 @@ from samecurve.strategy.parallel_dims import BATCH, ParallelDims
 class Strategy:
     """How the run is spread over processes, as written in the strategy's files.
 
-    name: the file's stem, "single" when nothing was chosen.
-    family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline" (DeepSpeed's) | "schedule" (a pipeline by PyTorch);
-        "fsdp" may be tensor-, context- or expert-parallel, too, see `dims`.
-    dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
-    path, accelerate: the Accelerate YAML and its content; None and {} for plain python and for a bare DeepSpeed JSON.
-    deepspeed_path, deepspeed: the DeepSpeed JSON and its content. launcher: see `launchers.Launch`.
-    offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
-    context_parallel: how the ranks of a sequence see each other's keys: "ulysses", "allgather", "ring" (Accelerate's
-        "alltoall"), or "" without dims.cp.
-    nvme_paths: the folders of offloading to NVMe.
-    secondary_partition: ranks over which ZeRO-3 shards a second copy of the weights (ZeRO++'s hpZ); 1 without one.
-    fsdp_*, tp_sequence_parallel, pipeline_*: the keys of these names, defaults filled in.
+    `accelerate` and `deepspeed` are kept whole for run.json and for DeepSpeed itself. Code reads the typed fields.
 
-    `accelerate` and `deepspeed` are kept whole for run.json and for DeepSpeed itself; code asks the typed fields.
+    Attributes:
+        name: the file's stem, "single" when nothing was chosen.
+        family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline" (DeepSpeed's) | "schedule" (a pipeline by
+            PyTorch); "fsdp" may be tensor-, context- or expert-parallel, too, see `dims`.
+        path, accelerate: the Accelerate YAML and its content; None and {} for plain python and a bare DeepSpeed JSON.
+        deepspeed_path, deepspeed: the DeepSpeed JSON and its content; None without DeepSpeed.
+        launcher: see `launchers.Launch`.
+        world_size: number of processes.
+        dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
+        zero_stage: 0 without ZeRO.
+        offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
+        nvme_paths: the folders of offloading to NVMe.
+        secondary_partition: ranks over which ZeRO-3 shards a second copy of the weights (ZeRO++'s hpZ); 1 without one.
+        context_parallel: how the ranks of a sequence see each other's keys: "ulysses", "allgather", "ring"
+            (Accelerate's "alltoall"), or "" without dims.cp.
+        pipeline_schedule: a key of `pipeline_schedules.SCHEDULES`; "" for another family than "schedule".
+        fsdp_*, tp_sequence_parallel, other pipeline_*: the keys of these names, defaults filled in.
     """
 
     name: str
@@ -76,9 +81,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Plan:
-    """recipe_path, overrides: as typed. resume: "auto", "none" or a checkpoint's folder. fresh: an earlier run's
-    checkpoints may be moved aside. notes: what the user should hear of how the recipe came about.
-    processes_to_start: the ranks that this process is to start instead of being one.
+    """What a run does: recipe, strategy, and what the command line says about them.
+
+    Attributes:
+        recipe_path, overrides: as typed.
+        resume: "auto", "none" or a checkpoint's folder.
+        fresh: whether an earlier run's checkpoints may be moved aside.
+        notes: lines for the user about keys that a later layer of the recipe has replaced.
+        processes_to_start: number of ranks that this process starts (--processes); 0 if it is itself a rank.
     """
 
     recipe: Recipe

@@ -90,13 +90,20 @@ def prepare_allocator(environ: MutableMapping[str, str] = os.environ, devices: P
 
 
 def allocator_settings(environ: Mapping[str, str] = os.environ) -> str:
-    """The user's allocator settings and their variables; "" without any. All versions prefer the first name."""
+    """Return the user's allocator settings with their variables; "" without any. All versions prefer the first name."""
     found = (f"{environ[name]} ({name})" for name in ALLOCATOR_VARIABLES if name in environ)
     return ", ".join(found)
 
 
 def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
-    """Prepare the environment; raise ConfigurationError with everything that this machine lacks for the plan."""
+    """Prepare this process's environment, and check that this machine has what the plan needs.
+
+    Sets PATH and the allocator's settings in os.environ. If DeepSpeed is to compile operators, the first process of the
+    machine also removes stale build locks, and may wait for builds of other hosts (see op_build_locks.py).
+
+    Raises:
+        ConfigurationError: lists everything that this machine lacks.
+    """
     prepare_environment()
     prepare_allocator()
     quiet_libraries()
@@ -139,10 +146,7 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
 
 
 def environment_problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Why this machine cannot run the strategy, each with the fix; empty when it can.
-
-    `precision`: the recipe's.
-    """
+    """List why this machine cannot run the strategy, each with the fix; [] if it can. precision: the recipe's."""
     accelerator = has_accelerator(environ)
     found = [] if accelerator else list(_needs_accelerator(strategy, precision))
     found += _tools(strategy, environ, accelerator)
@@ -152,9 +156,10 @@ def environment_problems(strategy: Strategy, precision: str, environ: Mapping[st
 
 
 def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """The compilers that torch.compile and, on a GPU, Triton need.
+    """Yield the recipe's keys that need a compiler which this machine lacks, each with the fix.
 
-    Triton makes the kernels there, Liger's too, and builds their launchers with a C compiler (triton/runtime/build.py).
+    torch.compile needs a C++ compiler on a CPU. On a GPU Triton makes the kernels, Liger's too, and builds their
+    launchers with a C compiler (triton/runtime/build.py).
     """
     # g++ is the default of PyTorch's Inductor on Linux (cpp.cxx in torch/_inductor/config.py)
     variable, usual, language = ("CC", ("gcc", "clang"), "C") if accelerator else ("CXX", ("g++",), "C++")
@@ -197,7 +202,7 @@ def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
 
 
 def operators(strategy: Strategy) -> set[str]:
-    """The DeepSpeed operators that the run will compile, or load from DeepSpeed's own build."""
+    """Return the DeepSpeed operators that the run will compile, or load from DeepSpeed's own build."""
     needed = set()
     if any(target.startswith("optimizer:") for target in strategy.offload) and strategy.deepspeed is not None:
         needed.add("cpu_adam")
@@ -232,7 +237,7 @@ def _tools(strategy: Strategy, environ: Mapping[str, str], accelerator: bool) ->
 
 
 def prebuilt_operators() -> set[str]:
-    """The operators of a DeepSpeed installed with DS_BUILD_OPS=1, read without importing DeepSpeed."""
+    """Return the operators of a DeepSpeed installed with DS_BUILD_OPS=1, read without importing DeepSpeed."""
     package = importlib.util.find_spec("deepspeed")
     build = Path(package.origin).with_name("git_version_info_installed.py") if package and package.origin else None
     if build is None or not build.is_file():
@@ -242,7 +247,10 @@ def prebuilt_operators() -> set[str]:
 
 
 def links_libaio(compiler: list[str], environ: Mapping[str, str]) -> bool:
-    """Try a build, as DeepSpeed's own check does: the header may lie in many places, also in a conda environment."""
+    """Whether a program that uses libaio can be linked.
+
+    Tried by a build, as in DeepSpeed's own check: the header may be in many places, also in a conda environment.
+    """
     source = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
     with TemporaryDirectory() as folder:
         command = [*compiler, "-x", "c++", "-", "-o", f"{folder}/probe", "-laio"]
@@ -261,7 +269,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def _folder(path: Path) -> Iterator[str]:
-    """A swap folder must be writable, or its parent must exist and be writable.
+    """Yield why a swap folder cannot be used: it must be writable, or its parent must exist and be writable.
 
     A missing parent is refused: `/mnt/nvme/swap` on a machine without that disk would fill the disk of `/`.
     """

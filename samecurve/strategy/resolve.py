@@ -136,7 +136,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[ConfigProblem]) -> str | None:
-    """The strategy's file: --strategy, or the config file of accelerate launch. If both are given, they must agree."""
+    """Return the strategy's file: --strategy, or accelerate launch's config file. If given, both must be the same."""
     found = launch.config_file
     if given and found and os.path.realpath(given) != os.path.realpath(found):
         text = f"found {given}, but accelerate launch uses {found}; give both the same file, or omit --strategy"
@@ -209,7 +209,10 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
 
 
 def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
-    """What the files leave open, replicas for DDP and else shards, takes the rest of the processes."""
+    """Return the parallel dimensions. The one that the files leave open takes the processes that are left.
+
+    It is dp_replicate for DDP, and for tensor parallelism and schedules without FSDP; otherwise it is dp_shard.
+    """
     if family == "schedule":
         size, cut = _pipeline_size(files), _tensor_parallel_size(files)
         others = "dp_shard" if files.accelerate.get("distributed_type") == "FSDP" else "dp_replicate"
@@ -228,7 +231,7 @@ def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
 
 
 def _context_parallel(files: Files) -> tuple[str, int]:
-    """How the ranks of a sequence see each other's keys, and over how many it is cut."""
+    """Return how the ranks of a sequence see each other's keys (Strategy.context_parallel), and how many they are."""
     block = "parallelism_config"
     travels = files.accelerate.get(block, f"{block}_cp_comm_strategy") == "alltoall"  # Accelerate's name for a ring
     for kind, key in (("ulysses", "sp_size"), ("ring" if travels else "allgather", "cp_size")):

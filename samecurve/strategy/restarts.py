@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+# A file in output_dir from the start of a --fresh run until the old checkpoints have been moved aside.
 STARTING_OVER = ".starting_over"
 
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -16,7 +17,7 @@ def is_restart(environ: Mapping[str, str]) -> bool:
 
 
 def continues_own_run(environ: Mapping[str, str], output_dir: str) -> bool:
-    """Whether a restart finds checkpoints of its own: what --fresh is to move aside may be there still."""
+    """Whether this is a restart that finds checkpoints of its own run, not those that --fresh has yet to move aside."""
     folder = Path(output_dir)
     own = any((folder / "checkpoints").glob("step_*")) and not (folder / STARTING_OVER).exists()
     return is_restart(environ) and own

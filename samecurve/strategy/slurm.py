@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 
 def variables(environ: Mapping[str, str], first_host: Callable[[str], str] | None = None) -> dict[str, str]:
-    """Return RANK and its like for a task of srun; empty for a process of another launcher, or of one task.
+    """Return RANK, WORLD_SIZE and the like for a task of srun; {} under another launcher, or for a single task.
 
     A batch script is task 0 of no step: only the step's own variables tell what srun started.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Finding = tuple[str, str]
 Value = Callable[[str], Any]
-# Strategies that keep whole weights on every device in the model's dtype.
+# Strategies that take 4-bit weights: they keep whole weights on every device, in the model's dtype.
 _QUANTIZED = ("single", "ddp")
 _NO_LOGITS = ("chunked", "liger")  # loss.implementation
 
@@ -134,6 +134,7 @@ def _walk(document: Document, table: Table, source: RecipeSource, path: KeyPath 
 
 
 def complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
+    """Say what is wrong with a key's value by its rule from a table of keys; None if nothing is."""
     if isinstance(rule, dict):
         return None if value is None else f"found {describe(value)}, expected a block of keys"
     if isinstance(rule, ValueRule):

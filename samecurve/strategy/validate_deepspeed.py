@@ -1,4 +1,4 @@
-"""Checks combinations of values in a DeepSpeed JSON that have no effect, or another one than they say."""
+"""Checks a DeepSpeed JSON for combinations of values that have no effect, or not the effect that they suggest."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _STAGE = ("zero_optimization", "stage")
 
 
 def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource) -> None:
+    """Add the problems of a DeepSpeed JSON, alone and together with the recipe, to its document."""
     _precision(document)
     _reduction(document, source)
     _offload(document, strategy)

@@ -21,10 +21,10 @@ _PIPELINE = ("parallelism_config", "parallelism_config_pp_size")
 
 
 def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
-    """All problems of the number of processes."""
+    """Yield all problems of the number of processes."""
     wrong = [*_wrong_count(files.accelerate, launch), *_alone(files.accelerate, strategy, launch)]
     yield from wrong
-    if wrong:  # how the processes are arranged can be judged when there are as many as were meant
+    if wrong:  # the arrangement of the processes can be judged only once their number is right
         return
     world, stages = strategy.world_size, strategy.pipeline_stages
     if strategy.family == "schedule":

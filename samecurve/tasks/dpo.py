@@ -88,7 +88,10 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
 
 
 class KtoTask(DpoTask):
-    """KTO on pairs: each answer is compared with the mean over the global batch, in an evaluation over all pairs."""
+    """KTO on pairs, whose loss depends on other rows of the global batch (in an evaluation, on all pairs).
+
+    The log-ratio of a chosen answer is compared with the mean over the rejected answers and vice versa, see kto_drift.
+    """
 
     def context(self, features: Tensor) -> dict[str, Tensor]:
         return {"drift": kto_drift(features)}

@@ -49,7 +49,11 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
         return output.last_hidden_state
 
     def features(self, states: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return embeddings of length 1, (rows, sequences per row * embedding size)."""
+        """Pool `states`, (sequences, sequence_length, embedding size), to unit vectors.
+
+        Returns:
+            (rows, sequences per row * embedding size), fp32.
+        """
         pooled = contrastive.pool(states, attention_mask, self.recipe.embed.pooling)
         return functional.normalize(pooled, dim=-1).reshape(len(labels), -1)
 
@@ -61,7 +65,8 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
     def loss(
         self, states: Tensor, labels: Tensor, attention_mask: Tensor, row_loss: Tensor, gradient: Tensor
     ) -> Tensor:
-        # the losses of the whole batch, which are known, with their gradient by these rows' embeddings (see `context`)
+        # `context` has computed the losses and their gradient with respect to these rows' embeddings. The linear term
+        # adds 0 to the value and that gradient to the backward pass.
         linear = (self.features(states, labels, attention_mask) * gradient).sum()
         return row_loss.sum() + (linear - linear.detach())
 

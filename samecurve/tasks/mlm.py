@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class MaskedTask(splits.LoadedTask[MaskedRows]):
+    """Prediction of masked tokens, with a cross-entropy loss over these tokens."""
+
     by_token = True
 
     @property

@@ -1,1 +1,1 @@
-"""Components of the training loop. May import everything but bench and cli."""
+"""Components of the training loop. May import everything but bench, doctor and cli."""

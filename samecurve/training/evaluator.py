@@ -33,7 +33,13 @@ class Evaluation:
         return sum(map(len, self._sources.values()))
 
     def metrics(self, engine: Evaluator, task: Task) -> dict[str, float]:
-        """Compute the task's metrics over all rows, each counted once; for a mixture also eval_loss_source_N."""
+        """Compute the task's metrics over all rows, each counted once; for a mixture also eval_loss_source_N.
+
+        Collective.
+
+        Raises:
+            DataError: the evaluated tokens, rows or pairs are not as many as the data have.
+        """
         results = {source: engine.evaluate(batches) for source, batches in self._sources.items()}
         if not self._mixed:
             return task.metrics(results[0])

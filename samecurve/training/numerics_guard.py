@@ -115,13 +115,13 @@ class Guard:
         return True
 
     def compare_replicas(self, step: int, engine: Engine) -> bool:
-        """Compare the ranks' copies of replicated weights every numerics.compare_replicas_every_steps steps.
+        """Compare the copies of replicated weights every numerics.compare_replicas_every_steps steps. Collective.
 
         Returns:
             Whether the comparison ran at this step.
 
         Raises:
-            NumericError: copies differ; the message names the differing ranks.
+            NumericError: copies differ; the message names the differing ranks. Raised on all ranks.
         """
         every = self._settings.compare_replicas_every_steps
         if not every or step % every:
@@ -148,7 +148,7 @@ class Guard:
 
 
 def _differing(of_all: list[dict[str, str]]) -> list[tuple[int, list[str]]]:
-    """List (rank, labels of tensors that differ from the majority's); two ranks that differ are both listed."""
+    """List (rank, labels of tensors that differ from the majority's). Where no majority agrees, all are listed."""
     differing = []
     labels_of_all = {label for own in of_all for label in own}
     values = {label: Counter(own[label] for own in of_all if label in own) for label in labels_of_all}

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 FOLDER = ".rehearsal"
 REPORT = "report.json"
-EVIDENCE = ("stacks", REJECTED)  # of a failure, whose message names them; the next rehearsal removes them
+EVIDENCE = ("stacks", REJECTED)  # kept after a failure, whose message names them; the next rehearsal removes them
 NOTHING_LEFT = 13  # exit code of a rehearsal's process
 GIB = 2**30
 POLL_SECONDS = 0.2
@@ -95,7 +95,9 @@ class Assignment:
 
 
 def before_training(plan: Plan) -> Plan:
-    """Rehearse the run if its recipe says so, but not again after a crash. Every rank calls this before it loads torch.
+    """Rehearse the run if its recipe says so and this is no restart, or if its micro-batch size is `auto`.
+
+    Every rank calls this before it loads torch.
 
     Returns:
         The plan to train, see `rehearse`.
@@ -164,8 +166,11 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
 
 
 def candidates(num_rows: int, strategy: Strategy) -> list[int]:
-    """Return the sizes worth trying for a rank with `num_rows` rows per step: for each number of micro-batches that the
-    strategy's pipeline schedule takes, the smallest size, which spreads the rows evenly."""
+    """Return the micro-batch sizes worth trying for a rank with `num_rows` rows per step, in ascending order.
+
+    For each number of micro-batches that the strategy's pipeline schedule takes, this is the smallest size, which
+    spreads the rows evenly.
+    """
     sizes = sorted({-(-num_rows // count) for count in range(1, num_rows + 1)})
     if strategy.family != "schedule":
         return sizes

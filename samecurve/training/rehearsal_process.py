@@ -90,7 +90,8 @@ class StageMeter:
         free_bytes = torch.cuda.mem_get_info(self._device)[0] if on_gpu else psutil.virtual_memory().available
         own = (peak_memory_bytes(self._device), free_bytes, self._written() - before, disk)
         peaks, free, written, disks = zip(*self._world.conclude(own, list), strict=True)
-        largest = max(peaks)  # the disk is as rank 0 sees it, which writes last
+        largest = max(peaks)
+        # both disk sizes are rank 0's: it measures the folders of all ranks, and writes to them last
         self.done.append(RehearsedStage(name, seconds, largest, peaks.index(largest), min(free), written[0], disks[0]))
         limit = self._recipe.memory.limit_gib
         if limit is not None and largest > limit * GIB:
@@ -118,7 +119,7 @@ def main() -> int:
     recipe = plan.recipe
     run = RunDirectory(recipe.output_dir, os.environ.get("RANK", "0") == "0")
     try:
-        # as under torchrun: this process ends when the one that started it does
+        # "torchrun" makes this process watch the rank that started it, and end with it (signals.StopRequest)
         with lifecycle.supervised(run, "torchrun", recipe.watchdog.timeout_seconds) as watch:
             accelerator = factory.start(plan)
             progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=False)

@@ -115,7 +115,7 @@ class Session:
             raise
 
     def roll_back(self, updates: int) -> int:
-        """Restore the last checkpoint's weights after a loss spike.
+        """Restore the last checkpoint's weights after a loss spike. Collective.
 
         Returns:
             The number of updates applied to the restored weights; `updates` if there is no checkpoint.
@@ -188,7 +188,7 @@ class Session:
         context.progress.log(verification.result if verification else "")
 
     def _verification(self) -> Verification | None:
-        """Compute what an export is verified against; None on other ranks than 0, and if it is not verified."""
+        """Compute what to verify an export against; None on other ranks than 0 and without verification. Collective."""
         context, skeleton = self.context, self.built.skeleton
         recipe = context.recipe
         # an adapter that was trained on 4-bit weights computes something else on the base model's own

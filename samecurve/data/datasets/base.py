@@ -249,7 +249,7 @@ class LengthGroups(Rows):
         self.fingerprint = digest(self.fingerprint, "grouped within each epoch", global_batch_size)
 
     def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
-        if len(self) < 2 * self.global_batch_size:  # LengthOrder needs at least two whole steps per epoch
+        if len(self) < 2 * self.global_batch_size:  # LengthOrder needs at least the rows of two steps
             return super().at_positions(positions, seed, Steps.of(self.global_batch_size))
         return LengthOrder(self.sizes, self.global_batch_size, seed).rows_at(positions)
 

@@ -107,6 +107,10 @@ def _check_weight(place: str, at: str, message: dict[str, Any]) -> None:
 
 
 def check_text(place: str, at: str, value: Any, needed: str, may_be_empty: bool = False) -> None:
+    """Raise DataError unless a value is text, not blank (or `may_be_empty`) and without lone surrogates.
+
+    `at` names the value in messages, and `needed` what it should be.
+    """
     if not isinstance(value, str):
         raise DataError(f"{place}: {at} is {shown(value)}, not {needed}; correct or remove the row")
     if not value.strip() and not may_be_empty:
@@ -121,5 +125,6 @@ def _nearest_role(role: Any) -> str:
 
 
 def shown(value: Any) -> str:
+    """Format a value for a message, shortened to 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -67,7 +67,8 @@ class ContextAttention(ABC):
 
         Args:
             q_length: the rank's number of tokens.
-            arguments: with the mask function of the whole row.
+            kv_length, q_offset: transformers' values for a rank's tokens alone; not used.
+            arguments: further arguments of transformers' mask functions, for whole rows.
         """
 
     @abstractmethod

@@ -22,11 +22,11 @@ def configure(recipe: Recipe, device: torch.device, environ: MutableMapping[str,
     """Turn cuDNN's attention off where its gradients can be NaN. Applies to the whole process.
 
     Rows grouped by length have widths that are multiples of 128 (data/datasets/base.py) or the sequence length, so only
-    the sequence length can be a broken one. It is left out without a mask, too: whether there is one depends on the
-    rows.
+    the sequence length can be a broken one. cuDNN is then turned off for attention without a mask, too, because whether
+    there is a mask depends on the rows.
 
-    Widths that vary cost a plan each, 50 ms and more. Without a mask an environment variable lets similar ones share a
-    plan (https://github.com/pytorch/pytorch/pull/155958); the user's value has precedence.
+    cuDNN builds a plan for each width, which takes 50 ms and more. Without a mask an environment variable lets similar
+    widths share a plan (https://github.com/pytorch/pytorch/pull/155958); the user's value has precedence.
     """
     if device.type != "cuda":
         return

@@ -24,10 +24,9 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """Compute transformers' "sdpa" attention, with the dropout of `module.dropout_place` if there is one.
 
-    Not through a TorchFunctionMode as other functions, because torch.compile breaks the graph there (torch 2.13).
+    Other functions are replaced by a TorchFunctionMode; here torch.compile would break the graph (torch 2.13).
 
-    Args:
-        others: of transformers' function; arguments and result are its own, too.
+    Arguments and result are those of transformers' function sdpa_attention_forward.
     """
     place = getattr(module, "dropout_place", None)
     if not dropout or place is None:

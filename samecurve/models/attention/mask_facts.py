@@ -2,8 +2,9 @@
 
 To find out whether it needs a mask at all, transformers (5.23, masking_utils.py) reads two values from the device in
 each forward pass: whether rows have several documents, and whether there is padding. varlen.py would read where
-documents start. Each read waits for all queued kernels, and the data loader knows the answers. Importing this module
-puts them before transformers' questions; outside of `masks_from`, it asks as ever.
+documents start. Each read waits for all queued kernels, although the data loader knows the answers. Importing this
+module wraps these functions of transformers: within `masks_from` they return the loader's answers, elsewhere they read
+from the device as before.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Documents(NamedTuple):
     Attributes:
         starts: int32 (num_documents + 1,), start of each document and end of the last one.
         longest: number of tokens of the longest document, or an upper bound.
-        window: maximum number of visible keys before a query's own; -1 if that is the document. Decided here, not in
-            the layers, which would be compiled for each length.
+        window: maximum number of visible keys before a query's own; -1 for all keys back to the document's start.
+            Decided here, not in the layers, which would be compiled anew for each length.
     """
 
     starts: Tensor
@@ -127,10 +127,10 @@ def _known(
     use_vmap: bool = False,
     **_,
 ) -> Documents | None:
-    """Return the documents that the data loader has found, without a question to the device; None if they do not do.
+    """Return the documents that the data loader has found, without a read from the device; None if not applicable.
 
     Args:
-        local_size: of a sliding window, or of the chunks of llama4_text, which documents cannot express.
+        local_size: size of a sliding window, or of the chunks of llama4_text, which documents cannot express.
         use_vmap: whether a family has changed the mask by a function of its own.
     """
     facts, window = known(), None if local_size is None else local_size - 1
