@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -66,10 +66,18 @@ def examine(facts: HostFacts, own: list[Finding], output_dir: str | None, second
         world = World.join(os.environ, seconds)
     except (RuntimeError, KeyError, ValueError) as error:  # torch's DistNetworkError is a RuntimeError
         return [*own, _unreachable(facts, os.environ, error)]
+    try:
+        return _compare(world, facts, own, output_dir)
+    except RuntimeError as error:  # the first rank, which hosts the store, has ended
+        return [*own, _unreachable(facts, os.environ, error)]
+
+
+def _compare(world: World, facts: HostFacts, own: list[Finding], output_dir: str | None) -> list[Finding]:
     members = world.all_gather("facts", {"facts": asdict(facts), "findings": [asdict(each) for each in own]})
     missing = world.from_first("missing", sorted(set(range(world.size)) - set(members)))
     if missing:
-        return [*own, _absent(missing, seconds, os.environ)] if world.rank == 0 else []
+        world.end(members)
+        return [*own, _absent(missing, world.seconds, os.environ)] if world.rank == 0 else []
     hosts = _hosts(members)
     found = [Finding(**{**each, "host": hosts[rank].host}) for rank in hosts for each in members[rank]["findings"]]
     if len(hosts) > 1:
@@ -78,7 +86,7 @@ def examine(facts: HostFacts, own: list[Finding], output_dir: str | None, second
     if output_dir:
         found.append(_shared_folder(world, hosts, Path(output_dir)))
     found += _links(world, hosts)
-    world.end()
+    world.end(members)
     return found if world.rank == 0 else []
 
 
@@ -130,12 +138,12 @@ class World:
     def barrier(self, key: str) -> None:
         self.all_gather(key, True)
 
-    def end(self) -> None:
-        """Leave. Rank 0 hosts the store, so it stays until the others need it no more."""
+    def end(self, ranks: Iterable[int]) -> None:
+        """Leave. Rank 0 hosts the store, so it stays until none of these ranks needs it any more."""
         self.store.set(f"end/{self.rank}", "")
         if self.rank == 0:
             with suppress(RuntimeError):  # who has not left by now has died
-                self.store.wait([f"end/{rank}" for rank in range(self.size)], timedelta(seconds=self.seconds))
+                self.store.wait([f"end/{rank}" for rank in ranks], timedelta(seconds=self.seconds))
 
 
 def _unreachable(facts: HostFacts, environ: Mapping[str, str], error: Exception) -> Finding:
@@ -171,7 +179,8 @@ def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
     world.from_first("now", None)
     times = world.all_gather("clock", time.time())
     # a host that died meanwhile says nothing here; the process group will name it
-    return world_checks.clocks({facts.host: times[rank] - times[0] for rank, facts in hosts.items() if rank in times})
+    first = times.get(0, times[world.rank])
+    return world_checks.clocks({facts.host: times[rank] - first for rank, facts in hosts.items() if rank in times})
 
 
 def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Path) -> Finding:

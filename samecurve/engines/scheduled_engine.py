@@ -170,9 +170,10 @@ class ScheduledEngine:
         schedule = self._schedule(input_ids.shape, len(rows))
         with self._dropout.check_draws():
             schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)
-        self._rows = []  # a teacher's hidden states are no longer needed
         nothing = torch.zeros(1 + self._task.num_step_statistics, dtype=torch.float64, device=self.device)
-        return sum(self._sums.values(), nothing)
+        total = sum(self._sums.values(), nothing)
+        self._rows, self._sums = [], {}  # the rows may have a teacher's hidden states
+        return total
 
     def _build_schedule(self, shape: torch.Size, num_micro_batches: int) -> Any:
         """Build the schedule of steps of one shape of input_ids: PyTorch's stages keep the shapes of their first."""

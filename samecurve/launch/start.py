@@ -110,5 +110,9 @@ def _port_in_use(target: Target) -> bool:
     head = target.hosts[0].name
     words = [sys.executable, "-c", _PROBE.format(port=target.port), head if target.nodes > 1 else "127.0.0.1"]
     if head and target.named and not ssh.is_here(head):
-        return ssh.run(head, shlex.join(words), ssh.REACH_SECONDS).returncode == 1
+        try:
+            return ssh.run(head, shlex.join(words), ssh.REACH_SECONDS).returncode == 1
+        except subprocess.TimeoutExpired:
+            text = f"{head}: no answer in {ssh.REACH_SECONDS:.0f} s when asked for its port; try ssh {head} true"
+            raise TopologyError(text) from None
     return subprocess.run(words).returncode == 1

@@ -170,7 +170,7 @@ class DropoutPlace:
         if isinstance(values, DTensor):  # whole on all ranks of its mesh: the input of a layer that is cut
             keep = DTensor.from_local(keep, values.device_mesh, values.placements, run_check=False)
         # `where` keeps only the mask for the backward pass
-        return torch.where(keep, values, 0.0) * (1 / (1 - rate))
+        return torch.where(keep, values, 0.0) * (1 / (1 - rate) if rate < 1 else 0.0)
 
     def uniform(self, like: Tensor) -> Tensor:
         """Draw numbers between 0 and 1: fp32, in the shape of `like`, whose first axis is that of `drop`'s values."""

@@ -87,6 +87,7 @@ def read_lines(path: Path) -> list[dict]:
 def _step(line: str) -> int:
     """Return the step of a line, -1 for an incomplete one."""
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return -1
+    return step if isinstance(step, int) else -1

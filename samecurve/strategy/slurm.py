@@ -21,11 +21,23 @@ def variables(environ: Mapping[str, str], first_host: Callable[[str], str] | Non
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(max(1, tasks // int(environ.get("SLURM_STEP_NUM_NODES", "1")))),
+        "LOCAL_WORLD_SIZE": str(_tasks_here(environ, tasks)),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or (first_host or _first_host)(environ["SLURM_STEP_NODELIST"]),
         # the same for all tasks of a job, and another one for a job that shares the node
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 20000),
     }
+
+
+def _tasks_here(environ: Mapping[str, str], tasks: int) -> int:
+    """Return the number of the step's tasks on this node. SLURM writes those of all nodes as 4(x2),3."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1) if count else []
+    node = int(environ.get("SLURM_NODEID", "0"))
+    if node < len(counts):
+        return counts[node]
+    return max(1, tasks // int(environ.get("SLURM_STEP_NUM_NODES", "1")))
 
 
 def _first_host(nodes: str) -> str:

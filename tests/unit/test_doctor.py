@@ -153,6 +153,10 @@ def test_tasks_of_srun():
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node3",
         "MASTER_PORT": "21234",
     }  # fmt: skip
+    uneven = {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_STEP_NUM_NODES": "3"}
+    for node, count in enumerate(("3", "3", "2")):
+        found = slurm.variables(task | uneven | {"SLURM_NODEID": str(node)}, {"node[3-4]": "node3"}.__getitem__)
+        assert found["LOCAL_WORLD_SIZE"] == count
     assert slurm.variables(task | {"RANK": "0"}) == {} == slurm.variables({"SLURM_STEP_NUM_TASKS": "1"})
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}  # of the batch script itself
     assert slurm.variables(batch) == {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +151,20 @@ def test_a_first_rank_that_is_not_reached(facts, rank):  # noqa: F811
     rank(1, 2)
     (found,) = failures(ranks.examine(facts, [], None, 0.5))
     assert found[0::2] == ("network", 6) and "does not reach the first rank at 127.0.0.1" in found[1]
+
+
+def test_a_first_rank_that_ends_before_the_others(facts, rank):  # noqa: F811
+    """It hosts the store."""
+    rank(1, 2)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosting = "import sys, time, torch.distributed as dist; store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), None, "
+    hosting += "True, wait_for_workers=False); dist.PrefixStore(sys.argv[3], store).set('facts/0', '{}'); "
+    hosting += "print(flush=True); time.sleep(1.5)"
+    words = [sys.executable, "-c", hosting, address, str(port), ranks._NAME]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as first:
+        assert first.stdout and first.stdout.readline()
+        (found,) = failures(ranks.examine(facts, [], None, 20.0))
+    assert found[0::2] == ("network", 6) and "does not reach the first rank" in found[1]
 
 
 def test_a_folder_that_cannot_be_written_and_a_group_that_does_not_connect(facts, rank, tmp_path, monkeypatch):  # noqa: F811
