@@ -200,13 +200,15 @@ class PipelineEngine:
             return logits.new_zeros(())
 
         self._last_stage = keep
-        self._engine.eval_batch(
-            self._rows(micro_batches, [{}] * len(micro_batches)),
-            reduce_output=None,  # pyright: ignore[reportArgumentType]  # DeepSpeed documents None
-            bcast_loss=False,
-            num_micro_batches=len(micro_batches),
-        )
-        self._last_stage = self._weighted_loss
+        try:
+            self._engine.eval_batch(
+                self._rows(micro_batches, [{}] * len(micro_batches)),
+                reduce_output=None,  # pyright: ignore[reportArgumentType]  # DeepSpeed documents None
+                bcast_loss=False,
+                num_micro_batches=len(micro_batches),
+            )
+        finally:
+            self._last_stage = self._weighted_loss
         rank, size = self.shard
         # only the last stage of each pipeline has values, so a sum over all ranks distributes them
         rows, width = (

@@ -217,14 +217,15 @@ class TorchEngine:
 
     def describe(self) -> EngineDescription:
         """See Engine.describe. Batch size and clipping come from the recipe, all else from the live objects."""
-        weight = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        # as the strategy has sharded it: the model's own may be gathered, as a forward pass leaves the root's
+        weight = self.tensors[next(iter(self.shapes))]
         # Accelerate silently ignores a precision that the device does not support
         precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
         precision = "bf16" if self.copies else precision
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
         replicate_size, offload = 1, ()
-        # no DTensor where a forward pass has left the weight gathered (reshard_after_forward is False for the root)
-        if isinstance(self.model, FSDPModule) and isinstance(weight, DTensor):
+        if isinstance(self.model, FSDPModule):
+            assert isinstance(weight, DTensor)
             policy = self.model._get_fsdp_state()._mp_policy
             precision = PRECISIONS[dtype_name(policy.param_dtype or torch.float32)]
             reduced = policy.reduce_dtype
