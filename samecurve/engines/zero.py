@@ -64,6 +64,7 @@ class ZeroEngine:
         groups = parameter_groups(model.named_parameters(), self.shapes, settings)
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
         deepspeed_introspection.skip_at_smallest_scale(self.model)
+        self.scaler = deepspeed_introspection.dynamic_scaler(self.model)
         self.grow_scale = deepspeed_introspection.grow_after_step(self.model)
         module = self.model.module
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
@@ -125,7 +126,7 @@ class ZeroEngine:
             self.model.backward(loss * weight * gate, scale_wrt_gas=False)
         read = sums.start_read()
         # before the step, which lowers the scale after an overflow
-        may_rescale = deepspeed_introspection.may_rescale(self.model)
+        may_rescale = self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
         self.model.step()  # also clips the gradients
         grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
         if applied and self.grow_scale:

@@ -75,6 +75,7 @@ def wrapped(stage: int, scale: str) -> ZeroEngine:
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), config=config
     )
     deepspeed_introspection.skip_at_smallest_scale(made.model)
+    made.scaler = deepspeed_introspection.dynamic_scaler(made.model)
     made.grow_scale = deepspeed_introspection.grow_after_step(made.model)
     made.mesh = Mesh(ParallelDims(), 0, made.device)
     made.shard = made.mesh.shard
@@ -105,10 +106,7 @@ def growing(engine: ZeroEngine) -> dict:
     """Each step: the scale before it, the norm, how far SGD moved the weights in units of the learning rate."""
     weight, steps = next(engine.model.parameters()), []
     for _ in range(STEPS):
-        before, scale = (
-            safe_get_full_fp32_param(weight).clone(),
-            deepspeed_introspection.dynamic_scaler(engine.model).cur_scale,
-        )
+        before, scale = safe_get_full_fp32_param(weight).clone(), engine.scaler.cur_scale
         result = engine.step([micro_batch()], learning_rate=1e-2)
         moved = (before - safe_get_full_fp32_param(weight)).mean().item() / 1e-2
         steps.append([scale, result.grad_norm, moved, engine.loss_scale_state["good_steps"]])
