@@ -50,9 +50,6 @@ class Conclude(Protocol):
     def __call__(self, value: Any, conclusion: Callable[[list], T], /) -> T: ...
 
 
-# Writing
-
-
 @dataclass(frozen=True)
 class Content:
     """This rank's part of the checkpoint of one step.
@@ -250,9 +247,6 @@ def _write_small(fs: FileSystem, path: Path, content: bytes) -> FileRecord:
         file.write(content)
         fs.sync(file)
     return FileRecord(path.name, len(content), hashlib.sha256(content).hexdigest())
-
-
-# Removing
 
 
 def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str]) -> str:

@@ -112,8 +112,6 @@ class Checkpoints:
         self.resumed_from: Path | None = None
         self.mirror: Mirror | None = None
 
-    # Resuming
-
     def find(self, resume: str) -> Path | None:
         """Select the checkpoint to resume from, see CheckpointSelector.select."""
         self.resumed_from = self._selector.select(resume)
@@ -158,8 +156,6 @@ class Checkpoints:
             return None
         self._log(f"loss spike: rolled back to the weights of {folder}; the rows since then are not read again")
         return self.load(folder, engine, generators=False)
-
-    # Saving
 
     def save(self, engine: Engine, position: TrainProgress, wait: bool = False) -> dict:
         """Start to save this rank's part; without `background`, also wait until it is written. Collective.

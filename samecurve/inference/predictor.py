@@ -146,15 +146,14 @@ class Classifier(Predictor):
         return ExampleEncoder(self.tokenizer, self.length, self.names, self.data.text_pair_column is not None)
 
     def encode(self, place: str, source: str | dict) -> EncodedText:
-        column = self.data.text_pair_column
-        if column is None:
-            return _encoded(self.encoder, Example(place, self._text(place, source), None, self.names[0]))
-        if not isinstance(source, dict):
-            raise ConfigurationError(
-                f"{self.folder}: the model classifies pairs of texts; give --file FILE, a table with the columns "
-                f"{self.data.text_column} and {column}"
-            )
-        pair = text_of(place, "text_pair_column", column, source)
+        column, pair = self.data.text_pair_column, None
+        if column is not None:
+            if not isinstance(source, dict):
+                raise ConfigurationError(
+                    f"{self.folder}: the model classifies pairs of texts; give --file FILE, a table with the columns "
+                    f"{self.data.text_column} and {column}"
+                )
+            pair = text_of(place, "text_pair_column", column, source)
         return _encoded(self.encoder, Example(place, self._text(place, source), pair, self.names[0]))
 
     def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:

@@ -95,10 +95,7 @@ class DropoutKeys:
 
     @contextmanager
     def micro_batch(self, batch: KeyedRows) -> Iterator[None]:
-        """Use the keys of a training micro-batch from now on, also after the body, where activations are recomputed.
-
-        The body is a forward pass, see `check_draws`.
-        """
+        """Use a training micro-batch's keys in the body, a forward pass, and later, when it is recomputed."""
         self.current = self._of(batch)
         with self.check_draws():
             yield
@@ -261,8 +258,9 @@ def install(
         ConfigurationError: the model has dropout, and its layers do not keep the rows of a batch on the first axis;
             or noise that cannot be drawn by row.
     """
-    if model.config.model_type in _TOKENS_FIRST and rates(model.config):
-        listed = ", ".join(f"{key}: {rate}" for key, rate in rates(model.config).items())
+    found = rates(model.config)
+    if found and model.config.model_type in _TOKENS_FIRST:
+        listed = ", ".join(f"{key}: {rate}" for key, rate in found.items())
         raise ConfigurationError(
             f"model.config: a {model.config.model_type} does not keep the rows of a batch on the first axis, so its "
             f"dropout ({listed}) cannot be drawn by row; set these rates to 0 in model.config, or use another family"
@@ -274,7 +272,7 @@ def install(
             replacement = KeyedDropout(module.p, keys.add(name, parts.get(name)), child not in _WITHOUT_ROWS)
             model.get_submodule(parent).register_module(child, replacement.train(module.training))
     router_noise.install(model, keys.add)
-    if not rates(model.config):
+    if not found:
         return keys
     # transformers' own function where no place is set: models without dropout, and other models of this process
     AttentionInterface.register("sdpa", dropped_sdpa.sdpa)
