@@ -86,9 +86,8 @@ class LocalStages:
         mesh: Mesh,
         measures: Measures | None = None,
         classifier_padding: int | None = None,
-        is_frozen: bool = False,
     ):
-        self.classifier_padding, self._is_frozen = classifier_padding, is_frozen
+        self.classifier_padding = classifier_padding
         self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
         self.schedule = SCHEDULES[self.name]
         self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
@@ -97,6 +96,7 @@ class LocalStages:
         self.peers = next(group for group in self.pipelines if mesh.rank in group)
         self.rank = self.peers.index(mesh.rank)
         stages = _cut(layers, self.count, strategy)
+        self._is_trained = any(weight.requires_grad for layer in layers for weight in layer.parameters())
         self.layers_per_stage = tuple(map(len, stages))
         self.owner: dict[str, int] = {}
         names = [dict(pair for layer in stage for pair in layer.named_weights()).keys() for stage in stages]
@@ -120,8 +120,8 @@ class LocalStages:
     def _allocated(self, module: StageLayers, mesh: Mesh) -> StageLayers:
         """Shard a stage on the meta device, as FSDP2 units of one layer each, then allocate its weights."""
         if self.is_sharded:
-            # a trained layer is gathered once per step; a frozen one has no backward pass to stay gathered for
-            options: dict[str, Any] = {"mesh": mesh.sharding, "reshard_after_forward": self._is_frozen}
+            # trained stages are gathered once per step; a teacher has no backward pass to stay gathered for
+            options: dict[str, Any] = {"mesh": mesh.sharding, "reshard_after_forward": not self._is_trained}
             for layer in module.layers:
                 if isinstance(layer, Decoder):
                     fully_shard(layer, **options)

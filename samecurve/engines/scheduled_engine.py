@@ -39,7 +39,7 @@ from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
 from samecurve.optim import factory
-from samecurve.optim.dtensor import local_gradient, to_local
+from samecurve.optim.dtensor import local_gradient, local_numel
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.planner.timetables import ScheduleRun
 from samecurve.specs.precision import PRECISIONS, compute_dtype
@@ -223,7 +223,7 @@ class ScheduledEngine:
 
     def describe(self) -> EngineDescription:
         recipe, weights, taught = self.recipe, self._stages.weights, self._forward.teacher
-        num_parameters = sum(to_local(weight).numel() for weight in weights.values())
+        num_parameters = local_numel(weights.values())
         sharded = any(isinstance(module, FSDPModule) for module in self._stages.modules.values())
         return EngineDescription(
             engine=schedules.get_schedule_class(self._plan.strategy.pipeline_schedule).__name__,

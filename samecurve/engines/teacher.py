@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +25,7 @@ from samecurve.models import frozen_weights
 from samecurve.models import weights as models
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.skeleton import build_skeleton, construct
-from samecurve.optim.dtensor import to_local
+from samecurve.optim.dtensor import local_numel
 from samecurve.specs.model_families import check_packing
 from samecurve.specs.precision import compute_dtype, torch_dtype
 
@@ -87,18 +90,16 @@ class StagedTeacher:
     def __init__(self, strategy: Strategy, mesh: Mesh, task: Task):
         assert strategy.tensor_parallel_size == 1, "stages that are cut have no whole logits to compare"
         recipe, skeleton = _skeleton(task)
-        self._hidden_size, self._autocast = skeleton.config.hidden_size, compute_dtype(recipe.precision)
+        autocast = compute_dtype(recipe.precision)
+        self._hidden_size, self._dtype = skeleton.config.hidden_size, autocast or torch.float32
         model = _frozen(skeleton, torch.device("meta"))
         frozen_weights.store_in_bf16(model, recipe)
-        try:
+        with _named():
             layers = split_layers(model)
             head = copy.deepcopy(layers.pop())  # a tied one is the first stage's embedding
-            self._stages = LocalStages(layers, strategy, self._autocast, mesh, is_frozen=True)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"distill.teacher: {error}") from None
-        if self._autocast:  # a linear layer, also where it was tied
-            head.to(self._autocast)
-        self._head = head.to_empty(device=mesh.device) if self._stages.has_last else None
+            self._stages = LocalStages(layers, strategy, autocast, mesh)
+        # in the dtype that autocast would cast it to: a linear layer, also where it was tied
+        self._head = head.to(self._dtype).to_empty(device=mesh.device) if self._stages.has_last else None
         weights: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, weight in [*self._stages.weights.items(), *(self._head.named_weights() if self._head else ())]:
             weights[name].append(weight)
@@ -111,33 +112,39 @@ class StagedTeacher:
             models.load_weights(skeleton, recipe, write, names=set(weights))
         for stage in self._stages.modules.values():
             stage.eval()
-        self.num_parameters_per_rank = sum(to_local(each).numel() for found in weights.values() for each in found)
+        self.num_parameters_per_rank = local_numel(chain(*weights.values()))
 
     def with_hidden(self, batch: MicroBatch) -> MicroBatch:
         """Add the target `teacher` on the ranks of the last stage: hidden states, see `targets`. Collective."""
         hidden = self._stages.forward(batch, self._hidden_size)
         if hidden is None:
             return batch
-        return replace(batch, targets=batch.targets | {"teacher": hidden.to(self._autocast or hidden.dtype)})
+        return replace(batch, targets=batch.targets | {"teacher": hidden.to(self._dtype)})
 
     def targets(self, batch: MicroBatch) -> dict[str, Tensor]:
         """Return the targets of what `with_hidden` returned, `teacher` being the logits, see DistillTask."""
         assert self._head is not None  # losses are computed on the ranks of the last stage
-        hidden = batch.targets["teacher"]
-        with torch.no_grad(), torch.autocast(hidden.device.type, self._autocast, enabled=self._autocast is not None):
-            return batch.targets | {"teacher": self._head(hidden)}
+        with torch.no_grad():
+            return batch.targets | {"teacher": self._head(batch.targets["teacher"])}
 
 
 def _skeleton(task: Task) -> tuple[Recipe, PreTrainedModel]:
     """Return the run's recipe with the teacher as its model, and the teacher's architecture."""
     recipe = task.teacher
     assert recipe is not None  # the callers ask for a teacher only where there is one
-    try:
+    with _named():
         skeleton = build_skeleton(recipe, task.vocabulary_size)
         check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
+    return recipe, skeleton
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Name the teacher in an error about a model, which would otherwise seem to be about the student."""
+    try:
+        yield
     except ConfigurationError as error:
         raise ConfigurationError(f"distill.teacher: {error}") from None
-    return recipe, skeleton
 
 
 def _frozen(skeleton: PreTrainedModel, where) -> PreTrainedModel:

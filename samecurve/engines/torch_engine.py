@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -43,7 +43,7 @@ from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
 from samecurve.optim import factory
-from samecurve.optim.dtensor import local_gradient, to_local
+from samecurve.optim.dtensor import local_gradient, local_numel
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.precision import PRECISIONS
 from samecurve.strategy import validate_optimizer
@@ -242,8 +242,8 @@ class TorchEngine:
             device=str(self.device),
             num_parameters=self.skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
-            num_parameters_per_rank=_local_numel(self.tensors[name] for name, _ in self.skeleton.named_parameters()),
-            num_teacher_parameters_per_rank=_local_numel(taught.parameters()) if taught else 0,
+            num_parameters_per_rank=local_numel(self.tensors[name] for name, _ in self.skeleton.named_parameters()),
+            num_teacher_parameters_per_rank=local_numel(taught.parameters()) if taught else 0,
             precision=precision,
             micro_batch_size=self.recipe.batch.micro_batch_size,
             gradient_accumulation_steps=self.accumulation_steps,
@@ -262,7 +262,3 @@ class TorchEngine:
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(self.module)),
         )
-
-
-def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(to_local(parameter).numel() for parameter in parameters)

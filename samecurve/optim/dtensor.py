@@ -1,6 +1,8 @@
-"""Helpers for update rules on weights that FSDP2 shards."""
+"""Helpers for weights that FSDP2 shards."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,6 +13,11 @@ from torch.distributed.tensor import DTensor, Shard
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_numel(tensors: Iterable[Tensor]) -> int:
+    """Count the values that this rank holds of some tensors."""
+    return sum(to_local(tensor).numel() for tensor in tensors)
 
 
 def local_gradient(weight: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Mapping
 
@@ -30,10 +31,8 @@ def variables(environ: Mapping[str, str], first_host: Callable[[str], str] | Non
 
 def _tasks_here(environ: Mapping[str, str], tasks: int) -> int:
     """Return the number of the step's tasks on this node. SLURM writes those of all nodes as 4(x2),3."""
-    counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1) if count else []
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, times in found for _ in range(int(times or 1))]
     node = int(environ.get("SLURM_NODEID", "0"))
     if node < len(counts):
         return counts[node]

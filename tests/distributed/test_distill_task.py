@@ -14,8 +14,7 @@ import pytest
 import torch
 from harness import LLAMA, LORA, largest_relative_difference, long, relative_l2
 from test_encoder_tasks import STEPS, Setting, start
-from test_equal_curves import CONTEXT
-from test_pipeline_schedules import ENGINES as SCHEDULED
+from test_equal_curves import CONTEXT, ENGINES, SCHEDULES
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
@@ -29,9 +28,6 @@ UNLIKE = {"hidden_size": 48, "num_hidden_layers": 4, "initializer_range": 0.2}
 TEACHER = {**LLAMA, **UNLIKE, "tie_word_embeddings": False}
 GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
 OTHER_TEACHERS = {"tied": {**LLAMA, **UNLIKE}, "gpt2": GPT2, "shallow": {**LLAMA, **UNLIKE, "num_hidden_layers": 2}}
-ENGINES = {"single": "LlamaForCausalLM", "ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
-ENGINES |= {"tp": "LlamaForCausalLM", "pipeline_fsdp": "Schedule1F1B"} | SCHEDULED
-ENGINES |= dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDPLlamaForCausalLM")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +100,7 @@ def measured(student, teacher, batch):
 
 
 LONG = ("ddp", "zero1", "zero2", "zero3_hpz", "tp", *CONTEXT, "fsdp_tp_cp")
-LONG += (*(name for name in SCHEDULED if name != "pipeline_1f1b"), "pipeline_fsdp")
+LONG += tuple(name for name in SCHEDULES if name not in ("pipeline_1f1b", "pp_fsdp_tp"))
 WORLDS = {"single": 1, "zero3_hpz": 4, "fsdp_tp_cp": 4, "pipeline_fsdp": 4}
 DIVIDED = dict.fromkeys(("fsdp", "zero3", *CONTEXT, "fsdp_tp_cp"), 2) | {"zero3_hpz": 4}
 
@@ -113,7 +109,7 @@ DIVIDED = dict.fromkeys(("fsdp", "zero3", *CONTEXT, "fsdp_tp_cp"), 2) | {"zero3_
 def test_follows_the_plain_loop(strategy, workspace, setting):
     run = start(workspace, setting, strategy, WORLDS.get(strategy, 2))
     assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
-    assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine")
+    assert run.facts["engine"] == ENGINES[strategy]
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(workspace.folder / "teacher").parameters())
     held = run.facts["num_teacher_parameters_per_rank"]
     if run.facts["pipeline_stages"] == 1:

@@ -82,7 +82,7 @@ def test_all_optimizers_are_covered():
     [
         *(("ddp", 2), ("fsdp", 2), ("zero1", 2), ("zero3", 2)),
         *long(("hsdp", 4), ("zero2", 2), ("pipeline", 2), ("pipeline_1f1b", 2)),
-        *long(("tp", 2), ("fsdp_tp", 4), ("fsdp_ulysses", 2), ("fsdp_cp", 4)),
+        *long(("tp", 2), ("fsdp_tp", 4), *CUT_ROWS),
     ],
 )
 def test_the_same_curve_and_state_under_every_strategy(strategy, world, single, workspace):
