@@ -288,7 +288,9 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
     assert read(batches(registry.load_task(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
 
 
-def test_disk_and_memory_hold_some_blocks_only(recipe_file, folder, monkeypatch):
+def test_disk_and_memory_hold_some_blocks_only(recipe_file, folder, monkeypatch, request):
+    gc.freeze()  # a collection at each step would go through all that other tests and PyTorch left, for a minute
+    request.addfinalizer(gc.unfreeze)
     found = loader.load_recipe(recipe_file, ["steps=100"])
     task = registry.load_task(found)
     make, in_memory = task.train.make_block, weakref.WeakSet()
