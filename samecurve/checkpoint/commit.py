@@ -179,8 +179,8 @@ def _prepare(fs: FileSystem, partial: Path, planned_bytes: int) -> None:
         needed, free = planned_bytes + SPARE_BYTES, fs.free_bytes(directory)
         if free < needed:
             raise StorageError(
-                f"{directory}: the next checkpoint needs {needed} bytes and {free} are free; free some, or lower "
-                "checkpoint.keep"
+                f"{directory}: the next checkpoint needs {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free; "
+                "free some space, or lower checkpoint.keep"
             )
         fs.make_folder(partial)
 

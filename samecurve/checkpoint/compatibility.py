@@ -32,8 +32,8 @@ def refusals(saved: dict, now: dict) -> list[str]:
     # a checkpoint that is older than this key cannot be compared
     if "reference" in saved and saved["reference"] != now["reference"]:
         reasons.append(
-            "model.path: the run's loss uses its initial weights as reference, and these are others; give the "
-            "folder of the initial weights"
+            "model.path: the run's loss uses its initial weights as reference, and these weights differ from "
+            "them; give the folder of the initial weights"
         )
     if now["recipe"]["steps"] < saved["step"]:
         reasons.append(f"steps: {now['recipe']['steps']}, but the checkpoint already is at step {saved['step']}")

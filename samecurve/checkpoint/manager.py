@@ -199,7 +199,7 @@ class Checkpoints:
         if save.thread is not None:
             save.thread.join()
         if isinstance(save.error, NumericError):
-            raise NumericError(f"{save.error}; it was not saved, and earlier checkpoints are finite") from save.error
+            raise NumericError(f"{save.error}; this checkpoint was not saved, earlier ones are finite") from save.error
         if save.error is None:
             self._failures, self._committed_step = 0, save.step
             return True

@@ -91,8 +91,8 @@ class Mirror:
         except (StorageError, OSError) as error:
             missing = ", ".join(self._missing_names()) or "records of the run"
             raise StorageError(
-                f"{self._store.url} lacks {missing}: {error}; the local copy in {self._run} is whole, and the same "
-                "command uploads the rest"
+                f"{self._store.url} lacks {missing}: {error}; the local copy in {self._run} is complete; run the "
+                "same command again to upload the rest"
             ) from error
 
     def catch_up(self) -> None:

@@ -105,7 +105,7 @@ class CheckpointSelector:
             fault_point("load.verify")
             is_first = os.environ.get("LOCAL_RANK", "0") == "0" and not self._world.is_main
             if is_first and marked_digest(self._files, folder) != digest:
-                return ["ranks read different manifest.json; output_dir has to be the same folder on all machines"]
+                return ["manifest.json differs between machines; output_dir has to be the same folder on all machines"]
             return [str(damage) for damage in check_records(self._files, folder, share)]
         except DamagedManifest as error:
             return [f"{error.damage}; output_dir has to be the same folder on all machines"]

@@ -26,14 +26,14 @@ from samecurve.strategy.plan import Strategy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe file, for what it writes and needs")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe file, to check what it writes and needs")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
-    parser.add_argument("--strategy", metavar="FILE", help="a strategy file, for the operators that it compiles")
+    parser.add_argument("--strategy", metavar="FILE", help="a strategy file, to check what its operators need")
     parser.add_argument("--hostfile", metavar="FILE", help="examine all hosts of this file: lines NAME slots=N")
-    parser.add_argument("--master_addr", metavar="ADDRESS", help="of the first host (default: its name there)")
-    parser.add_argument("--master_port", metavar="PORT", type=int, default=29500, help="(default: %(default)s)")
+    parser.add_argument("--master_addr", metavar="ADDRESS", help="address of the first host (default: its name there)")
+    parser.add_argument("--master_port", metavar="PORT", type=int, default=29500, help="default: %(default)s")
     parser.add_argument(
-        "--seconds", metavar="N", type=float, default=60.0, help="limit of each stage between hosts (default: 60)"
+        "--seconds", metavar="N", type=float, default=60.0, help="time limit of each stage between hosts (default: 60)"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON; - for standard output alone")
 

@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hostfile", metavar="FILE", help="lines NAME slots=N, as for the deepspeed launcher")
     parser.add_argument("--nodes", metavar="N", type=int, help="number of machines whose names are not known yet")
     parser.add_argument("--gpus_per_node", metavar="N", type=int, help="processes on each of --nodes")
-    parser.add_argument("--min_nodes", metavar="N", type=int, help="of torchrun: continue with N hosts if others fail")
-    parser.add_argument("--include", metavar="SLOTS", help="of deepspeed: only these, such as node1:1,2@node2:0")
-    parser.add_argument("--exclude", metavar="SLOTS", help="of deepspeed: all but these, such as node1:0")
-    parser.add_argument("--port", metavar="N", type=int, help="at which the first host is met (default: 29500)")
+    parser.add_argument("--min_nodes", metavar="N", type=int, help="torchrun: continue with N hosts if others fail")
+    parser.add_argument("--include", metavar="SLOTS", help="deepspeed: use only these, such as node1:1,2@node2:0")
+    parser.add_argument("--exclude", metavar="SLOTS", help="deepspeed: use all but these, such as node1:0")
+    parser.add_argument("--port", metavar="N", type=int, help="port of the first host for all ranks (default: 29500)")
     parser.add_argument("--output", metavar="FILE", help="write the script or manifest to this file")
-    parser.add_argument("--run", action="store_true", help="start it, on the hosts by ssh without a password")
+    parser.add_argument("--run", action="store_true", help="start the run, on other hosts by ssh without a password")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     text = scripts.text(arguments.emit, target)
     if arguments.run:
         if not target.named and target.nodes > 1 and arguments.emit not in CLUSTERS:
-            raise ConfigurationError(f"--run: no names of the {target.nodes} machines; give --hosts or --hostfile")
+            text = f"the {target.nodes} machines have no names; replace --nodes by --hosts or --hostfile"
+            raise ConfigurationError(f"--run: {text}")
         return start.run(arguments.emit, target)
     if arguments.output:
         path = Path(arguments.output)
@@ -101,7 +102,8 @@ def _check_min_nodes(arguments: argparse.Namespace, target: Target) -> None:
     if target.min_nodes >= target.nodes:
         raise ConfigurationError(f"{given}: found {target.nodes} hosts, but it must be less than their number")
     if arguments.run:
-        raise ConfigurationError(f"{given}: --run ends all hosts when one fails; print the commands and start them")
+        text = "--run ends all hosts when one fails; leave out --run and start the printed commands"
+        raise ConfigurationError(f"{given}: {text}")
     plan = _check(arguments.emit, replace(target, hosts=target.hosts[: target.min_nodes], min_nodes=0))
     if plan.recipe.rehearse:  # torchrun tells only the others that they start again
         fix = "run `python -m samecurve rehearse` before, and add rehearse=false here"

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy", action="extend", nargs="+", metavar="FILE", help="exactly these files (default: search configs/)"
     )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default: %(default)s)")
-    parser.add_argument("--why", action="store_true", help="also show why the other strategies are out")
+    parser.add_argument("--why", action="store_true", help="also show why the other strategies were not chosen")
     parser.add_argument("--overlap", action="store_true", help="also show which communication computation can hide")
     parser.add_argument("--ledger", action="store_true", help="also list the bytes of each collective per step")
     parser.add_argument("--shapes", action="store_true", help="also judge the model's dimensions on this kind of GPU")
@@ -80,15 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulate", action="store_true", help=text)
     text = "write the drawing of --layout, or the timeline of --simulate, to this file"
     parser.add_argument("--svg", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--order", metavar="AXES", default="tp,cp,dp,pp", help="of ranks in it (default: %(default)s)")
+    parser.add_argument("--order", metavar="AXES", default="tp,cp,dp,pp", help="for --layout (default: %(default)s)")
     parser.add_argument(
         "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
     )
     parser.add_argument("--dry-run", action="store_true", help="also track the memory of one rank on fake tensors")
     text = "the rank of --ranks and --dry-run (default: %(default)s)"
     parser.add_argument("--rank", type=int, default=0, metavar="R", help=text)
-    parser.add_argument("--emit", metavar="DIR", help="write the files that start the answer")
-    listed = f"of --emit: {', '.join(LAUNCHERS)} (default: all)"
+    parser.add_argument("--emit", metavar="DIR", help="write the files that start the best plan to this folder")
+    listed = f"for --emit: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
     text = "learn from these finished runs and results of bench, or read this calibration file"
     parser.add_argument("--calibrate", action="extend", nargs="+", type=Path, metavar="PATH", help=text)

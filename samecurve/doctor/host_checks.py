@@ -124,7 +124,7 @@ def _limits(facts: HostFacts) -> Iterator[Finding]:
 def _own_name(facts: HostFacts) -> Iterator[Finding]:
     shown = [f"{name} {address}" for address, name in facts.addresses.items() if not address.startswith(LINK_LOCAL)]
     interfaces = ", ".join(shown) or "no interface is up"
-    seen = f"{facts.host} is {facts.own_address or 'not known'} to itself; {interfaces}"
+    seen = f"{facts.host} resolves to {facts.own_address or 'nothing'}; {interfaces}"
     seen += f"; the master is reached over {facts.route}" if facts.route else ""
     chosen = facts.variables.get("GLOO_SOCKET_IFNAME", "")
     unknown = [name for name in chosen.split(",") if name and name not in facts.addresses.values()]
@@ -147,8 +147,8 @@ def _folder(host: str, folder: Folder, needed: int) -> Finding:
     seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
     if not folder.writable:
         fix = f"chown it to this user, or set {folder.purpose} to another folder"
-        return failed("storage", seen, "it cannot be written", fix, StorageError, host)
+        return failed("storage", seen, "this user cannot write there", fix, StorageError, host)
     if needed > folder.free_bytes:
-        fix = f"free some, or set {folder.purpose} to a folder on a larger disk"
-        return failed("storage", seen, "there is too little room", fix, StorageError, host)
+        fix = f"free some space, or set {folder.purpose} to a folder on a larger disk"
+        return failed("storage", seen, "too little free space", fix, StorageError, host)
     return Finding("storage", seen, host=host)

@@ -58,9 +58,8 @@ def _start(host: HostSlots, world: Mapping[str, object], arguments: Sequence[str
         # `level` is for readers; a Finding derives it.
         return [Finding(**{name: value for name, value in each.items() if name != "level"}) for each in findings]
     except subprocess.TimeoutExpired:
-        return [
-            failed("doctor", f"rank {world['RANK']}", f"it did not end in {limit:.0f} s", "", TopologyError, host.name)
-        ]
+        problem = f"doctor did not end within {limit:.0f} s"
+        return [failed("doctor", f"rank {world['RANK']}", problem, "", TopologyError, host.name)]
     except (ValueError, IndexError):
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        return [failed("doctor", said, "it failed there", f"run it on {host.name}", ConfigurationError, host.name)]
+        return [failed("doctor", said, "doctor failed there", f"run it on {host.name}", ConfigurationError, host.name)]

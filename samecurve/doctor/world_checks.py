@@ -86,16 +86,16 @@ def links(speeds: Mapping[tuple[str, str], float], promised: float) -> Iterator[
     if not speeds:
         return
     middle = statistics.median(speeds.values())
-    beside = f"; the interface's {promised / 1e9:.2f} GB/s" if promised else ""
+    beside = f"; the interface promises {promised / 1e9:.2f} GB/s" if promised else ""
     low, high = min(speeds.values()) / 1e9, max(speeds.values()) / 1e9
     seen = f"{len(speeds)} pair{'s' * (len(speeds) > 1)} of hosts, {low:.2f} to {high:.2f} GB/s{beside}"
     slow = sorted(pair for pair, speed in speeds.items() if speed < SLOW_PAIR * middle)
     if slow:
         shown = ", ".join(f"{a} - {b} {speeds[a, b] / 1e9:.2f} GB/s" for a, b in slow[:5])
-        problem = f"slow beside the median of {middle / 1e9:.2f} GB/s: {shown}"
+        problem = f"slow compared with the median of {middle / 1e9:.2f} GB/s: {shown}"
         yield Finding("links", seen, problem, "look at the cable, port and switch of the host that is in all of these")
     elif promised and middle < SLOW_LINK * promised:
-        problem = "all are far below what the interface promises"
+        problem = "all links are far slower than the interface promises"
         yield Finding("links", seen, problem, "ethtool shows duplex and errors; iperf3 measures without samecurve")
     else:
         yield Finding("links", seen)

@@ -49,9 +49,9 @@ def read_hostfile(path: str, for_deepspeed: bool = False) -> list[HostSlots]:
             hosts.append(HostSlots(found["host"], int(found["slots"] or 1)))
         elif content:
             problems.append(f"{path}:{number}: found {content!r}, expected NAME slots=N")
-    problems += [f"{path}: {name} is there twice" for name in _twice([each.name for each in hosts])]
+    problems += [f"{path}: {name} is listed twice; remove one" for name in _twice([each.name for each in hosts])]
     if problems or not hosts:
-        raise ConfigurationError("\n".join(problems) or f"{path}: no host; write a line NAME slots=N for each")
+        raise ConfigurationError("\n".join(problems) or f"{path}: no host listed; write a line NAME slots=N for each")
     return hosts
 
 
@@ -73,7 +73,7 @@ def read_hosts(path: str) -> tuple[list[HostSlots], int]:
         document.problem(("hosts",), f"{found}, expected a list of names or addresses, such as [10.0.0.1, 10.0.0.2]")
         names = []
     for name in _twice(names):
-        document.problem(("hosts",), f"{name} is there twice; remove one")
+        document.problem(("hosts",), f"{name} is listed twice; remove one")
     slots = _whole(document, "gpus_per_node", None, 1, 1 << 16)
     port = _whole(document, "port", PORT, 1, 65535)
     if document.problems:

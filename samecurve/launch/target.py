@@ -62,7 +62,7 @@ class Target:
         counts = {host.slots for host in self.hosts}
         if len(counts) > 1:
             found = ", ".join(f"{host.name} has {host.slots}" for host in self.hosts)
-            raise ConfigurationError(f"hosts: {found} slots; only the deepspeed launcher takes hosts that differ")
+            raise ConfigurationError(f"hosts: {found} slots; only the deepspeed launcher allows different numbers")
         return counts.pop()
 
     @property

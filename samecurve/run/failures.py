@@ -45,6 +45,6 @@ def check_repeated_failures(failures: Mapping, status: Mapping, environ: Mapping
     if failures.get("failures", 0) < MOST_FAILURES or not is_restart(environ):
         return
     start = f"step {failures['failing_step']} failed {MOST_FAILURES} times in a row, so it is not tried again"
-    last = {**status, **status.get(REFUSED, {})}.get("reason") or "the processes ended without a reason"
+    last = {**status, **status.get(REFUSED, {})}.get("reason") or "the processes ended without giving a reason"
     # The last start may itself have been refused with this message, if the launcher keeps restarting: do not nest it.
     raise RepeatedFailureError(last if last.startswith(start) else f"{start}; the last time: {last}")

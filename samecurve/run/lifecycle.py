@@ -204,7 +204,8 @@ class RunSupervisor:
         if cause is None or str(cause).endswith(f": {error}"):  # the same error on all ranks
             return error
         lines = str(error).splitlines() or [""]
-        peer_error = PeerError(f"{cause}\n(then here: {type(error).__name__}: {lines[0][:200]})", cause.exit_code)
+        effect = f"(this rank then failed: {type(error).__name__}: {lines[0][:200]})"
+        peer_error = PeerError(f"{cause}\n{effect}", cause.exit_code)
         peer_error.is_reporter = self.watchdog.liveness().is_reporter
         return peer_error
 

@@ -127,7 +127,7 @@ class Liveness:
         behind = [beat for beat in beats if (beat.num_phases, beat.num_marks) == least]
         ahead = max(beats, key=lambda beat: (beat.num_phases, beat.num_marks))
         if len(behind) < len(beats):
-            names = ", ".join(f"{beat.name} is in {beat.where} for {beat.idle_seconds:.0f} s" for beat in behind)
+            names = ", ".join(f"{beat.name} has been in {beat.where} for {beat.idle_seconds:.0f} s" for beat in behind)
             return f"{names}, while rank {ahead.rank} is in {ahead.where}"
         who = f"rank {self.own.rank} is" if len(beats) == 1 else f"all {len(beats)} ranks that can be seen are"
         return f"{who} in {self.own.where}"

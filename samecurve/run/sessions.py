@@ -50,7 +50,7 @@ def _backwards(run: Path) -> Iterator[SessionRecord]:
         status, _ = split_refused(read_status(folder / STATUS))
         state, reason = status.get("state", "not known"), status.get("reason")
         # a session that still says running was killed, or lost its machine
-        ended = "without a reason" if state == "running" else f"{state}: {reason}" if reason else state
+        ended = "killed, or its host failed" if state == "running" else f"{state}: {reason}" if reason else state
         yield SessionRecord(facts, ended)
         if not _is_own(facts):
             return

@@ -48,8 +48,8 @@ class Guard:
         self._write(step, result, result.refused, batches)
         if self._skipped_in_a_row > self._settings.max_skipped_steps:
             raise NumericError(
-                f"step {step}: {result.refused}; it was not applied and the weights were not touched. "
-                f"That is {self._skipped_in_a_row} in a row, and numerics.max_skipped_steps is "
+                f"step {step}: {result.refused}; the step was not applied and the weights are unchanged. "
+                f"That is {self._skipped_in_a_row} skipped steps in a row, and numerics.max_skipped_steps is "
                 f"{self._settings.max_skipped_steps}; the rows are in {self._run.path / 'skipped.jsonl'}"
             )
 
@@ -76,9 +76,9 @@ class Guard:
         if self._skipped_in_a_row:
             good = self._first_skipped - 1
             raise NumericError(
-                f"the run ends without an update after step {good}: what came then was not applied, and no later step "
-                "shows whether the weights are still good, so they are not exported. Lower optimizer.learning_rate, or "
-                f"correct the rows in {self._run.path / 'skipped.jsonl'}"
+                f"no step after step {good} was applied, and the run ends here: no later step shows whether the "
+                "weights are still good, so they are not exported. Lower optimizer.learning_rate, or correct the rows "
+                f"in {self._run.path / 'skipped.jsonl'}"
             )
         if updates:
             return
@@ -111,7 +111,10 @@ class Guard:
         reason = f"the loss is {result.loss:.6g}, {result.loss / smoothed_loss:.2f} times the smoothed one"
         self._write(step, result, reason, batches)
         if self._rollbacks > MOST_ROLLBACKS:
-            raise NumericError(f"step {step}: {reason}, after {MOST_ROLLBACKS} roll-backs in a row")
+            raise NumericError(
+                f"step {step}: {reason}, after {MOST_ROLLBACKS} roll-backs in a row; lower optimizer.learning_rate, or "
+                f"correct the rows in {self._run.path / 'skipped.jsonl'}"
+            )
         return True
 
     def compare_replicas(self, step: int, engine: Engine) -> bool:
@@ -136,8 +139,8 @@ class Guard:
         if differing:
             listed = "\n".join(f"  rank {rank}: {len(labels)} differ, first {labels[0]}" for rank, labels in differing)
             raise NumericError(
-                f"step {step}: weights that ranks hold alike are not equal, so one of them computed or kept something "
-                f"wrong (memory, device, network); resume from the last checkpoint without that machine\n{listed}"
+                f"step {step}: replicated weights differ between ranks, so a rank computed or stored something wrong "
+                f"(memory, device, network); resume from the last checkpoint without its machine\n{listed}"
             )
         return True
 

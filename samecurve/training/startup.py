@@ -102,8 +102,8 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
     if context.world.on_main(is_complete):
         where = f"the model is in {run.model}" if run.is_exported else f"its last step is in {checkpoint}"
         raise NothingToDo(
-            f"already done at step {recipe.steps}, nothing to train: {where}; more steps=..., another "
-            "output_dir or --fresh would train"
+            f"already done at step {recipe.steps}, nothing to train: {where}; to train, raise steps, "
+            "choose another output_dir, or add --fresh"
         )
     return checkpoints
 

@@ -87,4 +87,5 @@ class Trackers:
             action()
         except Exception as error:  # of any tracker's package
             self._open.pop(name, None)
-            self._log(f"logging.trackers: {name} failed: {error}; it gets nothing more, metrics.jsonl has every step")
+            text = f"{error}; this tracker gets no more metrics, metrics.jsonl has every step"
+            self._log(f"logging.trackers: {name} failed: {text}")

@@ -59,7 +59,7 @@ def test_a_signal_to_accelerate_with_one_process(battery):
 
 def test_ranks_that_stop_answering(battery):
     victim = battery.victim()
-    says = r"no progress for 10 s \(watchdog.timeout_seconds\): rank 1 \(pid \d+\) is in phase \w+"
+    says = r"no progress for 10 s \(watchdog.timeout_seconds\): rank 1 \(pid \d+\) has been in phase \w+"
     says += r" of step 6 .* while rank 0 is in phase step of step 7"
     output = victim.hurt(
         "hang", "deadlock", Expected(124, says, 5), "watchdog.timeout_seconds=10", faults="step@7:1:hang"

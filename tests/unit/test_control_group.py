@@ -53,7 +53,7 @@ def test_all_ranks_find_the_same_problems_of_a_checkpoint(ranks):
         assert found["good"] == []
         assert [text.split(": ")[0] for text in found["damaged"]] == ["rank_00001.safetensors"]
         assert found["without a manifest"] == ["manifest.json: expected a file, found no such file"]
-        assert found["two folders"][-1].startswith("ranks read different manifest.json; output_dir has to be")
+        assert found["two folders"][-1].startswith("manifest.json differs between machines; output_dir has to be")
 
 
 def test_a_single_process_stops_after_this_very_step():

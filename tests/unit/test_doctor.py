@@ -76,8 +76,8 @@ def test_storage_that_is_too_small_or_not_ours(facts):
     locked = replace(facts.folders[1], writable=False)
     found = check(replace(facts, folders=[small, locked]), output_dir=1000)
     assert [each.split(";")[0] for each in problems(found)] == [
-        "FAIL storage: there is too little room",
-        "FAIL storage: it cannot be written",
+        "FAIL storage: too little free space",
+        "FAIL storage: this user cannot write there",
     ]
     assert findings.exit_code(found) == 7
 
@@ -111,7 +111,7 @@ def test_the_slow_pair_is_named():
     (found,) = world_checks.links(speeds, 1.25e9)
     assert "node1 - node3 0.10 GB/s" in found.problem and "node2" not in found.problem
     (found,) = world_checks.links(dict.fromkeys(speeds, 1e8), 1.25e9)
-    assert found.problem == "all are far below what the interface promises"
+    assert found.problem == "all links are far slower than the interface promises"
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
@@ -138,7 +138,7 @@ def test_hostfiles(tmp_path):
         read_hostfile(str(path))
     assert str(caught.value).splitlines() == [
         f"{path}:2: found 'node2 slots=many', expected NAME slots=N",
-        f"{path}: node1 is there twice",
+        f"{path}: node1 is listed twice; remove one",
     ]
     path.write_text("# nobody\n")
     with pytest.raises(ConfigurationError, match="no host"):

@@ -197,7 +197,7 @@ def test_what_is_in_the_way_of_a_start_is_told(tmp_path, capsys, monkeypatch):
         port = taken.getsockname()[1]
         one = ["--nodes", "1", "--gpus_per_node", "2", "--emit", "torchrun", "--port", str(port)]
         assert main([*command, *one]) == 6
-    assert f"localhost: port {port} is in use; give another one by --port" in capsys.readouterr().err
+    assert f"localhost: port {port} is in use; choose another with --port" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
     for launcher, program in (("slurm", "sbatch"), ("kubernetes", "kubectl"), ("trainjob", "kubectl")):
         assert main([*command, "--nodes", "2", "--gpus_per_node", "2", "--emit", launcher]) == 2

@@ -110,7 +110,7 @@ def test_an_error_that_another_ranks_mistake_explains(tmp_path):
     body = f"meet(watch)\ntime.sleep(1)\n{GLOO}"
     with ranks(tmp_path / "run", body, 'meet(watch)\nraise DataError("no rows")') as (first, _):
         assert first.ends() == 3
-    told = "rank 1: no rows\n(then here: RuntimeError: Connection closed by peer [127.0.0.1]:1)"
+    told = "rank 1: no rows\n(this rank then failed: RuntimeError: Connection closed by peer [127.0.0.1]:1)"
     assert status(first.folder)["reason"] == told
     assert first.said == f"\nPeerError (exit code 3)\n{told}\n"
 
@@ -126,7 +126,7 @@ def test_an_error_that_a_killed_rank_explains(tmp_path):
     assert first.said.startswith(
         f"\nPeerError (exit code 1)\nrank 1 (pid {pid}) died, while rank 0 was in phase build;"
     )
-    assert "(then here: RuntimeError: Connection closed" in first.said and "Traceback" not in first.said
+    assert "(this rank then failed: RuntimeError: Connection closed" in first.said and "Traceback" not in first.said
 
 
 def test_rank_0_that_was_killed_has_its_end_written_by_another(tmp_path):

@@ -165,7 +165,7 @@ def test_sessions_end_where_a_run_began_afresh(run):
     written(run / "previous" / "2", facts(strategy="fsdp", start_step=0), {"state": "running"})
     found = sessions(run)
     assert [(each.facts["strategy"], each.start_step, each.ended) for each in found] == [
-        ("fsdp", 0, "without a reason"),
+        ("fsdp", 0, "killed, or its host failed"),
         ("zero3", 2, "not known"),
     ]
     written(run, facts())

@@ -39,7 +39,7 @@ def test_refused_steps_are_written_down_and_the_one_too_many_ends_the_run(tmp_pa
     one.check(3, result(), ROWS)  # a good one starts the count anew
     for step in (4, 5):
         one.check(step, bad, ROWS)
-    with pytest.raises(NumericError, match="step 6: the loss is nan; .*That is 3 in a row.*skipped.jsonl"):
+    with pytest.raises(NumericError, match="step 6: the loss is nan; .*That is 3 skipped steps in a row.*skipped"):
         one.check(6, bad, ROWS)
     written = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert [record["step"] for record in written] == [1, 2, 4, 5, 6]
@@ -72,14 +72,14 @@ def end(tmp_path, *results: StepResult, updates: int | None = None) -> None:
 @pytest.mark.parametrize("last", [(NAN,), (NAN, NAN), (NAN, EMPTY), (NAN, OVERFLOW)])
 def test_a_run_does_not_end_well_after_steps_that_were_refused(last, tmp_path):
     with pytest.raises(
-        NumericError, match=r"ends without an update after step 1: .*optimizer.learning_rate.*skipped.jsonl"
+        NumericError, match=r"no step after step 1 was applied, .*optimizer.learning_rate.*skipped.jsonl"
     ):
         end(tmp_path, result(), *last)
 
 
 def test_only_an_update_shows_that_the_weights_are_good(tmp_path):
     """Weights that are not numbers refuse every step that has tokens."""
-    with pytest.raises(NumericError, match="That is 4 in a row"):
+    with pytest.raises(NumericError, match="That is 4 skipped steps in a row"):
         end(tmp_path, result(), NAN, EMPTY, NAN, EMPTY, NAN, EMPTY, NAN, result())
 
 

@@ -99,7 +99,7 @@ def test_the_rank_that_lags_is_named(tmp_path):
         assert first.ends() == 124
         pid = second.process.pid
     reason = status(first.folder)["reason"]
-    assert f"rank 1 (pid {pid}) is in phase data of step 12 for " in reason
+    assert f"rank 1 (pid {pid}) has been in phase data of step 12 for " in reason
     assert ", while rank 0 is in phase step of step 12;" in reason
 
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=4096, metavar="N", help="tokens of a micro-batch (default: %(default)s)"
     )
     parser.add_argument(
-        "--precision", choices=MATMUL_PRECISIONS, default="bf16", help="of the multiplications (default: %(default)s)"
+        "--precision", choices=MATMUL_PRECISIONS, default="bf16", help="precision of products (default: %(default)s)"
     )
     parser.add_argument(
         "--multiples", metavar="a,b", help="try the next multiples of these numbers (default: 64,128,256)"
