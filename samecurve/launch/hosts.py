@@ -12,7 +12,7 @@ from samecurve.errors import ConfigurationError
 
 KEYS = ("hosts", "gpus_per_node", "port")
 PORT = 29500
-_LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
+_LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>0*[1-9]\d*))?")
 _DEEPSPEED_LINE = re.compile(r"\S+\s+slots=\d+")
 
 
@@ -38,6 +38,8 @@ def read_hostfile(path: str, for_deepspeed: bool = False) -> list[HostSlots]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigurationError(f"--hostfile {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--hostfile {path}: not UTF-8 text") from error
     hosts, problems = [], []
     for number, line in enumerate(lines, start=1):
         content = line.partition("#")[0].strip()
@@ -48,7 +50,7 @@ def read_hostfile(path: str, for_deepspeed: bool = False) -> list[HostSlots]:
         elif found:
             hosts.append(HostSlots(found["host"], int(found["slots"] or 1)))
         elif content:
-            problems.append(f"{path}:{number}: found {content!r}, expected NAME slots=N")
+            problems.append(f"{path}:{number}: found {content!r}, expected NAME slots=N with N above 0")
     problems += [f"{path}: {name} is listed twice; remove one" for name in _twice([each.name for each in hosts])]
     if problems or not hosts:
         raise ConfigurationError("\n".join(problems) or f"{path}: no host listed; write a line NAME slots=N for each")

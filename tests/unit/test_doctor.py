@@ -133,15 +133,19 @@ def test_hostfiles(tmp_path):
     assert f"{path}:3: found 'node2   slots = 4'" in str(caught.value) and f"{path}:5: found 'node3'" in str(
         caught.value
     )
-    path.write_text("node1 slots=8\nnode2 slots=many\nnode1\n")
+    path.write_text("node1 slots=8\nnode2 slots=many\nnode1\nnode4 slots=0\n")
     with pytest.raises(ConfigurationError) as caught:
         read_hostfile(str(path))
     assert str(caught.value).splitlines() == [
-        f"{path}:2: found 'node2 slots=many', expected NAME slots=N",
+        f"{path}:2: found 'node2 slots=many', expected NAME slots=N with N above 0",
+        f"{path}:4: found 'node4 slots=0', expected NAME slots=N with N above 0",
         f"{path}: node1 is listed twice; remove one",
     ]
     path.write_text("# nobody\n")
     with pytest.raises(ConfigurationError, match="no host"):
+        read_hostfile(str(path))
+    path.write_bytes("caf\u00e9 slots=2\n".encode("latin-1"))
+    with pytest.raises(ConfigurationError, match="not UTF-8 text"):
         read_hostfile(str(path))
 
 
