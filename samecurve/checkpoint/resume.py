@@ -64,9 +64,11 @@ class CheckpointSelector:
                 self._log(f"skipped an unusable checkpoint in {folder.parent}:\n{text}")
             rejected.append(text)
         if rejected:
+            folder, searched = chosen[0], resume == "auto"
+            unusable = f"no checkpoint in {folder.parent} can be used" if searched else f"{folder} cannot be used"
             raise CheckpointError(
-                f"no checkpoint in {chosen[0].parent} can be used; resume from another one (--resume FOLDER), or start "
-                "over, which moves those of output_dir aside (--fresh)\n" + "\n".join(rejected)
+                f"{unusable}; resume from another one (--resume FOLDER), or start over, which moves those of "
+                "output_dir aside (--fresh)\n" + "\n".join(rejected)
             )
         return None
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Work:
     directory = folders.run_directory(arguments.run)
     if directory is None:
-        raise ConfigurationError(f"{arguments.run}: no run here (no run.json), which the model card needs")
+        raise ConfigurationError(f"{arguments.run}: no run here (no run.json); give the output_dir of a run")
     chosen = _chosen(arguments.run, directory, arguments.checkpoint)
     checkpoint = None if chosen else _checkpoint(directory, arguments.checkpoint)
     origin = f"model-{checkpoint.name}" if checkpoint else (chosen or directory / "model").name
@@ -88,4 +88,5 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
             return folder
         rejected += [f"  {folder.name}/{problem}" for problem in problems]
         print("\n".join([f"{folder}: damaged, skipped:", *(f"  {problem}" for problem in problems)]))
-    raise CheckpointError("\n".join([f"{found[0].parent}: every checkpoint is damaged", *rejected]))
+    where = f"{found[0].parent}: every checkpoint" if newest else f"{found[0]}: the checkpoint"
+    raise CheckpointError("\n".join([f"{where} is damaged", *rejected]))

@@ -44,7 +44,7 @@ def parse_recipe(facts: dict, file: Path) -> Recipe:
     """Parse the recipe in `facts`, the content of `file`. Raises ConfigurationError without a valid recipe."""
     facts = in_new_names(facts)
     if "recipe" not in facts:
-        raise ConfigurationError(f"{file}: no recipe in this file; give the output_dir of a run")
+        raise ConfigurationError(f"{file}: no recipe found; give the output_dir of a run")
     try:
         return Recipe.model_validate(facts["recipe"])
     except ValidationError as error:

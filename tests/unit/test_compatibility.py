@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+
 from samecurve.checkpoint.compatibility import changes, refusals
+from samecurve.checkpoint.resume import CheckpointSelector
+from samecurve.distributed.control_group import ControlGroup
+from samecurve.errors import CheckpointError
+from samecurve.storage.filesystem import LocalFileSystem
 
 SAVED = {
     "step": 40,
@@ -80,3 +86,16 @@ def test_what_may_not_change_is_refused_all_at_once():
         "data, changed since the checkpoint: rows: abc -> xyz",
         "steps: 30, but the checkpoint already is at step 40",
     ]
+
+
+def test_a_damaged_checkpoint_that_was_named_says_nothing_about_its_neighbours(tmp_path):
+    named = tmp_path / "step_00000002"
+    named.mkdir()
+    selector = CheckpointSelector(tmp_path, {}, ControlGroup(), print, LocalFileSystem())
+    for resume, said in (
+        (str(named), f"{named} cannot be used; "),
+        ("auto", f"no checkpoint in {tmp_path} can be used; "),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            selector.select(resume)
+        assert str(caught.value).startswith(said)
