@@ -68,9 +68,9 @@ def run(plan: Plan, job: Job, rank: int = 0) -> int:
     """
     family = plan.strategy.family
     if family in ("zero", "pipeline"):
-        raise ConfigurationError(f"--dry-run: DeepSpeed ({plan.strategy.name}) allocates buffers that no tracker sees")
+        raise ConfigurationError(f"--dry-run: DeepSpeed ({plan.strategy.name}) has buffers that the tracker cannot see")
     if family == "schedule" or plan.strategy.dims.cp > 1 or plan.strategy.dims.ep > 1:
-        raise ConfigurationError(f"--dry-run: {plan.strategy.name} sends activations, which no fake rank answers")
+        raise ConfigurationError(f"--dry-run: {plan.strategy.name} exchanges activations, and fake ranks send none")
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     layers, began = job.shape.layers, time.perf_counter()
     depths = " and ".join(map(str, DEPTHS))
@@ -84,7 +84,7 @@ def run(plan: Plan, job: Job, rank: int = 0) -> int:
         raise ConfigurationError(text) from None
     print(_compare(job, few, more))
     if family == "ddp":
-        print("DDP itself sees no fake tensors; its gradients are views of its buckets, as one process's are.")
+        print("Tracked as one process, without DDP, whose gradients are views of its buckets.")
     print(f"{time.perf_counter() - began:.0f} s")
     return 0
 

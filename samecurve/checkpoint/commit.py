@@ -179,7 +179,7 @@ def _prepare(fs: FileSystem, partial: Path, planned_bytes: int) -> None:
         needed, free = planned_bytes + SPARE_BYTES, fs.free_bytes(directory)
         if free < needed:
             raise StorageError(
-                f"{directory}: the next checkpoint needs {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free; "
+                f"{directory}: the next checkpoint needs {needed / 1e9:,.3f} GB, but {free / 1e9:,.3f} GB are free; "
                 "free some space, or lower checkpoint.keep"
             )
         fs.make_folder(partial)

@@ -1,9 +1,9 @@
 """Look for what would stop a run on this machine or cluster, before it is started.
 
-On one machine, on every host of --hostfile through ssh, or on every rank inside srun or torchrun (start it as
-`torchrun ... -m samecurve doctor`). With a recipe and a strategy it also looks at what these need.
+It examines this machine, every host of --hostfile through ssh, or every rank inside srun or torchrun (start it as
+`torchrun ... -m samecurve doctor`). With a recipe and a strategy it also checks what these need.
 
-Each line says what was seen, what is wrong and what mends it. The exit code is 0, or that of the first problem.
+Each line says what was found, what is wrong and how to fix it. The exit code is 0, or that of the first problem.
 """
 
 from __future__ import annotations

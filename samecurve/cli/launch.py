@@ -4,7 +4,7 @@ The machines are a hosts.yaml (hosts, gpus_per_node), a hostfile (lines NAME slo
 torchrun are started on every host, deepspeed on one that reaches the others by ssh; slurm is a job script, kubernetes a
 Job and trainjob a TrainJob of Kubeflow Trainer.
 
-What is printed has been resolved as the run will resolve it: what it would refuse is refused here.
+The command or file is checked as the run itself would check it, so what the run would refuse is refused here.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Predict memory and step time of a job under each strategy, without a GPU and without weights.
 
-MODEL_OR_RECIPE is a recipe, or a Hugging Face config.json, its folder or a hub name in the local cache. With --runs, a
-table of runs is answered instead: one entry of JSON for each row.
+MODEL_OR_RECIPE is a recipe, or a Hugging Face config.json, its folder or a hub name in the local cache. With --runs,
+the command predicts every row of a table of runs instead, and writes one JSON entry per row.
 
 Without --strategy, parallel sizes, micro-batches and recomputation are searched; key=value fixes a setting. Choices
-that are as fast as the fastest one, as far as can be predicted, are ties, and the simplest of them is the answer.
+that are as fast as the fastest one, as far as can be predicted, are ties, and the simplest of them is chosen.
 
-Intervals hold 8 of 10 runs by what public runs that were left out of the fit missed. The exit code is 0 if a strategy
-fits, 2 for an invalid configuration and 6 if none fits.
+An interval should contain 8 of 10 runs; its width comes from public runs that were left out of the fit. The exit code
+is 0 if a strategy fits, 2 for an invalid configuration and 6 if none fits.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
     text = "learn from these finished runs and results of bench, or read this calibration file"
     parser.add_argument("--calibrate", action="extend", nargs="+", type=Path, metavar="PATH", help=text)
-    parser.add_argument("--runs", type=Path, metavar="RUNS.csv", help="answer every row of this table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the answers to this file")
+    parser.add_argument("--runs", type=Path, metavar="RUNS.csv", help="predict every row of this table of runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the predictions to this file")
 
 
 def run(arguments: argparse.Namespace) -> int | Work:
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
     learnt = _learnt(arguments)
     if arguments.runs:
         if not arguments.json:
-            raise ConfigurationError("--runs: the answers need a file; add --json OUT.json")
+            raise ConfigurationError("--runs: the predictions need a file; add --json OUT.json")
         return _answer_table(arguments.runs, arguments.json, learnt)
     if learnt and not arguments.model:
         return 0

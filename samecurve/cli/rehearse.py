@@ -4,7 +4,7 @@ It starts the processes of the strategy on this machine. For several machines, s
 
     torchrun --nnodes 2 ... -m samecurve rehearse RECIPE --strategy FILE
 
-Nothing of it stays on the disk. The exit code is 0, or that with which the run would fail.
+It leaves nothing on the disk. The exit code is 0, or the one with which the run would fail.
 """
 
 from __future__ import annotations

@@ -141,10 +141,10 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
         sizes = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
         share = f", {heads} on a rank of tensor parallelism" if strategy.dims.tp > 1 else ""
         text = f"the model's num_attention_heads is {config.num_attention_heads}{share}, which {size} does not divide"
-        text += ", and each rank gets as many"
+        text += ", and each rank needs as many"
         found.append(f"{text} heads; use a size that divides it: {sizes}; configs/fsdp_cp.yaml takes any")
     if config._attn_implementation == "eager":
-        text = "the model computes attention by transformers' eager code, which cannot be exchanged"
+        text = "the model uses transformers' eager attention, which context parallelism cannot replace"
         found.append(f"{text}; set model.attention to sdpa, or use a family that has it")
     # A rank can draw consecutive values of a mask only. Among the probabilities (heads, queries, keys) of a sequence,
     # these are whole heads of rows without padding.

@@ -58,8 +58,8 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
         rows, columns, *_ = weight.shape
         if (rows // dims.ep) % dims.efsdp and columns % dims.efsdp:
             text = f"{dims.efsdp} processes hold the same {rows // dims.ep} experts, whose {name} has {columns} rows"
-            fix = "start a number of processes that divides one of the two, or use configs/fsdp.yaml"
-            raise ConfigurationError(f"{where}, but {text}; {fix}")
+            fix = f"{dims.efsdp} divides neither of these counts; start another number of processes"
+            raise ConfigurationError(f"{where}, but {text}; {fix}, or use configs/fsdp.yaml")
 
 
 def apply(model: PreTrainedModel, mesh: Mesh) -> None:

@@ -170,7 +170,7 @@ def fp8_line(facts: dict) -> str:
     if kind == "off":
         return ""
     eager = facts["device"] != "cpu" and facts["recipe"]["compile"] == "off"
-    advice = "; without compile, scaling to 8 bits takes kernels of its own: set compile: regional" if eager else ""
+    advice = "; without compile, scaling to 8 bits runs in separate kernels: set compile: regional" if eager else ""
     return f"{kind}: the products of {facts['num_fp8_modules']} linear modules{advice}"
 
 
@@ -214,7 +214,7 @@ def _gradients(whole_bytes: int) -> str:
     if not whole_bytes:
         return ""
     shown = f"{whole_bytes / 2**20:,.1f} MiB"
-    return f"whole while accumulating: {shown} on each rank (memory.gradient_sync: last_micro_batch)"
+    return f"unsharded while accumulating: {shown} on each rank (memory.gradient_sync: last_micro_batch)"
 
 
 def _data(described: dict) -> list[tuple[str, str]]:

@@ -197,9 +197,9 @@ class Meter:
         shares = " and ".join(f"{name} {value:.2f}" for name, value in impossible.items())
         return (
             f"warning: step {record['step']} has {shares}, but more than 1 is impossible: the peak of "
-            f"{peak.tflops:.3g} TFLOP/s ({peak.source}) is too low, or attention, counted over the full square of a "
-            f"row ({flops.attention / flops.model:.0%} of the FLOPs), computed less; do not rely on mfu and hfu of "
-            "this run"
+            f"{peak.tflops:.3g} TFLOP/s ({peak.source}) is too low, or attention, which is counted over the full "
+            f"square of a row ({flops.attention / flops.model:.0%} of the FLOPs), skipped a part; do not rely on mfu "
+            "and hfu of this run"
         )
 
     def _smooth(self, loss: float) -> None:

@@ -265,7 +265,7 @@ def _from_scratch(fields: dict[str, Any], defaults: dict[str, int]) -> PreTraine
     except Exception as error:  # huggingface_hub's for a wrong type, others from each family's own checks
         text = f"model.config: transformers refuses these fields for a {model_type} ({reason(error)})"
         raise ConfigurationError(text) from error
-    owned = [f"model.config.{key}: the recipe's {OWNED[key]} says it; remove it" for key in given if key in OWNED]
+    owned = [f"model.config.{key}: the recipe's {OWNED[key]} sets it; remove it" for key in given if key in OWNED]
     problems = [*owned, *_unknown(given, config)]
     if problems:
         raise ConfigurationError("\n".join(problems))

@@ -167,10 +167,10 @@ def compiled_update_agrees(device: torch.device, kahan: bool) -> bool:
     else:
         if (torch.stack(tensors) == torch.stack(expected)).double().mean() > 0.99:
             return True
-        reason = "it computes something else"
+        reason = "its results are wrong"
     warnings.warn(
-        f"optimizer.name: adamw_bf16: no update in one kernel ({reason}), so updates take longer; one needs Triton and "
-        "a C compiler (apt-get install gcc)",
+        f"optimizer.name: adamw_bf16 runs without its fused kernel ({reason}), so updates take longer; it needs Triton "
+        "and a C compiler (apt-get install gcc)",
         stacklevel=2,
     )
     return False

@@ -55,7 +55,7 @@ def read(path: Path) -> BenchResult | None:
     readers = {"matmul": _compute, "collectives": _communication}
     reader = readers.get(content["benchmark"])
     if not reader:
-        text = f"--calibrate {path}: bench {content['benchmark']} measures no rate of the planner's"
+        text = f"--calibrate {path}: bench {content['benchmark']} measures no rate that the planner uses"
         raise ConfigurationError(f"{text}; give the results of bench {' or '.join(readers)}")
     try:
         factors, note = reader(content, kind, gpu(kind))

@@ -247,7 +247,7 @@ def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[B
     stacks = ", ".join(f"{name} {value:.3f}" for name, value in learnt.stack_time.items())
     beside = ", ".join(f"{name or 'others'} {value:.2f} GiB" for name, value in learnt.process_gib.items())
     slack = ", ".join(f"{name or 'others'} {value:.3f}" for name, value in learnt.memory.items())
-    named = {"time": factors, "whole step": stacks, "process beside tensors": beside, "tensors": slack}
+    named = {"time": factors, "whole step": stacks, "process without tensors": beside, "tensors": slack}
     lines = [f"{name}: {text}" for name, text in named.items() if text]
     tables = ["predicted against measured:", printing.table(rows), ""] if runs else []
     return "\n".join([*(f"{each.path}: {each.note}" for each in benches), *tables, "factors learnt:", *lines])

@@ -98,7 +98,7 @@ class _Reader:
         name, device = self.document.get("gpu"), self.document.get("device")
         if device is not None:
             if name is not None:
-                self.document.problem(("device",), "given beside gpu; keep one of them")
+                self.document.problem(("device",), "conflicts with gpu; keep one of them")
             return "device", self._device()
         card = known_gpu(name) if isinstance(name, str) else None
         if not card:
@@ -127,7 +127,7 @@ class _Reader:
         """Read the levels; what a level leaves out is the GPU's own link, or the network cards' nominal rate."""
         given = self.document.content.get("links", [])
         if not isinstance(given, list):
-            self.document.problem(("links",), f"found {describe(given)}, expected a list of levels, inside out")
+            self.document.problem(("links",), f"found {describe(given)}, expected a list of levels, innermost first")
             given = []
         levels = [self._level(("links", str(index)), index, card, per_node, nominal) for index in range(len(given))]
         if not levels:

@@ -36,9 +36,9 @@ def left_out(recipe: Recipe) -> list[str]:
     """List what the prediction does not count, for the reader."""
     found, checkpointing = [], recipe.memory.activation_checkpointing
     if recipe.precision == "fp32":
-        products = "products at bf16 rates unless the cluster file has others"
+        products = "Products are counted at bf16 rates unless the cluster file has others"
         models = "activations of models without gated MLPs in 16 bits"
-        found.append(f"precision fp32. Counted are {products}, and {models}: expect more memory and time")
+        found.append(f"precision fp32. {products}, and {models}: expect more memory and time")
     if not TASKS[recipe.task].predicts_next_token:
         found.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
     if recipe.task == "dpo" and recipe.dpo.has_reference:

@@ -117,4 +117,4 @@ def _check(target: Target, launchers: Sequence[str]) -> None:
         plan = read_back(launcher, target, command(launcher, target))
         found.append((plan.recipe, plan.strategy.family, plan.strategy.dims, plan.strategy.deepspeed))
     if any(each != found[0] for each in found):
-        raise ConfigurationError(f"{target.folder}: the launchers {', '.join(launchers)} come to different plans")
+        raise ConfigurationError(f"{target.folder}: the launchers {', '.join(launchers)} resolve to different plans")

@@ -96,7 +96,7 @@ def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_
     except (ConfigurationError, ValueError, ZeroDivisionError) as error:
         return "off", f"the gain is not known: {str(error).splitlines()[0]}"
     saved = steps_left * (eager - compiled)
-    text = f"{steps_left:,} steps of {eager:.3g} s would save {saved:,.0f} s; compiling is assumed to take"
+    text = f"compiling would save {saved:,.0f} s in {steps_left:,} steps of {eager:.3g} s, and is assumed to take"
     return ("regional" if saved > WORTH * COMPILE_SECONDS else "off"), f"{text} {COMPILE_SECONDS:.0f} s"
 
 

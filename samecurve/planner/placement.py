@@ -116,7 +116,7 @@ def complaints(job: Job, order: Order = ORDER) -> Iterator[str]:
     )
     for name, count, axis, size in divided:
         if count % size:
-            yield f"{count} {name} do not divide by {axis} {size}: parts are uneven or refused"
+            yield f"{count} {name} are not divisible by {axis} {size}: parts are uneven or refused"
 
 
 def uneven_rows(global_batch: int, job: Job) -> list[str]:

@@ -116,4 +116,4 @@ def _shorter(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -
         if name:
             return f"batch.sequence_length={length} would fit with {name}, and change what is trained"
         length //= 2
-    return f"nor on {MOST_GPUS} GPUs, nor with shorter rows; train a smaller model or an adapter"
+    return f"not even on {MOST_GPUS} GPUs or with shorter rows; train a smaller model or an adapter"

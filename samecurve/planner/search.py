@@ -98,7 +98,7 @@ def search(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> 
     for template in templates:
         tried = [sized(wanted, machines, template, sizes) for sizes in space.sizes(template, wanted, machines)]
         runnable = [each for each in tried if each.found]
-        found += runnable or tried[:1] or [Choice(template.name, template, reason="no size of it suits these GPUs")]
+        found += runnable or tried[:1] or [Choice(template.name, template, reason="none of its sizes suits these GPUs")]
     return ranked(found)
 
 
@@ -133,7 +133,7 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
     chosen = _best(wanted, ranks, describe)
     held = offload.kept(chosen.job, "cpu") if chosen.job else 0
     if held > machines.host.memory_gib:
-        reason = f"host memory of a node: {held:,.0f} GiB of {machines.host.memory_gib:,.0f}, optimizer and weights"
+        reason = f"offloading needs {held:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
         return Choice(template.name, template, sizes, reason=reason)
     return replace(chosen, name=template.name, template=template, sizes=sizes)
 

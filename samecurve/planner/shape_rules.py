@@ -100,30 +100,30 @@ def _heads(job: Job) -> Iterator[str]:
     shape, split = job.shape, job.layout.tp
     head, remainder = divmod(shape.attention_width, shape.heads)
     if remainder:
-        yield f"hidden size {shape.hidden} does not divide by {shape.heads} heads"
+        yield f"hidden size {shape.hidden} is not divisible by {shape.heads} heads"
     elif head % MULTIPLE:
         better = near_width(head)
         count, rest = divmod(shape.attention_width, better)
         hint = "" if rest else f"; {count} heads of {better} would be"
-        yield f"heads of {head} elements are no multiple of {MULTIPLE}{hint}"
+        yield f"the head size {head} is not a multiple of {MULTIPLE}{hint}"
     for name, count in (("heads", shape.heads), ("key and value heads", shape.kv_heads)):
         if count % split:
-            yield f"{count} {name} do not divide by tp {split}"
+            yield f"{count} {name} are not divisible by tp {split}"
 
 
 def _widths(job: Job) -> Iterator[str]:
     shape, multiple, rows = job.shape, MULTIPLE * job.layout.tp, int(job.tokens)
     common = math.lcm(MULTIPLE, job.layout.tp)
     if shape.hidden % MULTIPLE:
-        yield f"hidden size {shape.hidden} is no multiple of {MULTIPLE}: {near_width(shape.hidden)} is the nearest"
+        yield f"hidden size {shape.hidden} is not a multiple of {MULTIPLE}: {near_width(shape.hidden)} is the nearest"
     if shape.vocab % common:
-        yield f"vocabulary of {shape.vocab} is no multiple of {common}: pad it to {padded(shape.vocab, common)}"
+        yield f"vocabulary of {shape.vocab} is not a multiple of {common}: pad it to {padded(shape.vocab, common)}"
     if shape.ffn % multiple:
         usual = f", and 8/3 of the hidden size is {swiglu_width(shape.hidden, multiple)}" if shape.gated else ""
         nearest = near_width(shape.ffn, multiple)
-        yield f"MLP width {shape.ffn} is no multiple of {multiple}: {nearest} is the nearest{usual}"
+        yield f"MLP width {shape.ffn} is not a multiple of {multiple}: {nearest} is the nearest{usual}"
     if rows % MULTIPLE:
-        yield f"{rows} tokens of a micro-batch (b x s) are no multiple of {MULTIPLE}: {padded(rows)} would be"
+        yield f"{rows} tokens of a micro-batch (b x s) are not a multiple of {MULTIPLE}: {padded(rows)} would be"
 
 
 def _fill(job: Job) -> Iterator[str]:

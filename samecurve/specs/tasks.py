@@ -149,7 +149,7 @@ TASKS = {
         BUILTIN,
         ("data.text_column", "tokenizer.pad_token"),
         row="one text",
-        undivided="its models see the tokens behind a query, too, and only causal attention is divided",
+        undivided="its models also attend to later tokens, and only causal attention can be split",
         by_token=True,
         auto_class="AutoModelForMaskedLM",
         hub_tag="fill-mask",

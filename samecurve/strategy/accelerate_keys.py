@@ -79,14 +79,14 @@ NOT_NEGATIVE = ValueRule("a number of at least 0", lambda value: _number(value) 
 FRACTION = ValueRule("a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1)
 PORT = ValueRule("a port from 0 to 65535", lambda value: _whole(value) and 0 <= value < 2**16)
 TEXT = ValueRule("text", lambda value: isinstance(value, str) and value != "")
-TEXTS = ValueRule("a list of texts", _texts)
+TEXTS = ValueRule("a list of strings", _texts)
 GPU_IDS = ValueRule('"all" or comma-separated numbers', lambda value: isinstance(value, str) or NATURAL.accepts(value))
 DTYPE = one_of("fp32", "bf16", "fp16")
 
 _TPU = Rejected("TPUs are not supported; remove it", (None, False, "no", "", []))
 _INLINE = Rejected("it belongs in the DeepSpeed JSON; move it there, under zero_optimization")
 _FSDP1 = Rejected("only FSDP1 uses it, and this is FSDP2; remove it")
-_ROWS = Rejected("rows of any length are cut, with the recipe's model.attention; remove it")
+_ROWS = Rejected("rows of any length are split, and the recipe's model.attention decides; remove it")
 _COMPILE = Rejected(
     "the recipe sets torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
 )
@@ -172,13 +172,13 @@ ACCELERATE: Table = {
         "parallelism_config_tp_size": COUNT,
         "parallelism_config_cp_size": COUNT,
         "parallelism_config_cp_backend": Rejected(
-            "torch's context parallelism drops the masks between packed documents, and another is used; remove it",
+            "torch's context parallelism drops the masks between packed documents, so samecurve has its own; remove it",
             (None, "torch"),
         ),
         "parallelism_config_cp_comm_strategy": one_of("allgather", "alltoall"),  # the second is a ring
         "parallelism_config_sp_size": COUNT,
         "parallelism_config_sp_backend": Rejected(
-            "DeepSpeed's Ulysses drops the masks between packed documents, and another is used; remove it"
+            "DeepSpeed's Ulysses drops the masks between packed documents, so samecurve has its own; remove it"
         ),
         "parallelism_config_sp_seq_length": _ROWS,
         "parallelism_config_sp_seq_length_is_variable": _ROWS,

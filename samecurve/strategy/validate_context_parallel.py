@@ -66,7 +66,7 @@ def check_accelerate(document: Document) -> None:
     if kind != "FSDP" or not above_one:
         return
     if len(above_one) > 1:
-        text = f"found {sizes[_GATHERED]}, but {_ULYSSES} is {sizes[_ULYSSES]} and a sequence is cut in one way only"
+        text = f"found {sizes[_GATHERED]}, but {_ULYSSES} is {sizes[_ULYSSES]} and a sequence can be split only once"
         document.problem((_BLOCK, _GATHERED), f"{text}; remove one of them")
     refuse_offload(document, _UNTESTED)
     key = f"{_BLOCK}_dp_replicate_size"
@@ -75,7 +75,7 @@ def check_accelerate(document: Document) -> None:
         text = f"found {found}, but it {_UNTESTED}; remove it, so that all other processes are shards"
         document.problem((_BLOCK, key), text)
     if document.get(_BLOCK, _SEQUENCE) is True:
-        text = f"found true, but a sequence that is cut in two ways {_UNTESTED}; set it to false"
+        text = f"found true, but a sequence that is split in two ways {_UNTESTED}; set it to false"
         document.problem((_BLOCK, _SEQUENCE), text)
 
 

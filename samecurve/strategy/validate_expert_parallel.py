@@ -18,9 +18,9 @@ SIZE = f"{_BLOCK}_ep_size"
 _UNTESTED = "has not been compared with one process under expert parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "precision": (("fp32", "bf16"), "in fp16 FSDP divides the gradients of experts that are not sharded once more"),
+    "precision": (("fp32", "bf16"), "in fp16 FSDP divides the gradients of unsharded experts once more than it should"),
     "adapter.name": ((None, "lora"), f"this adapter {_UNTESTED}"),
-    "fp8": (OFF, "torchao's layers are linear ones, and experts are not"),
+    "fp8": (OFF, "torchao replaces linear layers only, and experts are none"),
     "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),
     "loss.implementation": (("auto", "full", "chunked"), f"Liger's kernel {_UNTESTED}"),
     "compile": (("off", "auto", False, None), "the host reads in each layer how many tokens each rank gets"),

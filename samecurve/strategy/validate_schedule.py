@@ -33,7 +33,7 @@ _ELSEWHERE = "configs/pipeline.yaml"
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (
         tuple(name for name, spec in TASKS.items() if spec.scheduled),
-        "stages are cut from decoders, and its model is an encoder",
+        "only decoders can be split into stages, and its model is an encoder",
     ),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "optimizer.name": (("adamw", "lion", "sgd"), f"it {_UNTESTED}"),
@@ -46,7 +46,7 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
     "numerics.compare_replicas_every_steps": (
         (0,),
-        "copies of a stage cannot be compared under a pipeline schedule yet",
+        "replicas of a stage cannot be compared under a pipeline schedule yet",
     ),
 }
 
@@ -85,8 +85,8 @@ def _cut_stages(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         return
     task = value("task")
     if (spec := TASKS.get(task)) and spec.scheduled and (spec.has_teacher or not spec.by_token):
-        why = "its loss needs the teacher's whole logits" if spec.has_teacher else "its loss is one of whole rows"
-        text = f"found {task}, but stages that are cut compute the loss in chunks of tokens, and {why}"
+        why = "its loss needs the teacher's whole logits" if spec.has_teacher else "its loss needs whole rows"
+        text = f"found {task}, but tensor-parallel stages compute the loss in chunks of tokens, and {why}"
         yield "task", f"{text}; set parallelism_config_tp_size to 1, or use another strategy"
 
 
@@ -131,7 +131,7 @@ def check_accelerate(document: Document) -> None:
         _other_sizes(document)
     cut = document.get(BLOCK, "parallelism_config_tp_size")
     if cut not in (None, 1) and schedule in SCHEDULES and schedule not in _CUT:
-        text = f"found {schedule}, but with stages that are cut (parallelism_config_tp_size: {cut}) it {_UNTESTED}"
+        text = f"found {schedule}, but with tensor-parallel stages (parallelism_config_tp_size: {cut}) it {_UNTESTED}"
         document.problem((BLOCK, SCHEDULE), f"{text}; use {' or '.join(_CUT)}")
     if document.get(BLOCK, _SEQUENCE) is True:
         text = f"found true, but stages would pass on parts of the sequence, which {_UNTESTED}; set it to false"

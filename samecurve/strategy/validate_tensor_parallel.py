@@ -21,11 +21,11 @@ _UNTESTED = "has not been compared with one process under tensor parallelism"
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (
         tuple(name for name, spec in TASKS.items() if not spec.fills_masks),
-        "no family of encoders has a plan for it",
+        "no encoder family has a tensor-parallel plan",
     ),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
-    "adapter.dora": ((False,), "DoRA's norms of whole rows would have to be taken of weights that are cut"),
-    "fp8": (OFF, "torchao's layers take the place of those that are cut"),
+    "adapter.dora": ((False,), "DoRA's norms need whole rows of weights that are split across ranks"),
+    "fp8": (OFF, "torchao replaces the linear layers that tensor parallelism splits"),
     "model.kernels": (("torch", None), "Liger's kernels read whole weights"),
     "loss.implementation": (("auto", "full", "chunked"), "Liger's kernel reads the whole output head"),
     "compile": (("off", "auto", "regional", False, None), f"a whole compiled model {_UNTESTED}"),

@@ -204,7 +204,7 @@ def test_bench_helps_a_run_to_tell_the_parts_of_a_step_apart(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"benchmark": "dataloader", **BENCH}, "bench dataloader measures no rate of the planner's"),
+        ({"benchmark": "dataloader", **BENCH}, "bench dataloader measures no rate that the planner uses"),
         (collectives_of(*SMALL[:0]), "not what bench writes"),
         ({**MATMUL, "device": "NVIDIA H100 PCIe", "tflops": {"bf16": {"2048": 500}}}, "H100-PCIe, cpu"),
     ],
@@ -261,8 +261,8 @@ def test_texts_beside_each_other():
 @pytest.mark.parametrize(
     ("strategy", "steps", "choice", "why"),
     [
-        ("ddp", 560, "off", "560 steps of "),
-        ("ddp", 1_000_000, "regional", "1,000,000 steps of "),
+        ("ddp", 560, "off", " s in 560 steps of "),
+        ("ddp", 1_000_000, "regional", " s in 1,000,000 steps of "),
         ("zero3", 1_000_000, "off", "zero3 cannot be compiled"),
         ("fsdp_ep", 1_000_000, "off", "fsdp_ep cannot be compiled"),
     ],
@@ -274,7 +274,7 @@ def test_auto_compiles_where_the_steps_repay_it(strategy, steps, choice, why):
     plan = Plan(wanted.source.recipe, described, RECIPE, ())
     fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}
     found, reason = forecast.compile_choice(plan, fields, forecast.Device("cpu", 16, None, 2), steps)
-    assert found == choice and reason.startswith(why)
+    assert found == choice and why in reason
 
 
 def test_a_gpu_without_rates_says_so():

@@ -56,8 +56,7 @@ def test_what_whole_gradients_take():
 
 def test_it_is_said_before_the_first_step():
     told = dict(header_lines(FACTS | {"whole_gradient_bytes": 3 * 2**19, "allocator": "expandable_segments:True (X)"}))
-    assert (
-        told["gradients"] == "whole while accumulating: 1.5 MiB on each rank (memory.gradient_sync: last_micro_batch)"
-    )
+    shown = "unsharded while accumulating: 1.5 MiB on each rank (memory.gradient_sync: last_micro_batch)"
+    assert told["gradients"] == shown
     assert told["allocator"] == "expandable_segments:True (X)"
     assert not {"gradients", "allocator"} & dict(header_lines(FACTS)).keys()

@@ -101,7 +101,7 @@ def test_machines_without_names_get_a_script_or_an_error(capsys):
     assert main(["launch", *RECIPE, *FSDP, "--emit", "deepspeed", *unnamed]) == 2
     assert "name them by --hosts or --hostfile" in capsys.readouterr().err
     assert main(["launch", *RECIPE, *FSDP, "--emit", "torchrun", "--run", *unnamed]) == 2
-    assert "no names of the 4 machines" in capsys.readouterr().err
+    assert "the 4 machines have no names" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("launcher", "file"), [("slurm", "slurm.sh"), ("kubernetes", "kubernetes.yaml")])
@@ -130,7 +130,7 @@ def test_the_examples_are_what_is_printed(launcher, file):
         ("--emit torchrun --hosts {bad}", 2, "bad.yaml:1: host: unknown key; did you mean hosts?"),
         ("--emit torchrun --hosts {bad}", 2, "bad.yaml: hosts: missing, expected a list of names or addresses"),
         ("--emit torchrun --hosts {bad}", 2, 'gpus_per_node: found "four" (text), expected a whole number from 1'),
-        ("--emit torchrun --hostfile {uneven}", 2, "hosts: a has 2, b has 1 slots; only the deepspeed launcher takes"),
+        ("--emit torchrun --hostfile {uneven}", 2, "hosts: a has 2, b has 1 slots; only the deepspeed launcher allows"),
         ("--emit torchrun --hostfile {uneven} --include a", 2, "--include: only the deepspeed launcher picks slots"),
         ("--emit deepspeed --hostfile {uneven} --include c", 2, "--include c: no host 'c'; the hosts are a, b"),
         ("--emit deepspeed --hostfile {uneven} --include b:1", 2, "no slot 1 on b; b has 1 slots, numbered from 0"),

@@ -269,7 +269,7 @@ def test_a_kernel_that_cannot_be_had_or_is_wrong_is_not_used(kahan, monkeypatch)
         raise RuntimeError("no C compiler\nand more")
 
     monkeypatch.setattr(adamw_bf16, "compiled_update", lambda: broken)
-    with pytest.warns(UserWarning, match=r"no update in one kernel \(RuntimeError: no C compiler\)"):
+    with pytest.warns(UserWarning, match=r"without its fused kernel \(RuntimeError: no C compiler\)"):
         assert not adamw_bf16.compiled_update_agrees(cpu, kahan)
 
     def forgetful(numbers, hashed, *tensors):

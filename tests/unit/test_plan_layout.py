@@ -79,9 +79,9 @@ def test_hybrid_sharding_shards_inside_a_node():
     [
         (Layout(1, tp=16), "tp 16 crosses nodes of 8 GPUs"),
         (Layout(4, tp=6), "tp 6 does not divide 8 GPUs per node"),
-        (Layout(4, tp=6), "32 heads do not divide by tp 6"),
-        (Layout(2, pp=3), "16 layers do not divide by pp 3"),
-        (Layout(2, cp=3), "4096 tokens of a row do not divide by 2 x cp 6"),
+        (Layout(4, tp=6), "32 heads are not divisible by tp 6"),
+        (Layout(2, pp=3), "16 layers are not divisible by pp 3"),
+        (Layout(2, cp=3), "4096 tokens of a row are not divisible by 2 x cp 6"),
     ],
 )
 def test_what_is_wrong_is_said(layout, message):

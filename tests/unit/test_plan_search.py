@@ -98,7 +98,9 @@ def test_a_host_without_the_memory_cannot_offload(wanted):
     machines, templates = cluster("h100x8"), [strategies.read("configs/zero3_offload.yaml")]
     small = replace(machines, host=replace(machines.host, memory_gib=134))
     assert search.evaluate(wanted, machines, templates)[0].found
-    assert search.evaluate(wanted, small, templates)[0].reason.startswith("host memory of a node: 135 GiB of 134")
+    assert search.evaluate(wanted, small, templates)[0].reason.startswith(
+        "offloading needs 135 GiB of host memory per node, which has 134"
+    )
 
 
 def test_a_fixed_setting_is_not_searched(config):

@@ -39,7 +39,7 @@ def test_width_of_a_gated_mlp():
     assert [3 * 4096 * width for width in (10922, 10944)] == [134_209_536, 134_479_872]
     assert shape_rules.padded(10922, 256) == 11008 and 11008 / 4096 == 2.6875
     (found,) = (each for each in shape_rules.complaints(job(replace(LLAMA_7B, ffn=10922))) if "MLP" in each)
-    assert found == "MLP width 10922 is no multiple of 64: 10944 is the nearest, and 8/3 of the hidden size is 10944"
+    assert found == "MLP width 10922 is not a multiple of 64: 10944 is the nearest, and 8/3 of the hidden size is 10944"
 
 
 def test_products_of_a_layer_have_its_weights():
@@ -53,13 +53,13 @@ def test_products_of_a_layer_have_its_weights():
 @pytest.mark.parametrize(
     ("changes", "split", "message"),
     [
-        ({"heads": 40, "kv_heads": 40, "hidden": 5120 - 1280}, 1, "heads of 96 elements are no multiple of 64"),
-        ({"heads": 30, "kv_heads": 30}, 1, "hidden size 4096 does not divide by 30 heads"),
-        ({"kv_heads": 4}, 8, "4 key and value heads do not divide by tp 8"),
-        ({"vocab": 50257}, 1, "vocabulary of 50257 is no multiple of 64: pad it to 50304"),
-        ({"vocab": 32128}, 3, "vocabulary of 32128 is no multiple of 192: pad it to 32256"),
-        ({"ffn": 11008}, 8, "MLP width 11008 is no multiple of 512: 11264 is the nearest"),
-        ({"hidden": 4000}, 1, "hidden size 4000 is no multiple of 64: 4032 is the nearest"),
+        ({"heads": 40, "kv_heads": 40, "hidden": 5120 - 1280}, 1, "the head size 96 is not a multiple of 64"),
+        ({"heads": 30, "kv_heads": 30}, 1, "hidden size 4096 is not divisible by 30 heads"),
+        ({"kv_heads": 4}, 8, "4 key and value heads are not divisible by tp 8"),
+        ({"vocab": 50257}, 1, "vocabulary of 50257 is not a multiple of 64: pad it to 50304"),
+        ({"vocab": 32128}, 3, "vocabulary of 32128 is not a multiple of 192: pad it to 32256"),
+        ({"ffn": 11008}, 8, "MLP width 11008 is not a multiple of 512: 11264 is the nearest"),
+        ({"hidden": 4000}, 1, "hidden size 4000 is not a multiple of 64: 4032 is the nearest"),
     ],
 )
 def test_what_does_not_divide_is_said(changes, split, message):
@@ -68,7 +68,7 @@ def test_what_does_not_divide_is_said(changes, split, message):
 
 
 def test_tokens_of_a_micro_batch():
-    assert "1000 tokens of a micro-batch (b x s) are no multiple of 64: 1024 would be" in shape_rules.complaints(
+    assert "1000 tokens of a micro-batch (b x s) are not a multiple of 64: 1024 would be" in shape_rules.complaints(
         job(seq=1000)
     )
 

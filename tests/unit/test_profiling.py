@@ -194,7 +194,7 @@ def test_a_type_that_the_trace_does_not_name_is_not_guessed():
     (reduced,) = found.collectives
     assert (reduced.calls, reduced.num_bytes, reduced.untyped) == (1, 0, 1)
     held = MemoryUsage(weights=0, optimizer=0, gradients=0, gradients_between_steps=0)
-    assert "all_reduce: 1 calls are without their bytes" in render_summary(found, held, 0)
+    assert "all_reduce: the bytes of 1 calls are not counted" in render_summary(found, held, 0)
 
 
 def in_ms(found):

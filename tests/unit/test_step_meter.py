@@ -140,8 +140,8 @@ def test_more_than_the_peak_is_told_once():
     assert (told[0], told[2]) == ("", "")
     assert told[1] == (
         "warning: step 3 has mfu 1.20 and hfu 1.60, but more than 1 is impossible: the peak of 1 TFLOP/s (by hand) "
-        "is too low, or attention, counted over the full square of a row (50% of the FLOPs), computed less; do not "
-        "rely on mfu and hfu of this run"
+        "is too low, or attention, which is counted over the full square of a row (50% of the FLOPs), skipped a part; "
+        "do not rely on mfu and hfu of this run"
     )
 
 

@@ -395,7 +395,7 @@ def test_on_a_gpu_only_where_it_was_asked_for_or_measured(monkeypatch, tmp_path)
         with pytest.raises(ConfigurationError, match=text):
             choose_attention(recipe("varlen", precision), config)
 
-    refused("found varlen, but a GPU computes it in bf16 and fp16 alone; use auto", precision="fp32")
+    refused("found varlen, but a GPU computes it in bf16 and fp16 only; use auto", precision="fp32")
     refused(
         "head_dim is 4, and a GPU computes it for multiples of 8 up to 256", AutoConfig.for_model("llama", head_dim=4)
     )

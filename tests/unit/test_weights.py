@@ -207,7 +207,7 @@ MISTAKES = [
     (
         "another key of the recipe",
         recipe({**LLAMA, "attn_implementation": "eager"}),
-        "model.config.attn_implementation: the recipe's model.attention says it; remove it",
+        "model.config.attn_implementation: the recipe's model.attention sets it; remove it",
     ),
     (
         "wrong type",

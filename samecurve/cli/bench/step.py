@@ -1,4 +1,4 @@
-"""Measure a recipe's step with each option on and off, in short runs of their own.
+"""Measure a recipe's step with each option on and off, in separate short runs.
 
 An option is a recipe key that changes how a step is computed: attention, recomputation, compilation, the optimizer. The
 table also shows how much it changes the loss. Every round runs the unchanged recipe and each variant once, so that

@@ -97,7 +97,7 @@ def _time(breakdown: Breakdown, rank: int) -> Iterator[str]:
     if breakdown.communication_seconds:
         hidden = 1 - breakdown.seconds["communication"] / breakdown.communication_seconds
         ms = 1000 * breakdown.communication_seconds / len(breakdown.steps)
-        yield f"Communication took {ms:,.2f} ms per step, {hidden:.0%} of it overlapped by computation."
+        yield f"Communication took {ms:,.2f} ms per step, {hidden:.0%} of it overlapped with computation."
 
 
 def _waiting(found: Waiting, num_steps: int) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _collectives(breakdown: Breakdown) -> Iterator[str]:
     yield from _table(rows)
     for each in breakdown.collectives:
         if each.untyped:
-            yield f"{each.name}: {each.untyped} calls are without their bytes, as the trace does not name the type."
+            yield f"{each.name}: the bytes of {each.untyped} calls are not counted: the trace names no data type."
 
 
 def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
 
 
 def _top(breakdown: Breakdown) -> Iterator[str]:
-    rows = [("operators, without those they call", "share", "calls per step", "kind of work")]
+    rows = [("operators, by their own time", "share", "calls per step", "kind of work")]
     for each in breakdown.operators[:NUM_OPERATORS]:
         calls = f"{each.calls / len(breakdown.steps):,.1f}"
         rows.append((each.name[:60], f"{each.seconds / breakdown.total_seconds:.1%}", calls, each.kind))

@@ -72,7 +72,7 @@ def _attention_dropout(config: PreTrainedConfig) -> str | None:
 def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | None:
     """Reason why the kernels behind torch's varlen_attn cannot be used on this GPU, or None."""
     if precision == "fp32":
-        return "a GPU computes it in bf16 and fp16 alone"
+        return "a GPU computes it in bf16 and fp16 only"
     if torch.cuda.get_device_capability() < (8, 0):
         return f"{torch.cuda.get_device_name()} is too old for it (compute capability below 8.0)"
     for name, width in _head_widths(config):
