@@ -97,6 +97,13 @@ def test_padding(verdict, monkeypatch):
     assert code == 2 and re.search(r"leak test: tokens see padding: without the padding of row 0 \(\d+ tokens", err)
 
 
+def test_rows_that_allow_no_check_are_not_called_free_of_leaks(verdict):
+    """Rows of one text each, all cut to the length of a row, for a model that may see both sides."""
+    code, out, _ = verdict(BERT, "task=classify", "data.packing=false", "batch.sequence_length=4")
+    assert code == 0 and out.count("not tested: ") == 3
+    assert out.endswith("nothing was tested\n")
+
+
 def test_a_window_around_a_boundary_by_hand():
     """Documents of 300 and 200 tokens: 128 of the first remain, counted from 0, and 128 of the second."""
     positions = torch.cat([torch.arange(300), torch.arange(200)])[None]
