@@ -29,19 +29,18 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
     world, stages = strategy.world_size, strategy.pipeline_stages
     if strategy.family == "schedule":
         if world % stages:
-            fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
-            text = f"found {stages}, but {world} processes do not form pipelines of {stages}"
-            yield _at(files.accelerate, _PIPELINE, f"{text}; start a multiple of {stages}, or set it to {fitting}")
+            text = f"found {stages}, but {_processes(world)} cannot form pipelines of {stages}"
+            yield _at(files.accelerate, _PIPELINE, f"{text}; start a multiple of {stages}{_or_a_divisor(world)}")
         else:
             yield from _wrong_cut(files.accelerate, strategy)
         return
     if world % stages:
-        text = f"{world} processes cannot be divided into {stages} stages; start a multiple of {stages}"
+        text = f"{_processes(world)} cannot be divided into {stages} stages; start a multiple of {stages}"
         yield _at(files.deepspeed, _STAGES, text)
     yield from _wrong_mesh(files.accelerate, strategy)
     secondary = strategy.secondary_partition
     if secondary > 1 and (world % secondary or world == secondary):
-        text = f"found {secondary}, but {world} processes do not form several groups of {secondary}"
+        text = f"found {secondary}, but {_processes(world)} cannot form several groups of {secondary}"
         fix = f"start a multiple of {secondary} from {2 * secondary} on, or use configs/zero3.yaml"
         yield _at(files.deepspeed, _SECONDARY, f"{text}, each with a second copy of the weights; {fix}")
 
@@ -52,12 +51,22 @@ def _wrong_cut(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProbl
     unit = dims.size("pp", "tp")
     if dims.tp == 1:
         return
-    text = f"found {dims.tp}, but {world} processes do not form {dims.pp} stages of"
+    text = f"found {dims.tp}, but {_processes(world)} cannot form {dims.pp} stages of"
     if accelerate.get("distributed_type") == "FSDP" and world % unit:
         yield _at(accelerate, _TENSOR, f"{text} a multiple of {dims.tp}; start a multiple of {unit}")
     elif accelerate.get("distributed_type") != "FSDP" and world != unit:
         fix = f"start {unit}, or use configs/pp_fsdp_tp.yaml, which shards over the others"
         yield _at(accelerate, _TENSOR, f"{text} {dims.tp}; {fix}")
+
+
+def _processes(world: int) -> str:
+    return "1 process" if world == 1 else f"{world} processes"
+
+
+def _or_a_divisor(world: int) -> str:
+    """The sizes that divide the number of processes, as another way out; "" for one process, which has none."""
+    sizes = [str(size) for size in range(2, world + 1) if world % size == 0]
+    return f", or set it to {' or '.join(sizes)}" if sizes else ""
 
 
 def _at(document: Document, path: KeyPath, text: str) -> ConfigProblem:
@@ -110,29 +119,26 @@ def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProb
     world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
     cut, parts, experts = strategy.tensor_parallel_size, strategy.dims.cp, strategy.dims.ep
     if world % experts:
-        fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
-        text = f"found {experts}, but {world} processes do not form groups of {experts} that share the experts"
-        fix = f"start a multiple of {experts} processes, or set it to {fitting}"
-        yield _at(accelerate, _EXPERTS, f"{text}; {fix}")
+        text = f"found {experts}, but {_processes(world)} cannot form groups of {experts} that share the experts"
+        yield _at(accelerate, _EXPERTS, f"{text}; start a multiple of {experts} processes{_or_a_divisor(world)}")
     elif (shared := max(experts, parts)) > 1 and cut > 1 and world % (shared * cut):  # never both
-        text = f"found {shared}, but {world} processes do not form {shared} groups of {cut} tensor-parallel processes"
+        text = f"found {shared}, but {_processes(world)} cannot form {shared} groups of {cut} tensor-parallel processes"
         key = _EXPERTS if experts > 1 else tuple(strategy.context_key.split("."))
         yield _at(accelerate, key, f"{text}; start a multiple of {shared * cut}")
     elif world % parts:
-        fitting = " or ".join(str(size) for size in range(2, world + 1) if world % size == 0)
-        text = f"found {parts}, but {world} processes do not form groups of {parts}"
-        fix = f"start a multiple of {parts} processes, or set it to {fitting}"
+        text = f"found {parts}, but {_processes(world)} cannot form groups of {parts}"
+        fix = f"start a multiple of {parts} processes{_or_a_divisor(world)}"
         yield _at(accelerate, tuple(strategy.context_key.split(".")), f"{text}; {fix}")
     elif world % cut or (strategy.family == "tp" and world != cut):
-        fitting = [size for size in range(2, world + 1) if world % size == 0] if strategy.family == "fsdp" else [world]
-        text = f"found {cut}, but {world} processes do not form groups of {cut}"
+        text = f"found {cut}, but {_processes(world)} cannot form groups of {cut}"
+        fix = f"start a multiple of {cut} processes{_or_a_divisor(world)}"
         if strategy.family == "tp":
-            text = f"found {cut}, but {world} processes run and without FSDP all form one group"
-        fix = f"start {cut} processes, or set it to {' or '.join(map(str, fitting))}"
-        fix += "" if strategy.family == "fsdp" else ", or use configs/fsdp_tp.yaml, which shards over the others"
+            text = f"found {cut}, but without FSDP a single group has all {_processes(world)}"
+            fix = f"start {cut} processes, or set it to {world}"
+            fix += ", or use configs/fsdp_tp.yaml, which shards over the others"
         yield _at(accelerate, _TENSOR, f"{text}; {fix}")
     elif replicas > 1 and (world % replicas or world // replicas < 2):
-        text = f"found {replicas}, but {world} processes cannot form {replicas} replicas of 2 or more shards"
+        text = f"found {replicas}, but {_processes(world)} cannot form {replicas} replicas of 2 or more shards"
         text += f"; start {2 * replicas} processes or a larger multiple of {replicas}, or use fsdp"
         yield _at(accelerate, _REPLICAS, text)
     elif isinstance(shards, int) and shards * replicas * cut * parts != world:

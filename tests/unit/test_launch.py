@@ -168,6 +168,24 @@ def test_slots_that_the_strategy_cannot_use(capsys):
 
 
 @pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        ("pipeline_1f1b", "cannot form pipelines of 2; start a multiple of 2"),
+        ("fsdp_ep", "cannot form groups of 2 that share the experts; start a multiple of 2 processes"),
+        ("fsdp_cp", "cannot form groups of 2; start a multiple of 2 processes"),
+        ("fsdp_tp", "cannot form groups of 2; start a multiple of 2 processes"),
+    ],
+)
+@pytest.mark.parametrize(("slots", "processes", "others"), [("1", "1 process", ""), ("9", "9 processes", "3 or 9")])
+def test_a_number_of_processes_that_makes_no_groups(strategy, text, slots, processes, others, capsys):
+    """Another size is named only where there is one: one process has no divisor above 1."""
+    machines = ["--nodes", "1", "--gpus_per_node", slots, "--emit", "torchrun"]
+    assert main(["launch", *RECIPE, "--strategy", f"configs/{strategy}.yaml", *machines]) == 6
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"found 2, but {processes} {text}" + (f", or set it to {others}" if others else ""))
+
+
+@pytest.mark.parametrize(
     ("include", "exclude"),
     [
         ("node1:1,2@node2:0", ""), ("node2@node1:3", ""), ("node2:1,1", ""), ("", "node1:0"), ("", "node1@node2:1,3"),
