@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from samecurve.config.documents import describe
+
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
     from samecurve.strategy.plan import Strategy
@@ -34,10 +36,15 @@ def rule(
         if applies(strategy) and found not in allowed:
             # false is a bare off, which "off" names already; alone it is the value of a switch
             usual = [each for each in allowed if each is not False] or allowed
-            shown = " or ".join("null" if each is None else str(each).replace("False", "false") for each in usual)
-            yield key, f"found {found}, but {why}; use {shown}, or {instead}"
+            *others, last = map(_as_typed, usual)
+            shown = f"{', '.join(others)} or {last}" if others else last
+            yield key, f"found {_as_typed(found)}, but {why}; use {shown}, or {instead}"
 
     return check
+
+
+def _as_typed(value: Any) -> str:
+    return value if isinstance(value, str) else describe(value)
 
 
 def refuse_offload(document: Document, why: str) -> None:

@@ -41,14 +41,14 @@ def test_what_is_off_may_be_written_without_quotes():
     """YAML reads it as false, as in recipes/base.yaml."""
     assert not findings(fp8=False, compile=False) and not findings(compile="auto")
     ((_, text),) = findings(compile="full")
-    assert text.endswith("use off or auto or regional or null, or configs/fsdp.yaml")
+    assert text.endswith("use off, auto, regional or null, or configs/fsdp.yaml")
 
 
 def test_dora_is_refused_with_the_reason_and_a_way_out():
     assert not findings(**{"adapter.name": "lora"})
     ((key, text),) = findings(**{"adapter.dora": True})
     assert key == "adapter.dora"
-    assert text.startswith("found True, but DoRA's norms") and text.endswith("configs/fsdp.yaml")
+    assert text.startswith("found true, but DoRA's norms") and text.endswith("use false, or configs/fsdp.yaml")
 
 
 def test_other_strategies_are_free():
