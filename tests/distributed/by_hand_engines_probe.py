@@ -94,7 +94,7 @@ def tp_layer(rank: int, n: int) -> None:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    tensor_parallel.apply(model, Mesh(ParallelDims(tp=n), rank, torch.device("cpu")))
+    tensor_parallel.apply(model, Mesh(ParallelDims(tp=n), rank, torch.device("cpu")), cuts_sequence=False)
     layer = tensor_parallel.allocate(model, torch.device("cpu")).model.layers[0].mlp
     local = [getattr(layer, name).weight.to_local() for name in ("gate_proj", "up_proj", "down_proj")]
     generator = torch.Generator().manual_seed(rank)
