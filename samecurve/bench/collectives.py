@@ -29,9 +29,11 @@ from samecurve.bench import barrier, jobs, printing, timing
 from samecurve.bench import explain as explanation
 from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective, is_unsupported
 from samecurve.distributed import network
+from samecurve.distributed.cpu_workers import num_cores
 from samecurve.errors import ConfigurationError
 
 FEWEST, MOST = 3, 200  # calls per size
+PROCESSES_PER_CORE = 8  # a thousand Python processes on two cores take all of a machine's memory
 
 
 def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
@@ -73,6 +75,9 @@ def _start(arguments: argparse.Namespace, backend: str) -> int:
     num_gpus = torch.cuda.device_count()
     default = num_gpus if backend == "nccl" else explanation.RANKS if arguments.explain else 2
     processes = arguments.processes or default
+    if backend == "gloo" and processes > (most := PROCESSES_PER_CORE * num_cores()):
+        cores = f"this machine has {num_cores()} cores; start at most {most}, {PROCESSES_PER_CORE} per core"
+        raise ConfigurationError(f"--processes: found {processes}, but {cores}")
     if processes < 2 or (backend == "nccl" and processes > num_gpus):
         gpus = f", with a GPU each for NCCL (found {num_gpus}); try --backend gloo --processes 2"
         raise ConfigurationError(

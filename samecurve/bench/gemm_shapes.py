@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, multiples: Sequence[int]) -> int:
     """Run the command `bench shapes`. multiples: --multiples; empty for the default."""
     hidden_size, padded = arguments.hidden_size, arguments.vocabulary_size is not None
     wanted = arguments.vocabulary_size or arguments.width or swiglu_width(hidden_size)
-    widths = candidates(wanted, [each for each in multiples if each] or MULTIPLES, padded)
+    widths = candidates(wanted, multiples or MULTIPLES, padded)
     device = timing.default_device()
     facts = timing.describe_environment(device)
     printing.print_line(timing.environment_line(facts))

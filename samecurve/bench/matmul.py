@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -142,15 +142,20 @@ def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, f
     return rates
 
 
-def run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
-    """Run the command `bench matmul`. recipe: if given, its model's layers are measured too."""
+def run(arguments: argparse.Namespace, sizes: Sequence[int], recipe: Recipe | None) -> int:
+    """Run the command `bench matmul`.
+
+    Args:
+        sizes: --sizes; empty for the device's default.
+        recipe: if given, its model's layers are measured too.
+    """
     device = timing.default_device()
     facts = timing.describe_environment(device)
     printing.print_line(timing.environment_line(facts))
     names = printing.parse_names(
         "--precisions", arguments.precisions, MATMUL_PRECISIONS, timing.default_precisions(device)
     )
-    sizes = printing.parse_integers("--sizes", arguments.sizes) or SIZES[device.type]
+    sizes = sizes or SIZES[device.type]
     squares = {name: {size: square(size, name, device, arguments.seconds) for size in sizes} for name in names}
     rows = [[f"{size} x {size}", *(f"{squares[name][size]:.3g}" for name in names)] for size in sizes]
     printing.print_table(["square", *names], rows, "TFLOP/s of matrix multiplications")

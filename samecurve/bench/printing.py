@@ -59,14 +59,15 @@ def write_json_file(path: Path | None, name: str, facts: Mapping[str, object], *
         print_line(f"{path}")
 
 
-def parse_integers(option: str, given: str | None) -> list[int]:
-    """Parse an option such as `1,2,4`. Raises ConfigurationError."""
+def parse_integers(option: str, given: str | None, least: int = 0) -> list[int]:
+    """Parse an option such as `1,2,4`. Raises ConfigurationError, for a number below `least`, too."""
     try:
         numbers = [int(number) for number in (given or "").split(",") if number]
     except ValueError:
-        numbers = [-1]
-    if any(number < 0 for number in numbers):
-        raise ConfigurationError(f"{option}: found {given}, but it must be whole numbers separated by commas")
+        numbers = [least - 1]
+    if any(number < least for number in numbers):
+        wanted = f"whole numbers of at least {least}, separated by commas"
+        raise ConfigurationError(f"{option}: found {given}, but it must be {wanted}")
     return numbers
 
 

@@ -79,10 +79,12 @@ def _gpus(facts: HostFacts) -> Iterator[Finding]:
         busy = ", ".join(f"GPU {each.index} ({each.used_mib:,} MiB)" for each in used)
         problem, fix = f"memory is in use before the run: {busy}", "nvidia-smi shows the processes; end them"
         yield Finding("gpus", seen, problem, fix, host=facts.host)
-    elif len(kinds) > 1:
+    if len(kinds) > 1:
+        seen = ", ".join(kinds) if used else seen  # all of it stands above
         problem = "the slowest kind sets the pace of every step"
-        yield Finding("gpus", seen, problem, "choose GPUs of one kind with CUDA_VISIBLE_DEVICES", host=facts.host)
-    else:
+        fix = "choose GPUs of one kind with CUDA_VISIBLE_DEVICES"
+        yield Finding("gpus", seen, problem, fix, host=facts.host)
+    elif not used:
         yield Finding("gpus", seen, host=facts.host)
     if facts.variables.get("CUDA_MODULE_LOADING", "LAZY").upper() == "EAGER":
         problem = "every process loads all kernels at its start: seconds, and hundreds of MB of GPU memory"

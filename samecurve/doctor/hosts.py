@@ -60,6 +60,6 @@ def _start(host: HostSlots, world: Mapping[str, object], arguments: Sequence[str
     except subprocess.TimeoutExpired:
         problem = f"doctor did not end within {limit:.0f} s"
         return [failed("doctor", f"rank {world['RANK']}", problem, "", TopologyError, host.name)]
-    except (ValueError, IndexError):
+    except (ValueError, LookupError, TypeError):  # no last line, no JSON, or some of another program
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
         return [failed("doctor", said, "doctor failed there", f"run it on {host.name}", ConfigurationError, host.name)]

@@ -90,6 +90,8 @@ def test_plain_lines_are_aligned():
 def test_lists_that_are_none_are_refused(given):
     with pytest.raises(ConfigurationError, match=f"--sizes: found {given}, but it must be whole numbers"):
         printing.parse_integers("--sizes", given)
+    with pytest.raises(ConfigurationError, match="found 8,0, but it must be whole numbers of at least 1"):
+        printing.parse_integers("--sizes", "8,0", least=1)
     with pytest.raises(ConfigurationError, match="--precisions: found fp12, but the names are fp32, tf32, bf16, fp16"):
         printing.parse_names("--precisions", "fp32,fp12", MATMUL_PRECISIONS, ())
 
@@ -132,7 +134,10 @@ def test_sizes():
             command.parse_size("--largest", text)
     if not torch.cuda.is_available():
         assert commands.main(["bench", "collectives", "--backend", "nccl"]) == ConfigurationError.exit_code
-    assert commands.main(["bench", "collectives", "--processes", "1"]) == ConfigurationError.exit_code
+    for processes in ("1", "1000000"):
+        assert commands.main(["bench", "collectives", "--processes", processes]) == ConfigurationError.exit_code
+    for arguments in (["matmul", "--sizes", "0"], ["shapes", "--hidden_size", "64", "--multiples", "0"]):
+        assert commands.main(["bench", *arguments]) == ConfigurationError.exit_code
     with pytest.raises(ConfigurationError, match="no sizes"):
         command.message_sizes(1024, 512, 4)
 

@@ -71,6 +71,11 @@ def test_a_problem_of_one_host(facts, change, expected):
     assert len(found) == 1 and found[0].startswith(expected), found
 
 
+def test_gpus_in_use_hide_no_other_kind(facts):
+    found = problems(check(replace(facts, gpus=[replace(GPU, used_mib=40000), replace(GPU, name="NVIDIA L4")])))
+    assert len(found) == 2 and "memory is in use" in found[0] and "the slowest kind" in found[1], found
+
+
 def test_storage_that_is_too_small_or_not_ours(facts):
     small = replace(facts.folders[0], free_bytes=999)
     locked = replace(facts.folders[1], writable=False)

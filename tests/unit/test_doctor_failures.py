@@ -79,7 +79,12 @@ def test_a_host_that_ssh_does_not_reach(answer, problem, fix, monkeypatch):
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
-    [((1, "", "ImportError: no torch"), "doctor failed there"), (None, "doctor did not end within")],
+    [
+        ((1, "", "ImportError: no torch"), "doctor failed there"),
+        ((0, "17", "ImportError: no torch"), "doctor failed there"),
+        ((0, "{}", "ImportError: no torch"), "doctor failed there"),
+        (None, "doctor did not end within"),
+    ],
 )
 def test_a_host_whose_doctor_fails(answer, problem, monkeypatch):
     monkeypatch.setattr(hosts, "_reach", lambda host: Finding("ssh", "logs in", host=host.name))

@@ -27,5 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Work:
     require_positive(arguments, "seconds")
+    sizes = printing.parse_integers("--sizes", arguments.sizes, least=1)
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
-    return Work("samecurve.bench.matmul", (arguments, recipe))
+    return Work("samecurve.bench.matmul", (arguments, sizes, recipe))

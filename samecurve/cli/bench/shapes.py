@@ -33,5 +33,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Work:
     require_positive(arguments, "hidden_size", "width", "vocabulary_size", "tokens", "seconds")
-    multiples = printing.parse_integers("--multiples", arguments.multiples)
+    multiples = printing.parse_integers("--multiples", arguments.multiples, least=1)
     return Work("samecurve.bench.gemm_shapes", (arguments, multiples))
