@@ -5,7 +5,7 @@
 
 The result of each part is kept in benchmarks/full_run.json, from which the page is written. COMMIT is what was tested.
 Who mends a failure runs the test again and adds the commit there, under "mended": {TEST: COMMIT}; what else is known of
-one goes under "remarks": {TEST: TEXT}.
+one goes under "remarks": {TEST: TEXT}, and what is to be said of a whole part under "note".
 Run it on the machine that ran the tests: hardware and versions are this machine's.
 """
 
@@ -91,6 +91,7 @@ def page(results: dict) -> str:
         "Everything that `bash scripts/test.sh --full` runs, in parts of whole files (`--shard 2/4`). Made by "
         "`python scripts/full_run.py`. The minutes are those of the wall clock, with whatever else the machine did.",
         table(columns, rows),
+        *(f"Part {shard}: {found['note']}." for shard, found in sorted(results.items()) if "note" in found),
         *([f"Not run yet: {', '.join(missing)}."] if missing else []),
         *(["Failed:", "\n".join(failures)] if failures else []),
         *(["Skipped, with the reason:", table(["tests", "reason"], reasons)] if reasons else []),
