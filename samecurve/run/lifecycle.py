@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 10  # for the rank that reports the error, before another rank exits
 PREEMPTED_SECONDS = 1
 SIGNAL_CODES = 128  # the exit code of a process that signal N ended is 128 + N
-# A killed process closes its connections before other processes can see that it is gone.
-DEATH_SECONDS = 1.0
+# A killed process closes its connections before other processes can see that it is gone: seconds before, on a machine
+# that has more to do than cores. An error that names no connection need not wait so long to be told.
+DEATH_SECONDS, LOST_CONNECTION_SECONDS = 1.0, 5.0
 
 
 def exit_code(main: Callable[[], None]) -> int:
@@ -196,7 +197,8 @@ class RunSupervisor:
         if not heartbeats.started:  # so far this session has no heartbeat files, as far as this rank knows
             return self._refused_elsewhere() or error
         heartbeats.look()
-        deadline = time.monotonic() + DEATH_SECONDS
+        lost = "onnection" in str(error) or type(error).__name__ == "DistBackendError"  # of Gloo; of NCCL
+        deadline = time.monotonic() + (LOST_CONNECTION_SECONDS if lost else DEATH_SECONDS)
         while heartbeats.peers and not self.watchdog.cause() and time.monotonic() < deadline:
             time.sleep(0.1)
             heartbeats.look()

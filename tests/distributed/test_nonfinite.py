@@ -77,7 +77,7 @@ def test_the_run_ends_with_code_5_and_says_so(strategy, workspace, reference, tm
     run = workspace.run(strategy, world, *arguments)
     assert run.returncode == (5 if strategy is None else 1), run.output  # launchers turn every code into 1
     assert run.status["state"] == "failed" and run.status["exit_code"] == 5, run.status
-    assert "the loss is nan" in run.status["reason"] and "That is 4 in a row" in run.status["reason"]
+    assert "the loss is nan" in run.status["reason"] and "That is 4 skipped steps in a row" in run.status["reason"]
     skipped = [json.loads(line) for line in (run.directory / "skipped.jsonl").read_text().splitlines()]
     assert [record["step"] for record in skipped][-4:] == list(
         range(run.status["step"] + 1 - 3, run.status["step"] + 2)

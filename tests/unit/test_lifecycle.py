@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 from surrounded import ranks, status
@@ -127,6 +128,17 @@ def test_an_error_that_a_killed_rank_explains(tmp_path):
         f"\nPeerError (exit code 1)\nrank 1 (pid {pid}) died, while rank 0 was in phase build;"
     )
     assert "(this rank then failed: RuntimeError: Connection closed" in first.said and "Traceback" not in first.said
+
+
+def test_a_killed_rank_may_end_seconds_after_its_connections(tmp_path):
+    """As on a machine with more to do than cores: a kill in 132 was not named."""
+    with ranks(tmp_path / "run", f"meet(watch)\nwait()\n{GLOO}", "meet(watch)\nready()\nwait()") as (first, second):
+        second.wait_until("ready")
+        first.go_on()
+        time.sleep(2.5)
+        second.process.kill()
+        assert first.ends() == 1
+    assert f"rank 1 (pid {second.process.pid}) died" in first.said and "Traceback" not in first.said
 
 
 def test_rank_0_that_was_killed_has_its_end_written_by_another(tmp_path):
