@@ -59,7 +59,7 @@ def test_a_short_run_that_diverges_ends_with_code_5_and_without_a_model(saved_ev
     assert done.returncode == 5, done.stderr
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 5, 2)
-    assert "without an update after step 1" in status["reason"] and done.stderr.count("NumericError") == 1
+    assert "no step after step 1 was applied" in status["reason"] and done.stderr.count("NumericError") == 1
     assert len((tmp_path / "run" / "skipped.jsonl").read_text().splitlines()) == 2
     assert not (tmp_path / "run" / "model").exists()
     assert not (tmp_path / "run" / "checkpoints" / "step_00000003").exists()
