@@ -109,6 +109,6 @@ def test_replicas_that_differ_are_named(case, battery):
     run = poisoned(battery, case, "flip@4-4:1", "numerics.compare_replicas_every_steps=5")
     assert run.status["exit_code"] == 5, run.output
     assert run.output.count("NumericError (exit code 5)") == 1
-    assert "rank 1: " in run.status["reason"] and "step 5: weights" in run.status["reason"]
+    assert "rank 1: " in run.status["reason"] and "step 5: replicated weights" in run.status["reason"]
     if case.world > 2:  # of two, nobody can say which one is wrong
         assert "rank 0: " not in run.status["reason"]
