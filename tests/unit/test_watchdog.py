@@ -18,7 +18,7 @@ from surrounded import ranks, status, wait_until
 from samecurve.distributed.host import machine
 from samecurve.errors import HangError, PeerError
 from samecurve.run import heartbeat, watchdog
-from samecurve.run.beats import Beat, Peer, file_name
+from samecurve.run.beats import Beat, Peer, file_name, write_beat
 from samecurve.run.heartbeat import Heartbeats
 from samecurve.run.liveness import Liveness
 from samecurve.run.watchdog import Watchdog
@@ -214,7 +214,7 @@ def test_a_stopped_rank_writes_its_stacks_and_does_nothing_else(tmp_path):
 
 def test_what_was_on_this_machine_before_the_start_is_an_earlier_sessions(heartbeats):
     """Where hosts share no directory, rank 0 clears its own only, and another host may have been rank 0's before."""
-    write(heartbeats.folder, beat(state="failed", time=time.time() - 60))
+    write_beat(heartbeats.folder, beat(state="failed", time=time.time() - 60))
     heartbeats.look()
     assert heartbeats.peers == {}
 
@@ -224,11 +224,6 @@ def beat(**changes) -> Beat:
     return replace(own, **changes)
 
 
-def write(folder, other: Beat) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / f"rank_{other.rank:05d}.json").write_text(json.dumps(other.__dict__))
-
-
 @pytest.fixture
 def heartbeats(tmp_path) -> Heartbeats:
     return Heartbeats(tmp_path / "beats", lambda: beat(rank=0), every=5.0, interval=1.0)
@@ -236,20 +231,20 @@ def heartbeats(tmp_path) -> Heartbeats:
 
 def test_files_of_an_earlier_session_and_broken_ones_are_not_seen(heartbeats):
     """Whatever the clock of the host says that wrote them."""
-    write(heartbeats.folder, beat(state="failed", time=time.time() + 90))
+    write_beat(heartbeats.folder, beat(state="failed", time=time.time() + 90))
     heartbeats.clear()
     (heartbeats.folder / "rank_00002.json").write_text('{"rank": 2')
     (heartbeats.folder / "rank_00003.json").write_text('{"rank": 3}')
     heartbeats.look()
     assert heartbeats.peers == {}
-    write(heartbeats.folder, beat(time=time.time() - 600, machine="another"))
+    write_beat(heartbeats.folder, beat(time=time.time() - 600, machine="another"))
     heartbeats.look()
     assert list(heartbeats.peers) == [1]
 
 
 def test_rank_0_clears_what_an_earlier_session_left(tmp_path, monkeypatch):
     for rank in (1, 0):
-        write(tmp_path / "heartbeats", beat())
+        write_beat(tmp_path / "heartbeats", beat())
         monkeypatch.setenv("RANK", str(rank))
         with Watchdog(tmp_path, 60, lambda _: None):
             assert list((tmp_path / "heartbeats").iterdir()) == ([] if rank == 0 else [tmp_path / ONE])
@@ -286,7 +281,7 @@ def test_what_is_not_read_any_more_is_not_known(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "2")
     heartbeats = Heartbeats(tmp_path / "beats", lambda: beat(rank=0), every=5.0, interval=1.0)
     for rank, state in ((1, "running"), (2, "running"), (3, "failed")):
-        write(heartbeats.folder, beat(rank=rank, machine="another", state=state))
+        write_beat(heartbeats.folder, beat(rank=rank, machine="another", state=state))
     heartbeats.look()
     assert set(heartbeats.peers) == {1, 2, 3}
     heartbeats.look(at_all=False)
@@ -302,18 +297,18 @@ def ended_process() -> int:
 def test_process_ids_of_another_machine_mean_nothing(heartbeats):
     """Cloned machines with one host name, or containers with process ids of their own, on one directory."""
     pid = ended_process()
-    write(heartbeats.folder, beat(pid=pid, machine="another"))
-    write(heartbeats.folder, beat(pid=pid, rank=2))
+    write_beat(heartbeats.folder, beat(pid=pid, machine="another"))
+    write_beat(heartbeats.folder, beat(pid=pid, rank=2))
     heartbeats.look()
     assert {rank: peer.died for rank, peer in heartbeats.peers.items()} == {1: False, 2: True}
 
 
 def test_a_last_word_after_the_process_is_gone_counts(heartbeats):
     other = beat(pid=ended_process())
-    write(heartbeats.folder, other)
+    write_beat(heartbeats.folder, other)
     heartbeats.look()
     assert heartbeats.peers[1].died
-    write(heartbeats.folder, replace(other, state="finished"))
+    write_beat(heartbeats.folder, replace(other, state="finished"))
     heartbeats.look()
     assert not heartbeats.peers[1].died and heartbeats.peers[1].ended is None
 
@@ -340,7 +335,7 @@ def test_a_rank_of_another_host_that_gets_on(idle, tmp_path, monkeypatch):
         began, marks = time.monotonic(), 0
         while time.monotonic() - began < 3:
             marks += 1
-            write(watch.heartbeats.folder, replace(busy, num_marks=marks))
+            write_beat(watch.heartbeats.folder, replace(busy, num_marks=marks))
             time.sleep(0.1)
     assert [type(error) for error in errors] == ([HangError] if idle > 1 else [])
 
@@ -422,7 +417,7 @@ def test_the_last_word_is_read_before_a_death_is_told(state, tmp_path):
     errors = []
     other, now = beat(pid=ended_process()), time.monotonic()
     with Watchdog(tmp_path, 0, errors.append, interval=0.05) as watch:
-        write(watch.heartbeats.folder, replace(other, state=state))
+        write_beat(watch.heartbeats.folder, replace(other, state=state))
         watch.heartbeats.peers[1] = Peer(other, now, ended=now - 10)
         time.sleep(0.5)
     assert [type(error) for error in errors] == ([] if state == "finished" else [PeerError])
