@@ -301,10 +301,10 @@ def test_a_pause_of_one_rank_changes_nothing():
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written():
     team = Team(FakeFileSystem())
     team.disk.put(DIRECTORY / "best.json", b"{}")
-    team.disk.capacity = 1000
+    team.disk.capacity = 12_000_000
     saved = team.save(20)
     needed = sum(len(contents(20, 1)[file_name(rank)]) for rank in (0, 1)) + protocol.SPARE_BYTES
-    text = f"{DIRECTORY}: the next checkpoint needs {needed / 1e9:.3f} GB, but 0.000 GB are free"
+    text = f"{DIRECTORY}: the next checkpoint needs {needed / 1e9:.3f} GB, but 0.012 GB are free"
     assert [type(error) for error in saved.errors] == [StorageError] * 2
     assert all(text in str(error) for error in saved.errors), saved.errors
     assert not {operation for _, operation, _ in saved.operations} & {"make_folder", "create", "write"}

@@ -156,7 +156,8 @@ def test_a_disk_that_is_really_full(strategy, battery, small_disk):
     victim.directory = small_disk / "run"
     balloon = fill(small_disk, leave=4 << 20)
     says = (
-        r"StorageError \(exit code 7\)\n.*saves in a row failed.*checkpoint needs [\d,.]+ GB, but [\d,.]+ GB are free"
+        r"StorageError \(exit code 7\)\n.*saves in a row failed.*the next checkpoint needs [\d,.]+ GB, "
+        r"but [\d,.]+ GB are free"
     )
     victim.hurt("disk", "too small a disk", Expected(7, says, 0, lost=None))
     balloon.unlink()

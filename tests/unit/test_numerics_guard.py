@@ -39,7 +39,9 @@ def test_refused_steps_are_written_down_and_the_one_too_many_ends_the_run(tmp_pa
     one.check(3, result(), ROWS)  # a good one starts the count anew
     for step in (4, 5):
         one.check(step, bad, ROWS)
-    with pytest.raises(NumericError, match="step 6: the loss is nan; .*That is 3 skipped steps in a row.*skipped"):
+    with pytest.raises(
+        NumericError, match="step 6: the loss is nan; .*That is 3 skipped steps in a row.*skipped.jsonl"
+    ):
         one.check(6, bad, ROWS)
     written = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert [record["step"] for record in written] == [1, 2, 4, 5, 6]
