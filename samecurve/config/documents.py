@@ -120,6 +120,12 @@ def describe(value: Any) -> str:
     return f"{shown} (text)" if isinstance(value, str) else shown
 
 
+def joined(words: Iterable[str], last: str = "or") -> str:
+    """Join words as "a, b or c". last: the word before the last one."""
+    *others, final = words
+    return f"{', '.join(others)} {last} {final}" if others else final
+
+
 def suggest(path: KeyPath, legal: Iterable[KeyPath]) -> str:
     """Suggest the nearest valid key: the same name in another block, else a similar name in this block."""
     legal = sorted(legal)
@@ -236,9 +242,8 @@ def read_document(path: str | os.PathLike) -> Document:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
         hint = near_file(document.name) if isinstance(error, FileNotFoundError) else ""
-        document.unreadable((), f"cannot be read: {reason} ({Path(path).absolute()}){hint}")
+        document.unreadable((), f"cannot be read: {why_unreadable(error)} ({Path(path).absolute()}){hint}")
         return document
     parse = _parse_json if document.name.endswith(".json") else parse_yaml
     content = parse(text, document)
@@ -247,6 +252,11 @@ def read_document(path: str | os.PathLike) -> Document:
     else:
         document.unreadable((), f"found {describe(content)}, expected a block of keys")
     return document
+
+
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Say in a few words why a text file could not be read."""
+    return getattr(error, "strerror", None) or "not UTF-8 text"
 
 
 def merge_blocks(base: dict, over: dict) -> dict:

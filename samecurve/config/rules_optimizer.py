@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from samecurve.config.documents import describe
+from samecurve.config.documents import describe, joined
 from samecurve.config.schema import Optimizer
 from samecurve.specs.optimizers import OPTIMIZERS
 
@@ -28,9 +28,9 @@ def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     default = Optimizer.model_fields[key].default
     # YAML has lists where the schema's defaults are tuples
     if key not in OPTIMIZERS[name].reads and (tuple(found) if isinstance(found, list) else found) != default:
-        *others, last = (other for other, spec in OPTIMIZERS.items() if key in spec.reads)
-        readers = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
-        text = f"found {describe(found)}, but only {readers} it and optimizer.name is {name}; remove it"
+        readers = [other for other, spec in OPTIMIZERS.items() if key in spec.reads]
+        use = f"{joined(readers, 'and')} {'use' if len(readers) > 1 else 'uses'}"
+        text = f"found {describe(found)}, but only {use} it and optimizer.name is {name}; remove it"
         yield f"optimizer.{key}", text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,17 +75,14 @@ def _gpus(facts: HostFacts) -> Iterator[Finding]:
     seen = f"{len(facts.gpus)} x {', '.join(kinds)}, {memory:.0f} GiB, on NUMA nodes {nodes}; {facts.cores} cores"
     seen += f"\n{facts.links.rstrip()}" if facts.links else ""
     used = [each for each in facts.gpus if each.used_mib > 0.05 * each.memory_mib]
+    problems = []
     if used:
         busy = ", ".join(f"GPU {each.index} ({each.used_mib:,} MiB)" for each in used)
-        problem, fix = f"memory is in use before the run: {busy}", "nvidia-smi shows the processes; end them"
-        yield Finding("gpus", seen, problem, fix, host=facts.host)
+        problems.append((f"memory is in use before the run: {busy}", "nvidia-smi shows the processes; end them"))
     if len(kinds) > 1:
-        seen = ", ".join(kinds) if used else seen  # all of it stands above
-        problem = "the slowest kind sets the pace of every step"
         fix = "choose GPUs of one kind with CUDA_VISIBLE_DEVICES"
-        yield Finding("gpus", seen, problem, fix, host=facts.host)
-    elif not used:
-        yield Finding("gpus", seen, host=facts.host)
+        problems.append(("the slowest kind sets the pace of every step", fix))
+    yield from _each("gpus", seen, problems, facts.host)
     if facts.variables.get("CUDA_MODULE_LOADING", "LAZY").upper() == "EAGER":
         problem = "every process loads all kernels at its start: seconds, and hundreds of MB of GPU memory"
         yield Finding("gpus", "CUDA_MODULE_LOADING=EAGER", problem, "unset CUDA_MODULE_LOADING", host=facts.host)
@@ -117,10 +114,13 @@ def _limits(facts: HostFacts) -> Iterator[Finding]:
         problems.append(("too little memory may be locked", "run ulimit -l unlimited"))
     if facts.shm_bytes < LITTLE_SHARED_MEMORY:
         problems.append(("too little shared memory", "start the container with --shm-size=16g or --ipc=host"))
-    if not problems:
-        yield Finding("limits", seen, host=facts.host)
-    for problem, fix in problems:
-        yield Finding("limits", seen, problem, fix, host=facts.host)
+    yield from _each("limits", seen, problems, facts.host)
+
+
+def _each(area: str, seen: str, problems: Sequence[tuple[str, str]], host: str) -> Iterator[Finding]:
+    """A finding for each problem, with what mends it; without problems one that says what was seen."""
+    for problem, fix in problems or [("", "")]:
+        yield Finding(area, seen, problem, fix, host=host)
 
 
 def _own_name(facts: HostFacts) -> Iterator[Finding]:

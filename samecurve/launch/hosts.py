@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samecurve.config.documents import Document, describe, format_problems, read_document, suggest
+from samecurve.config.documents import Document, describe, format_problems, read_document, suggest, why_unreadable
 from samecurve.errors import ConfigurationError
 
 KEYS = ("hosts", "gpus_per_node", "port")
@@ -36,10 +36,8 @@ def read_hostfile(path: str, for_deepspeed: bool = False) -> list[HostSlots]:
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"--hostfile {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"--hostfile {path}: not UTF-8 text") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--hostfile {path}: {why_unreadable(error)}") from error
     hosts, problems = [], []
     for number, line in enumerate(lines, start=1):
         content = line.partition("#")[0].strip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from samecurve.config.documents import describe
+from samecurve.config.documents import describe, joined
 
 if TYPE_CHECKING:
     from samecurve.config.documents import Document
@@ -36,9 +36,7 @@ def rule(
         if applies(strategy) and found not in allowed:
             # false is a bare off, which "off" names already; alone it is the value of a switch
             usual = [each for each in allowed if each is not False] or allowed
-            *others, last = map(_as_typed, usual)
-            shown = f"{', '.join(others)} or {last}" if others else last
-            yield key, f"found {_as_typed(found)}, but {why}; use {shown}, or {instead}"
+            yield key, f"found {_as_typed(found)}, but {why}; use {joined(map(_as_typed, usual))}, or {instead}"
 
     return check
 

@@ -130,12 +130,13 @@ def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProb
         fix = f"start a multiple of {parts} processes{_or_a_divisor(world)}"
         yield _at(accelerate, tuple(strategy.context_key.split(".")), f"{text}; {fix}")
     elif world % cut or (strategy.family == "tp" and world != cut):
-        text = f"found {cut}, but {_processes(world)} cannot form groups of {cut}"
-        fix = f"start a multiple of {cut} processes{_or_a_divisor(world)}"
         if strategy.family == "tp":
             text = f"found {cut}, but without FSDP a single group has all {_processes(world)}"
             fix = f"start {cut} processes, or set it to {world}"
             fix += ", or use configs/fsdp_tp.yaml, which shards over the others"
+        else:
+            text = f"found {cut}, but {_processes(world)} cannot form groups of {cut}"
+            fix = f"start a multiple of {cut} processes{_or_a_divisor(world)}"
         yield _at(accelerate, _TENSOR, f"{text}; {fix}")
     elif replicas > 1 and (world % replicas or world // replicas < 2):
         text = f"found {replicas}, but {_processes(world)} cannot form {replicas} replicas of 2 or more shards"
