@@ -1,6 +1,7 @@
-"""What happens to a run from outside or on its disk, once for each mechanism; test_full_processes.py has all of them.
+"""What happens to a run from outside or on its disk, once for each mechanism every day.
 
-Faults come one after another to the same run, which has to end in the same bits as if nothing had happened.
+test_full_processes.py has every phase, signal, launcher and strategy. Faults come one after another to the same run,
+which has to end in the same bits as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import signal
 import time
 
+import pytest
 from battery import SINGLE, Case, Expected, Victim
 from started import Started, send
 
@@ -17,11 +19,9 @@ DEAD = r"rank {} \(pid \d+\) died"
 PREEMPTED = r"preempted \(exit code 75\): {}: saved after step \d+"
 
 
-def test_killed_ranks(battery):
-    """While a file is written, and while one is read."""
+def test_a_rank_killed_while_it_writes(battery):
     victim = battery.victim()
     victim.hurt("kill", "SIGKILL save.write", Expected(1, DEAD.format(1), 5), faults="save.write@2:1:kill")
-    victim.hurt("kill", "SIGKILL load.read", Expected(1, DEAD.format(0), 5), faults="load.read:0:kill")
     victim.finish()
 
 
@@ -32,9 +32,15 @@ def signalled(victim: Victim, number: signal.Signals, who: str, launcher: str = 
     victim.hurt("signal", f"{number.name} to {who}", expected, faults="step@3:0:slow", do=do, launcher=launcher)
 
 
-def test_signals(battery):
+def test_a_signal(battery):
     victim = battery.victim()
     signalled(victim, signal.SIGTERM, "launcher")
+    victim.finish()
+
+
+@pytest.mark.full
+def test_a_dead_launcher_and_a_second_signal(battery):
+    victim = battery.victim()
     expected = Expected(75, PREEMPTED.format("the launcher ended"), state="preempted", lost=0)
     do = send("launcher", signal.SIGKILL, after_step=victim.newest() + 2)
     victim.hurt("signal", "SIGKILL to launcher", expected, faults="step@3:0:slow", do=do)
@@ -50,6 +56,7 @@ def twice(started: Started) -> None:
     started.ranks()[0].send_signal(signal.SIGTERM)
 
 
+@pytest.mark.full
 def test_a_signal_to_accelerate_with_one_process(battery):
     victim = battery.victim(SINGLE)
     # accelerate passes nothing on to a single process: the launcher is gone, which is the same request
@@ -81,13 +88,22 @@ def test_a_full_disk_once(battery):
     victim.is_golden()
 
 
+STAYS_FULL = r"StorageError \(exit code 7\)\n3 saves in a row failed"
+
+
 def test_a_full_disk_that_stays_full(battery):
     victim = battery.victim(SINGLE)
-    says = r"StorageError \(exit code 7\)\n3 saves in a row failed"
-    always = Expected(7, says, 0, lost=None)
+    always = Expected(7, STAYS_FULL, 0, lost=None)
     victim.hurt("disk", "ENOSPC always", always, faults="save.fsync@*:0:enospc")
-    at_last = ",".join(f"save.fsync@{visit}:0:enospc" for visit in (5, 6, 7))  # the last save is tried three times
-    victim.hurt("disk", "ENOSPC in the last save", Expected(7, says, 20), faults=at_last)
+    victim.finish()
+
+
+@pytest.mark.full
+def test_a_full_disk_at_the_end(battery):
+    """The last save is tried three times."""
+    victim = battery.victim(SINGLE)
+    at_last = ",".join(f"save.fsync@{visit}:0:enospc" for visit in (5, 6, 7))
+    victim.hurt("disk", "ENOSPC in the last save", Expected(7, STAYS_FULL, 20), faults=at_last)
     victim.finish()
 
 
