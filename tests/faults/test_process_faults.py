@@ -114,6 +114,7 @@ def test_torchrun_restarts_by_itself(battery):
     victim.is_golden()
 
 
+@pytest.mark.full
 def test_what_fails_at_the_same_step_stops(battery):
     victim = battery.victim(Case(None, 1, "torchrun"))
     expected = Expected(1, r"step 3 failed 3 times in a row", 0)
