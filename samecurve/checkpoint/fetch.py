@@ -98,7 +98,7 @@ def verify(store: ObjectStore, name: str, folder: Path) -> None:
     for file in (MARKER, MANIFEST):
         content = store.read(f"{FOLDER}/{name}/{file}")
         if content is None:
-            raise DamagedManifest(file, "a file", "no such object")
+            raise DamagedManifest(file, "a file", "no such object, or a damaged one")
         (folder / file).write_bytes(content)
     _, records = read_manifest(LocalFileSystem(), folder)
     sizes = store.sizes(f"{FOLDER}/{name}")

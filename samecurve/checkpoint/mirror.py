@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from samecurve.checkpoint.fetch import FOLDER, HISTORY, committed, step_names
@@ -32,7 +32,7 @@ from samecurve.checkpoint.manifest import (
 )
 from samecurve.errors import StorageError
 from samecurve.storage.filesystem import LocalFileSystem
-from samecurve.storage.object_store import ObjectStore, local_files
+from samecurve.storage.object_store import ObjectStore
 
 SET_ASIDE = "COMMITTED.set_aside"
 RECORDS = (*HISTORY, "checkpoints/best.json", "tensorboard", "trackers", "profile", "model")
@@ -188,3 +188,11 @@ def remove_checkpoint(store: ObjectStore, name: str) -> None:
     store.remove(f"{key}/{MARKER}")
     for file in store.folders(key):
         store.remove(f"{key}/{file}")
+
+
+def local_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """List the files among `names` of a folder, and all files in the folders among them."""
+    for name in names:
+        path = folder / name
+        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        yield from (each for each in found if each.is_file())

@@ -17,7 +17,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -82,6 +82,10 @@ def without_secrets(text: str) -> str:
     return text
 
 
+class DamagedObjectError(StorageError):
+    """An object differs from its checksum at every try: the store accepted an upload that was damaged on the way."""
+
+
 class ObjectStore:
     """The objects below one URL. Keys are relative to it, with slashes.
 
@@ -131,7 +135,7 @@ class ObjectStore:
         return self._retried(key, listed)
 
     def read(self, key: str) -> bytes | None:
-        """Read a small object; None if it does not exist."""
+        """Read a small object; None if it does not exist, or is not what its checksum in the store says."""
 
         def content() -> bytes | None:
             try:
@@ -139,16 +143,17 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
-        return self._retried(key, content)
+        try:
+            return self._retried(key, content)
+        except DamagedObjectError:
+            return None
 
     def remove(self, key: str) -> None:
         """Remove one object. An object that does not exist is no error: an earlier answer may have been lost."""
 
         def removed() -> None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(self._path(key))
-            except FileNotFoundError:
-                return
 
         self._retried(key, removed)
 
@@ -272,8 +277,10 @@ class ObjectStore:
                 # a refusal or a mistake in the code stays the same, however often it is tried
                 if is_last or isinstance(error, (PermissionError, TypeError, AttributeError)):
                     reason = without_secrets(f"{type(error).__name__}: {error}")
+                    # s3fs: FlexibleChecksumError, gcsfs: ChecksumError
+                    kind = DamagedObjectError if "Checksum" in type(error).__name__ else StorageError
                     # `from None`: a traceback would show the original message, which may have a secret
-                    raise StorageError(f"{self.url}/{key}: {reason} (tried {attempt + 1} times)") from None
+                    raise kind(f"{self.url}/{key}: {reason} (tried {attempt + 1} times)") from None
                 self._retries.wait(attempt)
                 self.busy()
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -287,11 +294,3 @@ def _discard(target: Any) -> None:
         pass
     with contextlib.suppress(AttributeError):  # fsspec would send the rest when the object is collected
         target.closed = True
-
-
-def local_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """List the files among `names` of a folder, and all files in the folders among them."""
-    for name in names:
-        path = folder / name
-        found = sorted(path.rglob("*")) if path.is_dir() else [path]
-        yield from (each for each in found if each.is_file())

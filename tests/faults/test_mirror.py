@@ -242,6 +242,36 @@ def test_a_damaged_checkpoint_is_skipped_and_if_all_are_the_start_is_refused(url
         fetched(url, tmp_path / "elsewhere")
 
 
+class FlexibleChecksumError(Exception):
+    """What botocore raises, under its name."""
+
+
+def test_a_marker_that_a_killed_session_left_damaged_stops_nobody(url, tmp_path):
+    """S3 refuses an upload that differs from its checksum; other stores take both and show them to each reader."""
+    run = new_run(tmp_path / "run", 10, 20)
+    mirror_of(url, run).catch_up()
+    marker = f"checkpoints/{folder_name(20)}/COMMITTED"
+    good = store_at(url).read(marker)
+    store_at(url).write(marker, b"damaged")
+
+    class Checking(Breaking):
+        def cat_file(self, path, **options):
+            content = self.files.cat_file(path, **options)
+            if content == b"damaged":
+                raise FlexibleChecksumError("Expected checksum kWPcQQ== did not match calculated checksum: 5mTs1w==")
+            return content
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    found = fetch_newest(store_at(url, Checking()), elsewhere, print)
+    assert found is not None and found.name == folder_name(10)
+    mirror_of(url, run, Checking()).catch_up()  # the next session
+    assert store_at(url).read(marker) == good
+    store_at(url).write(marker, b"damaged")
+    mirror_of(url, new_run(tmp_path / "other", 10), Checking()).start(10)
+    assert marker.rpartition("/")[2] not in store_at(url).folders(f"checkpoints/{folder_name(20)}")
+
+
 def test_a_newer_local_checkpoint_is_kept(url, tmp_path):
     run = new_run(tmp_path / "run", 10)
     mirror_of(url, run).catch_up()
