@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -253,9 +254,13 @@ def origin() -> dict:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Below the ports of outgoing connections (32768 and up on Linux): one could take it before the launcher does."""
+    draw = random.SystemRandom()  # not the seeded one, with which tests beside this one would draw the same
+    while True:
+        port = draw.randrange(15_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _write_documents(path: Path) -> None:
