@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import launch_command, long
 from reads import Reads
-from test_equal_curves import CONTEXT, ENGINES, SCHEDULES
+from test_equal_curves import CUT_ROWS, ENGINES, SCHEDULES
 from torch import Tensor
 
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "fsdp_tp_cp": 4}
@@ -43,7 +43,7 @@ def test_a_step_waits_once(strategy, overrides, workspace):
     of_zero = found["engine"] == "DeepSpeedEngine"
     allowed = {WAIT: 1, NORM_OF_DEEPSPEED: 1 if of_zero else 0}
     allowed |= {COUNTS: 1, DROPOUT: found["num_micro_batches"]}
-    allowed |= {OF_PART: 2 * found["num_micro_batches"] if strategy in CONTEXT else 0}
+    allowed |= {OF_PART: 2 * found["num_micro_batches"] if strategy in CUT_ROWS else 0}
     if overrides:
         allowed |= {DROPOUT: allowed[DROPOUT] * (1 if overrides == VARLEN else 2)}  # with routers the layers run twice
         assert found["packed"]

@@ -222,18 +222,19 @@ def check_evaluation(task, run, files, expected) -> None:
 
 def test_a_run_goes_on_under_another_strategy_with_the_same_reference(workspace, settings):
     """Also where the cache is gone: the reference is the model that the run began with, not the one it has now."""
-    expected = settings["dpo"]
-    before = start(workspace, "fsdp", *expected.overrides)
-    references = list((workspace.folder / "cache" / "references").iterdir())
+    expected, cache = settings["dpo"], workspace.folder / "cache_of_two"
+    overrides = (*expected.overrides, f"data.cache_dir={cache}")
+    before = start(workspace, "fsdp", *overrides)
+    references = list((cache / "references").iterdir())
     assert len(references) == 2
     for folder in references:
         shutil.rmtree(folder)
-    run = workspace.resume(before, SAVED, "ddp", 2, *expected.overrides)
+    run = workspace.resume(before, SAVED, "ddp", 2, *overrides)
     assert run.returncode == 0, run.output
     assert run.facts["resumed_from"] and run.column("step") == list(range(1, STEPS + 1))
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
     assert "reference log-probabilities of 100 training pairs" in run.output
-    assert sorted((workspace.folder / "cache" / "references").iterdir()) == sorted(references)
+    assert sorted((cache / "references").iterdir()) == sorted(references)
 
 
 @pytest.mark.parametrize("overrides", [(), *long(("dpo={loss: kto}",), ("adapter={name: lora, rank: 4, alpha: 8}",))])
