@@ -14,8 +14,8 @@ LAUNCHERS = ["torchrun", "accelerate", "deepspeed"]
 @pytest.mark.parametrize(
     "strategy",
     [
-        "zero2",
-        *long("ddp", "fsdp", "hsdp", "zero1", "zero2_offload", "zero3", "zero3_offload", "pipeline", "tp", "fsdp_tp"),
+        *long("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "pipeline"),
+        *long("tp", "fsdp_tp"),
     ],
 )
 def test_same_plugins(strategy, workspace):
@@ -64,7 +64,7 @@ def test_accelerate_starts_tensor_parallelism(strategy, workspace):
     assert found.column("grad_norm") == expected.column("grad_norm")
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", *long("torchrun")])
+@pytest.mark.parametrize("launcher", long("accelerate", "torchrun"))
 def test_plain_python_is_the_single_strategy(launcher, workspace, reference):
     found = workspace.run("single", 1, "batch.micro_batch_size=8", launcher=launcher)
     assert found.returncode == 0, found.output

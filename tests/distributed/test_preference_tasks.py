@@ -147,16 +147,14 @@ def log_probability(model, ids, first) -> torch.Tensor:
 
 EVERY_DAY = [
     ("dpo", "single"),
-    ("dpo", "fsdp"),
     ("dpo", "zero3"),
-    ("dpo", "pipeline"),
     ("dpo", "tp"),
     ("dpo", "pipeline_1f1b"),
     ("reward", "fsdp"),
     ("reward", "fsdp_cp"),
 ]
 CASES = EVERY_DAY + long(
-    *(("dpo", name) for name in ("ddp", "zero2", *CUT_ROWS, *SCHEDULES) if name != "pipeline_1f1b"),
+    *(("dpo", name) for name in ("ddp", "fsdp", "zero2", "pipeline", *CUT_ROWS, *SCHEDULES) if name != "pipeline_1f1b"),
     *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp", "fsdp_ulysses", "fsdp_tp_cp")),
     *(("reward", name) for name in SCHEDULES),
 )

@@ -12,6 +12,7 @@ import torch
 from harness import STEPS, Run, largest_relative_difference, launch_command, long, rank_hashes, relative_l2
 from safetensors.torch import load_file
 from test_equal_curves import (
+    CONTEXT,
     ENGINES,
     SCHEDULES,
     Case,
@@ -29,9 +30,9 @@ CASES = {
 }
 # each goes on from the next one's checkpoint, so every strategy writes one for another and reads one of another
 RING = dict(zip(CASES, [*list(CASES)[1:], next(iter(CASES))], strict=True))
-# other placements of what zero1, zero2_offload, zero3, fsdp and tp do, or the same as fsdp's
-RARE = ("zero3_nvme", "zero3_hpz", "fsdp_tp_cp", "zero2", "zero3_offload", "fsdp_tp", "fsdp_ulysses", "fsdp_cp")
-RARE += tuple(name for name in SCHEDULES if name != "pipeline_1f1b")
+# other placements of what zero1, zero3, fsdp and tp do, or the same as fsdp's
+RARE = ("hsdp", "zero2_offload", "zero3_nvme", "zero3_hpz", "fsdp_tp_cp", "zero2", "zero3_offload", "fsdp_tp")
+RARE += (*CONTEXT, *(name for name in SCHEDULES if name != "pipeline_1f1b"))
 EVERY_DAY = [name for name in CASES if name not in RARE]
 
 
