@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from samecurve.planner.job import Job
+from samecurve.planner.memory import LIVE_PARAMETERS
 from samecurve.planner.stages import Stage, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 FP32, FP64, INT64 = 4, 8, 8
-LIVE_PARAMETERS = 1e9  # stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults
 PERSISTENT = 10  # ZeRO-3 keeps weights of at most 10 h elements whole; Accelerate's value for "auto"
 FLAT_ALIGNMENT = 2  # elements per rank to which ZeRO-1 and 2 align each parameter group
 

@@ -17,6 +17,7 @@ FRAGMENTATION = 0.08  # of what is allocated; torch_reserved over torch_allocate
 # The same of a process's resident memory: the C library keeps some of what tensors give back. One layer of width 512 on
 # 16,384 tokens (AMD EPYC, torch 2.13.0, 2026-11-24): 0.51 GiB of tensors, and 0.63 to 0.73 GiB more than without.
 RESIDENT_GAPS = 0.3
+LIVE_PARAMETERS = 1e9  # stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults
 BLOCK_ROUNDING = 1.01  # the allocator rounds blocks up
 WORKSPACE_GIB = 0.1  # of cuBLAS, up to 32 MiB for each stream (torch's CUBLAS_WORKSPACE_CONFIG)
 AHEAD_SHARE = 0.8  # of a GPU's memory, up to which the host runs ahead
@@ -120,9 +121,12 @@ def _states(job: Job, stage: Stage) -> list[Line]:
     # 0: without accumulation, gradients are None from the update to the backward pass
     persistent = 1 if job.grad_accum > 1 or zero or sizes.master else 0
     upcast = 4 * master / max(sizes.master, 1) * min(sizes.master, 4) / 4 if job.stack == "deepspeed" and zero else 0
-    buckets = job.bucket_bytes
+    buckets, copied = job.bucket_bytes, 0.0
     if job.memory_kind == "resident":  # pages of a buffer that no gradient reaches never become resident
         buckets = min(buckets, 4 * sum(parameters))
+    if job.stack == "deepspeed" and zero == 3:  # its reduce-scatter takes gradients in the order of the ranks' parts
+        copied = min(buckets, 4 * sum(parameters))
+    kept = buckets if zero == 3 else 0  # ZeRO-3 allocates its bucket before the first step
     table = "ZeRO, arXiv:1910.02054, section 3"
     return [
         Line("weights", weights, weights, weights, f"{sizes.weights:g} B per parameter", table),
@@ -130,7 +134,8 @@ def _states(job: Job, stage: Stage) -> list[Line]:
         Line("accumulators", accumulators, accumulators, accumulators, "fp32 sums of the micro-batches' gradients"),
         Line("master weights", master, master, master, f"{sizes.master:g} B per parameter of the shard", table),
         Line("optimizer", optimizer, optimizer, optimizer, f"{sizes.optimizer:g} B per parameter of the shard", table),
-        Line("reduce buckets", 0, buckets, 0, "reduce_bucket_size elements, twice if overlapped", "DeepSpeed"),
+        Line("reduce buckets", kept, buckets, kept, "reduce_bucket_size elements, twice if overlapped", "DeepSpeed"),
+        Line("reordered bucket", 0, copied, 0, "the bucket's gradients by rank", "reduce_scatter_coalesced"),
         Line("gradient copy", 0, 0, upcast, "the shard's gradients in the master weights' precision", "DeepSpeed"),
     ]
 
@@ -212,6 +217,10 @@ def _gathered(job: Job) -> list[Line]:
     unit = shape.dense_layer_parameters / layout.tp + shape.expert_layer_parameters / (layout.ep * job.mlp_split)
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
     units = width * (2 * unit + root)
+    formula, source = "two layers, embedding and head", "torch's MemTracker under fully_shard"
+    if job.stack == "deepspeed":  # weights that are needed again soon stay until the backward pass
+        units = max(units, width * min(LIVE_PARAMETERS, shape.parameters / layout.tp))
+        formula, source = "up to stage3_max_live_parameters", "DeepSpeed"
     second = job.states.weights * job.shape.parameters / layout.secondary if layout.secondary > 1 else 0
     reduced = job.states.gradients * unit
     return [
@@ -220,8 +229,8 @@ def _gathered(job: Job) -> list[Line]:
             units,
             units,
             0,
-            "two layers, embedding and head",
-            "torch's MemTracker under fully_shard",
+            formula,
+            source,
         ),
         Line("secondary weights", second, second, 0, f"a copy over {layout.secondary} ranks", "arXiv:2306.10209, hpZ"),
         Line("reduce buffer", 0, reduced, 0, "one layer's gradients before the reduce-scatter"),

@@ -210,19 +210,22 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
 
 
 def _bucket_bytes(strategy: Strategy, precision: str) -> float:
-    """Bytes of DeepSpeed 0.19's reduce buffers: two with overlap_comm and in a pipeline, fp32 but for ZeRO-2's.
+    """Bytes of DeepSpeed 0.19's reduce buffers: two with overlap_comm and in a pipeline, one under ZeRO-3.
 
-    ZeRO-1 in bf16 has none (BF16_Optimizer), ZeRO-3 as many elements as its gradients.
+    They are fp32 but for ZeRO-2's, and ZeRO-3's where gradients travel in 16 bits. ZeRO-1 in bf16 has none
+    (BF16_Optimizer).
     """
     stage = strategy.zero_stage
-    if strategy.family not in ("zero", "pipeline") or stage not in (1, 2) or (stage == 1 and precision == "bf16"):
+    if strategy.family not in ("zero", "pipeline") or not stage or (stage == 1 and precision == "bf16"):
         return 0
-    settings = (strategy.deepspeed or {}).get("zero_optimization", {})
+    given = strategy.deepspeed or {}
+    settings = given.get("zero_optimization", {})
     size, width = settings.get("reduce_bucket_size", BUCKET), THIRTY_TWO
-    if stage == 2 and precision != "fp32":
+    if precision != "fp32" and (stage == 2 or (stage == 3 and given.get("communication_data_type") != "fp32")):
         width = SIXTEEN
     elements = size if isinstance(size, (int, float)) else BUCKET
-    return elements * width * (2 if settings.get("overlap_comm") or strategy.family == "pipeline" else 1)
+    twice = strategy.family == "pipeline" or (settings.get("overlap_comm") and stage < 3)
+    return elements * width * (2 if twice else 1)
 
 
 def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:

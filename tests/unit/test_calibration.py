@@ -36,8 +36,8 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "planner"
 
 
-def job_of(strategy: str, cluster: str = "cpux2"):
-    wanted = inputs.read(RECIPE, ["precision=fp32"])
+def job_of(strategy: str, cluster: str = "cpux2", overrides: tuple[str, ...] = ()):
+    wanted = inputs.read(RECIPE, ["precision=fp32", *overrides])
     described, problems = strategies.describe(wanted, strategies.read(f"configs/{strategy}.yaml"), {}, 2)
     assert not problems
     return strategies.job(wanted, described, built_in(cluster))
@@ -77,7 +77,21 @@ def test_two_runs_teach_the_other_strategies(tmp_path):
     assert max(abs(held) for _, held in after) < math.log(1.05) < max(abs(held) for _, held in before)
 
 
-# Median step in s and peak memory in GiB of 40 steps of the quickstart in fp32, two CPU processes (2026-11-24).
+# Median step in s and peak memory in GiB, in fp32 by two CPU processes: 40 steps of the quickstart (AMD EPYC,
+# 2026-11-24), and 12 of a model of 28 million parameters, whose tensors and products count for more (Intel Xeon,
+# 2026-11-26).
+LARGE = (
+    "model.config.hidden_size=512",
+    "model.config.intermediate_size=1408",
+    "model.config.num_hidden_layers=8",
+    "model.config.num_attention_heads=8",
+    "model.config.num_key_value_heads=8",
+    "model.config.max_position_embeddings=512",
+    "tokenizer.vocabulary_size=4096",
+    "batch.sequence_length=512",
+    "batch.global_batch_size=4",
+    "batch.micro_batch_size=2",
+)
 MEASURED = {
     "ddp": (0.116, 0.593),
     "zero1": (0.128, 0.691),
@@ -87,17 +101,36 @@ MEASURED = {
     "pipeline": (0.155, 0.637),
     "tp": (0.318, 0.561),
 }
+MEASURED_LARGE = {
+    "ddp": (1.764, 1.630),
+    "zero1": (1.935, 1.809),
+    "zero2": (1.976, 1.749),
+    "fsdp": (2.081, 1.423),
+    "zero3": (2.066, 1.972),
+    "pipeline": (2.437, 1.542),
+    "tp": (2.154, 1.295),
+}
 
 
-def test_two_real_runs_teach_most_others():
-    """The goal of 15 % and 5 % is missed: by ZeRO-1 in time, FSDP in both, ZeRO-3 and the pipeline in memory."""
-    runs = {name: FinishedRun(Path(name), job_of(name), *measured, {}) for name, measured in MEASURED.items()}
+@pytest.mark.parametrize(
+    ("measured", "overrides", "missed_goals", "worst"),
+    [
+        (MEASURED, (), [{"fsdp", "zero1"}, {"fsdp", "pipeline"}], (0.3, 0.1)),
+        (MEASURED_LARGE, LARGE, [{"pipeline"}, {"pipeline", "tp"}], (0.25, 0.1)),
+    ],
+    ids=["quickstart", "large"],
+)
+def test_two_real_runs_teach_most_others(measured, overrides, missed_goals, worst):
+    """The goal of 15 % and 5 % is missed by some. Learnt are DDP and ZeRO-2."""
+    runs = {name: FinishedRun(Path(name), job_of(name, overrides=overrides), *measured[name], {}) for name in measured}
     learnt = calibrate.learn([runs.pop("ddp"), runs.pop("zero2")])
     found = dict(zip(runs, calibrate.errors([*runs.values()], learnt), strict=True))
     missed = [{name for name, each in found.items() if abs(math.expm1(-each[part])) > goal} for part, goal in GOALS]
-    assert missed == [{"fsdp", "zero1"}, {"fsdp", "zero3", "pipeline"}]
-    assert max(abs(math.expm1(-time)) for time, _ in found.values()) < 0.3
-    assert max(abs(math.expm1(-held)) for _, held in found.values()) < 0.1
+    assert missed == missed_goals, {
+        name: [round(math.expm1(-part), 3) for part in each] for name, each in found.items()
+    }
+    for part, limit in enumerate(worst):
+        assert max(abs(math.expm1(-each[part])) for each in found.values()) < limit
 
 
 def test_what_is_left_out_is_predicted_from_the_others_alone(tmp_path):
