@@ -41,7 +41,8 @@ class Job:
         reserved_gib: for context, NCCL and other processes; None: estimated.
         offload: what is kept outside of the GPU, such as "optimizer:cpu" or "param:nvme".
         host: where it is kept.
-        bucket_bytes: buffers in which DeepSpeed reduces gradients, of their whole size from the first gradient on.
+        bucket_bytes: buffers in which DeepSpeed reduces gradients, of their whole size from the first gradient on, and
+            under ZeRO-3 from the start.
         reduces_once: whether FSDP reduces gradients once per step instead of after every micro-batch.
         calibration: corrections learnt from runs on these machines.
         flow: what carries transformers' activations under this project's engines: "16-bit" weights, 16-bit "copies" of

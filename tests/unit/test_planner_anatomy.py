@@ -49,6 +49,19 @@ def test_deepspeed_6_86b(sizes, steady, peak):
     assert max(each.peak for each in memory.anatomy(job)) / GIB == pytest.approx(peak, rel=0.05)
 
 
+def test_zero_3_keeps_a_bucket_and_the_weights_that_it_needs_soon():
+    """DeepSpeed 0.19 allocates 5e8 elements before the first step; of a process's memory only used pages count."""
+    layout, keys = Layout(8, zero=3, shard=8), {"states": StateBytes(), "stack": "deepspeed", "bucket_bytes": 2e9}
+    (large,) = memory.anatomy(a_job(layout=layout, **keys))
+    assert [named(large, moment)["reduce buckets"] for moment in MOMENTS] == [2e9, 2e9, 2e9]
+    assert [named(large, moment)["reordered bucket"] for moment in MOMENTS] == [0, 2e9, 0]
+    assert named(large)["gathered weights"] == 2 * 1e9  # stage3_max_live_parameters, 2 bytes each
+    shape = replace(LLAMA, layers=4, vocab=1000)
+    (small,) = memory.anatomy(a_job(shape, layout, memory_kind="resident", **keys))
+    assert named(small)["reduce buckets"] == named(small)["reordered bucket"] == 4 * shape.parameters
+    assert named(small)["gathered weights"] == 2 * shape.parameters
+
+
 def test_a_second_copy_of_the_weights():
     """Under hpZ over 8 of 64 ranks, from the forward pass to the update: 2 bytes of a parameter divided by 8."""
     layout, keys = Layout(64, zero=3, shard=64), {"states": StateBytes(), "stack": "deepspeed"}
