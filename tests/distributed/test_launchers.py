@@ -41,7 +41,8 @@ def plugins(workspace, strategy: str, launcher: str) -> dict:
     return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
+# quickstart.sh, which the tests run every day, starts with `accelerate launch`
+@pytest.mark.parametrize("launcher", ["deepspeed", *long("accelerate")])
 @pytest.mark.parametrize("strategy", ["zero3", *long("fsdp", "pipeline")])
 def test_same_losses(strategy, launcher, workspace):
     micro = f"batch.micro_batch_size={4 if strategy == 'pipeline' else 2}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -77,6 +78,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def kept_bytes(model: nn.Module) -> int:
     """Between forward and backward, of all that the forward pass allocated."""
     forward(model).backward()  # what is made once, such as rotary angles' tables
+    gc.collect()  # or tensors of earlier tests are freed below
     with profile(profile_memory=True) as seen:
         loss = forward(model)
     assert loss.requires_grad
