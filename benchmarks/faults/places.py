@@ -67,8 +67,10 @@ def by_request(records: list[dict]) -> str:
     note = (
         f"moto's S3 server behind a proxy that breaks requests at random: {broken.total():,} of {sums['requests']:,} "
         "here. A session fetches the newest checkpoint, often on another machine, commits three of 11 MiB and uploads "
-        "each in parts. After each session every committed checkpoint is read and compared with what was saved, and "
-        f"the newest one is fetched while requests fail. Run {when(records)}."
+        "each in parts. After each session every checkpoint with a marker is read and compared with what was saved, "
+        "and the newest one is fetched, also while requests fail. Lost counts checkpoints whose upload had come to its "
+        "end. A marker that a killed process left damaged is not one of them: the fetch takes the checkpoint before "
+        f"it, and the next session uploads it again. Run {when(records)}."
     )
     return f"{table(('', 'number'), results)}\n\n{table(('request', 'number'), rows)}\n\n{note}"
 

@@ -62,7 +62,10 @@ def by_random(records: list[dict]) -> str:
         mean = sum(record["lost_steps"] for record in own) / len(own)
         numbers = (victims["rank"], victims["all"], victims["launcher"])
         rows.append((name, len(own), *numbers, most_lost(own), f"{mean:.1f}", equal(own)))
-    note = "Saved every 10 steps; the run is started again after each kill until it is done."
+    note = (
+        "Saved every 10 steps; the run is started again after each kill until it is done. docs/full_run.md says how "
+        "the tests themselves ended."
+    )
     return f"{table(header, rows)}\n\n{note}"
 
 
