@@ -14,7 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.scale.counting import Counted, fork, free_port
+from benchmarks.ports import free_port
+from benchmarks.scale.counting import Counted, fork
 
 STEPS, STEP_SECONDS = 20, 0.05
 PARAMETERS, VALUES = 200, 16  # each rank holds 16 values of each, as under FSDP

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ import forked
 import pytest
 
 from benchmarks.machine import commit, description
+from benchmarks.ports import free_port
 from samecurve.config.overrides import latest_overrides
 from samecurve.storage.atomic import utc_timestamp
 
@@ -251,16 +250,6 @@ def append_result(record: dict) -> None:
 @cache
 def origin() -> dict:
     return {"machine": description(), "commit": commit("benchmarks/faults")}
-
-
-def free_port() -> int:
-    """Below the ports of outgoing connections (32768 and up on Linux): one could take it before the launcher does."""
-    draw = random.SystemRandom()  # not the seeded one, with which tests beside this one would draw the same
-    while True:
-        port = draw.randrange(15_000, 32_000)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def _write_documents(path: Path) -> None:

@@ -11,7 +11,9 @@ import sys
 from functools import cache
 
 import pytest
-from harness import ROOT, Workspace, free_port, long
+from harness import ROOT, Workspace, long
+
+from benchmarks.ports import free_port
 
 FOLDER = ROOT / "examples" / "by_hand"
 SCHEDULES = ("GPipe", "1F1B", "zero bubble")

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import two_hosts
-from harness import BIN, ROOT, free_port
+from harness import BIN, ROOT
 
+from benchmarks.ports import free_port
 from samecurve.bench.collectives import COLLECTIVES
 
 QUICK = ["--backend", "gloo", "--largest", "4KiB", "--seconds", "0.001"]

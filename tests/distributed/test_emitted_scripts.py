@@ -6,9 +6,10 @@ import shlex
 
 import pytest
 import yaml
-from harness import BIN, ROOT, Run, free_port
+from harness import BIN, ROOT, Run
 from test_equal_curves import ENGINES
 
+from benchmarks.ports import free_port
 from samecurve.cli.commands import main
 from samecurve.launch.hosts import PORT
 from samecurve.launch.target import CLONE, LAUNCHERS

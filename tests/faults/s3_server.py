@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from harness import ROOT, free_port
+from harness import ROOT
+
+from benchmarks.ports import free_port
 
 PACKAGES = os.environ.get("SAMECURVE_S3", "")
 MISSING = "scripts/test.sh --full installs moto and s3fs and sets SAMECURVE_S3"

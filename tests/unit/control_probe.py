@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
-from benchmarks.scale.counting import fork, free_port  # noqa: E402
+from benchmarks.ports import free_port  # noqa: E402
+from benchmarks.scale.counting import fork  # noqa: E402
 from samecurve.checkpoint import commit  # noqa: E402
 from samecurve.checkpoint.manifest import file_name  # noqa: E402
 from samecurve.checkpoint.resume import CheckpointSelector  # noqa: E402

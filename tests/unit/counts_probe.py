@@ -18,7 +18,8 @@ import torch  # noqa: E402
 from test_data import PAD, random_stream  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
-from benchmarks.scale.counting import fork, free_port  # noqa: E402
+from benchmarks.ports import free_port  # noqa: E402
+from benchmarks.scale.counting import fork  # noqa: E402
 from samecurve.config.schema import Batch  # noqa: E402
 from samecurve.data.batches import EvaluationBatches, StepBatches  # noqa: E402
 from samecurve.data.datasets.base import DocumentRows  # noqa: E402

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from test_doctor import GPU, check, facts, problems  # noqa: F401  a fixture
 
+from benchmarks.ports import free_port
 from samecurve.cli.commands import main
 from samecurve.config.loader import load_recipe
 from samecurve.doctor import host, host_checks, hosts, ranks, shared_folder, world_checks
@@ -131,14 +132,6 @@ def rank(monkeypatch):
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
     return launched
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def failures(found: list[Finding]) -> list[tuple[str, str, int]]:
