@@ -121,12 +121,11 @@ def _states(job: Job, stage: Stage) -> list[Line]:
     # 0: without accumulation, gradients are None from the update to the backward pass
     persistent = 1 if job.grad_accum > 1 or zero or sizes.master else 0
     upcast = 4 * master / max(sizes.master, 1) * min(sizes.master, 4) / 4 if job.stack == "deepspeed" and zero else 0
-    buckets, copied = job.bucket_bytes, 0.0
+    buckets, filled = job.bucket_bytes, min(job.bucket_bytes, 4 * sum(parameters))
     if job.memory_kind == "resident":  # pages of a buffer that no gradient reaches never become resident
-        buckets = min(buckets, 4 * sum(parameters))
-    if job.stack == "deepspeed" and zero == 3:  # its reduce-scatter takes gradients in the order of the ranks' parts
-        copied = min(buckets, 4 * sum(parameters))
-    kept = buckets if zero == 3 else 0  # ZeRO-3 allocates its bucket before the first step
+        buckets = filled
+    # ZeRO-3 allocates its bucket before the first step, and its reduce-scatter copies what is in it, ordered by rank
+    kept, copied = (buckets, filled) if zero == 3 else (0, 0)
     table = "ZeRO, arXiv:1910.02054, section 3"
     return [
         Line("weights", weights, weights, weights, f"{sizes.weights:g} B per parameter", table),
