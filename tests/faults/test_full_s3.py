@@ -163,16 +163,12 @@ def unreadable_and_wrong(store: ObjectStore, newest: int, folder: Path) -> tuple
     return unreadable, wrong
 
 
-def new_folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
 def fetch_under_faults(store: ObjectStore, proxy: Proxy, weather: Weather, folder: Path) -> list[str]:
     """Fetch the newest checkpoint while requests go wrong; return what appeared and is damaged."""
+    folder.mkdir()
     proxy.choose = weather
     try:
-        fetch_newest(store, new_folder(folder), print)
+        fetch_newest(store, folder, print)
     except SamecurveError as error:
         print(f"not fetched: {error}")
     return damaged(folder, folder.parent)
@@ -197,10 +193,12 @@ def test_no_committed_checkpoint_is_lost_and_no_damaged_one_accepted(server, pro
         unfinished = server.unfinished_uploads() if ended else []
 
         unreadable, wrong = unreadable_and_wrong(direct, newest, tmp_path / f"store{number}")
-        fetched = fetch_newest(direct, new_folder(tmp_path / f"anywhere{number}"), print)
+        anywhere = tmp_path / f"anywhere{number}"
+        anywhere.mkdir()
+        fetched = fetch_newest(direct, anywhere, print)
         if newest and (fetched is None or step_of(fetched) < newest):
             unreadable.append(f"{newest} is not there")
-        wrong += damaged(tmp_path / f"anywhere{number}", tmp_path)
+        wrong += damaged(anywhere, tmp_path)
         wrong += damaged(run, tmp_path)
         wrong += fetch_under_faults(broken, proxy, Weather.drawn(draw, WAYS), tmp_path / f"elsewhere{number}")
         record = {

@@ -261,9 +261,7 @@ def test_a_marker_that_a_killed_session_left_damaged_stops_nobody(url, tmp_path)
                 raise FlexibleChecksumError("Expected checksum kWPcQQ== did not match calculated checksum: 5mTs1w==")
             return content
 
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    found = fetch_newest(store_at(url, Checking()), elsewhere, print)
+    found = fetch_newest(store_at(url, Checking()), new_run(tmp_path / "elsewhere"), print)
     assert found is not None and found.name == folder_name(10)
     mirror_of(url, run, Checking()).catch_up()  # the next session
     assert store_at(url).read(marker) == good
