@@ -133,10 +133,11 @@ class Link:
     step_seconds: float
 
 
-# One core of a server and Gloo between processes of one host: assumed, for want of a data sheet. Runs calibrate them.
-CPU = Gpu(0.06, 0, 8, 1.0, 64, "cpu", 0.06)
+# One core of a server (AMD EPYC of 2023, fp32; memory by a copy of 64 MiB) and Gloo between processes of its host, as
+# `bench matmul` and `bench collectives` measured them on 2026-11-26. Runs calibrate them for other processors.
+CPU = Gpu(0.1, 0, 20, 1.3, 64, "cpu", 0.1)
 NODE_STEP_SECONDS = 4e-6
-CPU_STEP_SECONDS = 5e-4  # of Gloo over the loopback interface, assumed
+CPU_STEP_SECONDS = 5e-4  # of Gloo over the loopback interface, half of an all-reduce of some KiB
 DEFAULT_NODE_GBIT = 1600
 
 
@@ -147,8 +148,9 @@ def link(card: Gpu, gpus_per_node: int, node_gbit: float, ranks: int, stride: in
     """
     per_node = max(1, min(ranks, gpus_per_node // stride)) if stride < gpus_per_node else 1
     if per_node >= ranks:
-        step = CPU_STEP_SECONDS if card.generation == "cpu" else NODE_STEP_SECONDS
-        return Link("node", card.bus_gb_per_s, step)
+        if card.generation == "cpu":
+            return Link("host", card.bus_gb_per_s, CPU_STEP_SECONDS)
+        return Link("node", card.bus_gb_per_s, NODE_STEP_SECONDS)
     network = node_gbit / 8 * NIC_SHARE * per_node / gpus_per_node * crowding(ranks / per_node)
     # a ring across nodes also uses the links inside them
     return Link("network", min(card.bus_gb_per_s, network), step_seconds)

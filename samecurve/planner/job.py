@@ -28,6 +28,37 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """What a strategy's files say about weights and gradients on their way between ranks, beside the sizes.
+
+    Attributes:
+        gather_bytes: per element of a weight that is gathered, under ZeRO-3 and FSDP; 0: as activations.
+        reduce_bytes: per element of a gradient that is reduced, under ZeRO-3 and FSDP; 0: as activations.
+        reduces_once: whether FSDP reduces gradients once per step instead of after every micro-batch.
+        gathers_once: whether weights are gathered once per step, and stay until its last backward pass.
+        reshards: whether FSDP frees a layer's weights after its forward pass.
+        overlaps: whether collectives may run beside the backward pass.
+        bucket_bytes: buffers in which DeepSpeed reduces gradients, of their whole size from the first gradient on, and
+            under ZeRO-3 from the start.
+        persistent: elements up to which each rank keeps a whole weight under DeepSpeed's ZeRO-3.
+        reuse_distance: elements of other weights, used before a gathered one is used again, from which on DeepSpeed
+            frees it (`stage3_max_reuse_distance`).
+        prefetched: elements that DeepSpeed gathers ahead (`stage3_prefetch_bucket_size`).
+    """
+
+    gather_bytes: float = 0
+    reduce_bytes: float = 0
+    reduces_once: bool = False
+    gathers_once: bool = False
+    reshards: bool = True
+    overlaps: bool = True
+    bucket_bytes: float = 0
+    persistent: float = 100_000
+    reuse_distance: float = 1e9
+    prefetched: float = 50_000_000
+
+
+@dataclass(frozen=True)
 class Job:
     """A training job.
 
@@ -41,9 +72,7 @@ class Job:
         reserved_gib: for context, NCCL and other processes; None: estimated.
         offload: what is kept outside of the GPU, such as "optimizer:cpu" or "param:nvme".
         host: where it is kept.
-        bucket_bytes: buffers in which DeepSpeed reduces gradients, of their whole size from the first gradient on, and
-            under ZeRO-3 from the start.
-        reduces_once: whether FSDP reduces gradients once per step instead of after every micro-batch.
+        sharding: how weights and gradients travel.
         calibration: corrections learnt from runs on these machines.
         flow: what carries transformers' activations under this project's engines: "16-bit" weights, 16-bit "copies" of
             fp32 ones, "autocast" of fp32 ones, or "fp32"; "" for other software.
@@ -74,8 +103,7 @@ class Job:
     reserved_gib: float | None = None
     offload: tuple[str, ...] = ()
     host: Host = field(default_factory=Host)
-    bucket_bytes: float = 0
-    reduces_once: bool = False
+    sharding: Sharding = field(default_factory=Sharding)
     calibration: Calibration | None = None
     flow: str = ""
     packed_experts: bool = True
@@ -89,6 +117,30 @@ class Job:
     def element_bytes(self) -> int:
         """Bytes of an element of activations, and of weights as they are gathered."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gather_bytes(self) -> float:
+        """Bytes of an element of a weight that ZeRO-3 or FSDP gathers; FSDP2 casts its fp32 shards before it does."""
+        stored = self.states.weights or self.element_bytes  # 0: the weights are elsewhere
+        return self.sharding.gather_bytes or min(stored, self.element_bytes)
+
+    @property
+    def reduce_bytes(self) -> float:
+        """Bytes of an element of a gradient that ZeRO-3 or FSDP reduces."""
+        return self.sharding.reduce_bytes or self.element_bytes
+
+    @property
+    def live_elements(self) -> float:
+        """Elements of a rank's weights that DeepSpeed's ZeRO-3 does not gather again for the backward pass.
+
+        Between the two uses of a weight lie those that come later in the model, forward and backward, and in full
+        recomputation once more. A model that is gathered ahead as a whole stays.
+        """
+        elements = self.shape.parameters / self.layout.tp
+        if elements <= self.sharding.prefetched:
+            return elements
+        passes = 3 if self.checkpointing == "full" else 2
+        return min(elements, self.sharding.reuse_distance / passes)
 
     @property
     def mlp_split(self) -> int:

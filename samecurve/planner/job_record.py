@@ -8,12 +8,12 @@ from typing import Any
 
 from samecurve.planner.cluster import Host
 from samecurve.planner.hardware import Gpu
-from samecurve.planner.job import Job, StateBytes
+from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.layout import Layout
 from samecurve.planner.links import Level
 from samecurve.planner.shape import ModelShape
 
-PARTS = {"shape": ModelShape, "layout": Layout, "card": Gpu, "states": StateBytes, "host": Host}
+PARTS = {"shape": ModelShape, "layout": Layout, "card": Gpu, "states": StateBytes, "host": Host, "sharding": Sharding}
 
 
 def record(job: Job) -> dict[str, Any]:

@@ -11,6 +11,11 @@ from samecurve.planner.profiles import Profile, attention_rate, sustained
 BACKWARD_ATTENTION = 2.5  # five products instead of two, as the fused kernel recomputes the scores
 COMPILED_FLOOR = 0.5  # share of the launches that remain
 EXPERT_LAUNCH_US = 100  # of the ten kernels of an expert that takes its turn: selection, products, addition (assumed)
+# Host time of a layer's forward pass on a CPU, whose core also computes: what a layer of width 32 adds to a step, by
+# 2.5, without its collectives (AMD EPYC, torch 2.13.0, deepspeed 0.19.8, 2026-11-26). Hooks are part of it: DTensor's,
+# FSDP2's, and ZeRO-3's on each module.
+CPU_LAUNCH_US = {"": 700, "tp": 2600, "fsdp2": 1500, "zero3": 4400}
+CPU_STEP_US = {"torch": 11_000, "deepspeed": 23_000}  # what is left of that step without layers
 SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward
 FP8_CASTS = {"tensorwise": 6, "rowwise": 8, "": 6}  # bytes moved per element of a product's inputs and outputs
 
@@ -52,19 +57,37 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
 def layer(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of one layer, the recomputed forward included in the backward."""
     products, attention, traffic = _products(job, constants), _attention(job, constants), _traffic(job, constants)
-    launches = constants.layer_floor_us + (
-        0 if job.packed_experts else EXPERT_LAUNCH_US * job.shape.experts / job.layout.ep
-    )
-    floor = launches * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
-    # short kernels wait for the host to launch them
-    forward = max(products + attention + traffic, floor)
     factor = BACKWARD_ATTENTION if job.flash else 2
-    backward = max(2 * products + factor * attention + 1.5 * traffic, 1.5 * floor)
+    forward, backward = products + attention + traffic, 2 * products + factor * attention + 1.5 * traffic
+    floor = _launches(job, constants)
+    if job.card.generation == "cpu":
+        forward, backward = forward + floor, backward + 1.5 * floor
+    else:  # short kernels wait for the host to launch them
+        forward, backward = max(forward, floor), max(backward, 1.5 * floor)
     if job.checkpointing == "full":
         backward += forward
     elif job.checkpointing == "selective":
         backward += attention
     return Seconds(forward, backward)
+
+
+def _launches(job: Job, constants: Profile) -> float:
+    """Return the seconds in which the host launches a layer's forward pass."""
+    microseconds = constants.layer_floor_us
+    if job.card.generation == "cpu":
+        kind = (
+            "tp" if job.layout.tp > 1 else "zero3" if job.stack == "deepspeed" and job.layout.zero == 3 else job.stack
+        )
+        microseconds = CPU_LAUNCH_US.get(kind, CPU_LAUNCH_US[""])
+    if not job.packed_experts:
+        microseconds += EXPERT_LAUNCH_US * job.shape.experts / job.layout.ep
+    return microseconds * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
+
+
+def step_seconds(job: Job, constants: Profile) -> float:
+    """Return the host's seconds of a step beside the layers: data, logging, clipping."""
+    on_cpu = CPU_STEP_US["deepspeed" if job.stack == "deepspeed" else "torch"]
+    return 1e-6 * (on_cpu if job.card.generation == "cpu" else constants.step_us)
 
 
 def _products(job: Job, constants: Profile) -> float:

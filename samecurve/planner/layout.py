@@ -14,6 +14,7 @@ class Layout:
     Attributes:
         virtual_stages: model chunks of a rank in an interleaved pipeline.
         schedule: of the pipeline: PyTorch's name of one of its own, else 1f1b, interleaved, zb-1p, zb-2p, or "".
+        partition: how DeepSpeed's pipeline divides the layers (`pipeline.partition`), or "".
         exchange: how ranks see the keys of a row's other parts: ulysses, allgather or ring.
         zero: what is sharded over `shard` ranks: 1 optimizer, 2 gradients too, 3 weights too.
         secondary: ranks over which ZeRO-3 shards a second copy of the weights (hpZ); 1 without one.
@@ -31,6 +32,7 @@ class Layout:
     shard: int = 1
     secondary: int = 1
     sequence_parallel: bool = False
+    partition: str = ""
     exchange: str = "ring"
 
     @property

@@ -2,7 +2,7 @@
 
 A call counts the larger of its input and output. DeepSpeed's numbers are those of 0.19: ZeRO-1 and 2 all-reduce whole
 gradients (`use_multi_rank_bucket_allreduce`), where the textbook has a reduce-scatter, and ZeRO-3 gathers weights once
-per micro-batch as long as the model has at most `stage3_max_live_parameters`.
+per micro-batch and, of a large model, those once more that `stage3_max_reuse_distance` does not keep.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from samecurve.planner.job import Job
-from samecurve.planner.memory import LIVE_PARAMETERS
 from samecurve.planner.stages import Stage, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 FP32, FP64, INT64 = 4, 8, 8
-PERSISTENT = 10  # ZeRO-3 keeps weights of at most 10 h elements whole; Accelerate's value for "auto"
 FLAT_ALIGNMENT = 2  # elements per rank to which ZeRO-1 and 2 align each parameter group
 
 
@@ -129,10 +127,11 @@ def _fully_sharded(job: Job) -> list[Exchange]:
     if shape.tied:
         last, embedding = [*last, *shape.embedding_weights], 0
     once, twice = _padded(job, _cut(job, last)), layers + embedding
-    reduced = FP32 * (once + twice) * (1 if job.reduces_once else count)
+    reduced = round(job.reduce_bytes) * (once + twice) * (1 if job.sharding.reduces_once else count)
+    gathered = once + (2 if job.sharding.reshards else 1) * twice
     replicas = layout.dp // max(layout.shard, 1)
     return [
-        Exchange("dp", "all_gather", "weights", count * job.element_bytes * (once + 2 * twice)),
+        Exchange("dp", "all_gather", "weights", count * job.element_bytes * gathered),
         Exchange("dp", "reduce_scatter", "gradients", reduced),
         Exchange("dp", "all_reduce", "shards, over replicas", reduced // layout.shard if replicas > 1 else 0),
     ]
@@ -170,16 +169,21 @@ def _zero(job: Job) -> list[Exchange]:
 
 
 def _zero3(job: Job) -> list[Exchange]:
-    ranks, count, limit = job.layout.shard, job.grad_accum, PERSISTENT * job.shape.hidden
-    sizes = [math.prod(each) for each in job.shape.weights]
-    padded = {size: -(-size // ranks) * ranks for size in sizes}
-    large = sum(padded[size] for size in sizes if size > limit)
-    small = sum(padded[size] for size in sizes if size <= limit)
-    times = count * (1 if sum(sizes) <= LIVE_PARAMETERS else 2)  # larger ones are freed before the backward pass
+    ranks, count, limit = job.layout.shard, job.grad_accum, job.sharding.persistent
+    small = large = again = 0
+    following = sum(sizes := [math.prod(each) for each in job.shape.weights])
+    for size in sizes:  # in their order of use
+        following -= size
+        padded = -(-size // ranks) * ranks
+        if size <= limit:
+            small += padded
+        else:
+            large += padded
+            again += padded if following >= job.live_elements else 0
     return [
-        Exchange("dp", "all_gather", "weights", job.element_bytes * times * large),
+        Exchange("dp", "all_gather", "weights", job.element_bytes * count * (large + again)),
         Exchange("dp", "all_gather", "small weights, after the update", job.element_bytes * small),
-        Exchange("dp", "reduce_scatter", "gradients", count * FP32 * (large + small)),
+        Exchange("dp", "reduce_scatter", "gradients", count * round(job.reduce_bytes) * (large + small)),
     ]
 
 
@@ -275,12 +279,15 @@ def _scheduled(job: Job, stage: Stage) -> list[Exchange]:
     apart = [pair for pair in pairwise(ranks) if pair[0] != pair[1]]
     crossed = sum(stage.index in pair for pair in apart)  # each sends one way and receives the other
     shares = shape.tied and stage.embedding != stage.head
-    tied = shares * FP32 * shape.head_parameters // layout.tp
+    tied = shares * FP32 * shape.head_parameters // layout.tp // layout.shard
+    own = FP32 * _held(job, stage)
     return [
         Exchange("pp", "send", "hidden states and their gradients", crossed * hidden),
         Exchange("pp", "recv", "hidden states and their gradients", crossed * hidden),
         Exchange("pp", "all_reduce", "gradients of the tied embedding", tied),
-        Exchange("dp", "all_reduce", "gradients", FP32 * _held(job, stage) if layout.dp > 1 else 0),
+        Exchange("dp", "all_gather", "weights", (layout.shard > 1) * own),
+        Exchange("dp", "reduce_scatter", "gradients", (layout.shard > 1) * own),
+        Exchange("dp", "all_reduce", "gradients", (layout.dp > layout.shard) * own // layout.shard),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,9 +18,10 @@ FRAGMENTATION = 0.08  # of what is allocated; torch_reserved over torch_allocate
 # The same of a process's resident memory: the C library keeps some of what tensors give back. One layer of width 512 on
 # 16,384 tokens (AMD EPYC, torch 2.13.0, 2026-11-24): 0.51 GiB of tensors, and 0.63 to 0.73 GiB more than without.
 RESIDENT_GAPS = 0.3
-LIVE_PARAMETERS = 1e9  # stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults
 BLOCK_ROUNDING = 1.01  # the allocator rounds blocks up
 WORKSPACE_GIB = 0.1  # of cuBLAS, up to 32 MiB for each stream (torch's CUBLAS_WORKSPACE_CONFIG)
+# Of the chunked loss: logits of a chunk in bytes on a CPU, as a share of a GPU's memory, and its tokens at least.
+CPU_CHUNK, CHUNK_SHARE, SMALLEST_CHUNK = 2**25, 64, 256
 AHEAD_SHARE = 0.8  # of a GPU's memory, up to which the host runs ahead
 MOMENTS = ("forward", "backward", "optimizer")
 
@@ -76,7 +78,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     kept = job.reserved_gib if reserved is None else reserved
     found = []
     for stage in stages(job, job.stack in BY_COST):
-        lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job), workspaces]
+        lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job, stage), workspaces]
         # last, because it fills what the other lines leave free
         lines.append(_gathered_inputs(job, constants, lines))
         factor = learnt.memory_factor(job.stack) if learnt else 1
@@ -113,7 +115,9 @@ def _states(job: Job, stage: Stage) -> list[Line]:
         shares = ranks if zero >= sharded_from else (1, 1)
         return bytes_each * sum(count / share for count, share in zip(parameters, shares, strict=True))
 
-    weights, gradients = held(sizes.weights, 3), held(sizes.gradients, 2)
+    # FSDP's gradients that wait for the step's last micro-batch are whole
+    waits = job.sharding.reduces_once and zero == 3 and job.grad_accum > 1
+    weights, gradients = held(sizes.weights, 3), held(sizes.gradients, 4 if waits else 2)
     accumulators, optimizer = held(sizes.accumulators, 2), held(sizes.optimizer, 1)
     if any(part.startswith("optimizer:") for part in job.offload):
         gradients = accumulators = 0.0  # they follow the optimizer as soon as they are reduced
@@ -121,7 +125,7 @@ def _states(job: Job, stage: Stage) -> list[Line]:
     # 0: without accumulation, gradients are None from the update to the backward pass
     persistent = 1 if job.grad_accum > 1 or zero or sizes.master else 0
     upcast = 4 * master / max(sizes.master, 1) * min(sizes.master, 4) / 4 if job.stack == "deepspeed" and zero else 0
-    buckets, filled = job.bucket_bytes, min(job.bucket_bytes, 4 * sum(parameters))
+    buckets, filled = job.sharding.bucket_bytes, min(job.sharding.bucket_bytes, 4 * sum(parameters))
     if job.memory_kind == "resident":  # pages of a buffer that no gradient reaches never become resident
         buckets = filled
     # ZeRO-3 allocates its bucket before the first step, and its reduce-scatter copies what is in it, ordered by rank
@@ -140,7 +144,7 @@ def _states(job: Job, stage: Stage) -> list[Line]:
 
 
 def _activations(job: Job, stage: Stage, constants: Profile) -> list[Line]:
-    layout, tokens, hidden = job.layout, job.tokens, job.shape.hidden
+    tokens, hidden = job.tokens, job.shape.hidden
     whole = layer_bytes(job)
     full = job.checkpointing == "full"
     kept = checkpoint_bytes(job) if full else whole
@@ -161,11 +165,27 @@ def _activations(job: Job, stage: Stage, constants: Profile) -> list[Line]:
         Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch"),
         *_own_lines(job, stage),
     ]
-    if stage.head:
-        logits = tokens * job.shape.vocab / layout.tp * constants.logits_bytes
-        logits /= 8 if job.chunked_loss else 1
-        lines.append(Line("logits and loss", logits, 0, 0, f"{constants.logits_bytes:g} B per logit"))
-    return lines
+    return [*lines, *_loss_lines(job, constants)] if stage.head else lines
+
+
+def _loss_lines(job: Job, constants: Profile) -> list[Line]:
+    columns = job.shape.vocab / job.layout.tp
+    if not (job.flow and job.chunked_loss):
+        logits = job.tokens * columns * constants.logits_bytes / (8 if job.chunked_loss else 1)
+        return [Line("logits and loss", logits, 0, 0, f"{constants.logits_bytes:g} B per logit", "fitted")]
+    source = "losses/chunked_cross_entropy.py"
+    if job.card.generation == "cpu":
+        tokens = CPU_CHUNK / (4 * columns)
+    else:
+        tokens = 2 ** math.floor(math.log2(job.memory_gib * GIB / CHUNK_SHARE / (4 * columns)))
+    chunk = 4 * 4 * columns * min(job.tokens, max(SMALLEST_CHUNK, tokens))
+    whole = columns * job.shape.hidden
+    # a chunk's logits are gone when their product with the hidden states is added to the gradient
+    chunk = max(chunk, job.element_bytes * whole)
+    return [
+        Line("logits of a chunk", chunk, 0, 0, "four fp32 tensors, or their part of the head's gradient", source),
+        Line("gradient of the head", 4 * whole, 0, 0, "V h in fp32, until the backward pass", source),
+    ]
 
 
 def _own_lines(job: Job, stage: Stage) -> list[Line]:
@@ -206,20 +226,21 @@ def _gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Lin
     return Line(name, forward, backward, 0, f"{ahead / unit:.0f} s b h launched ahead of the GPU, while memory is free")
 
 
-def _gathered(job: Job) -> list[Line]:
+def _gathered(job: Job, stage: Stage) -> list[Line]:
     """Whole weights of the layer in use and of the prefetched one, and their unreduced gradients."""
     layout, shape = job.layout, job.shape
     if layout.zero < 3:
         return []
-    # FSDP2 casts its fp32 shards before it gathers them
-    width = min(job.states.weights, job.element_bytes)
     unit = shape.dense_layer_parameters / layout.tp + shape.expert_layer_parameters / (layout.ep * job.mlp_split)
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
-    units = width * (2 * unit + root)
+    elements = 2 * unit + root
     formula, source = "two layers, embedding and head", "torch's MemTracker under fully_shard"
-    if job.stack == "deepspeed":  # weights that are needed again soon stay until the backward pass
-        units = max(units, width * min(LIVE_PARAMETERS, shape.parameters / layout.tp))
-        formula, source = "up to stage3_max_live_parameters", "DeepSpeed"
+    if not job.sharding.reshards:
+        elements, formula = sum(stage_parameters(job, stage)), "all of the rank's layers"
+    elif job.stack == "deepspeed":  # weights that are needed again soon stay until the backward pass
+        elements = max(elements, min(job.live_elements + job.sharding.prefetched, shape.parameters / layout.tp))
+        formula, source = "within stage3_max_reuse_distance, and prefetched", "DeepSpeed"
+    units = job.gather_bytes * elements
     second = job.states.weights * job.shape.parameters / layout.secondary if layout.secondary > 1 else 0
     reduced = job.states.gradients * unit
     return [

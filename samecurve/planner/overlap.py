@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from samecurve.planner.collectives import all_gather_volume, all_reduce_volume
+from samecurve.planner.group_links import axis_link
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile, profile
-from samecurve.planner.step_time import axis_link
 
 BLOCK_GATED, BLOCK_PLAIN = 16, 12  # weights of a block in units of h^2, with ffn = 4 h
 
@@ -97,7 +97,7 @@ def ratios(job: Job, constants: Profile | None = None) -> list[Ratio]:
     found = []
 
     def add(axis: str, name: str, ranks: int, formula, *inputs: float) -> None:
-        link = axis_link(job, axis, ranks, constants)
+        link = axis_link(job, axis, constants, ranks)
         value = formula(*inputs, flops, link.bus_gb_per_s * 1e9)
         shown = f"n={ranks}, F={flops / 1e12:.0f} TFLOP/s, B={link.bus_gb_per_s:.0f} GB/s over the {link.level}, e=2"
         found.append(Ratio(name, value, f"{', '.join(f'{each:,.0f}' for each in inputs)}: {shown}"))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from samecurve.errors import ConfigurationError
+from samecurve.planner.group_links import group_link
 from samecurve.planner.hardware import Link
 from samecurve.planner.job import Job
 from samecurve.planner.layout import ORDER
 from samecurve.planner.profiles import profile
-from samecurve.planner.step_time import strided_link
 
 Order = tuple[str, ...]
 NAMES = {"pp": "stage", "dp": "data-parallel rank", "cp": "sequence part", "tp": "tensor part"}
@@ -91,7 +91,7 @@ def groups(job: Job, order: Order = ORDER) -> list[Groups]:
         ranks = tuple(range(0, each.size * each.stride, each.stride))
         nodes = len({rank // job.gpus_per_node for rank in ranks})
         talking = 2 if each.name == "pp" else each.size  # stages talk to their neighbours only
-        link = strided_link(job, talking, each.stride, profile(job.stack))
+        link = group_link(job, talking, each.stride, profile(job.stack))
         found.append(Groups(each.name, each.size, each.stride, ranks, nodes, link))
     return found
 

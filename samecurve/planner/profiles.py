@@ -47,7 +47,7 @@ class Profile:
 
 
 CONSTANTS = tuple(each.name for each in fields(Profile))
-SUSTAINED = {"ampere": 1.0, "hopper": 0.88, "blackwell": 0.8, "other": 0.7, "cpu": 0.4}
+SUSTAINED = {"ampere": 1.0, "hopper": 0.88, "blackwell": 0.8, "other": 0.7, "cpu": 1.0}
 # Fused attention of 2023 (FlashAttention 1 and 2) was written for Ampere and reaches a smaller part of newer GPUs.
 # FlashAttention 2 is about twice as fast as the first, with which llm-foundry was measured (arXiv:2307.08691).
 ATTENTION = {"ampere": 1.0, "hopper": 0.75, "blackwell": 0.6, "other": 0.6, "cpu": 1.0}

@@ -115,5 +115,5 @@ def _layout(cells: _Cells) -> Layout:
     return Layout(
         replicas, **sizes, schedule=cells.text("schedule"), zero=zero,
         shard=cells.count("shard", replicas if zero else 1), sequence_parallel=cells.flag("sequence_parallel"),
-        exchange="ring",
+        exchange="ring", partition="",
     )  # fmt: skip

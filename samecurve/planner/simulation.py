@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from samecurve.planner import events, kernels, step_time, timetables
+from samecurve.planner import data_parallel_time, events, kernels, step_time, timetables
 from samecurve.planner.events import Lane, Task
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import BY_COST, profile
@@ -71,7 +71,7 @@ def simulate(job: Job, slow_factor: float = 1.0) -> Simulated:
     replicas = {"": 1.0} if job.layout.dp > 1 or slow_factor == 1 else {}
     if slow_factor != 1:
         replicas["slow"] = slow_factor
-    ranks = _classes(job)
+    ranks = [stage for stage in stages(job, job.stack in BY_COST) for _ in range(stage.ranks)]
     orders = [_order(job, rank) for rank in range(len(ranks))]
     tasks: list[Task] = []
     ends: dict[tuple[str, Pass], tuple[Task, Task]] = {}  # first and last part of a pass in a replica
@@ -81,16 +81,6 @@ def simulate(job: Job, slow_factor: float = 1.0) -> Simulated:
         tasks += _tasks(rank, orders[rank], _costs(job, stage), factors, ends)
     _connect(job, ends)
     return Simulated(events.run(tasks))
-
-
-def _classes(job: Job) -> list[Stage]:
-    """Find the class of each rank of a pipeline."""
-    found = stages(job, job.stack in BY_COST)
-    if job.layout.pp == 1:
-        return found[:1]
-    # in a folded schedule, the last rank is of the middle class, too
-    middle = found[1] if len(found) > 2 else found[-1]
-    return [found[0], *[middle] * (job.layout.pp - 2), found[-1]]
 
 
 def _schedule(job: Job) -> str:
@@ -114,18 +104,18 @@ def _costs(job: Job, stage: Stage) -> Costs:
     exchanged = time.tensor_parallel + time.context_parallel + time.expert_parallel
     forward = one.forward / one.total * time.compute + first * exchanged
     sharded = job.layout.zero == 3
-    gather, reduced = step_time.data_collectives(job, stage, constants)
+    gather, reduced = data_parallel_time.data_collectives(job, stage, constants)
     chunks = SCHEDULES[_schedule(job)].stages_per_rank if job.layout.pp > 1 else 1
     return Costs(
         forward / count / chunks,
         (time.compute + exchanged - forward) / count / chunks,
         gather if sharded else 0,
         reduced,
-        sharded or step_time.reduces_each_micro_batch(job),
+        sharded or data_parallel_time.reduces_each_micro_batch(job),
         time.optimizer + time.offload + time.host,
         0 if sharded else gather,
         max(1, min(PARTS, round(stage.layers / chunks))),
-        1 - step_time.hidden_share(job, constants),
+        1 - data_parallel_time.hidden_share(job, constants),
     )
 
 

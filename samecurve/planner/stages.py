@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samecurve.planner.job import Job
+from samecurve.planner.pipeline_partition import divide
 from samecurve.planner.timetables import micro_batches_kept
 from samecurve.strategy.pipeline_schedules import SCHEDULES, PipelineSchedule
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One class of ranks: the first, a middle or the last stage."""
+    """One class of ranks: the first, a middle or the last stage.
+
+    Attributes:
+        index: the rank whose layers and kept micro-batches stand for all of the class.
+        ranks: of a pipeline, that are of this class.
+    """
 
     name: str
     index: int
     layers: float
     embedding: bool
     head: bool
+    ranks: int = 1
 
 
 def stages(job: Job, by_cost: bool) -> list[Stage]:
@@ -33,6 +41,8 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
         return [Stage("only", 0, layers, True, True)]
     if job.layout.schedule in SCHEDULES:
         return _scheduled(SCHEDULES[job.layout.schedule], size, layers)
+    if job.layout.partition:
+        return _divided(divide(job.shape, size, job.layout.partition))
     head = job.shape.head_parameters / job.shape.layer_parameters  # its cost in layers
     if by_cost:
         most = min(layers, math.ceil((layers + head) / size))
@@ -43,22 +53,29 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
         most = math.ceil((layers + 2) / size)
         first = last = most - 1 if most * size - 2 == layers else most
     # of the middle stages, the first keeps the most micro-batches
-    middle = [Stage("middle", 1, most, False, False)] if size > 2 else []
+    middle = [Stage("middle", 1, most, False, False, size - 2)] if size > 2 else []
     return [Stage("first", 0, first, True, False), *middle, Stage("last", size - 1, last, False, True)]
 
 
 def _scheduled(schedule: PipelineSchedule, ranks: int, num_layers: int) -> list[Stage]:
-    """List the classes of ranks under PyTorch's schedules: where the head's stage is, and the fullest of the middle."""
+    """List the classes of ranks under PyTorch's schedules."""
     layers = schedule.layers(num_layers, ranks)
     held = [sum(layers[stage] for stage in schedule.stages(rank, ranks)) for rank in range(ranks)]
-    if schedule.folded:
+    return _divided(held, schedule.folded)
+
+
+def _divided(held: Sequence[int], is_folded: bool = False) -> list[Stage]:
+    """List the classes of ranks that hold these numbers of layers: the ends, and the fullest of the middle."""
+    ranks = len(held)
+    if is_folded:
         between = range(1, ranks)
         ends = [Stage("first and last", 0, held[0], True, True)]
     else:
         between = range(1, ranks - 1)
         ends = [Stage("first", 0, held[0], True, False), Stage("last", ranks - 1, held[-1], False, True)]
     fullest = [max(between, key=lambda rank: held[rank])] if between else []
-    return [ends[0], *(Stage("middle", rank, held[rank], False, False) for rank in fullest), *ends[1:]]
+    middle = [Stage("middle", rank, held[rank], False, False, len(between)) for rank in fullest]
+    return [ends[0], *middle, *ends[1:]]
 
 
 def in_flight(job: Job, stage: Stage) -> float:

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-from samecurve.planner import collectives, kernels, links, offload
+from samecurve.planner import collectives, kernels, offload
 from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.bubbles import idle_slots
-from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Link, link
+from samecurve.planner.data_parallel_time import data_seconds
+from samecurve.planner.group_links import axis_link
 from samecurve.planner.job import Job
-from samecurve.planner.kernels import Seconds
 from samecurve.planner.memory import shard_sizes, stage_parameters
-from samecurve.planner.profiles import BY_COST, Profile, profile, syncs_every_micro_batch
+from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, stages
+from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 HIDDEN_TENSOR_PARALLEL = 0.5  # exposed share with overlapped products
-BUCKET_BYTES = 25e6  # of DDP's gradient buckets, torch's default
 SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage
 COLLECTIVE_SECONDS = 20e-6  # host time of one collective inside a layer
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step of the slowest stage."""
+    """Seconds of one step of a stage, `breakdown` of the slowest one."""
 
     compute: float
     tensor_parallel: float
     context_parallel: float
     expert_parallel: float
     pipeline_sends: float
-    bubble: float
     data_parallel: float
-    optimizer: float
-    offload: float
-    host: float
+    bubble: float = 0
+    optimizer: float = 0
+    offload: float = 0
+    host: float = 0
 
     @property
     def total(self) -> float:
@@ -48,8 +48,21 @@ class StepTime:
 def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
     """Predict the step time of a job."""
     constants = constants or profile(job.stack)
-    times = [stage_time(job, stage, constants) for stage in stages(job, job.stack in BY_COST)]
+    layout, classes = job.layout, stages(job, job.stack in BY_COST)
+    slots = [micro_batch_time(job, stage, constants) for stage in classes]
+    round_trip = sum(stage.ranks * slot.total for stage, slot in zip(classes, slots, strict=True))
+    # a rank waits for the other stages, which may be faster than itself
+    waits = idle_slots(layout.schedule, layout.pp, job.grad_accum, layout.virtual_stages) / max(layout.pp - 1, 1)
+    times = [
+        _step_time(job, stage, constants, slot, waits * (round_trip - slot.total))
+        for stage, slot in zip(classes, slots, strict=True)
+    ]
     return max(times, key=lambda time: time.total)
+
+
+def stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
+    """Predict the step time of one stage's ranks without what they wait for other stages."""
+    return _step_time(job, stage, constants, micro_batch_time(job, stage, constants), idle=0)
 
 
 def _calibrated(time: StepTime, job: Job) -> StepTime:
@@ -60,9 +73,8 @@ def _calibrated(time: StepTime, job: Job) -> StepTime:
     return StepTime(**{part: value * learnt.time_factor(part, job.stack) for part, value in asdict(time).items()})
 
 
-def stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
-    """Predict the step time of one stage's ranks."""
-    layout, count = job.layout, job.grad_accum
+def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
+    """Predict what a micro-batch takes on one stage's ranks; the parts that come once per step are 0."""
     one = kernels.layer(job, constants)
     compute = stage.layers * one.total
     if stage.head:
@@ -72,25 +84,34 @@ def stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
     )
     # what kernels and collectives leave of the floor is spent waiting for the slowest host
     waits = _floor(job, constants) - one.total - tensor / max(stage.layers, 1)
-    tensor += stage.layers * max(0.0, waits)
-    sends = pipeline_seconds(job, constants)
-    gathered, reduced = data_seconds(job, stage, constants, one)
-    slot = compute + tensor + context + expert + sends + gathered
-    idle = idle_slots(layout.schedule, layout.pp, count, layout.virtual_stages) * slot
+    return StepTime(
+        compute=compute,
+        tensor_parallel=tensor + stage.layers * max(0.0, waits),
+        context_parallel=context,
+        expert_parallel=expert,
+        pipeline_sends=pipeline_seconds(job, constants),
+        data_parallel=data_seconds(job, stage, constants, one)[0],
+    )
+
+
+def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, idle: float) -> StepTime:
+    """Add up a step of one stage's ranks from the times of a micro-batch and of the wait for other stages."""
+    count = job.grad_accum
+    _, reduced = data_seconds(job, stage, constants, kernels.layer(job, constants))
     dense, experts = stage_parameters(job, stage)
-    ranks = shard_sizes(job) if layout.zero else (1, 1)
-    update = kernels.optimizer(job, dense / ranks[0] + experts / ranks[1], constants)
+    ranks = shard_sizes(job) if job.layout.zero else (1, 1)
+    kept = dense / ranks[0] + experts / ranks[1]
     found = StepTime(
-        compute=count * compute,
-        tensor_parallel=count * tensor,
-        context_parallel=count * context,
-        expert_parallel=count * expert,
-        pipeline_sends=count * sends,
+        compute=count * slot.compute,
+        tensor_parallel=count * slot.tensor_parallel,
+        context_parallel=count * slot.context_parallel,
+        expert_parallel=count * slot.expert_parallel,
+        pipeline_sends=count * slot.pipeline_sends,
         bubble=idle,
-        data_parallel=count * gathered + reduced,
-        optimizer=update,
-        offload=offload.seconds(job, dense / ranks[0] + experts / ranks[1]),
-        host=constants.step_us * 1e-6,
+        data_parallel=count * slot.data_parallel + reduced,
+        optimizer=kernels.optimizer(job, kept, constants),
+        offload=offload.seconds(job, kept),
+        host=kernels.step_seconds(job, constants),
     )
     return _calibrated(found, job)
 
@@ -102,29 +123,6 @@ def _floor(job: Job, constants: Profile) -> float:
     return 0 if size == 1 else size * each * 1e-6
 
 
-def _link(job: Job, axis: str, constants: Profile) -> Link:
-    """Find the link of one axis' groups."""
-    return _link_of(job, getattr(job.layout, axis), job.layout.stride(axis), constants)
-
-
-def axis_link(job: Job, axis: str, ranks: int, constants: Profile) -> Link:
-    """Find the link of `ranks` neighbours along one axis."""
-    return _link_of(job, ranks, job.layout.stride(axis), constants)
-
-
-def strided_link(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
-    """Find the link of a group of ranks that are `stride` apart."""
-    return _link_of(job, ranks, stride, constants)
-
-
-def _link_of(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
-    if job.levels:
-        step = constants.ring_step_us * 1e-6
-        return links.link(job.levels, job.gpus_per_node, ranks, stride, constants.network_share, step)
-    gbit = (job.node_gbit or DEFAULT_NODE_GBIT) * constants.network_share
-    return link(job.card, job.gpus_per_node, gbit, ranks, stride, constants.ring_step_us * 1e-6)
-
-
 def tensor_seconds(job: Job, constants: Profile) -> float:
     """Seconds of one layer's tensor-parallel collectives, forward and backward.
 
@@ -134,7 +132,7 @@ def tensor_seconds(job: Job, constants: Profile) -> float:
     size = job.layout.tp
     if size == 1:
         return 0
-    over = _link(job, "tp", constants)
+    over = axis_link(job, "tp", constants)
     hidden = job.element_bytes * job.tokens * job.shape.hidden
     volume = collectives.all_reduce_volume(hidden, size)
     call = collectives.seconds(volume, size, over, hidden)
@@ -153,7 +151,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
     size = job.layout.cp
     if size == 1:
         return 0
-    over = _link(job, "cp", constants)
+    over = axis_link(job, "cp", constants)
     sent = job.element_bytes * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
     if job.layout.exchange != "ring":
         by_heads = job.layout.exchange == "ulysses"
@@ -178,7 +176,7 @@ def expert_seconds(job: Job, constants: Profile) -> float:
     size = job.layout.ep
     if size == 1 or not job.shape.experts:
         return 0
-    over = _link_of(job, size, job.layout.stride("dp"), constants)
+    over = axis_link(job, "dp", constants, size)
     volume = job.element_bytes * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.mlp_split
     calls = 6 if job.checkpointing == "full" else 4
     return calls * expert_imbalance(job) * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
@@ -193,80 +191,7 @@ def pipeline_seconds(job: Job, constants: Profile) -> float:
 def send_seconds(job: Job, constants: Profile) -> float:
     """Seconds of one message between neighbouring stages: s b h."""
     layout = job.layout
-    over = _link_of(job, 2, layout.stride("pp"), constants)
-    sent = job.element_bytes * job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    over = axis_link(job, "pp", constants, 2)
+    width = 4 if layout.schedule in SCHEDULES else job.element_bytes  # PyTorch's stages exchange fp32
+    sent = width * job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     return sent / (over.bus_gb_per_s * 1e9) + SEND_SECONDS
-
-
-def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tuple[float, float]:
-    """Return the exposed seconds of data-parallel communication (per micro-batch, per step)."""
-    gathered, reduced = data_collectives(job, stage, constants)
-    share = hidden_share(job, constants)
-    if job.layout.zero == 3:  # of each layer, hidden behind the layer before
-        layers = max(stage.layers, 1)
-        backward = _exposed(_gathered_again(job, stage, gathered, constants) + reduced, layers * one.backward, share)
-        return _exposed(gathered, layers * one.forward, share) + backward, 0
-    behind = stage.layers * one.backward
-    if syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1):
-        # not hidden: published runs of this kind take 3 to 30 times as long
-        return reduced, 0
-    if reduces_each_micro_batch(job):
-        return _exposed(reduced, behind, share), gathered
-    return 0, _exposed(reduced + gathered, behind, share)
-
-
-def _gathered_again(job: Job, stage: Stage, gathered: float, constants: Profile) -> float:
-    """Return the seconds of ZeRO-3's second gather, which may be among the ranks of a second copy alone (hpZ)."""
-    size, layers = job.layout.secondary, max(stage.layers, 1)
-    if size == 1:
-        return gathered
-    near = _link_of(job, size, job.layout.stride("dp"), constants)
-    volume = collectives.all_gather_volume(job.element_bytes * sum(stage_parameters(job, stage)) / layers, size)
-    return layers * collectives.seconds(volume, size, near)
-
-
-def hidden_share(job: Job, constants: Profile) -> float:
-    """Share of communication that computation can hide; on a CPU none, because Gloo needs the cores that compute."""
-    return 0 if job.card.generation == "cpu" else constants.overlap
-
-
-def _exposed(seconds: float, behind: float, share: float) -> float:
-    """Seconds of communication that computation of `behind` seconds does not hide."""
-    return max(seconds - share * behind, (1 - share) * seconds)
-
-
-def data_collectives(job: Job, stage: Stage, constants: Profile) -> tuple[float, float]:
-    """Return the seconds of data-parallel collectives: to gather a stage's weights once, and to reduce its gradients.
-
-    ZeRO-3 gathers and scatters layer by layer, for each pass of each micro-batch.
-    """
-    layout, states = job.layout, job.states
-    sharded = layout.zero == 3
-    size = max(layout.shard, 1) if sharded else layout.dp * layout.cp
-    if layout.dp * layout.cp == 1:
-        return 0, 0
-    # the ranks of dp and cp are one group; cp varies faster, so that its stride is the group's
-    over = _link_of(job, size, layout.stride("dp") // layout.cp, constants)
-    dense, experts = stage_parameters(job, stage)
-    # experts travel in smaller groups, at most as slowly; those that no other rank has do not travel at all
-    parameters = dense + (0 if layout.ep > 1 and size == layout.ep else experts)
-    layers = max(stage.layers, 1)
-    if sharded:
-        volume = collectives.all_gather_volume(job.element_bytes * parameters / layers, size)
-        call = layers * collectives.seconds(volume, size, over)
-        return call, call
-    weight_bytes, gradient_bytes = min(states.weights, job.element_bytes), states.accumulators or states.gradients
-    bucket = BUCKET_BYTES if layout.zero < 2 else gradient_bytes * parameters / layers
-    summed = parameters * gradient_bytes
-    # DeepSpeed all-reduces whole gradients under ZeRO-1 and 2, where the textbook has a reduce-scatter (ledger.py)
-    whole = not layout.zero or job.stack == "deepspeed"
-    volume = collectives.all_reduce_volume(summed, size) if whole else collectives.all_gather_volume(summed, size)
-    weights = collectives.all_gather_volume(parameters * weight_bytes, size) if layout.zero else 0.0
-    reduced, gathered = (collectives.seconds(each, size, over, bucket) for each in (volume, weights))
-    return gathered, reduced
-
-
-def reduces_each_micro_batch(job: Job) -> bool:
-    """Whether gradients are reduced for each micro-batch: DeepSpeed's ZeRO-2 keeps shards only, nanotron just does."""
-    kept = job.layout.zero == 2 and job.stack == "deepspeed"
-    return kept or syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1)

@@ -15,7 +15,9 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.job import Job, StateBytes
 from samecurve.planner.layout import Layout
+from samecurve.planner.pipeline_partition import divide
 from samecurve.planner.shape import ModelShape
+from samecurve.planner.sharding_settings import sharding
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.parallel_dims import FSDP
@@ -50,7 +52,6 @@ SIMPLE_FIRST = (
     "pp_fsdp_tp",
 )
 ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
-BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size by default
 # Parallel sizes that a strategy's files may set: which file, and the key. All other ranks form replicas or shards.
 AXES: Mapping[str, tuple[str, KeyPath]] = {
     "pp": ("deepspeed", ("pipeline", "stages")),
@@ -174,7 +175,8 @@ def describe(
     source = wanted.source._replace(document=replace(wanted.source.document, problems=[]))
     validate.check_strategy(source, files, strategy, launch)
     problems = [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
-    return strategy, problems + _experts_problem(wanted.shape, files.accelerate, strategy.dims.ep)
+    problems += _experts_problem(wanted.shape, files.accelerate, strategy.dims.ep)
+    return strategy, problems + _stages_problem(wanted.shape, files.deepspeed, strategy)
 
 
 def _experts_problem(shape: ModelShape, document: Document, size: int) -> list[ConfigProblem]:
@@ -187,45 +189,38 @@ def _experts_problem(shape: ModelShape, document: Document, size: int) -> list[C
     return [ConfigProblem(document.place(key), ".".join(key), f"found {size}, but {why}")]
 
 
+def _stages_problem(shape: ModelShape, document: Document, strategy: Strategy) -> list[ConfigProblem]:
+    """Judge how DeepSpeed's pipeline would divide the layers, which a run finds out when it builds its stage."""
+    partition = strategy.pipeline_partition
+    held = divide(shape, strategy.dims.pp, partition) if strategy.family == "pipeline" else [1]
+    if min(held) > 0:
+        return []
+    why = f"found {partition!r}, which leaves stage {held.index(0)} of {len(held)} without a decoder layer ({held})"
+    fix = 'use "uniform" or "type:decoder", or fewer pipeline.stages'
+    return [ConfigProblem(document.place(("pipeline", "partition")), "pipeline.partition", f"{why}; {fix}")]
+
+
 def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     """Describe the job of a strategy that fits the number of GPUs."""
     dims = strategy.dims
     ranks = dims.size("dp_replicate", "dp_shard")
     zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
     if strategy.family == "schedule" and dims.dp_shard > 1:
-        zero = 1  # weights and gradients of a stage are whole during a step
+        zero = 3
     schedule = strategy.pipeline_schedule or ("1f1b" if dims.pp > 1 else "")
     chunks = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
     layout = Layout(
         ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, virtual_stages=chunks, schedule=schedule, zero=zero,
         shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
         sequence_parallel=strategy.tp_sequence_parallel, secondary=strategy.secondary_partition,
+        partition=strategy.pipeline_partition if strategy.family == "pipeline" else "",
     )  # fmt: skip
     stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
     described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)
     recipe = wanted.source.recipe
     once = recipe is not None and recipe.memory.gradient_sync == "last_micro_batch"
-    buckets = _bucket_bytes(strategy, wanted.precision)
-    return replace(described, offload=strategy.offload, reduces_once=once, bucket_bytes=buckets)
-
-
-def _bucket_bytes(strategy: Strategy, precision: str) -> float:
-    """Bytes of DeepSpeed 0.19's reduce buffers: two with overlap_comm and in a pipeline, one under ZeRO-3.
-
-    They are fp32 but for ZeRO-2's, and ZeRO-3's where gradients travel in 16 bits. ZeRO-1 in bf16 has none
-    (BF16_Optimizer).
-    """
-    stage = strategy.zero_stage
-    if strategy.family not in ("zero", "pipeline") or not stage or (stage == 1 and precision == "bf16"):
-        return 0
-    given = strategy.deepspeed or {}
-    settings = given.get("zero_optimization", {})
-    size, width = settings.get("reduce_bucket_size", BUCKET), THIRTY_TWO
-    if precision != "fp32" and (stage == 2 or (stage == 3 and given.get("communication_data_type") != "fp32")):
-        width = SIXTEEN
-    elements = size if isinstance(size, (int, float)) else BUCKET
-    twice = strategy.family == "pipeline" or (settings.get("overlap_comm") and stage < 3)
-    return elements * width * (2 if twice else 1)
+    settings = sharding(strategy, wanted.precision, wanted.shape.hidden, once)
+    return replace(described, offload=strategy.offload, sharding=settings)
 
 
 def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:

@@ -9,7 +9,7 @@ import pytest
 from samecurve.planner import fitting, kernels, links, memory, model_config, step_time
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.hardware import GIB, gpu, link
-from samecurve.planner.job import Job, StateBytes
+from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.layout import Layout
 from samecurve.planner.links import Level
 from samecurve.planner.memory import MOMENTS
@@ -51,11 +51,15 @@ def test_deepspeed_6_86b(sizes, steady, peak):
 
 def test_zero_3_keeps_a_bucket_and_the_weights_that_it_needs_soon():
     """DeepSpeed 0.19 allocates 5e8 elements before the first step; of a process's memory only used pages count."""
-    layout, keys = Layout(8, zero=3, shard=8), {"states": StateBytes(), "stack": "deepspeed", "bucket_bytes": 2e9}
+    layout, keys = (
+        Layout(8, zero=3, shard=8),
+        {"states": StateBytes(), "stack": "deepspeed", "sharding": Sharding(bucket_bytes=2e9)},
+    )
     (large,) = memory.anatomy(a_job(layout=layout, **keys))
     assert [named(large, moment)["reduce buckets"] for moment in MOMENTS] == [2e9, 2e9, 2e9]
     assert [named(large, moment)["reordered bucket"] for moment in MOMENTS] == [0, 2e9, 0]
-    assert named(large)["gathered weights"] == 2 * 1e9  # stage3_max_live_parameters, 2 bytes each
+    # those used again within 1e9 elements, half of which come before them, and 5e7 ahead; 2 bytes each
+    assert named(large)["gathered weights"] == 2 * (1e9 / 2 + 5e7)
     shape = replace(LLAMA, layers=4, vocab=1000)
     (small,) = memory.anatomy(a_job(shape, layout, memory_kind="resident", **keys))
     assert named(small)["reduce buckets"] == named(small)["reordered bucket"] == 4 * shape.parameters

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from samecurve.cli.commands import main
 from samecurve.planner.hardware import gpu
-from samecurve.planner.job import Job
+from samecurve.planner.job import Job, Sharding
 from samecurve.planner.layout import Layout
 from samecurve.planner.ledger import by_collective, ledgers
 from samecurve.planner.shape import ModelShape
 
 LLAMA = ModelShape(4, 32, 4, 2, 64, 300, gated=True, tied=True)
 PARAMETERS = 46752
+FP32_SUMS = Sharding(reduce_bytes=4)
 UNTIED = ModelShape(80, 8192, 64, 8, 28672, 128256, gated=True, tied=False)
 
 
 def moved(stack, layout, shape=LLAMA, **keys) -> dict[str, int]:
-    job = Job(
-        shape, layout, gpu("H100-80GB"), stack=stack, **{"micro_batch": 2, "seq": 32, "chunked_loss": True, **keys}
-    )
+    keys = {"micro_batch": 2, "seq": 32, "chunked_loss": True, "sharding": FP32_SUMS, **keys}
+    job = Job(shape, layout, gpu("H100-80GB"), stack=stack, **keys)
     (found,) = ledgers(job).values()
     return by_collective(each for each in found if each.content not in ("stop flag", "loss, norms"))
 
@@ -76,7 +77,9 @@ def test_replicas_exchange_shards_and_rows_are_padded():
     flat, replicated = (moved("fsdp2", Layout(8, zero=3, shard=shard)) for shard in (8, 4))
     assert replicated["all_reduce"] * 4 == replicated["reduce_scatter"] < flat["reduce_scatter"]  # 300 rows, 8 ranks
     assert (
-        moved("fsdp2", Layout(8, zero=3, shard=8), grad_accum=4, reduces_once=True)["reduce_scatter"]
+        moved("fsdp2", Layout(8, zero=3, shard=8), grad_accum=4, sharding=replace(FP32_SUMS, reduces_once=True))[
+            "reduce_scatter"
+        ]
         == flat["reduce_scatter"]
     )
 

@@ -10,11 +10,12 @@ import pytest
 
 from samecurve.cli.commands import main
 from samecurve.models.flops import table_peak
-from samecurve.planner import flops, ledger, memory, step_time
+from samecurve.planner import data_parallel_time, flops, kernels, ledger, memory, step_time
 from samecurve.planner.bubbles import bubble, idle_slots
 from samecurve.planner.hardware import GIB, gpu
-from samecurve.planner.job import Job, StateBytes
+from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.layout import Layout
+from samecurve.planner.profiles import profile
 from samecurve.planner.shape import ModelShape
 
 GPT_7B = ModelShape(32, 4096, 32, 32, 16384, 50304, gated=False, tied=True)
@@ -119,11 +120,13 @@ def test_deepspeed_reduces_whole_gradients():
     stage = memory.stages(job, False)[0]
     zero2 = replace(job, layout=replace(job.layout, zero=2))
     textbook = replace(job, stack="textbook")
-    constants = step_time.profile("deepspeed")
-    one = step_time.kernels.layer(job, constants)
-    (_, whole), (_, scattered) = (step_time.data_seconds(each, stage, constants, one) for each in (job, textbook))
+    constants = profile("deepspeed")
+    one = kernels.layer(job, constants)
+    (_, whole), (_, scattered) = (
+        data_parallel_time.data_seconds(each, stage, constants, one) for each in (job, textbook)
+    )
     assert whole / scattered == pytest.approx((2 * 4 + 2) / (4 + 2), rel=0.01)
-    every, once = step_time.data_seconds(zero2, stage, constants, one)
+    every, once = data_parallel_time.data_seconds(zero2, stage, constants, one)
     assert every / once == pytest.approx(2 * 4 / 2, rel=0.01)
 
 
@@ -132,13 +135,13 @@ def test_a_second_copy_in_each_node_saves_one_of_three_exchanges():
     plain, second = (
         Job(
             LLAMA_7B, Layout(64, zero=3, shard=64, secondary=size), gpu("H100-80GB"), 1, 512, 1,
-            node_gbit=0.1, stack="deepspeed",
+            node_gbit=0.1, stack="deepspeed", sharding=Sharding(reuse_distance=0, prefetched=0),
         )
         for size in (1, 8)
     )  # fmt: skip
-    stage, constants = memory.stages(plain, False)[0], step_time.profile("deepspeed")
-    one = step_time.kernels.layer(plain, constants)
-    (whole, _), (saved, _) = (step_time.data_seconds(each, stage, constants, one) for each in (plain, second))
+    stage, constants = memory.stages(plain, False)[0], profile("deepspeed")
+    one = kernels.layer(plain, constants)
+    (whole, _), (saved, _) = (data_parallel_time.data_seconds(each, stage, constants, one) for each in (plain, second))
     assert saved / whole == pytest.approx(2 / 3, rel=0.01)
 
 

@@ -11,8 +11,9 @@ from samecurve.planner import inputs, remedies, search, space, strategies
 from samecurve.planner.bubbles import bubble
 from samecurve.planner.cluster import built_in
 from samecurve.planner.ledger import ledger
+from samecurve.planner.profiles import profile
 from samecurve.planner.stages import in_flight, stages
-from samecurve.planner.step_time import breakdown
+from samecurve.planner.step_time import breakdown, stage_time
 from samecurve.planner.timetables import micro_batches_kept, order, timetable
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 
@@ -127,7 +128,8 @@ def test_a_job_is_forecast_by_its_own_schedule():
         assert not problems
         job = strategies.job(wanted, strategy, built_in("h100x2"))
         time = breakdown(job)
-        busy = time.compute + time.pipeline_sends
+        times = [stage_time(job, each, profile(job.stack)) for each in stages(job, by_cost=False)]
+        busy = min(each.compute + each.pipeline_sends for each in times)  # of the rank that the slower one waits for
         kept = [(each.name, each.layers, in_flight(job, each)) for each in stages(job, by_cost=False)]
         found[name] = job.layout.schedule, time.bubble / busy, kept
     assert found["1f1b"] == ("1F1B", pytest.approx(1 / 8), [("first", 2, 2), ("last", 2, 1)])
