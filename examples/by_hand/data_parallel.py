@@ -36,11 +36,8 @@ def one_process(x: Tensor, y: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return weights
 
 
-def main() -> None:
-    rank, n = start()
-    x, y = torch.randn(2, ROWS, WIDTH)
-    initial = [torch.randn(WIDTH, HIDDEN) / 4, torch.randn(HIDDEN, WIDTH) / 4]
-
+def train(x: Tensor, y: Tensor, initial: list[Tensor], rank: int, n: int) -> list[Tensor]:
+    """Train on this rank's rows. Returns the weights, with the last gradients."""
     my_x, my_y = x.chunk(n)[rank], y.chunk(n)[rank]
     weights = [weight.clone().requires_grad_() for weight in initial]
     optimizer = torch.optim.Adam(weights, lr=0.01)
@@ -51,9 +48,17 @@ def main() -> None:
         for weight, grad in zip(weights, bucket.split([weight.numel() for weight in weights]), strict=True):
             weight.grad = grad.view_as(weight)
         optimizer.step()
+    return weights
+
+
+def main() -> None:
+    rank, n = start()
+    x, y = torch.randn(2, ROWS, WIDTH)
+    initial = [torch.randn(WIDTH, HIDDEN) / 4, torch.randn(HIDDEN, WIDTH) / 4]
+    weights = train(x, y, initial, rank, n)
 
     count = sum(weight.numel() for weight in weights)
-    holds = f"{count} weights, {count} gradients, {2 * count} optimizer values, {len(my_x)} of {ROWS} rows"
+    holds = f"{count} weights, {count} gradients, {2 * count} optimizer values, {ROWS // n} of {ROWS} rows"
     expected = one_process(x, y, initial)
     # Gradients are compared, too: Adam's update hardly changes when they are all n times too large.
     both = [[*each, *(weight.grad for weight in each)] for each in (weights, expected)]

@@ -15,14 +15,14 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 import torch
 from data_parallel import HIDDEN, ROWS, STEPS, WIDTH, loss_sum, one_process
 from ring_all_reduce import all_gather, reduce_scatter
+from torch import Tensor
 from wire import report, start
 
 
-def main() -> None:
-    rank, n = start()
-    x, y = torch.randn(2, ROWS, WIDTH)
-    initial = [torch.randn(WIDTH, HIDDEN) / 4, torch.randn(HIDDEN, WIDTH) / 4]
-
+def train(
+    x: Tensor, y: Tensor, initial: list[Tensor], rank: int, n: int
+) -> tuple[list[Tensor], Tensor, torch.optim.Optimizer]:
+    """Train on this rank's rows. Returns the weights, the shard that this rank updates, and its optimizer."""
     my_x, my_y = x.chunk(n)[rank], y.chunk(n)[rank]
     # All weights in one flat tensor, of which `weights` are views: what the all-gather brings, the model computes with.
     flat = torch.cat([weight.flatten() for weight in initial])
@@ -37,9 +37,18 @@ def main() -> None:
         my_shard.grad = reduce_scatter(torch.cat([gradient.flatten() for gradient in gradients]))
         optimizer.step()
         flat.copy_(all_gather(my_shard))
+    return weights, my_shard, optimizer
 
+
+def main() -> None:
+    rank, n = start()
+    x, y = torch.randn(2, ROWS, WIDTH)
+    initial = [torch.randn(WIDTH, HIDDEN) / 4, torch.randn(HIDDEN, WIDTH) / 4]
+    weights, my_shard, optimizer = train(x, y, initial, rank, n)
+
+    count = sum(weight.numel() for weight in weights)
     state = sum(value.numel() for value in optimizer.state[my_shard].values() if value.dim())
-    holds = f"{flat.numel()} weights, {flat.numel()} gradients, {state} optimizer values, {len(my_x)} of {ROWS} rows"
+    holds = f"{count} weights, {count} gradients, {state} optimizer values, {ROWS // n} of {ROWS} rows"
     expected = one_process(x, y, initial)
     gradient = torch.cat([weight.grad.flatten() for weight in expected]).chunk(n)[rank]
     report("ZeRO-1", holds, [*weights, my_shard.grad], [*expected, gradient])

@@ -11,6 +11,7 @@ import sys
 from functools import cache
 
 import pytest
+import torch
 from harness import ROOT, Workspace, long
 
 from benchmarks.ports import free_port
@@ -77,12 +78,28 @@ def test_what_travels_is_what_the_formulas_say(lessons, world):
         "ring attention": (4 * (n - 1) + 2 * n * (n > 1)) * 24 // n * 2 * 6 * NUMBER,
     }
     for title, num_bytes in expected.items():
-        sent = re.findall(r"sent (\d+) bytes", lessons(world)[title])
-        assert sent == [f"{num_bytes:.0f}"] * n, title
+        assert sent_bytes(lessons(n)[title]) == [round(num_bytes)] * n, title
+    assert sent_bytes(lessons(n)["expert dispatch"]) == dispatched_bytes(n)
     for name in SCHEDULES:
-        sent = [int(each) for each in re.findall(r"sent (\d+) bytes", lessons(world)[f"pipeline, {name}"])]
         neighbours = [(rank > 0) + (rank < n - 1) for rank in range(n)]
-        assert sent == [tokens * each for each in neighbours], name
+        assert sent_bytes(lessons(n)[f"pipeline, {name}"]) == [tokens * each for each in neighbours], name
+
+
+def sent_bytes(lines: str) -> list[int]:
+    return [int(each) for each in re.findall(r"sent (\d+) bytes", lines)]
+
+
+def dispatched_bytes(n: int) -> list[int]:
+    """Of each rank: dispatch and combine, both also backward, of the pairs (token, expert) whose expert is elsewhere,
+    6 numbers each; before them the counts of 12 / n experts for each other rank; last the router's gradient."""
+    torch.manual_seed(0)
+    x, _, router = *torch.randn(2, 24, 6, dtype=torch.float64), torch.randn(6, 12, dtype=torch.float64)
+    owners = (x @ router).topk(2).indices // (12 // n)
+    pairs = torch.stack([part.flatten().bincount(minlength=n) for part in owners.chunk(n)])  # [from, to]
+    assert pairs.sum() == 48
+    travels = 2 * (pairs.sum(0) + pairs.sum(1) - 2 * pairs.diagonal())
+    others = (n - 1) * 12 // n + 2 * (n - 1) * 72 // n
+    return [NUMBER * (6 * int(each) + others) for each in travels]
 
 
 def test_what_each_rank_holds(lessons):
