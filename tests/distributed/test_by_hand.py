@@ -188,3 +188,31 @@ def check_limits(returncode: int, output: str, limits: dict[str, float]) -> None
     found = {name: float(difference) for name, difference in re.findall(r"COMPARED (\S+) (\S+)", output)}
     assert found.keys() == limits.keys()
     assert {name: found[name] for name in limits if not found[name] < limits[name]} == {}
+
+
+ADAM = ("optimizer.betas=[0.9,0.999]", "optimizer.weight_decay=0", "optimizer.max_grad_norm=1000")
+ROWS = ("batch.global_batch_size=24", "batch.micro_batch_size=4")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategies", "limits"),
+    [
+        (
+            ("ddp", "pipeline_gpipe", "pipeline_1f1b", "pipeline_zbv"),
+            {
+                "DistributedDataParallel:gradients": 1e-6,
+                "DistributedDataParallel:weights": 1e-6,
+                **dict.fromkeys(("ScheduleGPipe", "Schedule1F1B", "ScheduleZBVZeroBubble"), 1e-6),
+            },
+        ),
+        (("zero1",), {"DeepSpeedEngine:gradients": 1e-6, "DeepSpeedEngine:weights": 1e-6}),
+    ],
+)
+def test_the_engines_take_the_same_steps(strategies, limits, workspace):
+    """In fp32, on the lessons' models: with accumulation, and with the update of the recipe's optimizer."""
+    command = ["fork", "2", str(free_port()), "tests/distributed/by_hand_training_probe.py", str(workspace.recipe)]
+    command += [f"output_dir={workspace.folder / 'by_hand'}", *ADAM, *ROWS]
+    paths = ",".join(str(workspace.strategy(name)) for name in strategies)
+    run = workspace.execute(command, workspace.folder, STRATEGIES=paths)
+    check_limits(run.returncode, run.output, limits)
