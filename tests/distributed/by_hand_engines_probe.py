@@ -86,7 +86,7 @@ def zero3_and_deepspeed(rank: int, n: int) -> None:
 def llama(rank: int, n: int, cuts_sequence: bool) -> tuple[LlamaForCausalLM, list[str], Mesh]:
     """A Llama of one layer, cut by the engine from transformers' plan; the names are those that `apply` returns."""
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
     )
     mesh = Mesh(ParallelDims(tp=n), rank, torch.device("cpu"))
     with torch.device("meta"):

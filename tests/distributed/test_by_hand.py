@@ -15,6 +15,7 @@ import torch
 from harness import ROOT, Workspace, long
 
 from benchmarks.ports import free_port
+from samecurve.planner import timetables
 
 FOLDER = ROOT / "examples" / "by_hand"
 SCHEDULES = ("GPipe", "1F1B", "zero bubble")
@@ -32,6 +33,7 @@ LESSONS = {
 }
 TITLES = [*LESSONS.values(), *(f"pipeline, {name}" for name in SCHEDULES[1:])]
 NUMBER = 8  # bytes
+SIZES = [(1, 3), (2, 6), (4, 6), (4, 12), (8, 16)]  # stages and micro-batches
 WEIGHTS = 2 * 12 * 24 * NUMBER  # the MLP of data_parallel.py
 
 
@@ -119,7 +121,7 @@ def schedules():
         sys.path.remove(str(FOLDER))
 
 
-@pytest.mark.parametrize(("stages", "m"), [(1, 3), (2, 6), (4, 6), (4, 12), (8, 16)])
+@pytest.mark.parametrize(("stages", "m"), SIZES)
 def test_schedules_wait_as_long_as_the_papers_say(schedules, stages, m):
     for name, waits in zip(SCHEDULES, (3, 3, 1), strict=True):
         table = schedules.timetable(name, stages, m)
@@ -132,6 +134,22 @@ def test_schedules_wait_as_long_as_the_papers_say(schedules, stages, m):
                 for k in range(3 * m)
             ]
             assert max(held) == {"GPipe": m, "1F1B": stages - stage, "zero bubble": stages}[name], name
+
+
+@pytest.mark.parametrize(("stages", "m"), SIZES)
+def test_schedules_are_those_of_the_planner(schedules, stages, m):
+    """Order of work, time and inputs held, of the two that engines run, too; their zero bubble is ZB-V, not ZB-H1."""
+    for name in SCHEDULES[:2]:
+        for stage in range(stages):
+            work = schedules.SCHEDULES[name](stage, stages, m)
+            planned = [(each.kind, each.micro_batch) for (each,) in timetables.order(name, stage, stages, m)]
+            # the planner's B is uncut
+            assert work == [(kind, i) for whole, i in planned for kind in {"F": "F", "B": "BW"}[whole]], name
+            held = [sum({"F": 1, "B": 0, "W": -1}[kind] for kind, _ in work[:k]) for k in range(3 * m)]
+            assert max(held) == timetables.micro_batches_kept(name, stage, stages, m), name
+        table, whole = schedules.timetable(name, stages, m), timetables.timetable(name, stages, m)
+        assert len(table[0]) == whole.length, name
+        assert schedules.idle_share(table) == pytest.approx(sum(whole.idle_shares) / stages), name
 
 
 def test_the_pictures_are_current():
@@ -177,8 +195,9 @@ LIMITS = {
 
 
 @pytest.mark.full
-def test_the_functions_of_the_engines_compute_the_same(workspace):
-    command = ["fork", "2", str(free_port()), "tests/distributed/by_hand_engines_probe.py"]
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_functions_of_the_engines_compute_the_same(world, workspace):
+    command = ["fork", str(world), str(free_port()), "tests/distributed/by_hand_engines_probe.py"]
     run = workspace.execute(command, workspace.folder, DS_ACCELERATOR="cpu")
     check_limits(run.returncode, run.output, LIMITS)
 
