@@ -228,8 +228,9 @@ def check_state(model: PreTrainedModel) -> None:
     kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     if kept:
         raise ConfigurationError(
-            f"model: {family} keeps trained values in buffers ({', '.join(sorted(kept)[:3])}), which are not written "
-            "to an export yet; use another model_type"
+            f"model: {family} keeps values in buffers ({', '.join(sorted(kept)[:3])}) that learn by a rule of its "
+            "own, as DeepSeek-V3's routing bias follows the load of its experts after each step; here only gradients "
+            "change a model, and an export would not contain them; use another model_type"
         )
 
 

@@ -37,7 +37,7 @@ BERT = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,  # masks would be drawn per process
+    "hidden_dropout_prob": 0.0,  # the plain loop of transformers draws other masks; test_dropout_curves.py has them
     "attention_probs_dropout_prob": 0.0,
 }
 AUTO = {"classify": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
