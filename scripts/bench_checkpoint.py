@@ -1,4 +1,4 @@
-"""What a checkpoint costs on this machine: hashing beside writing, and training that waits for a copy or for the disk.
+"""What a checkpoint costs on this machine: hashing while writing, and training that waits for a copy or the disk.
 
     python scripts/bench_checkpoint.py [--output benchmarks/checkpoint.md]
 
@@ -71,7 +71,7 @@ def hashing(folder: Path) -> tuple[float, float]:
 
 
 def saving(strategy: str, folder: Path) -> dict:
-    """Medians over the saves of one run each: with the write beside training, and with training waiting for it."""
+    """Medians over the saves of one run each: with the write in the background, and with training waiting for it."""
     found = {"strategy": strategy}
     for name, background in (("beside", True), ("waiting", False)):
         metrics = train(strategy, background, folder / f"{strategy}_{name}")
@@ -114,11 +114,11 @@ no GPU, gloo, a local disk; {listed}.
 A rank's file of {FILE_MIB} MiB with its sha256 is written at {hashed[0]:,.0f} MiB/s, in {hashed[1]:.2f} times the time
 that it takes without (median of {PAIRS} pairs in turn).
 
-Two processes, a 45 M Llama, 541 MB per checkpoint; seconds, medians. *Beside training* waits for the copy to host
-memory; what the step after it waits for the write itself, where that takes longer than a step, is not in it.
+Two processes, a 45 M Llama, 541 MB per checkpoint; seconds, medians. *In the background*, training waits for the copy
+to host memory; what the step after it waits for the write itself, where that is longer than a step, is not in it.
 `checkpoint.background: false` waits for the commit.
 
-| strategy | a step | training waits, beside | training waits, `background: false` | ratio |
+| strategy | a step | training waits, `background: true` | training waits, `background: false` | ratio |
 |---|---|---|---|---|
 {rows}
 """

@@ -76,7 +76,7 @@ def measure_cases(todo: Sequence[Case], kept: Kept, places: runs.Places, limit: 
         kept.add(case, row)
         print(f"    {_told(row)}", flush=True)
     if num_left:
-        print(f"--minutes are over: {num_left} cases are left; the same command goes on")
+        print(f"--minutes are over: {num_left} cases are left; run the same command to continue")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,7 +140,7 @@ def machine(toy: bool) -> dict:
     """Asked in a process of its own, which gives the memory back that a CUDA context holds."""
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     if probe.returncode:
-        sys.exit(f"error: PyTorch does not tell which GPUs there are:\n{probe.stderr.strip()}")
+        sys.exit(f"error: PyTorch found no GPUs:\n{probe.stderr.strip()}")
     found = json.loads(probe.stdout)
     if toy and not found["num_devices"]:
         # two processes where there are more devices

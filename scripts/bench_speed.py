@@ -65,7 +65,7 @@ FIRST_STEP = "recipes/quickstart.yaml", "steps=1", "schedule.warmup_steps=0"
 # What is asked, how it ends, of train.py with which arguments. In each round nothing is cached before the first one.
 STARTS = {
     "`train.py --help`": (0, ("--help",)),
-    "a mistake in a recipe is told": (2, ("recipes/quickstart.yaml", "steps=none")),
+    "a mistake in a recipe is reported": (2, ("recipes/quickstart.yaml", "steps=none")),
     "the quickstart's first step is done, with a tokenizer to train and texts to tokenise": (0, FIRST_STEP),
     "the same again": (0, FIRST_STEP),
 }

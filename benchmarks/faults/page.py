@@ -17,13 +17,14 @@ python scripts/reliability.py
 
 def page(records: list[dict], stock: dict | None) -> str:
     apart = ("pair", "unit", "host", "store")
+    commits, machines = each(records, "commit"), each(records, "machine")
     pairs, units, hosts, stores = ([r for r in records if r["kind"] == kind] for kind in apart)
     records = [r for r in records if r["kind"] not in apart]
     runs = [record for record in records if record["kind"] != "corruption"]
     parts = [
-        "# What happens to a run that something happens to",
+        "# How runs survive faults",
         total(records),
-        f"Measured {when(records)} on CPUs over gloo, at commit {each(records, 'commit')}: {each(records, 'machine')}. "
+        f"Measured {when(records)} on CPUs over gloo, at commit {commits}: {machines}. "
         "Made by `scripts/reliability.py`; to run it again:",
         COMMANDS,
         "## Per strategy",

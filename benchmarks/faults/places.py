@@ -90,7 +90,7 @@ def by_operation(records: list[dict]) -> str:
 
 
 def by_pair(records: list[dict]) -> str:
-    header = ("goes on under", "processes", "from checkpoints", "not read bit for bit", "loss", "gradient norm")
+    header = ("resumed under", "processes", "from checkpoints", "not read bit for bit", "loss", "gradient norm")
     rows = [
         (r["strategy"], r["world"], r["sources"], r["unequal"], f"{r['loss']:.1e}", f"{r['norm']:.1e}")
         for r in sorted(records, key=lambda r: ("LoRA" in r["strategy"], r["strategy"], r["world"]))
@@ -98,6 +98,6 @@ def by_pair(records: list[dict]) -> str:
     note = (
         f"{sum(record['sources'] for record in records):,} pairs: the checkpoints are those of all rows of this table "
         "(LoRA from LoRA). Loss and gradient norm: the largest relative difference from an undisturbed single process "
-        "in the 20 steps after it, fp32."
+        "in the 5 steps after it, fp32."
     )
     return f"{table(header, rows)}\n\n{note}"

@@ -1,1 +1,1 @@
-"""Speed on GPUs: scripts/bench_gpu.sh. cases.py: what is measured; material.py, runs.py: how; page.py: what is told."""
+"""Speed on GPUs: scripts/bench_gpu.sh. cases.py: what is measured; material.py, runs.py: how; page.py: the page."""

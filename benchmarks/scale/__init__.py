@@ -1,1 +1,1 @@
-"""What runs beside the engine, by number of ranks: scripts/bench_scale.py."""
+"""The cost of everything but the engine, by number of ranks: scripts/bench_scale.py."""

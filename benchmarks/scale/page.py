@@ -128,7 +128,7 @@ def heartbeat_table(beats: dict[int, dict]) -> str:
 def report(measured: dict[int, dict], beats: dict[int, dict], load: float) -> str:
     from samecurve.specs.environment import processor, version
 
-    return f"""# What runs beside the engine, by number of ranks
+    return f"""# The cost of everything but the engine, by number of ranks
 
 Measured on {date.today()} by `python scripts/bench_scale.py`: {os.cpu_count()} cores ({processor()}), gloo over the
 loopback interface, torch {version("torch")}, Python {platform.python_version()}, commit

@@ -135,7 +135,7 @@ class LeakTest:
         if worst > self._limit(without):
             _leak(
                 f"tokens see padding: without the padding of row {row} ({inputs['input_ids'].shape[1] - size} tokens "
-                f"beside {size}) its outputs move by up to {worst:.1e}; the model does not follow its attention_mask"
+                f"after {size}) its outputs move by up to {worst:.1e}; the model does not follow its attention_mask"
             )
         return f"row {row}: without its padding its outputs move by at most {worst:.1e}"
 
