@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from samecurve.planner import zero3_gathers
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
@@ -169,19 +170,9 @@ def _zero(job: Job) -> list[Exchange]:
 
 
 def _zero3(job: Job) -> list[Exchange]:
-    ranks, count, limit = job.layout.shard, job.grad_accum, job.sharding.persistent
-    small = large = again = 0
-    following = sum(sizes := [math.prod(each) for each in job.shape.weights])
-    for size in sizes:  # in their order of use
-        following -= size
-        padded = -(-size // ranks) * ranks
-        if size <= limit:
-            small += padded
-        else:
-            large += padded
-            again += padded if following >= job.live_elements else 0
+    count, (small, large, gathered) = job.grad_accum, zero3_gathers.elements(job)
     return [
-        Exchange("dp", "all_gather", "weights", job.element_bytes * count * (large + again)),
+        Exchange("dp", "all_gather", "weights", job.element_bytes * count * gathered),
         Exchange("dp", "all_gather", "small weights, after the update", job.element_bytes * small),
         Exchange("dp", "reduce_scatter", "gradients", count * round(job.reduce_bytes) * (large + small)),
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness import largest_relative_difference, launch_command, long, relative_l2
 from sharding_probe import STEPS
+from test_profile import ACCUMULATED, check_ledger, profiled
 
 from samecurve.bench.strategy_variants import write_changed
 
@@ -103,3 +104,16 @@ def test_a_whole_run_with_evaluation_and_export(strategy, keys, workspace, refer
     found, expected = ([each["eval_loss"] for each in r.metrics if "eval_loss" in each] for r in (run, reference))
     assert len(found) == 3 and found == pytest.approx(expected, rel=EXACT[0], abs=0)
     assert relative_l2(run.weights, reference.weights) < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("distance", [0, 20_000, 40_000])
+def test_zero3_gathers_again_what_it_does_not_keep(distance, workspace):
+    """Weights between whose uses lie more elements than that; the planner predicts the bytes of all gathers."""
+    keys = "stage3_prefetch_bucket_size=0", f"stage3_max_reuse_distance={distance}"
+    folder = workspace.folder / f"reuse_{distance}"
+    changed = (f"zero_optimization.{key}" for key in keys)
+    run, profile, _ = profiled(
+        workspace, write_changed(workspace.strategy("zero3"), tuple(changed), folder), *ACCUMULATED
+    )
+    check_ledger(run, profile)
