@@ -21,7 +21,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from samecurve.distributed import allocator, control_group, network
+from samecurve.distributed import allocator, control_group, flight_recorder, network
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.engines import cpu_bridge, launch_env, shared_gpu
 from samecurve.errors import TopologyError
@@ -47,6 +47,8 @@ def start(plan: Plan) -> Accelerator:
         ConfigurationError: the device does not support the recipe's fp8 or Liger kernels.
     """
     strategy, recipe = plan.strategy, plan.recipe
+    if recipe.profile.steps is not None:
+        flight_recorder.enable()  # it looks at the environment when the first collective starts
     _prepare_environment(strategy)
     if cpu_bridge.needed():
         allocator.keep_freed_memory()

@@ -101,6 +101,7 @@ class Session:
             restart_clock=self.meter.start,
             memory_usage=self.engine.memory_usage,
             unlike=self.engine.describe().pipeline_stages > 1,
+            dims=context.plan.strategy.dims,
         )
         return Profiler(context.recipe.profile, self.start.step, hooks)
 

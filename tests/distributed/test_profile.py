@@ -6,49 +6,79 @@ These bytes are those that the planner predicts, exactly.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from harness import largest_relative_difference, long
 from test_expert_parallel import COMMON, CONFIGS
 
+from samecurve.metrics.profiling.dimensions import joined
 from samecurve.metrics.profiling.trace import breakdown, read_trace
 from samecurve.planner import inputs, ledger, memory, strategies
 from samecurve.planner.cluster import built_in
 from samecurve.planner.stages import stages
+from samecurve.strategy.parallel_dims import DIMENSIONS, LOSS
 
 STEPS = "profile.steps=[3,5]"
 
 
 def profiled(workspace, strategy, *overrides, world=2):
-    run = workspace.run(strategy, world, STEPS, "profile.ranks=[0,1]", *overrides)
+    ranks = f"profile.ranks={sorted({0, 1, world // 2})}"
+    run = workspace.run(strategy, world, STEPS, ranks, *overrides)
     assert run.returncode == 0, run.output
     folder = run.directory / "profile"
     return run, folder, json.loads((folder / "summary.json").read_text())
 
 
-def planned(run):
+def arranged(run):
+    """The run's recipe and strategy as the planner sees them."""
     facts = run.facts
     wanted = inputs.read(facts["recipe_path"], [each for each in facts["overrides"] if "profile" not in each])
     template = strategies.read(facts["strategy_path"])
     strategy, problems = strategies.describe(wanted, template, {}, facts["world_size"])
     assert not problems
-    return strategies.job(wanted, strategy, built_in(f"h100x{facts['world_size']}"))
+    return wanted, strategy
+
+
+def planned(run):
+    wanted, strategy = arranged(run)
+    return strategies.job(wanted, strategy, built_in(f"h100x{run.facts['world_size']}"))
+
+
+# dimensions of the mesh in which the ranks of a ledger's axis may differ; weights are sharded over dp x cp
+AXES = {"all": DIMENSIONS, "dp": LOSS, "cp": ("cp",), "tp": ("tp",), "pp": ("pp",)}
+
+
+def by_dimension(dims, exchanges):
+    """Bytes of a ledger by (dimension of the profile, collective)."""
+    total = Counter()
+    for each in exchanges:
+        # where experts and shards are spread over the same ranks, only tokens count as the experts'
+        where = each.axis if each.axis == "ep" else joined(dims, AXES[each.axis])
+        total[where, each.collective] += each.num_bytes
+    return dict(total)
 
 
 def check_ledger(run, folder, routed=False):
     """`routed`: how many tokens travel to experts is the routers' choice."""
-    job, compared = planned(run), 0
-    for rank, stage in enumerate(stages(job, by_cost=False)):
+    job, dims, compared = planned(run), arranged(run)[1].dims, 0
+    for index, stage in enumerate(stages(job, by_cost=False)):
+        rank = index * dims.world_size // job.layout.pp  # the first of the stage
         (trace,) = folder.glob(f"step_*/rank{rank}.pt.trace.json.gz")
         found = breakdown(read_trace(trace))
         # the last step's stop flag may still be on its way when the profile ends
         assert all(each.untyped <= (each.name == "all_reduce") for each in found.collectives)
         tokens = sum(each["tokens"] for each in run.metrics if each["step"] in found.steps)
-        expected = ledger.by_collective(ledger.ledger(job, stage, tokens / len(found.steps) / job.layout.dp))
-        counted = {each.name: each.num_bytes / len(found.steps) for each in found.collectives}
+        expected = by_dimension(dims, ledger.ledger(job, stage, tokens / len(found.steps) / job.layout.dp))
+        counted = {
+            (dimension.name, name): each.num_bytes / len(found.steps)
+            for dimension in found.dimensions
+            for name, each in dimension.collectives.items()
+        }
         if routed:
-            assert counted.pop("all_to_all") == pytest.approx(expected.pop("all_to_all"), rel=0.3)
+            tokens_sent = "ep", "all_to_all"
+            assert counted.pop(tokens_sent) == pytest.approx(expected.pop(tokens_sent), rel=0.3)
         # Means over steps of different tokens; the stop flag's byte travels in the background, perhaps a step later.
         # Where several tensor-parallel groups read different rows, one of them may train a token more than the mean.
         groups = job.layout.dp if job.layout.tp > 1 else 1
@@ -158,11 +188,30 @@ EXCHANGING = (
 @pytest.mark.parametrize("precision", long("fp32", "bf16"))
 @pytest.mark.parametrize("strategy", (*EXCHANGING, "fsdp_ulysses", "fsdp_cp", "ring"))
 def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
-    """With accumulation. fsdp_offload needs an accelerator, hsdp and fsdp_tp four processes."""
+    """With accumulation. fsdp_offload needs an accelerator."""
     path = workspace.ring if strategy == "ring" else strategy
     run, folder, content = profiled(workspace, path, *ACCUMULATED, f"precision={precision}")
     check_ledger(run, folder)
     check_states(run, content)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        ("pipeline_gpipe", 2),
+        ("pipeline_dualpipev", 2),
+        ("hsdp", 4),
+        ("zero3_hpz", 4),
+        ("fsdp_tp", 4),
+        ("fsdp_tp_cp", 8),
+        ("pipeline_fsdp", 4),
+        ("pp_fsdp_tp", 8),
+    ],
+)
+def test_predicted_bytes_of_several_dimensions(strategy, world, workspace):
+    run, folder, _ = profiled(workspace, strategy, *ACCUMULATED, "precision=fp32", world=world)
+    check_ledger(run, folder)
 
 
 @pytest.mark.full

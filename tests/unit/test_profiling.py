@@ -6,6 +6,7 @@ import errno
 import json
 import sys
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -21,9 +22,12 @@ from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
 from samecurve.losses.cross_entropy import LOSS, token_loss_sum
 from samecurve.metrics.profiling import recorder
 from samecurve.metrics.profiling.deepspeed_comms import _by_size, begin, logged
+from samecurve.metrics.profiling.dimensions import UNKNOWN, attribute, dimension
+from samecurve.metrics.profiling.groups import NOTES, PEER
 from samecurve.metrics.profiling.op_kinds import KINDS, listed
-from samecurve.metrics.profiling.summary import memory, render_summary
+from samecurve.metrics.profiling.summary import memory, render_summary, summary_values
 from samecurve.metrics.profiling.trace import Breakdown, breakdown, read_trace
+from samecurve.strategy.parallel_dims import ParallelDims
 
 MS = 1000.0  # in a trace's microseconds
 
@@ -233,6 +237,138 @@ def test_time_of_collectives_on_a_device_is_that_of_their_kernels():
         ]
     )
     assert in_ms(found) == {"all_gather": 30, "reduce_scatter": 5, "recv": 2}
+
+
+# Two data-parallel ranks of each of two tensor-parallel groups; this is rank 0. Its group of all ranks is "0".
+GROUPS = {"0": [0, 1, 2, 3], "1": [0, 2], "2": [0, 1]}
+DIMS = ParallelDims(dp_shard=2, tp=2)
+
+
+def noted(events, *calls, dims=DIMS, groups=GROUPS):
+    """A trace with the notes of rank 0. calls: (start in ms, group) of what the flight recorder saw."""
+    configured = [{"pg_name": name, "pg_desc": "undefined", "ranks": ranks} for name, ranks in groups.items()]
+    notes = {"rank": 0, "dims": asdict(dims), "calls": [[5000 + int(at * 1e6), "gloo:x", group] for at, group in calls]}
+    info = {"pg_config": configured}
+    return {"traceEvents": events, "baseTimeNanoseconds": 5000, "distributedInfo": info, NOTES: notes}
+
+
+def floats(name, start, duration, *sizes, **more):
+    dims, types = [[size] for size in sizes], ["float"] * len(sizes)
+    return event(f"c10d::{name}", start, duration, **{"Input Dims": dims, "Input type": types}, **more)
+
+
+def by_dimension(found):
+    return {
+        (dimension.name, name): (
+            each.calls,
+            each.num_bytes,
+            round(1000 * each.exposed_seconds, 6),
+            round(1000 * each.hidden_seconds, 6),
+        )
+        for dimension in found.dimensions
+        for name, each in dimension.collectives.items()
+    }
+
+
+def test_communication_by_dimension_on_a_cpu_by_hand():
+    """An all-gather's transfer runs from 12 to 22, 8 ms of it under a norm; that of all ranks begins at 20."""
+    events = [
+        annotation("ProfilerStep#1", 0, 100),
+        floats("_allgather_base_", 10, 2, 20, 10),
+        annotation("gloo:all_gather", 12, 10, thread=2),
+        event("aten::rsqrt", 12, 8),
+        floats("_allgather_base_", 20, 1, 8, 4),
+        annotation("gloo:all_gather", 21, 9, thread=3),
+        floats("_reduce_scatter_base_", 40, 5, 3, 6),
+        annotation("gloo:all_reduce", 41, 3, thread=3),
+        annotation(f"{PEER}1", 50, 10),
+        floats("send", 52, 6, 25),
+        annotation("gloo:send", 57, 1),
+        floats("_allgather_base_", 70, 1, 2, 1),  # of no group that the trace knows
+        floats("_allgather_base_", 80, 1, 2, 1),
+    ]
+    found = breakdown(attribute(noted(events, (11, "1"), (20.5, "0"), (42, "2"), (70.5, "9"), (80.5, "0"))))
+    assert by_dimension(found) == {
+        ("dp", "all_gather"): (1, 80, 4, 8),
+        ("dp x tp", "all_gather"): (2, 32 + 8, 10 + 1, 0),
+        ("tp", "reduce_scatter"): (1, 24, 5, 0),
+        ("tp", "send"): (1, 100, 6, 0),
+        (UNKNOWN, "all_gather"): (1, 8, 1, 0),
+    }
+    # the two all-gathers overlap from 20 to 22
+    totals = {each.name: (each.total.calls, each.total.num_bytes, each.total.seconds) for each in found.dimensions}
+    assert totals["tp"] == (2, 124, pytest.approx(0.011))
+    assert found.communication_seconds == pytest.approx(0.020 + 0.005 + 0.006 + 0.002)
+    assert {each.name: each.num_bytes for each in found.collectives}["all_gather"] == 80 + 40 + 8
+
+
+def test_communication_by_dimension_on_a_device_by_hand():
+    """NCCL describes its calls. A kernel has its call's dimension; that of several messages at once its group's."""
+    nccl = {"thread": 8, "category": "kernel"}
+    events = [
+        annotation("ProfilerStep#1", 0, 100),
+        floats("_allgather_base_", 10, 2, 20, 10),
+        event("record_param_comms", 10.5, 1, **{"Process Group Name": "1", "External id": 3}),
+        event("ncclDevKernel_AllGather_RING_LL", 20, 10, **nccl, **{"External id": 3}),
+        event("aten::mm", 13, 1, **{"External id": 4}),
+        event("gemm", 24, 10, 7, "kernel", **{"External id": 4}),
+        event("ncclDevKernel_SendRecv", 40, 5, **nccl, **{"Process Group Name": "2"}),
+        event("ncclDevKernel_AllReduce_Sum_f32", 50, 2, **nccl, **{"Process Group Ranks": "[0, 1, 2, 3]"}),
+        event("ncclDevKernel_AllReduce_Sum_f32", 60, 1, **nccl, **{"Process Group Ranks": "[0, 1, 2, ...]"}),
+    ]
+    assert by_dimension(breakdown(attribute(noted(events)))) == {
+        ("dp", "all_gather"): (1, 80, 4, 6),
+        ("tp", "recv"): (0, 0, 5, 0),
+        ("dp x tp", "all_reduce"): (0, 0, 2, 0),
+        (UNKNOWN, "all_reduce"): (0, 0, 1, 0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dims", "ranks", "expected"),
+    [
+        (ParallelDims(dp_replicate=2), (0, 1), "dp"),
+        (ParallelDims(dp_replicate=2, dp_shard=2), (0, 2), "dp"),
+        (ParallelDims(dp_replicate=2, dp_shard=2), (0, 1, 2, 3), "dp"),
+        (ParallelDims(dp_shard=4), (0, 1), "dp"),  # ZeRO-3's second partition
+        (ParallelDims(pp=2, dp_shard=2, tp=2), (1, 5), "pp"),
+        (ParallelDims(pp=2, dp_shard=2, tp=2), range(8), "pp x dp x tp"),
+        (ParallelDims(dp_shard=2, cp=2), (0, 1), "cp"),
+        (ParallelDims(dp_shard=2, cp=2), range(4), "dp x cp"),
+        (ParallelDims(dp_shard=4, ep=2), (2, 3), "ep"),
+        (ParallelDims(dp_shard=4, ep=2), (1, 3), "dp"),
+        (ParallelDims(dp_shard=2, ep=2), (0, 1), "dp"),
+        (ParallelDims(dp_shard=2, ep=2, tp=2), (0, 1), "tp"),
+        (ParallelDims(dp_shard=2), (0,), UNKNOWN),
+    ],
+)
+def test_names_of_dimensions_by_hand(dims, ranks, expected):
+    assert dimension(dims, ranks) == expected
+
+
+def test_tokens_for_experts_are_not_shards_of_weights():
+    """Even where the same ranks exchange both."""
+    assert dimension(ParallelDims(dp_shard=2, ep=2), (0, 1), of_experts=True) == "ep"
+
+
+def test_a_trace_without_notes_has_no_dimensions():
+    found = breakdown(
+        attribute({"traceEvents": [annotation("ProfilerStep#1", 0, 9), floats("_allgather_base_", 1, 1, 2)]})
+    )
+    assert by_dimension(found) == {(UNKNOWN, "all_gather"): (1, 8, 1, 0)}
+
+
+def test_the_page_shows_dimensions():
+    events = [annotation("ProfilerStep#1", 0, 100), floats("_allgather_base_", 10, 4, 2**19), event("aten::mm", 20, 1)]
+    found = breakdown(attribute(noted(events, (11, "1"))))
+    held = MemoryUsage(weights=0, optimizer=0, gradients=0, gradients_between_steps=0)
+    lines = [line.split() for line in render_summary(found, held, 0).splitlines()]
+    assert ["dp", "1.0", "2.00", "4.00", "4.00", "0%"] in lines
+    assert ["all_gather", "1.0", "2.00", "4.00", "4.00", "0%"] in lines
+    (told,) = summary_values(found, held, 0)["dimensions"]
+    numbers = {"calls": 1, "num_bytes": 2**21, "untyped": 0, "hidden_seconds": 0.0}
+    numbers["exposed_seconds"] = pytest.approx(0.004)
+    assert told == {"name": "dp", **numbers, "collectives": [{"name": "all_gather", **numbers}]}
 
 
 def test_most_memory_by_hand():

@@ -11,8 +11,11 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-_PREFIX = "c10d::"
+from samecurve.metrics.profiling.dimensions import CALL, DIMENSION, UNKNOWN
+
+_TRANSFER = "gloo:"
 _PLAIN = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 _FORMS = ("_coalesced", "_base", "_into_tensor", "_tensor")  # from the end, as in _allgather_into_tensor_coalesced_
 # names of types as in the events of operators and, in lower case, of record_param_comms
@@ -47,58 +50,109 @@ class CollectiveCalls:
     untyped: int = 0
 
 
-def collectives(events: Iterable[dict]) -> list[CollectiveCalls]:
-    """Sum up the collectives by name, most bytes first. events: complete events of a trace ("ph": "X")."""
-    events = sorted(events, key=lambda event: float(event["ts"]))
-    calls = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith(_PREFIX)]
-    found: dict[str, list[int | None]] = defaultdict(list)
-    for event, element_type in zip(calls, _types_of_lists(events, calls), strict=True):
-        found[_plain(event["name"])].append(_num_bytes(event.get("args", {}), element_type))
-    seconds = _of_kernels(events, "send" if "send" in found else "recv") or _of_transfers(events, calls)
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective.
+
+    Attributes:
+        dimension: over which it runs, see dimensions.py.
+        num_bytes: the larger of input and output size; None if the trace names no element type.
+        spans: (start, end) of the operator and of Gloo's transfer, in microseconds of the trace.
+    """
+
+    name: str
+    dimension: str
+    num_bytes: int | None
+    spans: tuple[tuple[float, float], ...]
+
+
+class Kernel(NamedTuple):
+    """A kernel of NCCL; start and end in microseconds of the trace."""
+
+    name: str
+    dimension: str
+    start: float
+    end: float
+
+
+def made_calls(events: Iterable[dict]) -> list[Call]:
+    """List the calls of collectives in the order of their start. events: complete events of a trace ("ph": "X")."""
+    events = sorted(events, key=_start)
+    calls = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith(CALL)]
+    rows = zip(calls, _types_of_lists(events, calls), _transfers(events, calls), strict=True)
+    return [
+        Call(
+            _plain(call["name"]),
+            call.get("args", {}).get(DIMENSION, UNKNOWN),
+            _num_bytes(call.get("args", {}), element_type),
+            tuple((_start(event), _start(event) + float(event["dur"])) for event in (call, transfer) if event),
+        )
+        for call, element_type, transfer in rows
+    ]
+
+
+def kernels(events: Iterable[dict], calls: Iterable[Call]) -> list[Kernel]:
+    """List NCCL's kernels. calls: tell which of sending and receiving, for which kernels have one name, it is."""
+    messages = "send" if any(call.name == "send" for call in calls) else "recv"
+    found = []
+    for event in events:
+        kernel = _KERNEL.match(event["name"]) if event.get("cat") == "kernel" else None
+        if kernel:
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", kernel[1]).lower()
+            where = event.get("args", {}).get(DIMENSION, UNKNOWN)
+            end = _start(event) + float(event["dur"])
+            found.append(Kernel(messages if name == "send_recv" else name, where, _start(event), end))
+    return found
+
+
+def by_name(calls: Sequence[Call], kernels: Sequence[Kernel]) -> list[CollectiveCalls]:
+    """Sum up the calls by name, most bytes first."""
+    sizes: dict[str, list[int | None]] = defaultdict(list)
+    seconds: dict[str, float] = defaultdict(float)
+    for call in calls:
+        sizes[call.name].append(call.num_bytes)
+        if not kernels:
+            seconds[call.name] += (max(end for _, end in call.spans) - call.spans[0][0]) * _MICROSECONDS
+    for kernel in kernels:
+        seconds[kernel.name] += (kernel.end - kernel.start) * _MICROSECONDS
     made = [
-        CollectiveCalls(name, len(sizes), sum(filter(None, sizes)), seconds.get(name, 0.0), sizes.count(None))
-        for name, sizes in found.items()
+        CollectiveCalls(name, len(each), sum(filter(None, each)), seconds.get(name, 0.0), each.count(None))
+        for name, each in sizes.items()
     ]
     return sorted(made, key=lambda each: (-each.num_bytes, each.name))
 
 
+def _start(event: dict) -> float:
+    return float(event["ts"])
+
+
 def _plain(name: str) -> str:
     """Normalize an operator's name: c10d::_allgather_base_ -> all_gather."""
-    name = name.removeprefix(_PREFIX).strip("_")
+    name = name.removeprefix(CALL).strip("_")
     for form in _FORMS:
         name = name.removesuffix(form)
     return _PLAIN.get(name, name)
 
 
-def _of_kernels(events: Sequence[dict], send_recv: str) -> dict[str, float]:
-    """Sum the seconds of NCCL kernels by collective. send_recv: the name for kernels that send and receive."""
-    seconds: dict[str, float] = defaultdict(float)
-    for event in events:
-        kernel = _KERNEL.match(event["name"]) if event.get("cat") == "kernel" else None
-        if kernel:
-            name = re.sub(r"(?<!^)(?=[A-Z])", "_", kernel[1]).lower()
-            seconds[send_recv if name == "send_recv" else name] += float(event["dur"]) * _MICROSECONDS
-    return seconds
+def _transfers(events: Sequence[dict], calls: Sequence[dict]) -> list[dict | None]:
+    """Find the Gloo transfer of each call, if any.
 
-
-def _of_transfers(events: Sequence[dict], calls: Sequence[dict]) -> dict[str, float]:
-    """Sum the seconds of Gloo transfers by collective.
-
-    Gloo makes one transfer per call, in the same order, on another thread, synchronously or not. Names do not match:
-    its reduce-scatter is an all-reduce.
+    Gloo makes one transfer per call on a thread of the process group, synchronously or not. Groups run side by side, so
+    that a call has the first transfer of its name that starts after it. Gloo's reduce-scatter is an all-reduce.
     """
-    transfers = deque(event for event in events if event["name"].startswith("gloo:"))
-    seconds: dict[str, float] = defaultdict(float)
+    waiting = deque(event for event in events if event["name"].startswith(_TRANSFER))
+    found: list[dict | None] = []
     for call in calls:
-        start, end = float(call["ts"]), float(call["ts"]) + float(call["dur"])
         # these belong to calls before the recording
-        while transfers and float(transfers[0]["ts"]) < start:
-            transfers.popleft()
-        if transfers:
-            transfer = transfers.popleft()
-            end = max(end, float(transfer["ts"]) + float(transfer["dur"]))
-        seconds[_plain(call["name"])] += (end - start) * _MICROSECONDS
-    return seconds
+        while waiting and _start(waiting[0]) < _start(call):
+            waiting.popleft()
+        name = _plain(call["name"])
+        names = {_TRANSFER + name, _TRANSFER + _RUN_AS.get(name, name)}
+        transfer = next((event for event in waiting if event["name"] in names), None)
+        if transfer:
+            waiting.remove(transfer)
+        found.append(transfer)
+    return found
 
 
 def _num_bytes(arguments: dict, type_of_list: str) -> int | None:
@@ -129,9 +183,9 @@ def _types_of_lists(events: Sequence[dict], calls: Sequence[dict]) -> list[str]:
     operations: dict[tuple[str, int], deque[str]] = defaultdict(deque)
     for event in events:
         arguments = event.get("args", {})
-        if event["name"].startswith("gloo:") and arguments.get("Input type"):
+        if event["name"].startswith(_TRANSFER) and arguments.get("Input type"):
             elements = sum(map(math.prod, arguments["Input Dims"]))
-            operations[event["name"].removeprefix("gloo:"), elements].append(arguments["Input type"][0])
+            operations[event["name"].removeprefix(_TRANSFER), elements].append(arguments["Input type"][0])
         elif event["name"] == "record_param_comms" and "dtype" in arguments:
             name = _plain(arguments.get("Collective name", ""))
             operations[name, arguments.get("In msg nelems", 0)].append(arguments["dtype"].lower())

@@ -12,9 +12,11 @@ from torch.profiler import ProfilerAction, profile
 
 from samecurve.errors import StorageError
 from samecurve.metrics.profiling import deepspeed_comms
+from samecurve.metrics.profiling.groups import GroupNotes
 from samecurve.metrics.profiling.summary import render_summary, summary_lines, summary_values
 from samecurve.metrics.profiling.trace import breakdown, read_trace
 from samecurve.storage.atomic import storage_errors, write_json, write_text
+from samecurve.strategy.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Profile
@@ -34,6 +36,7 @@ class ProfilerHooks:
         restart_clock: excludes the time spent on recording from the step time.
         memory_usage: returns the memory that this rank uses now (Engine.memory_usage).
         unlike: whether ranks do different work, so that each recorded one writes a summary, and not the first alone.
+        dims: how the processes are arranged.
     """
 
     folder: Path
@@ -43,6 +46,7 @@ class ProfilerHooks:
     restart_clock: Callable[[], None]
     memory_usage: Callable[[], MemoryUsage]
     unlike: bool = False
+    dims: ParallelDims = ParallelDims()
 
 
 class Profiler:
@@ -55,6 +59,7 @@ class Profiler:
     def __init__(self, settings: Profile, done: int, around: ProfilerHooks):
         self._around = around
         self._recording: profile | None = None
+        self._notes = GroupNotes(around.dims, around.rank)
         self._first, self._last = settings.steps or (0, 0)
         self._starts_at = 0  # never
         if settings.steps is None or around.rank not in settings.ranks:
@@ -73,6 +78,8 @@ class Profiler:
 
     def after(self, step: int) -> None:
         if self._recording is not None:
+            if step == self._last:
+                self._notes.end(self._recording)
             self._recording.step()
             if step == self._last:
                 self._recording.stop()
@@ -95,6 +102,7 @@ class Profiler:
         if self._recording is not None:
             if step == self._first:  # the log runs from the start
                 deepspeed_comms.begin()
+                self._notes.begin()
             self._around.restart_clock()
 
     def _action(self, step: int) -> ProfilerAction:

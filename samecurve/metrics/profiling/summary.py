@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from samecurve.metrics.profiling.by_dimension import Communication, DimensionCommunication
 from samecurve.metrics.profiling.deepspeed_comms import Logged
 from samecurve.metrics.profiling.op_kinds import KINDS
 from samecurve.metrics.profiling.trace import Breakdown
@@ -38,6 +39,7 @@ def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: S
         "memory_bytes": memory(breakdown, held),
         "allocated_bytes": breakdown.allocated_bytes,
         "collectives": [asdict(each) for each in breakdown.collectives],
+        "dimensions": [_dimension(each) for each in breakdown.dimensions],
         "logged_by_deepspeed": [asdict(each) for each in logged],
         "waiting": asdict(found) | {"idle": found.idle} if (found := breakdown.waiting) else None,
         "operators": [asdict(each) for each in breakdown.operators[:NUM_OPERATORS]],
@@ -118,20 +120,33 @@ def _memory(breakdown: Breakdown, held: MemoryUsage) -> Iterator[str]:
     yield from _table(rows)
 
 
+def _dimension(found: DimensionCommunication) -> dict:
+    parts = [{"name": name} | asdict(each) for name, each in found.collectives.items()]
+    return {"name": found.name} | asdict(found.total) | {"collectives": parts}
+
+
 def _collectives(breakdown: Breakdown) -> Iterator[str]:
     if not breakdown.collectives:
         yield "No collectives: one process."
         return
-    rows = [("collectives per step", "calls", "MiB", "ms")]
     num = len(breakdown.steps)
-    rows += [
-        (each.name, f"{each.calls / num:,.1f}", _mib(each.num_bytes / num), f"{1000 * each.seconds / num:,.2f}")
-        for each in breakdown.collectives
-    ]
+    rows: list[Sequence[str]] = [("communication per step, by dimension", "calls", "MiB", "ms", "exposed ms", "hidden")]
+    for dimension in breakdown.dimensions:
+        rows.append((dimension.name, *_communication(dimension.total, num)))
+        rows += [(f"  {name}", *_communication(each, num)) for name, each in dimension.collectives.items()]
     yield from _table(rows)
+    yield "Exposed: without computation at the same time. Bytes of a call: the larger of its input and output."
     for each in breakdown.collectives:
         if each.untyped:
             yield f"{each.name}: the bytes of {each.untyped} calls are not counted: the trace names no data type."
+
+
+def _communication(found: Communication, num_steps: int) -> tuple[str, ...]:
+    """Format the columns of a row: calls, MiB, ms, exposed ms and the hidden share."""
+    seconds = found.seconds, found.exposed_seconds
+    hidden = f"{found.hidden_seconds / found.seconds:.0%}" if found.seconds else "-"
+    ms = (f"{1000 * each / num_steps:,.2f}" for each in seconds)
+    return f"{found.calls / num_steps:,.1f}", _mib(found.num_bytes / num_steps), *ms, hidden
 
 
 def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:

@@ -17,7 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from samecurve.metrics.profiling.collectives import CollectiveCalls, collectives
+from samecurve.metrics.profiling.by_dimension import DimensionCommunication, by_dimension
+from samecurve.metrics.profiling.collectives import CollectiveCalls, by_name, kernels, made_calls
+from samecurve.metrics.profiling.dimensions import attribute
 from samecurve.metrics.profiling.op_kinds import KINDS, OperatorClass, computes, is_compiled_loss, listed, of_kernel
 from samecurve.metrics.profiling.waiting import Waiting, waiting
 
@@ -58,6 +60,7 @@ class Breakdown:
         communication_seconds: includes communication that overlaps computation.
         operators: the longest first.
         collectives: those with the most bytes first.
+        dimensions: communication by dimension of the mesh, that with the most bytes first.
         allocated_bytes: peak of PyTorch's allocations above the level at the start, for "cpu" and "device".
         waiting: of a rank within a schedule; None without one.
     """
@@ -69,6 +72,7 @@ class Breakdown:
     communication_seconds: float
     operators: list[Operator]
     collectives: list[CollectiveCalls]
+    dimensions: list[DimensionCommunication] = field(default_factory=list)
     allocated_bytes: dict[str, int] = field(default_factory=dict)
     waiting: Waiting | None = None
 
@@ -79,9 +83,9 @@ class Breakdown:
 
 
 def read_trace(path: Path) -> list[dict]:
-    """Read the events of a trace stored as gzipped JSON."""
+    """Read the events of a trace stored as gzipped JSON; those of collectives get their `dimension` as an argument."""
     with gzip.open(path, "rt", encoding="utf-8") as stream:
-        return json.load(stream)["traceEvents"]
+        return attribute(json.load(stream))
 
 
 def breakdown(events: Sequence[dict]) -> Breakdown:
@@ -96,26 +100,29 @@ def breakdown(events: Sequence[dict]) -> Breakdown:
     threads = _by_thread(event for event in whole if event.get("cat") in ("cpu_op", "user_annotation"))
     spans = {thread: list(_innermost(found)) for thread, found in threads.items()}
     main = spans[_thread(steps[0])]
-    kernels = [event for event in whole if event.get("cat") in _DEVICE_WORK]
-    work = _launched(kernels, threads) if kernels else main
+    launched = [event for event in whole if event.get("cat") in _DEVICE_WORK]
+    work = _launched(launched, threads) if launched else main
     # kernels of the last step may run after the range in which they were launched
-    start, end = _start(steps[0]), max([_end(steps[-1]), *(span.end for span in work if kernels)])
+    start, end = _start(steps[0]), max([_end(steps[-1]), *(span.end for span in work if launched)])
     transfers = [span for span in work if span.kind == "communication"]
     notes = [e for e in whole if e.get("cat") == "user_annotation" and e["name"].startswith(_TRANSFERS)]
     transfers += [Span(_start(e), _end(e), "communication", e["name"]) for e in notes]
     computing = [span for span in work if span.kind not in ("communication", "data_wait")]
     without_rows = [span for span in main if span.kind == "data_wait"]
     seconds = _shared(start, end, computing, transfers, without_rows)
+    calls, busy = made_calls(whole), [(span.start, span.end) for span in computing]
+    of_nccl = kernels(whole, calls)
     return Breakdown(
         steps=tuple(int(event["name"].removeprefix(STEP)) for event in steps),
-        on_device=bool(kernels),
+        on_device=bool(launched),
         total_seconds=(end - start) * MICROSECONDS,
         seconds=seconds,
         communication_seconds=_shared(start, end, [], transfers, [])["communication"],
-        operators=_operators(work, kernels or threads[_thread(steps[0])]),
-        collectives=collectives(whole),
+        operators=_operators(work, launched or threads[_thread(steps[0])]),
+        collectives=by_name(calls, of_nccl),
+        dimensions=by_dimension(calls, of_nccl, busy, (start, end)),
         allocated_bytes=_allocated(events),
-        waiting=waiting(whole, [(span.start, span.end) for span in computing], bool(kernels)),
+        waiting=waiting(whole, busy, bool(launched)),
     )
 
 

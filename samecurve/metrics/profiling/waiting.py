@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from samecurve.metrics.profiling.intervals import covered
 from samecurve.planner.timetables import Pass, ScheduleRun, order, timetable
 
 MICROSECONDS = 1e-6
@@ -62,7 +63,7 @@ def waiting(events: Iterable[dict], computing: Sequence[tuple[float, float]], on
         rank=first.rank,
         ranks=first.ranks,
         seconds=sum(end - start for _, start, end in steps) * MICROSECONDS,
-        busy_seconds=sum(_covered(busy, start, end) for _, start, end in steps) * MICROSECONDS,
+        busy_seconds=sum(covered(busy, start, end) for _, start, end in steps) * MICROSECONDS,
         passes=dict(sorted(Counter(work.kind for work, *_ in works).items())),
         planned_passes=dict(sorted(planned.items())),
         predicted_idle=sum(predicted) / len(predicted),
@@ -71,12 +72,3 @@ def waiting(events: Iterable[dict], computing: Sequence[tuple[float, float]], on
 
 def _times(event: dict) -> tuple[float, float]:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
-
-
-def _covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
-    """Measure the part of a time range that is covered by spans, which may overlap."""
-    covered, reached = 0.0, start
-    for first, last in sorted(spans):
-        covered += max(0.0, min(last, end) - max(first, reached))
-        reached = max(reached, last)
-    return covered

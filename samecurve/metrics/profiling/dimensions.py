@@ -1,0 +1,144 @@
+"""The dimension of the run's mesh over which each collective of a trace runs.
+
+A dimension is named by the ranks that communicate, not by the library that made their process group: "dp", "cp", "tp",
+"pp" and "ep" as in the planner's ledger, or several such as "dp x tp". Where only one dimension has more than one rank,
+sums over all ranks are thus among its collectives.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from samecurve.metrics.profiling.groups import NOTES, PEER
+from samecurve.strategy.parallel_dims import DIMENSIONS, FSDP, ParallelDims
+
+CALL = "c10d::"
+UNKNOWN = "unknown group"
+DIMENSION = "dimension"  # the key among an event's arguments
+_NAMES = {"dp_replicate": "dp", "dp_shard": "dp"}
+_NAME, _RANKS = "Process Group Name", "Process Group Ranks"  # arguments of NCCL's events
+
+Groups = Mapping[str, list[int]]  # the ranks of each process group of this rank, by its name
+
+
+def joined(dims: ParallelDims, names: Collection[str]) -> str:
+    """Name the dimensions among these that have more than one rank, outermost first, e.g. "dp x cp"."""
+    spanned = [_NAMES.get(name, name) for name in DIMENSIONS if name in names and getattr(dims, name) > 1]
+    return " x ".join(dict.fromkeys(spanned)) or UNKNOWN
+
+
+def dimension(dims: ParallelDims, ranks: Collection[int], of_experts: bool = False) -> str:
+    """Name the dimensions in which global ranks differ.
+
+    Args:
+        of_experts: whether the collective is one that sends tokens to experts. This decides where the ranks that share
+            the experts are all those of a replica, and then also the ones over which the weights are sharded.
+    """
+    places = [dims.place(rank) for rank in ranks]
+    differing = {name for name in DIMENSIONS if len({place[name] for place in places}) > 1}
+    if dims.ep > 1 and len(ranks) == dims.ep and differing <= set(FSDP):
+        same_experts = len({dims.index(rank, *FSDP) // dims.ep for rank in ranks}) == 1
+        if same_experts and (of_experts or dims.efsdp > 1):
+            return "ep"
+    return joined(dims, differing)
+
+
+def attribute(trace: dict) -> list[dict]:
+    """Return the events of a trace; those of collectives get the argument `dimension`.
+
+    Args:
+        trace: as GroupNotes has completed it. Without its notes, no event gets a dimension.
+    """
+    events = trace["traceEvents"]
+    if NOTES not in trace:
+        return events
+    notes, info = trace[NOTES], trace.get("distributedInfo", {})
+    dims = ParallelDims(**notes["dims"])
+    groups = {each["pg_name"]: each["ranks"] for each in info.get("pg_config", ())}
+    whole = sorted((e for e in events if e.get("ph") == "X" and "dur" in e), key=_start)
+    calls = [event for event in whole if event["name"].startswith(CALL)]
+    found = _by_time(calls, notes["calls"], groups, trace.get("baseTimeNanoseconds", 0))
+    found |= _of_nccl(whole, calls, groups) | _of_messages(whole, calls, notes["rank"])
+    for index, ranks in found.items():
+        calls[index].setdefault("args", {})[DIMENSION] = dimension(dims, ranks, "alltoall" in calls[index]["name"])
+    _pass_to_kernels(whole, calls, groups, dims)
+    return events
+
+
+def _start(event: dict) -> float:
+    return float(event["ts"])
+
+
+def _by_time(calls: Sequence[dict], notes: Sequence, groups: Groups, base_ns: int) -> dict[int, list[int]]:
+    """Find the ranks of calls by index, from the flight recorder's notes: a note's time lies within its call."""
+    starts, found = [_start(call) for call in calls], {}
+    for time_ns, _, group in notes:
+        at = (time_ns - base_ns) / 1000
+        index = bisect_right(starts, at) - 1
+        if index >= 0 and at <= starts[index] + float(calls[index]["dur"]) and group in groups:
+            found[index] = groups[group]
+    return found
+
+
+def _of_nccl(events: Sequence[dict], calls: Sequence[dict], groups: Groups) -> dict[int, list[int]]:
+    """Find the ranks of calls by index, from the events with which NCCL's process groups describe each call."""
+    described = [event for event in events if event["name"] == "record_param_comms"]
+    pairs = ((index, _members(event, groups)) for index, event in _inside(described, calls))
+    return {index: ranks for index, ranks in pairs if ranks}
+
+
+def _of_messages(events: Sequence[dict], calls: Sequence[dict], rank: int) -> dict[int, list[int]]:
+    """Find the two ranks of each message by its index, from the range around it."""
+    ranges = [event for event in events if event["name"].startswith(PEER)]
+    pairs = ((_first_inside(event, calls), int(event["name"].removeprefix(PEER))) for event in ranges)
+    return {index: [rank, peer] for index, peer in pairs if index is not None}
+
+
+def _members(event: dict, groups: Groups) -> list[int]:
+    """Return the ranks of an NCCL event's process group, [] if it names none."""
+    arguments = event.get("args", {})
+    if arguments.get(_NAME) in groups:
+        return groups[arguments[_NAME]]
+    listed = arguments.get(_RANKS, "[]")
+    return [] if "..." in listed else json.loads(listed)  # torch shortens long lists
+
+
+def _inside(events: Sequence[dict], calls: Sequence[dict]) -> Iterator[tuple[int, dict]]:
+    """Yield (index of its call, event) of each event that its thread reached during a call."""
+    by_thread = defaultdict(list)
+    for index, call in enumerate(calls):
+        by_thread[call["tid"]].append((_start(call), index))
+    for event in events:
+        own = by_thread[event["tid"]]
+        place = bisect_right(own, (_start(event), len(calls))) - 1
+        if place >= 0 and _start(event) <= own[place][0] + float(calls[own[place][1]]["dur"]):
+            yield own[place][1], event
+
+
+def _first_inside(outer: dict, calls: Sequence[dict]) -> int | None:
+    """Return the index of the first call that a range contains."""
+    index = bisect_left(calls, _start(outer), key=_start)
+    ends = _start(outer) + float(outer["dur"])
+    while index < len(calls) and _start(calls[index]) <= ends:
+        if calls[index]["tid"] == outer["tid"]:
+            return index
+        index += 1
+    return None
+
+
+def _pass_to_kernels(events: Sequence[dict], calls: Sequence[dict], groups: Groups, dims: ParallelDims) -> None:
+    """Give each NCCL kernel the dimension of its call, and one of several messages at once that of its group."""
+    of_id = {}
+    for index, event in _inside(events, calls):
+        if "External id" in event.get("args", {}):
+            of_id[event["args"]["External id"]] = calls[index].get("args", {}).get(DIMENSION)
+    for kernel in (event for event in events if event.get("cat") == "kernel"):
+        arguments = kernel.setdefault("args", {})
+        found = of_id.get(arguments.get("External id"))
+        if found is None and (ranks := _members(kernel, groups)):
+            found = dimension(dims, ranks, "AllToAll" in kernel["name"])
+        if found is not None:
+            arguments[DIMENSION] = found
