@@ -106,18 +106,18 @@ def _numbers(job: Job) -> Iterator[Exchange]:
         yield Exchange("all", "all_reduce", "loss, norms", 3 * FP64 + (4 if fp32 else 1) * FP32)
         yield Exchange("all", "broadcast", "loss", 2 * FP32)
         return
-    doubles = 1 if layout.dp * layout.cp > 1 else 0  # loss
-    singles = flags = 0
+    yield Exchange("dp", "all_reduce", "loss sum", FP64 if layout.dp * layout.cp > 1 else 0)
+    doubles = singles = flags = 0
     if job.stack == "fsdp2" or layout.tp > 1:
-        doubles += 1  # norm of gradients of which each rank has a part
+        doubles = 1  # norm of gradients of which each rank has a part
     elif job.stack == "deepspeed":
         offloaded = any(each.startswith("optimizer:") for each in job.offload)
         if layout.zero == 3 and not offloaded:
-            doubles += 2
+            doubles = 2
         elif not (layout.zero == 1 and job.precision == "bf16"):  # where every rank has all gradients
             singles = 2
             flags = 1 if layout.zero < 3 and not fp32 else 0  # overflow, which DeepSpeed does not look for in fp32
-    yield Exchange("all", "all_reduce", "loss, norms", doubles * FP64 + singles * FP32 + flags)
+    yield Exchange("all", "all_reduce", "norms", doubles * FP64 + singles * FP32 + flags)
 
 
 def _fully_sharded(job: Job) -> list[Exchange]:
