@@ -31,7 +31,7 @@ from samecurve.specs.precision import compute_dtype, torch_dtype
 from samecurve.strategy.deepspeed_config import resolve_auto
 
 if TYPE_CHECKING:
-    from samecurve.strategy.plan import Plan, Strategy
+    from samecurve.strategy.plan import Plan
 
 # Process groups stay referenced until the process exits. Otherwise DDP's Reducer may drop the last reference: the
 # group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
@@ -47,9 +47,7 @@ def start(plan: Plan) -> Accelerator:
         ConfigurationError: the device does not support the recipe's fp8 or Liger kernels.
     """
     strategy, recipe = plan.strategy, plan.recipe
-    if recipe.profile.steps is not None:
-        flight_recorder.enable()  # it looks at the environment when the first collective starts
-    _prepare_environment(strategy)
+    _prepare_environment(plan)
     if cpu_bridge.needed():
         allocator.keep_freed_memory()
         cpu_bridge.prepare(strategy)
@@ -97,13 +95,16 @@ def computes_in_copies(plan: Plan) -> bool:
     return plan.recipe.precision == "bf16" and plan.strategy.family in ("single", "ddp")
 
 
-def _prepare_environment(strategy: Strategy) -> None:
+def _prepare_environment(plan: Plan) -> None:
     """Prepare what the process groups depend on, and after a restart by torchrun create the first one."""
+    strategy = plan.strategy
     if strategy.family == "single":
         launch_env.export_launch_env(strategy)
         return
     network.choose_interface()
     control_group.lengthen_default_timeouts()
+    if plan.recipe.profile.steps is not None:
+        flight_recorder.enable()
     launch_env.export_launch_env(strategy)
     shared_gpu.prepare()
     launch_env.rejoin_after_restart(cpu_bridge.backend(strategy), control_group.TIMEOUT)

@@ -280,25 +280,25 @@ def test_communication_by_dimension_on_a_cpu_by_hand():
         floats("_allgather_base_", 20, 1, 8, 4),
         annotation("gloo:all_gather", 21, 9, thread=3),
         floats("_reduce_scatter_base_", 40, 5, 3, 6),
-        annotation("gloo:all_reduce", 41, 3, thread=3),
+        annotation("gloo:all_reduce", 41, 6, thread=3),  # until 47
         annotation(f"{PEER}1", 50, 10),
         floats("send", 52, 6, 25),
         annotation("gloo:send", 57, 1),
         floats("_allgather_base_", 70, 1, 2, 1),  # of no group that the trace knows
         floats("_allgather_base_", 80, 1, 2, 1),
     ]
-    found = breakdown(attribute(noted(events, (11, "1"), (20.5, "0"), (42, "2"), (70.5, "9"), (80.5, "0"))))
+    found = breakdown(attribute(noted(events, (11, "1"), (20.5, "0"), (42, "2"), (70.5, "9"), (75, "2"), (80.5, "0"))))
     assert by_dimension(found) == {
         ("dp", "all_gather"): (1, 80, 4, 8),
         ("dp x tp", "all_gather"): (2, 32 + 8, 10 + 1, 0),
-        ("tp", "reduce_scatter"): (1, 24, 5, 0),
+        ("tp", "reduce_scatter"): (1, 24, 7, 0),
         ("tp", "send"): (1, 100, 6, 0),
         (UNKNOWN, "all_gather"): (1, 8, 1, 0),
     }
     # the two all-gathers overlap from 20 to 22
     totals = {each.name: (each.total.calls, each.total.num_bytes, each.total.seconds) for each in found.dimensions}
-    assert totals["tp"] == (2, 124, pytest.approx(0.011))
-    assert found.communication_seconds == pytest.approx(0.020 + 0.005 + 0.006 + 0.002)
+    assert totals["tp"] == (2, 124, pytest.approx(0.013))
+    assert found.communication_seconds == pytest.approx(0.020 + 0.007 + 0.006 + 0.002)
     assert {each.name: each.num_bytes for each in found.collectives}["all_gather"] == 80 + 40 + 8
 
 

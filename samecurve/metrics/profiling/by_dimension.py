@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from samecurve.metrics.profiling.collectives import Call, Kernel
-from samecurve.metrics.profiling.intervals import Interval, covered, merged
+from samecurve.metrics.profiling.intervals import Interval, covered
 
 _MICROSECONDS = 1e-6
 
@@ -65,7 +65,7 @@ def by_dimension(
         spans[call.dimension, call.name] += () if kernels else call.spans
     for kernel in kernels:
         spans[kernel.dimension, kernel.name].append((kernel.start, kernel.end))
-    work = merged(computing)
+    work = sorted(computing)
     parts: dict[str, dict[str, Communication]] = defaultdict(dict)
     for dimension, name in spans:
         key = dimension, name
@@ -83,7 +83,7 @@ def by_dimension(
 def _communication(
     calls: Sequence[Call], spans: Sequence[Interval], work: Sequence[Interval], steps: Interval
 ) -> Communication:
-    """Sum up some calls. spans: when they communicate. work: when the rank computes, without overlap."""
+    """Sum up some calls. spans: when they communicate. work: when the rank computes."""
     exposed = covered([*spans, *work], *steps) - covered(work, *steps)
     return Communication(
         calls=len(calls),
