@@ -47,7 +47,7 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
         engine = ScheduledEngine(accelerator, plan, skeleton, task)
     else:
         engine = TorchEngine(accelerator, plan, skeleton, task)
-    verify(plan, engine.describe())
+    verify(plan, engine.describe(), (parameter.shape for parameter in skeleton.parameters()))
     return engine
 
 

@@ -157,6 +157,7 @@ class PipelineEngine:
     def describe(self) -> EngineDescription:
         engine, module = self._engine, self._module
         accumulated = engine.get_data_types()[1]
+        sizes = {"pp": self._grid.pipe_parallel_size, "dp_shard": self.shard[1]}  # as DeepSpeed's topology orders them
         return EngineDescription(
             engine=type(engine).__name__,
             **deepspeed_introspection.numbers(engine),
@@ -172,6 +173,7 @@ class PipelineEngine:
             weight_dtype=dtype_name(next(module.parameters()).dtype),
             accumulation_dtype=dtype_name(accumulated) if accumulated else None,
             kernels=self._kernels,
+            mesh={name: size for name, size in sizes.items() if size > 1},
             sharded=False,
         )
 

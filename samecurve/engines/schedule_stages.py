@@ -64,7 +64,7 @@ class LocalStages:
     Attributes:
         name: the schedule's name.
         pipelines: the ranks of each pipeline, in the order of the pipeline.
-        peers: the ranks of this rank's pipeline.
+        peers, group: the ranks of this rank's pipeline, and their process group.
         rank, ranks: this rank's place among its peers, and their number.
         count: the number of stages, of which a rank may have several.
         modules: this rank's stages by index, in ascending order.
@@ -91,7 +91,7 @@ class LocalStages:
         self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
         self.schedule = SCHEDULES[self.name]
         self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
-        self._group = mesh.group("pp")  # the schedule's own, so that NCCL makes no further communicators
+        self.group = mesh.group("pp")  # the schedule's own, so that NCCL makes no further communicators
         self.pipelines = mesh.dims.groups("pp")
         self.peers = next(group for group in self.pipelines if mesh.rank in group)
         self.rank = self.peers.index(mesh.rank)
@@ -179,11 +179,11 @@ class LocalStages:
                 before, after = self.rank_of(max(stage - 1, 0)), self.rank_of(min(stage + 1, self.count - 1))
                 if before != self.rank:
                     hidden = torch.empty(*input_ids.shape, hidden_size, device=self.device)
-                    dist.recv(hidden, self.peers[before], group=self._group)
+                    dist.recv(hidden, self.peers[before], group=self.group)
                 hidden = self.modules[stage](hidden, position_ids, labels)
                 if after != self.rank:
                     # fp32, as the receiver has allocated
-                    dist.send(hidden.float().contiguous(), self.peers[after], group=self._group)
+                    dist.send(hidden.float().contiguous(), self.peers[after], group=self.group)
         for module in self.modules.values():
             if isinstance(module, FSDPModule):  # gathered weights would outlive an update
                 for unit in (each for each in module.modules() if isinstance(each, FSDPModule)):

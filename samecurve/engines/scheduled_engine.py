@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.profiler import record_function
 
-from samecurve.engines import fsdp, grad_cache, schedule_stages, tensor_parallel
+from samecurve.engines import fsdp, grad_cache, live_mesh, schedule_stages, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums, measure_of
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
@@ -225,6 +225,8 @@ class ScheduledEngine:
         recipe, weights, taught = self.recipe, self._stages.weights, self._forward.teacher
         num_parameters = local_numel(weights.values())
         sharded = any(isinstance(module, FSDPModule) for module in self._stages.modules.values())
+        replicas = self._mesh.group("dp_replicate") if self._mesh.dims.dp_replicate > 1 else None
+        groups = {"pp": self._stages.group, "dp_replicate": replicas}
         return EngineDescription(
             engine=schedules.get_schedule_class(self._plan.strategy.pipeline_schedule).__name__,
             optimizer=type(self._optimizer).__name__,
@@ -243,6 +245,7 @@ class ScheduledEngine:
             weight_dtype=dtype_name(next(iter(weights.values())).dtype),
             reduce_dtype="fp32" if sharded else None,
             sharded=sharded,
+            **live_mesh.describe([*weights.values()], groups),
             tensor_parallel_size=tensor_parallel.cut_size(weights),
             num_teacher_parameters_per_rank=taught.num_parameters_per_rank if taught else 0,
             loss_implementation="chunked" if self._measures else "full",

@@ -19,6 +19,7 @@ from samecurve.engines import (
     context_parallel,
     expert_parallel,
     fsdp,
+    live_mesh,
     router_loss,
     sequence_parallel,
     teacher,
@@ -234,6 +235,8 @@ class TorchEngine:
             if weight.to_local().device.type != self.device.type:
                 offload = ("optimizer:cpu", "param:cpu")
         taught, exchanging = self.forward.teacher, context_parallel.attention_of(self.module)
+        groups = {"dp_replicate": getattr(self.model, "process_group", None), "cp": getattr(exchanging, "group", None)}
+        weights = [self.tensors[name] for name, _ in self.skeleton.named_parameters()]
         return EngineDescription(
             engine=type(self.model).__name__,
             optimizer=type(self.optimizer).__name__,
@@ -242,7 +245,7 @@ class TorchEngine:
             device=str(self.device),
             num_parameters=self.skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
-            num_parameters_per_rank=local_numel(self.tensors[name] for name, _ in self.skeleton.named_parameters()),
+            num_parameters_per_rank=local_numel(weights),
             num_teacher_parameters_per_rank=local_numel(taught.parameters()) if taught else 0,
             precision=precision,
             micro_batch_size=self.recipe.batch.micro_batch_size,
@@ -252,6 +255,7 @@ class TorchEngine:
             reduce_dtype=dtype_name(reduced) if reduced else None,
             whole_gradient_bytes=fsdp.whole_gradient_bytes(self.plan, self.shapes, reduced),
             sharded=isinstance(self.model, FSDPModule),
+            **live_mesh.describe(weights, groups),
             replicate_size=replicate_size,
             tensor_parallel_size=tensor_parallel.cut_size(dict(self.module.named_parameters())),
             context_parallel_size=exchanging.size if exchanging else 1,

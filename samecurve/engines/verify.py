@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from samecurve.errors import TopologyError
 from samecurve.specs.precision import DTYPES
+from samecurve.strategy.parallel_dims import FSDP
 
 if TYPE_CHECKING:
     from samecurve.interfaces.engine import EngineDescription
@@ -14,18 +17,62 @@ if TYPE_CHECKING:
 _WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipeline": "PipelineEngine"}
 
 
-def verify(plan: Plan, running: EngineDescription) -> None:
-    """Raise TopologyError (exit code 6) with both values of every difference between the plan and the live engine."""
-    asked = _asked(plan)
+_TOLERANCE = 0.1  # of the share of a rank
+
+
+def verify(plan: Plan, running: EngineDescription, shapes: Iterable[Sequence[int]]) -> None:
+    """Compare the live engine with the plan.
+
+    Args:
+        plan: what was asked for.
+        running: what runs.
+        shapes: full shape of every weight of the model, frozen ones included.
+
+    Raises:
+        TopologyError: with both values of every difference (exit code 6).
+    """
     differences = [
         f"  {key}: asked for {value!r}, but {getattr(running, key)!r} runs"
-        for key, value in asked.items()
+        for key, value in _asked(plan).items()
         if getattr(running, key) != value
     ]
+    found, dims = [*running.mesh.items()], plan.strategy.dims
+    asked = [(name, size) for name, size in dims.sizes.items() if size > 1]
+    if found != asked:  # in this order, too
+        differences += [f"  mesh: asked for {dict(asked)!r}, but {dict(found)!r} runs"]
+    share = expected_share(plan, shapes)
+    if not isinstance(share, str) and not share[0] <= running.num_parameters_per_rank <= share[1]:
+        ends = f"{math.ceil(share[0]):,} to {math.floor(share[1]):,}"
+        differences += [f"  num_parameters_per_rank: asked for {ends}, but {running.num_parameters_per_rank:,} runs"]
     if differences:
         raise TopologyError(
             f"strategy {plan.strategy.name}: what runs is not what was asked for\n" + "\n".join(differences)
         )
+
+
+def expected_share(plan: Plan, shapes: Iterable[Sequence[int]]) -> tuple[float, float] | str:
+    """Return the fewest and the most parameters that a rank may hold, within 10 %; the reason where that is unknown.
+
+    FSDP2 divides the rows of a weight: with 5 rows, four ranks have 2, 2, 1 and 0. ZeRO-3 pads the last part. Tensor
+    parallelism cuts matrices; each rank has all of some vectors (norms), and of experts that other ranks share.
+    """
+    strategy, dims, recipe = plan.strategy, plan.strategy.dims, plan.recipe
+    if dims.pp > 1:
+        return "stages differ in size"
+    if recipe.adapter.quantization:
+        return "two 4-bit weights are one element"
+    if recipe.adapter.name and dims.tp > 1:
+        return "tensor parallelism cuts one of an adapter's two matrices"
+    ranks = dims.size(*FSDP) if strategy.family == "fsdp" or strategy.zero_stage == 3 else 1
+    fewest = most = 0.0
+    for shape in shapes:
+        count = math.prod(shape)
+        rows = shape[0] if strategy.family == "fsdp" and len(shape) else count
+        width, largest = count // rows, math.ceil(rows / ranks)
+        smallest = largest if strategy.zero_stage == 3 else max(rows - (ranks - 1) * largest, 0)
+        fewest += smallest * width / dims.tp
+        most += largest * width / (dims.tp if len(shape) == 2 else 1)
+    return fewest * (1 - _TOLERANCE), most * (1 + _TOLERANCE)
 
 
 def _asked(plan: Plan) -> dict:

@@ -178,6 +178,7 @@ class ZeroEngine:
             num_parameters_per_rank=_local_numel(self.tensors[name] for name, _ in self.skeleton.named_parameters()),
             num_teacher_parameters_per_rank=_local_numel(taught.parameters()) if taught else 0,
             weight_dtype=dtype_name(engine.get_data_types()[0]),
+            mesh={"dp_shard": engine.dp_world_size} if engine.dp_world_size > 1 else {},
             sharded=hasattr(next(engine.parameters()), "ds_id"),
             offload=offload,
             secondary_partition=zero3_partition.secondary_partition(engine.module),

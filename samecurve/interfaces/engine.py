@@ -58,6 +58,10 @@ class EngineDescription:
         engine: class name of the engine.
         optimizer: class name of the optimizer.
         device: torch's name of the device, e.g. cuda:1.
+        mesh: size of every dimension of ParallelDims with more than one rank, outermost first: neighbouring ranks
+            differ in the last one.
+        placements: number of this rank's weights by their placement on a mesh, e.g. "fsdp Shard(0), tp Replicate";
+            "whole" for a weight without a mesh. {} under DeepSpeed.
         num_parameters_per_rank: number of parameters that this rank holds between two steps.
         precision: dtype of the forward pass: fp32, bf16 or fp16.
         gradient_clipping: maximum gradient norm.
@@ -97,6 +101,8 @@ class EngineDescription:
     weight_dtype: str
     reduce_dtype: str | None
     sharded: bool
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    placements: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int = 0
     secondary_partition: int = 1
     replicate_size: int = 1

@@ -7,12 +7,15 @@ engine that ran, because on a CPU a strategy can silently become another one.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from harness import ROOT, STEPS, Run, largest_relative_difference, relative_l2
+
+from samecurve.strategy.parallel_dims import DIMENSIONS
 
 ENGINES = {
     "single": "LlamaForCausalLM",
@@ -190,6 +193,11 @@ def assert_what_ran(run: Run, case: Case) -> None:
     assert (facts["context_parallel_size"], facts["context_parallel"]) == (case.parts, CUT_ROWS.get(case.strategy, ""))
     assert facts["offload"] == OFFLOAD.get(case.strategy, [])
     assert facts["sharded"] == (case.strategy in SHARDED)
+    mesh, named = facts["mesh"], {"pp": case.stages, "cp": case.parts, "tp": case.cut}
+    assert {name: mesh.get(name, 1) for name in named} == named and mesh.get("dp_replicate", 1) >= replicas
+    assert math.prod(mesh.values()) == case.world and list(mesh) == [name for name in DIMENSIONS if name in mesh]
+    placed = "Shard(0)" if facts["sharded"] or case.cut > 1 else "whole"
+    assert facts["zero_stage"] or any(placed in places for places in facts["placements"])
     # of what is cut, a tensor-parallel group holds one copy; norms are whole; stages are not of one size
     if (facts["sharded"] or case.cut > 1) and case.stages == 1:
         share = facts["num_parameters"] * replicas / case.world

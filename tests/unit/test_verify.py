@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from samecurve.config.schema import Recipe
-from samecurve.engines.verify import verify
+from samecurve.engines.verify import expected_share, verify
 from samecurve.errors import TopologyError
 from samecurve.interfaces.engine import EngineDescription
 from samecurve.strategy.parallel_dims import ParallelDims
@@ -52,8 +52,10 @@ RUNNING = EngineDescription(
     reduce_dtype=None,
     zero_stage=3,
     sharded=True,
+    mesh={"dp_shard": 2},
     offload=("optimizer:cpu",),
 )
+SHAPES = [(3, 2), (4,)]  # 10 parameters
 
 
 def plan(**strategy) -> SimpleNamespace:
@@ -61,7 +63,7 @@ def plan(**strategy) -> SimpleNamespace:
 
 
 def test_what_was_asked_for_passes():
-    verify(plan(), RUNNING)
+    verify(plan(), RUNNING, SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +79,22 @@ def test_what_was_asked_for_passes():
         ("precision", "fp32"),
         ("weight_dtype", "float32"),
         ("zero_stage", 2),
+        ("secondary_partition", 2),
         ("sharded", False),
         ("replicate_size", 2),
         ("tensor_parallel_size", 2),
         ("context_parallel_size", 2),
         ("context_parallel", "ulysses"),
+        ("expert_parallel_size", 2),
+        ("mesh", {"dp_replicate": 2}),
+        ("mesh", {}),
         ("tp_sequence_parallel", True),
         ("offload", ()),
     ],
 )
 def test_a_difference_names_both_values(key, running):
     with pytest.raises(TopologyError) as error:
-        verify(plan(), replace(RUNNING, **{key: running}))
+        verify(plan(), replace(RUNNING, **{key: running}), SHAPES)
     assert str(error.value) == (
         "strategy zero3: what runs is not what was asked for\n"
         f"  {key}: asked for {getattr(RUNNING, key)!r}, but {running!r} runs"
@@ -99,6 +105,69 @@ def test_a_difference_names_both_values(key, running):
 def test_fsdp_that_did_not_shard_is_told():
     running = replace(RUNNING, engine="LlamaForCausalLM", zero_stage=0, weight_dtype="float32")
     fsdp = plan(name="fsdp", family="fsdp", zero_stage=0)
-    verify(fsdp, running)
+    verify(fsdp, running, SHAPES)
     with pytest.raises(TopologyError, match="sharded: asked for True, but False runs"):
-        verify(fsdp, replace(running, sharded=False))
+        verify(fsdp, replace(running, sharded=False), SHAPES)
+
+
+def test_another_schedule_is_told():
+    schedule = {"name": "pipeline_gpipe", "family": "schedule", "zero_stage": 0, "pipeline_schedule": "GPipe"}
+    asked = plan(**schedule, pipeline_stages=2, data_parallel_size=1, dims=ParallelDims(pp=2))
+    running = replace(RUNNING, zero_stage=0, sharded=False, pipeline_stages=2, data_parallel_size=1, mesh={"pp": 2})
+    running = replace(running, gradient_accumulation_steps=4, num_parameters_per_rank=9)
+    verify(asked, replace(running, engine="ScheduleGPipe"), SHAPES)
+    with pytest.raises(TopologyError, match="engine: asked for 'ScheduleGPipe', but 'Schedule1F1B' runs"):
+        verify(asked, replace(running, engine="Schedule1F1B"), SHAPES)
+
+
+def test_a_mesh_in_another_order_is_told():
+    """Tensor-parallel ranks that are no neighbours."""
+    dims, mesh = ParallelDims(dp_shard=2, tp=2), {"dp_shard": 2, "tp": 2}
+    asked = plan(family="fsdp", zero_stage=0, world_size=4, tensor_parallel_size=2, dims=dims)
+    running = replace(RUNNING, zero_stage=0, world_size=4, tensor_parallel_size=2, mesh=mesh, num_parameters_per_rank=3)
+    verify(asked, running, SHAPES)
+    with pytest.raises(TopologyError) as error:
+        verify(asked, replace(running, mesh={"tp": 2, "dp_shard": 2}), SHAPES)
+    asked_for = "{'dp_shard': 2, 'tp': 2}"
+    assert str(error.value).endswith(f"\n  mesh: asked for {asked_for}, but {{'tp': 2, 'dp_shard': 2}} runs")
+
+
+@pytest.mark.parametrize("count", [4, 6, 10])
+def test_another_share_is_told(count):
+    with pytest.raises(TopologyError) as error:
+        verify(plan(), replace(RUNNING, num_parameters_per_rank=count), SHAPES)
+    assert str(error.value).endswith(f"\n  num_parameters_per_rank: asked for 5 to 5, but {count} runs")
+
+
+def fsdp_plan(**sizes: int) -> SimpleNamespace:
+    return plan(family="fsdp", zero_stage=0, dims=ParallelDims(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("asked", "shapes", "fewest", "most"),
+    [
+        (plan(zero_stage=2), [(30, 20), (40,)], 640, 640),
+        (plan(dims=ParallelDims(dp_shard=3)), [(5, 4), (4,)], 7 + 2, 7 + 2),  # 20 in parts of 7, 4 in parts of 2
+        (fsdp_plan(dp_shard=4), [(5, 4)], 0, 8),  # 2, 2, 1 and 0 rows
+        (fsdp_plan(dp_replicate=2, dp_shard=2, cp=2), [(8, 10), (4,)], 21, 21),
+        (fsdp_plan(dp_shard=2, tp=2), [(8, 10), (4,)], 21, 22),  # the vector may be a norm's
+        (fsdp_plan(dp_shard=4, tp=2, ep=2), [(8, 10), (4, 6, 5)], 10 + 15, 10 + 30),  # experts, whole on both
+    ],
+)
+def test_the_share_by_hand(asked, shapes, fewest, most):
+    assert expected_share(asked, shapes) == pytest.approx((fewest * 0.9, most * 1.1))
+
+
+@pytest.mark.parametrize(
+    ("dims", "adapter", "reason"),
+    [
+        (ParallelDims(pp=2), {}, "stages"),
+        (ParallelDims(dp_shard=2), {"name": "qlora", "quantization": "nf4"}, "4-bit"),
+        (ParallelDims(tp=2), {"name": "lora", "quantization": None}, "adapter"),
+    ],
+)
+def test_a_share_that_is_not_known_has_a_reason(dims, adapter, reason):
+    asked = plan(dims=dims)
+    if adapter:
+        asked.recipe = SimpleNamespace(adapter=SimpleNamespace(**adapter))
+    assert reason in expected_share(asked, SHAPES)
