@@ -139,6 +139,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("strategy", facts["strategy"] + (f" ({facts['strategy_path']})" if facts["strategy_path"] else "")),
         ("engine", f"{facts['engine']} on {facts['device']}"),
         ("world", _world(facts)),
+        ("mesh", _mesh(facts)),
         ("parameters", _parameters(facts)),
         ("new head", _new_head(facts)),
         (
@@ -248,6 +249,14 @@ def _world(facts: dict) -> str:
         cut += f", a second copy of the weights over each {group}"
     cut += " with sequence parallelism" if facts.get("tp_sequence_parallel") else ""
     return f"{processes} by {facts['launcher']}, {facts['data_parallel_size']} data-parallel{cut}{stages}"
+
+
+def _mesh(facts: dict) -> str:
+    """Describe the order of the ranks; "" if they differ in one dimension, which the line of the world names."""
+    mesh, shards = facts.get("mesh", {}), "shards" if facts.get("sharded") else "data-parallel"
+    names = {"pp": "stages", "dp_replicate": "replicas", "dp_shard": shards, "cp": "context-parallel"}
+    named = [f"{size} {names.get(name, 'tensor-parallel')}" for name, size in mesh.items()]
+    return f"{' x '.join(named)}, the last over neighbouring ranks" if len(named) > 1 else ""
 
 
 def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:

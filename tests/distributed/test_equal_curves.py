@@ -196,6 +196,7 @@ def assert_what_ran(run: Run, case: Case) -> None:
     mesh, named = facts["mesh"], {"pp": case.stages, "cp": case.parts, "tp": case.cut}
     assert {name: mesh.get(name, 1) for name in named} == named and mesh.get("dp_replicate", 1) >= replicas
     assert math.prod(mesh.values()) == case.world and list(mesh) == [name for name in DIMENSIONS if name in mesh]
+    assert ("the last over neighbouring ranks" in run.output) == (len(mesh) > 1)
     placed = "Shard(0)" if facts["sharded"] or case.cut > 1 else "whole"
     assert facts["zero_stage"] or any(placed in places for places in facts["placements"])
     # of what is cut, a tensor-parallel group holds one copy; norms are whole; stages are not of one size

@@ -87,6 +87,27 @@ def test_header_says_what_runs():
     ]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "sharded", "text"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 4}, True, "2 replicas x 4 shards"),
+        ({"pp": 2, "dp_shard": 3, "tp": 2}, True, "2 stages x 3 shards x 2 tensor-parallel"),
+        ({"dp_shard": 2, "cp": 4, "tp": 2}, True, "2 shards x 4 context-parallel x 2 tensor-parallel"),
+        ({"pp": 2, "dp_replicate": 2}, False, "2 stages x 2 replicas"),
+        ({"pp": 2, "dp_shard": 2}, False, "2 stages x 2 data-parallel"),  # DeepSpeed's pipeline
+    ],
+)
+def test_header_says_how_ranks_are_arranged(mesh, sharded, text):
+    lines = header_lines({**FACTS, "mesh": mesh, "sharded": sharded})
+    place = lines.index(("mesh", f"{text}, the last over neighbouring ranks"))
+    assert lines[place - 1][0] == "world"
+
+
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}])
+def test_one_dimension_needs_no_line(mesh):
+    assert "mesh" not in dict(header_lines({**FACTS, "mesh": mesh, "sharded": True}))
+
+
 def test_header_warns_of_a_slow_precision():
     lines = header_lines({**FACTS, "precision_warning": "bf16 is slow on this CPU"})
     where = lines.index(("warning", "bf16 is slow on this CPU"))
