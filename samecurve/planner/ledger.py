@@ -38,7 +38,7 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
     Args:
         job: a strategy that this version runs.
         stage: of stages.stages.
-        trained_tokens: per step and data-parallel rank, as the loss of a tensor-parallel group is computed of these
+        trained_tokens: per step and rank of dp x cp, as the loss of a tensor-parallel group is computed of these
             alone; default: all.
     """
     if job.layout.gpus == 1:

@@ -70,7 +70,7 @@ def check_ledger(run, folder, routed=False):
         # the last step's stop flag may still be on its way when the profile ends
         assert all(each.untyped <= (each.name == "all_reduce") for each in found.collectives)
         tokens = sum(each["tokens"] for each in run.metrics if each["step"] in found.steps)
-        expected = by_dimension(dims, ledger.ledger(job, stage, tokens / len(found.steps) / job.layout.dp))
+        expected = by_dimension(dims, ledger.ledger(job, stage, tokens / len(found.steps) / dims.size(*LOSS)))
         counted = {
             (dimension.name, name): each.num_bytes / len(found.steps)
             for dimension in found.dimensions
