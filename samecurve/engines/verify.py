@@ -66,13 +66,22 @@ def expected_share(plan: Plan, shapes: Iterable[Sequence[int]]) -> tuple[float, 
     ranks = dims.size(*FSDP) if strategy.family == "fsdp" or strategy.zero_stage == 3 else 1
     fewest = most = 0.0
     for shape in shapes:
-        count = math.prod(shape)
-        rows = shape[0] if strategy.family == "fsdp" and len(shape) else count
-        width, largest = count // rows, math.ceil(rows / ranks)
-        smallest = largest if strategy.zero_stage == 3 else max(rows - (ranks - 1) * largest, 0)
-        fewest += smallest * width / dims.tp
-        most += largest * width / (dims.tp if len(shape) == 2 else 1)
+        by_row = strategy.family == "fsdp" and len(shape) > 0  # ZeRO-3 divides elements
+        rows, width = (shape[0], math.prod(shape[1:])) if by_row else (math.prod(shape), 1)
+        # tensor parallelism has cut columns or rows before, or nothing
+        ways = [_parts(rows, ranks, width / dims.tp)]
+        ways += [_parts(math.ceil(rows / dims.tp), ranks, width)] if len(shape) < 3 else []
+        ways += [_parts(rows, ranks, width)] if len(shape) != 2 else []
+        padded = strategy.zero_stage == 3
+        fewest += min(largest if padded else smallest for smallest, largest in ways)
+        most += max(largest for _, largest in ways)
     return fewest * (1 - _TOLERANCE), most * (1 + _TOLERANCE)
+
+
+def _parts(rows: int, ranks: int, width: float) -> tuple[float, float]:
+    """Return the number of values in the smallest and in the largest part of a weight's rows over some ranks."""
+    largest = math.ceil(rows / ranks)
+    return max(rows - (ranks - 1) * largest, 0) * width, largest * width
 
 
 def _asked(plan: Plan) -> dict:

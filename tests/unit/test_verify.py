@@ -151,6 +151,7 @@ def fsdp_plan(**sizes: int) -> SimpleNamespace:
         (fsdp_plan(dp_shard=4), [(5, 4)], 0, 8),  # 2, 2, 1 and 0 rows
         (fsdp_plan(dp_replicate=2, dp_shard=2, cp=2), [(8, 10), (4,)], 21, 21),
         (fsdp_plan(dp_shard=2, tp=2), [(8, 10), (4,)], 21, 22),  # the vector may be a norm's
+        (fsdp_plan(dp_shard=2, tp=2), [(6, 10)], 10, 20),  # 3 rows of a tensor-parallel rank: 2 and 1
         (fsdp_plan(dp_shard=4, tp=2, ep=2), [(8, 10), (4, 6, 5)], 10 + 15, 10 + 30),  # experts, whole on both
     ],
 )
