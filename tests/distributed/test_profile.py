@@ -208,6 +208,8 @@ def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
         ("zero3_hpz", 4),
         ("fsdp_tp", 4),
         ("fsdp_tp_cp", 8),
+        ("pipeline_fsdp", 4),
+        ("pp_fsdp_tp", 8),
     ],
 )
 def test_predicted_bytes_of_several_dimensions(strategy, world, workspace):
