@@ -13,7 +13,7 @@ COMPILED_FLOOR = 0.5  # share of the launches that remain
 EXPERT_LAUNCH_US = 100  # of the ten kernels of an expert that takes its turn: selection, products, addition (assumed)
 # Host time of a layer's forward pass on a CPU, whose core also computes: what a layer of width 32 adds to a step, by
 # 2.5, without its collectives (AMD EPYC, torch 2.13.0, deepspeed 0.19.8, 2026-11-26). Hooks are part of it: DTensor's,
-# FSDP2's, and ZeRO-3's on each module.
+# FSDP2's, and ZeRO-3's on each module. The machine did other work meanwhile, so that these may be too high.
 CPU_LAUNCH_US = {"": 700, "tp": 2600, "fsdp2": 1500, "zero3": 4400}
 CPU_STEP_US = {"torch": 11_000, "deepspeed": 23_000}  # what is left of that step without layers
 SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward

@@ -78,6 +78,7 @@ CASES = [
         ("pipeline_zbv", 2, (DEEPER,), ()),
         ("pipeline_zbv", 2, (DEEPER,), (RECOMPUTED,)),
         ("pipeline_dualpipev", 2, (DEEPER,), (RECOMPUTED,)),
+        ("zero3_hpz", 4, (GPT2,), ()),
         ("pipeline_fsdp", 4, (GPT2,), (RECOMPUTED,)),
         ("pp_fsdp_tp", 8, (LLAMA, PACKED), (RECOMPUTED,)),
         ("ddp", 3, MLM, ()),

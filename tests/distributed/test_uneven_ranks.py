@@ -66,3 +66,13 @@ def test_a_run_goes_on_with_three_devices(origin, world, workspace):
     run = workspace.resume(before, 10, "fsdp", 3, "batch.micro_batch_size=2")
     assert_same_curve(run, before, start=10)
     assert run.facts["resumed_from"] and f"strategy: {origin} -> fsdp" in run.output
+
+
+@FULL
+def test_a_run_of_eight_devices_goes_on_with_seven_and_three(workspace):
+    """Of 8 rows, each of 7 ranks has one, and one of them a second."""
+    before = workspace.run("ddp", 8, "batch.micro_batch_size=1")
+    for world in (7, 3):
+        run = workspace.resume(before, 10, "ddp", world, "batch.micro_batch_size=1")
+        assert_same_curve(run, before, start=10)
+        assert run.facts["world_size"] == world
