@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.machine import commit, description
 from benchmarks.ports import free_port
+from samecurve.bench.strategy_variants import write_changed
 from samecurve.config.overrides import latest_overrides
 from samecurve.storage.atomic import utc_timestamp
 
@@ -132,20 +133,18 @@ class Workspace:
 
     def sequence_parallel(self, name: str) -> Path:
         """The strategy file `name`, under that name, with sequence parallelism."""
-        return self._parallel(name, "tp_sequence_parallel", "true")
+        return self.parallel(name, tp_sequence_parallel="true")
 
     @property
     def ring(self) -> Path:
         """fsdp_cp, under that name, whose keys travel in a ring."""
-        return self._parallel("fsdp_cp", "cp_comm_strategy", "alltoall")
+        return self.parallel("fsdp_cp", cp_comm_strategy="alltoall")
 
-    def _parallel(self, name: str, key: str, value: str) -> Path:
-        path = self.folder / key / f"{name}.yaml"
-        path.parent.mkdir(exist_ok=True)
-        text, block = self.strategy(name).read_text(), "parallelism_config:\n"
-        assert block in text
-        path.write_text(text.replace(block, f"{block}  parallelism_config_{key}: {value}\n"))
-        return path
+    def parallel(self, name: str, **keys: int | str) -> Path:
+        """The strategy file `name`, under that name, with other values of some keys of its parallelism."""
+        changes = [f"parallelism_config.parallelism_config_{key}={value}" for key, value in keys.items()]
+        folder = self.folder / "_".join(f"{key}_{value}" for key, value in keys.items())
+        return write_changed(self.strategy(name), changes, folder)
 
     def run(self, strategy: str | Path | None, world: int, *overrides: str, launcher: str = "fork") -> Run:
         key = (strategy, world, overrides, launcher)

@@ -62,6 +62,31 @@ def test_families_on_packed_rows(family, way, world, workspace):
     assert_equal(run, expected)
 
 
+# the keys that change the size of fsdp_ulysses or fsdp_cp
+FOUR = {
+    "ulysses": ("fsdp_ulysses", {"sp_size": 4}),
+    "allgather": ("fsdp_cp", {"cp_size": 4}),
+    "ring": ("fsdp_cp", {"cp_size": 4, "cp_comm_strategy": "alltoall"}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("exchange", FOUR)
+def test_rows_in_four_parts(exchange, family, workspace):
+    """Two key heads, or one, for four ranks; a window of 9 tokens is longer than the 8 of a rank's part."""
+    name, keys = FOUR[exchange]
+    expected = short_run(workspace, None, 1, 8, config_of(family), PACKED)
+    run = short_run(workspace, workspace.parallel(name, **keys), 4, 4, config_of(family), PACKED)
+    facts = run.facts
+    assert (facts["context_parallel"], facts["context_parallel_size"], facts["data_parallel_size"]) == (exchange, 4, 1)
+    assert (facts["gradient_accumulation_steps"], facts["sharded"]) == (2, True)
+    assert f"4 context-parallel ({exchange})" in run.output
+    assert_equal(run, expected)
+    found, wanted = run.metrics[-1], expected.metrics[-1]
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("way", WAYS)

@@ -140,6 +140,25 @@ def test_experts_that_are_fewer_than_ranks_are_sharded_within(experts, workspace
     assert_equal(spread_run(workspace, 4, 1, *arguments), expected)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "world", "changes"),
+    [*((family, 4, {}) for family in CONFIGS), ("mixtral", 4, {"num_local_experts": 8}), ("mixtral", 8, {})],
+)
+def test_experts_in_four_parts(family, world, changes, workspace):
+    """One expert of each layer on a rank, or two; on 8 processes two share each expert."""
+    arguments = config_of(family, **changes), PACKED if family == "mixtral" else ROWS
+    expected = run_of(workspace, None, 1, 8, *arguments)
+    run = run_of(workspace, workspace.parallel("fsdp_ep", ep_size=4), world, 1, *arguments)
+    facts = run.facts
+    assert (facts["expert_parallel_size"], facts["data_parallel_size"], facts["sharded"]) == (4, world, True)
+    assert facts["engine"].startswith("FSDP") and facts["gradient_accumulation_steps"] == 8 // world
+    assert f"{world} data-parallel, 4 expert-parallel" in run.output
+    assert_equal(run, expected)
+    assert_same_routing(run, expected)
+    assert run.metrics[-1]["eval_loss"] == pytest.approx(expected.metrics[-1]["eval_loss"], rel=1e-5)
+
+
 WORLDS = {None: 1, "fsdp": 2, "zero3": 2, "fsdp_ep": 2, "fsdp_ep on 4": 4, "hsdp": 4, "zero1": 2, "ddp": 2}
 WORLDS |= {"fsdp_ep_tp": 4}
 
@@ -171,10 +190,32 @@ def test_a_run_goes_on_under_other_strategies(ways, workspace):
         assert run.returncode == 0, run.output
         assert run.facts["expert_parallel_size"] == (2 if strategy in ("fsdp_ep", "fsdp_ep_tp") else 1)
         runs.append(run)
-    assert golden.returncode == 0 and runs[-1].column("step") == list(range(1, 7))
-    assert largest_relative_difference(runs[-1].column("loss"), golden.column("loss")) < LOSS["fp32"]
-    assert largest_relative_difference(runs[-1].column("grad_norm"), golden.column("grad_norm")) < NORM["fp32"]
-    assert relative_l2(runs[-1].weights, golden.weights) < WEIGHTS["fp32"]
+    assert_goes_on(runs[-1], golden)
+
+
+def assert_goes_on(run: Run, golden: Run) -> None:
+    """Of six steps."""
+    assert golden.returncode == 0 and run.column("step") == list(range(1, 7))
+    assert largest_relative_difference(run.column("loss"), golden.column("loss")) < LOSS["fp32"]
+    assert largest_relative_difference(run.column("grad_norm"), golden.column("grad_norm")) < NORM["fp32"]
+    assert relative_l2(run.weights, golden.weights) < WEIGHTS["fp32"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(2, 4, 1), (1, 4, 2)], ids=str)
+def test_a_run_goes_on_with_other_sizes(sizes, workspace):
+    """Two steps with each size, on 4 processes; fsdp_ep.yaml is not for size 1."""
+    settings = config_of("mixtral"), PACKED, "steps=6", "checkpoint.every_steps=2", "checkpoint.keep=3"
+    golden = workspace.run(None, 1, *settings, "batch.micro_batch_size=8")
+    runs: list[Run] = []
+    for size in sizes:
+        strategy = workspace.parallel("fsdp_ep", ep_size=size) if size > 1 else "fsdp"
+        arguments = strategy, 4, *settings, "batch.micro_batch_size=1"
+        run = workspace.resume(runs[-1], 2 * len(runs), *arguments) if runs else workspace.run(*arguments)
+        assert run.returncode == 0, run.output
+        assert (run.facts["expert_parallel_size"], run.facts["data_parallel_size"]) == (size, 4)
+        runs.append(run)
+    assert_goes_on(runs[-1], golden)
 
 
 @pytest.mark.parametrize("world", long(2, 4))

@@ -47,6 +47,22 @@ def test_schedules_follow_one_process(strategy, tied, workspace):
     check_waiting(run)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "tied"), [*product(ENGINES, (True, False))])
+def test_four_ranks_follow_one_process(strategy, tied, workspace):
+    """Two ranks have neither the embedding nor the head, or all have two of eight stages. Eight micro-batches."""
+    config = f"model.config={json.dumps({**LLAMA, 'num_hidden_layers': 8, 'tie_word_embeddings': tied})}"
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
+    run = short_run(workspace, workspace.parallel(strategy, pp_size=4), 4, "batch.micro_batch_size=1", config)
+    facts = run.facts
+    assert (facts["engine"], facts["pipeline_stages"], facts["data_parallel_size"]) == (ENGINES[strategy], 4, 1)
+    assert facts["gradient_accumulation_steps"] == 8
+    # with the embedding, and with the last norm and the head
+    one_each = strategy not in ("pipeline_1f1b", "pipeline_gpipe")
+    assert facts["layers_per_stage"] == ([2, 1, 1, 1, 1, 1, 1, 3] if one_each else [3, 2, 2, 4])
+    compare(run, expected)
+
+
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [

@@ -84,6 +84,24 @@ def test_sequence_parallelism(family, strategy, world, more, workspace):
     assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=LOSS)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layers_in_four_parts(family, sequence_parallel, workspace):
+    """One head of queries, keys and values on each rank."""
+    sizes = {"model_type": family, **SIZES, **CONFIGS[family], "num_key_value_heads": 4}
+    config = f"model.config={json.dumps(sizes)}"
+    expected = short_run(workspace, None, 1, 8, config, "data.packing=true")
+    changes = {"tp_size": 4, **({"tp_sequence_parallel": "true"} if sequence_parallel else {})}
+    run = short_run(workspace, workspace.parallel("tp", **changes), 4, 4, config, "data.packing=true")
+    facts = run.facts
+    assert (facts["tensor_parallel_size"], facts["data_parallel_size"], facts["strategy"]) == (4, 1, "tp")
+    assert (facts["gradient_accumulation_steps"], facts["tp_sequence_parallel"]) == (2, sequence_parallel)
+    assert facts["num_parameters_per_rank"] < 0.3 * facts["num_parameters"]  # norms are whole on each
+    assert "4 tensor-parallel" in run.output
+    assert_equal(run, expected)
+
+
 def test_phi3_has_no_sequence_parallelism(workspace):
     config = f"model.config={json.dumps({'model_type': 'phi3', **SIZES, **CONFIGS['phi3']})}"
     run = workspace.run(workspace.sequence_parallel("tp"), 2, "steps=6", "batch.micro_batch_size=8", config)
