@@ -18,7 +18,7 @@ from samecurve.storage.atomic import read_json
 pytestmark = pytest.mark.full
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "pipeline")
-CASES = [*map(Case, STRATEGIES), Case("ddp", lora=True), Case("zero3", lora=True)]
+CASES = [*map(Case, STRATEGIES), Case("tp"), Case("pipeline_1f1b"), Case("ddp", lora=True), Case("zero3", lora=True)]
 BEFORE = ("save.staged", "save.prepare", "save.write", "save.fsync", "save.agree")  # on every rank
 ONLY_RANK_0 = ("save.manifest", "save.marker", "save.rename")
 LOADING = ("load.verify", "load.read", "load.done")
