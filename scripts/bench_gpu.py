@@ -140,7 +140,7 @@ def machine(toy: bool) -> dict:
     """Asked in a process of its own, which gives the memory back that a CUDA context holds."""
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     if probe.returncode:
-        sys.exit(f"error: PyTorch found no GPUs:\n{probe.stderr.strip()}")
+        sys.exit(f"error: PyTorch could not list the GPUs:\n{probe.stderr.strip()}")
     found = json.loads(probe.stdout)
     if toy and not found["num_devices"]:
         # two processes where there are more devices

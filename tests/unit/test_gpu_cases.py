@@ -345,7 +345,7 @@ def test_why_the_gpus_are_not_known_is_told(monkeypatch):
     import bench_gpu
 
     monkeypatch.setattr(bench_gpu, "PROBE", "raise OSError('libcudart.so.13: no such file')")
-    with pytest.raises(SystemExit, match="(?s)error: PyTorch does not tell .*libcudart.so.13: no such file"):
+    with pytest.raises(SystemExit, match="(?s)error: PyTorch could not list the GPUs.*libcudart.so.13: no such file"):
         bench_gpu.machine(toy=False)
 
 

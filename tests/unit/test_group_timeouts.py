@@ -18,6 +18,7 @@ strategy = SimpleNamespace(family="ddp", name="ddp", world_size=1, offload=(), d
 recipe = SimpleNamespace(
     precision="fp32", output_dir=".", seed=0, fp8="off",
     model=SimpleNamespace(kernels="torch"), loss=SimpleNamespace(implementation="auto"),
+    profile=SimpleNamespace(steps=None),
 )
 accelerator = start(SimpleNamespace(strategy=strategy, recipe=recipe))
 later = dist.new_group()  # as DeepSpeed's and HSDP's, without a timeout
