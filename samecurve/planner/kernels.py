@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samecurve.planner.activations import layer_bytes, score_bytes
+from samecurve.planner.calibration import library
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile, attention_rate, sustained
 
@@ -86,8 +87,7 @@ def _launches(job: Job, constants: Profile) -> float:
 
 def step_seconds(job: Job, constants: Profile) -> float:
     """Return the host's seconds of a step beside the layers: data, logging, clipping."""
-    on_cpu = CPU_STEP_US["deepspeed" if job.stack == "deepspeed" else "torch"]
-    return 1e-6 * (on_cpu if job.card.generation == "cpu" else constants.step_us)
+    return 1e-6 * (CPU_STEP_US[library(job.stack)] if job.card.generation == "cpu" else constants.step_us)
 
 
 def _products(job: Job, constants: Profile) -> float:

@@ -50,19 +50,19 @@ def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
     constants = constants or profile(job.stack)
     layout, classes = job.layout, stages(job, job.stack in BY_COST)
     slots = [micro_batch_time(job, stage, constants) for stage in classes]
-    round_trip = sum(stage.ranks * slot.total for stage, slot in zip(classes, slots, strict=True))
+    round_trip = sum(stage.ranks * slot.total for stage, (slot, _) in zip(classes, slots, strict=True))
     # a rank waits for the other stages, which may be faster than itself
     waits = idle_slots(layout.schedule, layout.pp, job.grad_accum, layout.virtual_stages) / max(layout.pp - 1, 1)
     times = [
-        _step_time(job, stage, constants, slot, waits * (round_trip - slot.total))
-        for stage, slot in zip(classes, slots, strict=True)
+        _step_time(job, stage, constants, slot, reduced, waits * (round_trip - slot.total))
+        for stage, (slot, reduced) in zip(classes, slots, strict=True)
     ]
     return max(times, key=lambda time: time.total)
 
 
 def stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
     """Predict the step time of one stage's ranks without what they wait for other stages."""
-    return _step_time(job, stage, constants, micro_batch_time(job, stage, constants), idle=0)
+    return _step_time(job, stage, constants, *micro_batch_time(job, stage, constants), idle=0)
 
 
 def _calibrated(time: StepTime, job: Job) -> StepTime:
@@ -73,8 +73,12 @@ def _calibrated(time: StepTime, job: Job) -> StepTime:
     return StepTime(**{part: value * learnt.time_factor(part, job.stack) for part, value in asdict(time).items()})
 
 
-def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
-    """Predict what a micro-batch takes on one stage's ranks; the parts that come once per step are 0."""
+def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> tuple[StepTime, float]:
+    """Predict what a micro-batch takes on one stage's ranks, without the parts that come once per step.
+
+    Returns:
+        The parts, and the seconds of data-parallel communication once per step.
+    """
     one = kernels.layer(job, constants)
     compute = stage.layers * one.total
     if stage.head:
@@ -84,20 +88,21 @@ def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
     )
     # what kernels and collectives leave of the floor is spent waiting for the slowest host
     waits = _floor(job, constants) - one.total - tensor / max(stage.layers, 1)
-    return StepTime(
+    gathered, reduced = data_seconds(job, stage, constants, one)
+    slot = StepTime(
         compute=compute,
         tensor_parallel=tensor + stage.layers * max(0.0, waits),
         context_parallel=context,
         expert_parallel=expert,
         pipeline_sends=pipeline_seconds(job, constants),
-        data_parallel=data_seconds(job, stage, constants, one)[0],
+        data_parallel=gathered,
     )
+    return slot, reduced
 
 
-def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, idle: float) -> StepTime:
-    """Add up a step of one stage's ranks from the times of a micro-batch and of the wait for other stages."""
+def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, reduced: float, idle: float) -> StepTime:
+    """Add up a step of one stage's ranks: `micro_batch_time`'s results, and the wait for other stages."""
     count = job.grad_accum
-    _, reduced = data_seconds(job, stage, constants, kernels.layer(job, constants))
     dense, experts = stage_parameters(job, stage)
     ranks = shard_sizes(job) if job.layout.zero else (1, 1)
     kept = dense / ranks[0] + experts / ranks[1]
