@@ -11,7 +11,6 @@ torch.compile, summed bf16 inputs to 34816 instead of 34967, and were slower tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -25,17 +24,10 @@ from torch.profiler import record_function
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
 from samecurve.losses.vocabulary_parallel import Columns, HeadWeights, own_part
+from samecurve.specs import loss_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SMALLEST_CHUNK = 256
-"""Minimum tokens per chunk. Each chunk updates the whole gradient of the head's weight, too costly for fewer tokens."""
-# Size of a chunk's logits in fp32. Each chunk reads and writes the gradient of the head's weight: on a GPU 2 GB of fp32
-# for a vocabulary of 128,256 and 4,096 features, which is small compared with the matrix products only for thousands of
-# tokens. The loss creates about four tensors of the logits' size, together a sixteenth of the GPU's memory. On a CPU,
-# 1,024 tokens of a vocabulary of 8,192 were faster than 512 and 2,048.
-_CPU_BYTES, _GPU_BYTES, _GPU_SHARE = 2**25, 2**30, 64
 
 Measure = Callable[..., Tensor]
 
@@ -260,10 +252,8 @@ def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str
 
 
 def chunk_size(vocabulary_size: int, device: torch.device) -> int:
-    """Number of tokens per chunk; on a GPU a power of two, to suit micro-batches and the tiles of matrix products."""
+    """Return the number of tokens per chunk."""
     if device.type == "cpu":
-        return max(SMALLEST_CHUNK, _CPU_BYTES // (4 * vocabulary_size))
-    num_bytes = _GPU_BYTES
-    if device.type == "cuda":
-        num_bytes = torch.cuda.get_device_properties(device).total_memory // _GPU_SHARE
-    return max(SMALLEST_CHUNK, 2 ** int(math.log2(num_bytes / (4 * vocabulary_size))))
+        return loss_chunks.on_cpu(vocabulary_size)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return loss_chunks.on_gpu(vocabulary_size, memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import BY_COST, GATHERED, Profile, profile
 from samecurve.planner.stages import Stage, in_flight, stages
+from samecurve.specs import loss_chunks
 
 CONTEXT_GIB = 0.9  # CUDA context with torch's kernels on recent versions
 NCCL_GIB = 1.2  # channels and buffers of a job with several communicators
@@ -20,8 +20,6 @@ FRAGMENTATION = 0.08  # of what is allocated; torch_reserved over torch_allocate
 RESIDENT_GAPS = 0.3
 BLOCK_ROUNDING = 1.01  # the allocator rounds blocks up
 WORKSPACE_GIB = 0.1  # of cuBLAS, up to 32 MiB for each stream (torch's CUBLAS_WORKSPACE_CONFIG)
-# Of the chunked loss: logits of a chunk in bytes on a CPU, as a share of a GPU's memory, and its tokens at least.
-CPU_CHUNK, CHUNK_SHARE, SMALLEST_CHUNK = 2**25, 64, 256
 AHEAD_SHARE = 0.8  # of a GPU's memory, up to which the host runs ahead
 MOMENTS = ("forward", "backward", "optimizer")
 
@@ -174,11 +172,9 @@ def _loss_lines(job: Job, constants: Profile) -> list[Line]:
         logits = job.tokens * columns * constants.logits_bytes / (8 if job.chunked_loss else 1)
         return [Line("logits and loss", logits, 0, 0, f"{constants.logits_bytes:g} B per logit", "fitted")]
     source = "losses/chunked_cross_entropy.py"
-    if job.card.generation == "cpu":
-        tokens = CPU_CHUNK / (4 * columns)
-    else:
-        tokens = 2 ** math.floor(math.log2(job.memory_gib * GIB / CHUNK_SHARE / (4 * columns)))
-    chunk = 4 * 4 * columns * min(job.tokens, max(SMALLEST_CHUNK, tokens))
+    is_cpu = job.card.generation == "cpu"
+    tokens = loss_chunks.on_cpu(columns) if is_cpu else loss_chunks.on_gpu(columns, job.memory_gib * GIB)
+    chunk = 4 * 4 * columns * min(job.tokens, tokens)
     whole = columns * job.shape.hidden
     # a chunk's logits are gone when their product with the hidden states is added to the gradient
     chunk = max(chunk, job.element_bytes * whole)

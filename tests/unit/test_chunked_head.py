@@ -14,6 +14,7 @@ from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunkable import head_implementation, is_chunkable
 from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums, install_chunked_head, trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
+from samecurve.specs import loss_chunks
 
 SIZES = {
     "vocab_size": 512,
@@ -27,8 +28,8 @@ SIZES |= {"max_position_embeddings": 64, "n_embd": 32, "n_layer": 2, "n_head": 2
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunked_cross_entropy, "SMALLEST_CHUNK", 7)
-    monkeypatch.setattr(chunked_cross_entropy, "_CPU_BYTES", 1)
+    monkeypatch.setattr(loss_chunks, "SMALLEST", 7)
+    monkeypatch.setattr(loss_chunks, "CPU_BYTES", 1)
 
 
 def tiny(model_type="llama", auto=AutoModelForCausalLM, **fields):
@@ -224,7 +225,7 @@ def test_a_chunk_is_a_small_part_of_a_gpus_memory_and_even(vocabulary_size, memo
     """By hand: 150 GB / 64 are the fp32 logits of 4,569 tokens. Without a GPU, 32 MiB are those of 1,024."""
     found = SimpleNamespace(total_memory=int((memory_gb or 0) * 1e9))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(chunked_cross_entropy, "SMALLEST_CHUNK", 256)  # as they are outside of these tests
-    monkeypatch.setattr(chunked_cross_entropy, "_CPU_BYTES", 2**25)
+    monkeypatch.setattr(loss_chunks, "SMALLEST", 256)  # as they are outside of these tests
+    monkeypatch.setattr(loss_chunks, "CPU_BYTES", 2**25)
     device = torch.device("cpu" if memory_gb is None else "cuda:0")
     assert chunked_cross_entropy.chunk_size(vocabulary_size, device) == expected
