@@ -251,6 +251,7 @@ def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str
         yield at, {name: target[at] for name, target in wanted.targets.items()}
 
 
+@lru_cache  # the same in all steps of a run
 def chunk_size(vocabulary_size: int, device: torch.device) -> int:
     """Return the number of tokens per chunk."""
     if device.type == "cpu":

@@ -30,6 +30,9 @@ SIZES |= {"max_position_embeddings": 64, "n_embd": 32, "n_layer": 2, "n_head": 2
 def small_chunks(monkeypatch):
     monkeypatch.setattr(loss_chunks, "SMALLEST", 7)
     monkeypatch.setattr(loss_chunks, "CPU_BYTES", 1)
+    chunked_cross_entropy.chunk_size.cache_clear()
+    yield
+    chunked_cross_entropy.chunk_size.cache_clear()
 
 
 def tiny(model_type="llama", auto=AutoModelForCausalLM, **fields):
@@ -227,5 +230,6 @@ def test_a_chunk_is_a_small_part_of_a_gpus_memory_and_even(vocabulary_size, memo
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(loss_chunks, "SMALLEST", 256)  # as they are outside of these tests
     monkeypatch.setattr(loss_chunks, "CPU_BYTES", 2**25)
+    chunked_cross_entropy.chunk_size.cache_clear()
     device = torch.device("cpu" if memory_gb is None else "cuda:0")
     assert chunked_cross_entropy.chunk_size(vocabulary_size, device) == expected
