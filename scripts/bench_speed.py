@@ -1,6 +1,6 @@
 """How fast a step is, beside others' steps on the same rows: transformers.Trainer, TRL and loops without a framework.
 
-    python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own ranks start] [--output benchmarks/speed.md]
+    python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own dropout ranks start] [--output benchmarks/speed.md]
         [-- KEY=VALUE ...]
 
 Contestants take turns, each in processes of its own, on two cores of this machine's CPU. Each machine's tables are kept
@@ -72,6 +72,7 @@ STARTS = {
 START_TITLE = "Starting"
 START_GOAL = "The goals: 0.5 s, 2 s and 10 s."
 REGIONAL = ("compile=regional",)
+DROPOUT = ("model.config.attention_dropout=0.1",)
 MATCHES = {
     "pretrain": Match(
         "Packed pretraining against transformers.Trainer",
@@ -103,6 +104,17 @@ MATCHES = {
         "pretrain.yaml",
         (Contestant("samecurve"), Contestant("the same step in a bare loop", "bare_loop.py", ("--chunked",))),
         "The goal: the bare loop has at most 1.02 of it.",
+    ),
+    "dropout": Match(
+        "Dropout with the same masks under every strategy",
+        "pretrain.yaml",
+        (
+            Contestant("samecurve, attention_dropout=0.1", "", DROPOUT),
+            Contestant("the same step in a bare loop, torch's masks", "bare_loop.py", ("--chunked", *DROPOUT)),
+            Contestant("samecurve, no dropout"),
+        ),
+        "The goal: the bare loop has at most 1.03 of it. Attention that drops values is not fused on a CPU, whose masks"
+        " ever they are: the rest of the distance to no dropout.",
     ),
     "ranks": Match(
         "Two processes of one thread against one process of two",
