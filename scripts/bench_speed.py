@@ -1,7 +1,7 @@
 """How fast a step is, beside others' steps on the same rows: transformers.Trainer, TRL and loops without a framework.
 
-    python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own dropout ranks start] [--output benchmarks/speed.md]
-        [-- KEY=VALUE ...]
+    python scripts/bench_speed.py [--rounds 3] [--only pretrain sft own dropout ranks start]
+        [--output benchmarks/speed.md] [-- KEY=VALUE ...]
 
 Contestants take turns, each in processes of its own, on two cores of this machine's CPU. Each machine's tables are kept
 in results.json (beside the page, in a folder of the page's name), so --only leaves the others as they are. TRL takes

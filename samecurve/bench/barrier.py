@@ -20,7 +20,7 @@ MOST_ROWS = 16
 
 @dataclass(frozen=True)
 class Arrival:
-    """How one rank comes to the barriers.
+    """Times at which one rank comes to the barriers.
 
     Attributes:
         late_seconds: median time after the first rank.

@@ -15,7 +15,7 @@ _SPECIAL_FILES = {
 
 
 def path_problem(path: str | Path) -> str:
-    """Why a path is neither a file nor a folder; "" where it is one of them."""
+    """Return why a path is neither a file nor a folder; "" if it is one of them."""
     try:
         mode = os.stat(path).st_mode
     except PermissionError:

@@ -107,7 +107,7 @@ class Evaluate(Section):
 
 
 class Checkpoint(Section):
-    """When checkpoints are written and which are kept."""
+    """Frequency of checkpoints, and the ones to keep."""
 
     every_steps: Natural = 200
     """Steps between checkpoints; the last step writes one too. 0: only when a signal stops the run."""

@@ -103,7 +103,7 @@ class Schedule(Section):
 
 
 class Loss(Section):
-    """How the loss over tokens is computed. The other tasks have losses over rows or pairs."""
+    """Computation of the loss over tokens. The other tasks have losses over rows or pairs."""
 
     implementation: Literal["auto", "chunked", "full", "liger"] = "auto"
     """`chunked` runs output head and loss on a few tokens at a time; `full` materializes all logits; `liger` uses
@@ -111,7 +111,7 @@ class Loss(Section):
 
 
 class Memory(Section):
-    """What the backward pass keeps, when gradients are reduced, when Python collects garbage, and the limit."""
+    """Kept activations, the moment of gradient reduction, Python's garbage collection, and the memory limit."""
 
     activation_checkpointing: Literal["none", "full", "selective", "every_n_layers", "offload"] = "none"
     """`full` recomputes each layer from its input; `every_n_layers` recomputes one layer in that many; `selective`

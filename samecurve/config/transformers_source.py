@@ -44,7 +44,7 @@ class Field:
 
 @dataclass
 class ConfigClass:
-    """What a config class accepts.
+    """Keys and values that a config class accepts.
 
     Attributes:
         fields: fields by name.

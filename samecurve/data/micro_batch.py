@@ -16,7 +16,7 @@ from samecurve.losses.cross_entropy import IGNORE_INDEX
 
 
 class Counts(NamedTuple):
-    """What the losses of a step are divided by.
+    """Divisors of a step's losses.
 
     Attributes:
         trained: number of tokens, rows or pairs that the task's loss sums over (Task.count).

@@ -114,7 +114,7 @@ class FirstStep:
         return result
 
     def _counts(self) -> Tensor:
-        """How often this rank has read each row of the global batch: (global_batch_size,) fp64, padding left out."""
+        """Count this rank's reads of each row of the global batch: (global_batch_size,) fp64, padding left out."""
         counts = torch.zeros(self.plan.recipe.batch.global_batch_size, dtype=torch.float64)
         sizes = [*self._rows, *[None] * len(self._places)]  # a micro-batch too many counts as a whole
         for places, size in zip(self._places, sizes, strict=False):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Measures(NamedTuple):
-    """What the last stage sums in chunks of tokens, in training and in evaluation, instead of returning logits."""
+    """Sums over chunks of tokens that the last stage returns instead of logits, in training and in evaluation."""
 
     training: Measure
     evaluation: Measure

@@ -1,4 +1,4 @@
-"""What a step reports, kept on the device until one read, because each read waits for all queued kernels."""
+"""Figures that a step reports, kept on the device until one read: each read waits for all queued kernels."""
 
 from __future__ import annotations
 

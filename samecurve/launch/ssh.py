@@ -23,7 +23,7 @@ REACH_SECONDS = 30.0
 
 
 class Trouble(NamedTuple):
-    """Why a host cannot be used: what it said, the problem, the fix, and the class of the error."""
+    """A host that cannot be used: what it said, the problem, the fix, and the class of the error."""
 
     seen: str
     problem: str

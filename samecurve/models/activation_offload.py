@@ -67,7 +67,7 @@ class CpuCopies:
 
 
 class _Inputs:
-    """What one layer saves.
+    """Tensors that one layer saves.
 
     Args:
         before: those of the layer before.
@@ -106,7 +106,7 @@ class _Inputs:
 
 
 class Offload:
-    """What the layers of a model have in host memory between forward and backward pass."""
+    """Tensors of a model's layers that are in host memory between forward and backward pass."""
 
     def __init__(self) -> None:
         # weak, here and in _Inputs: the graph alone keeps inputs, so that they go with its backward pass

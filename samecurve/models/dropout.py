@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 class KeyedRows(Protocol):
-    """What the keys need to know of a micro-batch (data.micro_batch.MicroBatch)."""
+    """Fields of a micro-batch that the keys need (data.micro_batch.MicroBatch)."""
 
     @property
     def inputs(self) -> dict[str, Tensor]: ...

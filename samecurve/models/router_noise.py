@@ -22,7 +22,7 @@ _MOST_DRAWS = 6  # in one forward; seen: 5
 
 
 class NoiseSource(Protocol):
-    """What draws numbers between 0 and 1 for one place of the model (models.dropout.DropoutPlace)."""
+    """Source of numbers between 0 and 1 for one place of the model (models.dropout.DropoutPlace)."""
 
     def uniform(self, like: Tensor) -> Tensor: ...
 

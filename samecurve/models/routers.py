@@ -25,7 +25,7 @@ _OTHER_LOSS = frozenset(("doge",))
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """What a model's routers are trained with.
+    """Losses that a model's routers are trained with.
 
     Attributes:
         kind: sequence or batch, see model.router_loss.

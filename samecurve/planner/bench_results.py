@@ -1,4 +1,4 @@
-"""What `bench matmul` and `bench collectives` measured (--json FILE), as factors of the planner's assumed rates."""
+"""Results of `bench matmul` and `bench collectives` (--json FILE) as factors of the planner's assumed rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What finished runs say about a machine: factors of the predicted parts of a step, and slack of the memory."""
+"""Lessons of finished runs about a machine: factors of the predicted parts of a step, and slack of the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a recipe the formulas cover. They describe training all weights of a causal language model."""
+"""Limits of the formulas. They describe training all weights of a causal language model."""
 
 from __future__ import annotations
 

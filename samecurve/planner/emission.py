@@ -24,7 +24,7 @@ from samecurve.storage.atomic import storage_errors
 
 @dataclass(frozen=True)
 class Request:
-    """What was typed: MODEL_OR_RECIPE and the overrides."""
+    """The typed arguments: MODEL_OR_RECIPE and the overrides."""
 
     model: str
     overrides: tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Lane(NamedTuple):
-    """What does one thing at a time: compute or network of a pipeline rank in one replica."""
+    """A resource that does one thing at a time: compute or network of a pipeline rank in one replica."""
 
     replica: str
     rank: int

@@ -31,7 +31,7 @@ COMPILE_SECONDS, WORTH = 60.0, 2.0
 
 @dataclass(frozen=True)
 class Device:
-    """What the process of rank 0 computes on.
+    """The device that the process of rank 0 computes on.
 
     Attributes:
         name: torch's name of the GPU, or cpu.

@@ -18,7 +18,7 @@ LEAST_PROGRESS = 1e-6  # below, a simulated job is given up
 
 @dataclass(frozen=True)
 class Reliability:
-    """How often nodes fail, what a failure costs, and how slow the slowest nodes are.
+    """Frequency and cost of node failures, and the slowness of the slowest nodes.
 
     Attributes:
         node_mtbf_hours: mean time between failures of one node. Llama 3's 16,384 H100s had 419 unexpected interruptions

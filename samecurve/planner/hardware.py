@@ -126,7 +126,7 @@ def _rows() -> dict[str, Gpu]:
 
 @dataclass(frozen=True)
 class Link:
-    """What a group of ranks communicates over: GB/s of bus bandwidth per rank, and seconds per ring step."""
+    """A connection of a group of ranks: GB/s of bus bandwidth per rank, and seconds per ring step."""
 
     level: str
     bus_gb_per_s: float

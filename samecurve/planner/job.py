@@ -1,4 +1,4 @@
-"""What is to be planned: a model, its batch, its numbers' sizes and the machines."""
+"""A job to plan: a model, its batch, its numbers' sizes and the machines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a strategy's files say about weights and gradients on their way between ranks, beside the sizes.
+    """A strategy's settings for weights and gradients on their way between ranks, beside the sizes.
 
     Attributes:
         gather_bytes: per element of a weight that is gathered, under ZeRO-3 and FSDP; 0: as activations.

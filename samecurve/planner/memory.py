@@ -185,7 +185,7 @@ def _loss_lines(job: Job, constants: Profile) -> list[Line]:
 
 
 def _own_lines(job: Job, stage: Stage) -> list[Line]:
-    """What transformers' models hold beside the layers' activations under this project's engines."""
+    """Return what transformers' models hold beside the layers' activations under this project's engines."""
     if not job.flow:
         return []
     if job.flow == "copies" and job.checkpointing == "full":

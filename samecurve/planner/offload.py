@@ -1,4 +1,4 @@
-"""What is kept outside of a GPU: its bytes in host memory or on a disk, and the seconds to move it.
+"""States kept outside of a GPU: their bytes in host memory or on a disk, and the seconds to move them.
 
 The transfers are not hidden behind computation, and the host's cores share the update of all GPUs of a node. None of it
 is measured yet, so that the interval of a job that offloads is wider.

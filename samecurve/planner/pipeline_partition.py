@@ -1,4 +1,4 @@
-"""How DeepSpeed's pipeline divides a model's layers over its stages."""
+"""Division of a model's layers over the stages of DeepSpeed's pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank is where: a layout's ranks by node, the links of its groups, and what does not divide."""
+"""A layout's ranks by node, the links of its groups, and what does not divide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `plan` prints: the answer in one line, the ranked table, and why the others are not chosen."""
+"""Output of `plan`: the answer in one line, the ranked table, and why the others are not chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would make a job fit that does not: another setting, more GPUs, or shorter rows."""
+"""Changes that make a job fit: another setting, more GPUs, or shorter rows."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Choice:
 
     @property
     def order(self) -> tuple:
-        """What ties are sorted by: few moving parts, then memory headroom."""
+        """Return the sort key of ties: few moving parts, then memory headroom."""
         assert self.job and self.found
         layout = self.job.layout
         parts = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))

@@ -1,4 +1,4 @@
-"""What a strategy's files say about how weights and gradients travel, with the libraries' defaults filled in."""
+"""Settings of how weights and gradients travel, from a strategy's files and the libraries' defaults."""
 
 from __future__ import annotations
 

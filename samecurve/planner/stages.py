@@ -1,4 +1,4 @@
-"""How a pipeline's layers are divided over its stages, and how many micro-batches a stage keeps."""
+"""Division of a pipeline's layers over its stages, and the micro-batches that a stage keeps."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ ULYSSES = ("parallelism_config", "parallelism_config_sp_size")  # sets cp, too
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is trained, apart from strategy and machines.
+    """A training job apart from strategy and machines.
 
     Attributes:
         source: the recipe as written, by which the strategies' own rules judge.

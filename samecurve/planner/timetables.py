@@ -1,4 +1,4 @@
-"""What each rank of a pipeline computes in which order under PyTorch's schedules, and how long ranks wait.
+"""Each pipeline rank's order of work under PyTorch's schedules, and how long ranks wait.
 
 The work of a micro-batch on a stage is one unit of time each for F, the forward pass, I, the input's gradient, and W,
 the weights' gradients; B is I and W at once (arXiv:2401.10241, section 2). Stages take equally long, and messages no
@@ -257,7 +257,7 @@ def timetable(schedule: str, ranks: int, micro_batches: int) -> Timetable:
 
 
 def output(work: Pass) -> tuple[int, bool, int]:
-    """What F, B and I hand on: (stage, whether forward, micro-batch)."""
+    """Return what F, B and I hand on: (stage, whether forward, micro-batch)."""
     return work.stage, work.kind == "F", work.micro_batch
 
 

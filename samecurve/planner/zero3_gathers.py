@@ -1,4 +1,4 @@
-"""How often DeepSpeed's ZeRO-3 gathers each weight of a micro-batch."""
+"""Number of times that DeepSpeed's ZeRO-3 gathers each weight in a micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens the chunked loss takes at a time, in losses/ and for the planner."""
+"""Number of tokens that the chunked loss takes at a time, in losses/ and for the planner."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started.
+    """The launcher that started this process, and the world that it describes.
 
     Attributes:
         launcher: "accelerate" | "torchrun" | "deepspeed" | "srun" | "python", or "train.py" with --processes.

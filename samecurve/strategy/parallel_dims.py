@@ -1,4 +1,4 @@
-"""How a run's processes are arranged: the sizes of its parallel dimensions, and each rank's place in them."""
+"""Arrangement of a run's processes: the sizes of its parallel dimensions, and each rank's place in them."""
 
 from __future__ import annotations
 

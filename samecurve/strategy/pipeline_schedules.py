@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """How a schedule divides a model over p ranks.
+    """A schedule's division of a model over p ranks.
 
     Attributes:
         stages_per_rank: number of stages that each rank holds.

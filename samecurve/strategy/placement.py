@@ -1,4 +1,4 @@
-"""How many processes a strategy's file suits, and which strategy to try next. Loads no torch, reports no mistakes."""
+"""Processes that suit a strategy's file, and the strategy to try next. Loads no torch, reports no mistakes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFERENCE = "single"  # what every other strategy has to match
 
 @dataclass(frozen=True)
 class Placement:
-    """How to start a strategy. path: what --strategy takes, None for plain python. world_size: number of processes."""
+    """A way to start a strategy. path: of --strategy, None for plain python. world_size: number of processes."""
 
     path: Path | None
     world_size: int

@@ -12,7 +12,7 @@ from samecurve.strategy.parallel_dims import BATCH, ParallelDims
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the run is spread over processes, as written in the strategy's files.
+    """Distribution of the run over processes, as written in the strategy's files.
 
     `accelerate` and `deepspeed` are kept whole for run.json and for DeepSpeed itself. Code reads the typed fields.
 
@@ -81,7 +81,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does: recipe, strategy, and what the command line says about them.
+    """A run's recipe and strategy, and what the command line says about them.
 
     Attributes:
         recipe_path, overrides: as typed.

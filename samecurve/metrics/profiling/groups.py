@@ -1,4 +1,4 @@
-"""What a trace lacks to attribute collectives to dimensions: noted while steps are recorded, stored in the trace."""
+"""Process groups of the collectives, noted while steps are recorded: a trace alone cannot tell the dimensions."""
 
 from __future__ import annotations
 

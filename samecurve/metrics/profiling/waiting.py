@@ -1,4 +1,4 @@
-"""How long a rank waits within a pipeline schedule: by a profiler's trace, and by the schedule's order of work."""
+"""Idle time of a rank within a pipeline schedule, by a profiler's trace and by the schedule's order of work."""
 
 from __future__ import annotations
 

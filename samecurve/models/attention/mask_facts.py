@@ -21,7 +21,7 @@ from transformers import masking_utils
 
 
 class MaskFacts(NamedTuple):
-    """What is known of a micro-batch; None: unknown.
+    """Known properties of a micro-batch; None: unknown.
 
     Attributes:
         packed: whether position_ids ever go on by another step than 1 within a row, as between two documents.

@@ -1,4 +1,4 @@
-"""What the GPU benchmark found the fastest attention for packed documents, by GPU: measured.json.
+"""The fastest attention for packed documents by GPU, as the GPU benchmark found it: measured.json.
 
 `bash scripts/bench_gpu.sh --only 8b-sft 8b-sft-varlen` writes the file (benchmarks/gpu/attention_table.py). It is empty
 while nothing has been measured.
