@@ -23,6 +23,7 @@ class Beat:
         idle_seconds: time since the last call of either.
         time: when this heartbeat was written, in seconds since 1970.
         reason, exit_code: describe a failure.
+        has_reported: this rank prints why the run ends, so the others need not.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Beat:
     state: State = "running"
     reason: str = ""
     exit_code: int = 0
+    has_reported: bool = False
 
     @property
     def where(self) -> str:

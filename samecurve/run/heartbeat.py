@@ -87,17 +87,20 @@ class Heartbeats:
     def close(self) -> None:
         self._stop.set()
 
-    def write(self, state: State | None = None, reason: str = "", exit_code: int = 0) -> None:
+    def write(
+        self, state: State | None = None, reason: str = "", exit_code: int = 0, has_reported: bool = False
+    ) -> None:
         """Write a heartbeat, after waiting for a write in progress (which can take long on slow storage).
 
         Storage errors are ignored: the next heartbeat carries the same information.
 
         Args:
             state: the state from now on; None keeps the current one.
-            reason, exit_code: describe a failure.
+            reason, exit_code, has_reported: describe a failure, as in a Beat.
         """
         if state is not None:
-            self._own = replace(self._own, state=state, reason=reason, exit_code=exit_code)
+            final = {"reason": reason, "exit_code": exit_code, "has_reported": has_reported}
+            self._own = replace(self._own, state=state, **final)
         patience = LAST_WORD_SECONDS if state in ("finished", "failed") else self.every
         if not self.started or not self._lock.acquire(timeout=patience):
             return
@@ -156,7 +159,7 @@ class Heartbeats:
             self._stop.wait(self._interval)
 
     def _current(self) -> Beat:
-        final = {name: getattr(self._own, name) for name in ("state", "reason", "exit_code")}
+        final = {name: getattr(self._own, name) for name in ("state", "reason", "exit_code", "has_reported")}
         return replace(self._describe(), time=time.time(), **final)
 
     def _forget_others(self, read: set[int]) -> None:

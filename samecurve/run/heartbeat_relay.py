@@ -92,16 +92,17 @@ class Relay:
 
 
 def notable(own: Beat, peers: Sequence[Peer]) -> list[Beat]:
-    """Choose the heartbeats that Liveness may draw a conclusion from: the own one, then those of at most 11 peers.
+    """Choose the heartbeats that Liveness may draw a conclusion from: the own one, then those of at most 12 peers.
 
-    These are failures and hangs, the ranks that show no sign of life for the longest time, those furthest behind and
-    ahead, the busiest one, and the lowest one, which may have to report.
+    These are failures, the rank that has reported one, hangs, the ranks that show no sign of life for the longest time,
+    those furthest behind and ahead, the busiest one, and the lowest one, which may have to report.
     """
     failed = sorted((peer for peer in peers if peer.beat.state == "failed"), key=lambda peer: peer.beat.time)
     running = [peer for peer in peers if peer.runs and peer.ended is None]
     hanging = [peer for peer in running if peer.beat.state == "hanging"]
     by_progress = sorted(running, key=lambda peer: (peer.beat.num_phases, peer.beat.num_marks))
-    chosen = [*failed[:2], *hanging[:1], *by_progress[:3], *by_progress[-1:]]
+    reporters = [peer for peer in failed if peer.beat.has_reported]
+    chosen = [*failed[:2], *reporters[:1], *hanging[:1], *by_progress[:3], *by_progress[-1:]]
     chosen += sorted(running, key=lambda peer: peer.changed)[:2]
     chosen += sorted(running, key=lambda peer: peer.beat.idle_seconds)[:1]
     chosen += sorted(running, key=lambda peer: peer.beat.rank)[:1]

@@ -187,8 +187,10 @@ class RunSupervisor:
         reason = str(error) or type(error).__name__
         code = _code(error)
         self._write("failed", reason, code)
-        own = "" if isinstance(error, PeerError) else f"rank {self.watchdog.rank}: "
-        self.watchdog.heartbeats.write("failed", own + reason, code)
+        if isinstance(error, PeerError):
+            self.watchdog.heartbeats.write("failed", reason, code, error.is_reporter)
+        else:
+            self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
         return error
 
     def _explained(self, error: Exception) -> Exception:
@@ -262,10 +264,11 @@ class RunSupervisor:
             self._end(cause)
         elif self._ending.acquire(blocking=False):
             last_resort(code)
-            if self.watchdog.liveness().is_reporter:
+            is_reporter = self.watchdog.liveness().is_reporter
+            if is_reporter:
                 _print_stderr_from_thread(text)
             self._write("failed", reason, code)
-            self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
+            self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code, is_reporter)
             os._exit(code)
 
     def _end(self, error: SamecurveError) -> None:
@@ -278,7 +281,7 @@ class RunSupervisor:
             _print_stderr_from_thread(_message(error))
         self._write("failed", str(error), error.exit_code)
         if is_reporter or not isinstance(error, HangError):  # the reporter still collects a hanging rank's stacks
-            self.watchdog.heartbeats.write("failed", str(error), error.exit_code)
+            self.watchdog.heartbeats.write("failed", str(error), error.exit_code, is_reporter)
         # Wait as in _let_the_first_process_report. The launcher's signal shows that the reporter has exited.
         deadline = time.monotonic() + WAIT_SECONDS
         while not is_reporter and time.monotonic() < deadline and not self.requested:

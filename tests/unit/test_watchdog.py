@@ -370,6 +370,11 @@ def test_who_speaks():
     assert woken.is_reporter and woken.replaces_rank_0
     failed = seen(peer(0, state="failed", ended=1))
     assert not failed.is_reporter and not failed.replaces_rank_0
+    # after rank 0 died and rank 2 failed: whether the lowest survivor or one that failed without a message was first
+    died = peer(0, ended=2)
+    told, silent = (peer(2, state="failed", ended=1, has_reported=each) for each in (True, False))
+    assert not seen(died, told).is_reporter and not seen(died, told).replaces_rank_0
+    assert seen(died, silent).is_reporter and seen(died, silent).replaces_rank_0
 
 
 def test_of_several_ends_the_one_with_words_is_told_first():
