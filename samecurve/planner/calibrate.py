@@ -12,7 +12,7 @@ from typing import Any
 from samecurve.errors import ConfigurationError
 from samecurve.planner import bench_results, calibration, job_record, memory, printing, step_time
 from samecurve.planner.bench_results import BenchResult
-from samecurve.planner.calibration import GROUPS, Calibration, library
+from samecurve.planner.calibration import GROUPS, Calibration
 from samecurve.planner.hardware import GIB, canonical, gpu
 from samecurve.planner.job import Job
 from samecurve.storage.atomic import read_json, utc_timestamp
@@ -181,14 +181,14 @@ def _time_factors(
         Factors by group of parts, and by library; no libraries where the runs are all of one.
     """
     parts = [{name: measured.get(name, 1) * part for name, part in _grouped(run.job).items()} for run in runs]
-    libraries = sorted({library(run.job.stack) for run in runs})
+    libraries = sorted({run.job.library for run in runs})
     libraries = libraries if len(libraries) > 1 else []  # a single one's factor would be the common one
 
     def cost(moves: Mapping[str, float]) -> float:
         missed = 0.0
         for run, part in zip(runs, parts, strict=True):
             seconds = sum(math.exp(moves["all"] + moves[name]) * part[name] for name in GROUPS)
-            missed += (math.log(seconds / run.seconds) + moves.get(library(run.job.stack), 0.0)) ** 2
+            missed += (math.log(seconds / run.seconds) + moves.get(run.job.library, 0.0)) ** 2
         return missed + sum(caution * moves[name] ** 2 for name, caution in cautions.items())
 
     cautions = {**dict.fromkeys(GROUPS, CAUTION), **dict.fromkeys(libraries, LIBRARY_CAUTION)}
@@ -228,8 +228,8 @@ def _by_library(
     runs: Sequence[FinishedRun], value: Callable[[FinishedRun], float], mean: Callable[[Sequence[float]], float]
 ) -> dict[str, float]:
     """Average a value over the runs of each library, and over all libraries under ""."""
-    names = sorted({library(run.job.stack) for run in runs})
-    found = {name: mean([value(run) for run in runs if library(run.job.stack) == name]) for name in names}
+    names = sorted({run.job.library for run in runs})
+    found = {name: mean([value(run) for run in runs if run.job.library == name]) for name in names}
     return {**found, "": mean([*found.values()])}
 
 

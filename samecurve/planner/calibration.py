@@ -16,11 +16,6 @@ COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "pipe
 GROUPS: tuple[str, ...] = ("compute", "communication", "host")
 
 
-def library(stack: str) -> str:
-    """Name the library whose overheads a stack's runs share."""
-    return "deepspeed" if stack == "deepspeed" else "torch"
-
-
 def group(part: str) -> str:
     """Name the factor of a part of the step: an efficiency, a bandwidth or the host's floor."""
     return "communication" if part in COMMUNICATION else "host" if part == "host" else "compute"
@@ -34,7 +29,7 @@ class Calibration:
         kind: the GPU's kind, or cpu.
         origin: what the runs ran on: `processor` (of a CPU), `device`, `versions`, `date` and the `runs`' folders.
         time: factor by group of the parts of a step.
-        stack_time: factor of the whole step by library; empty where the runs are all of one.
+        stack_time: factor of the whole step by Job.library; empty where the runs are all of one.
         memory: measured over predicted tensors by library, "" for the others.
         process_gib: resident memory beside the tensors by library, "" for the others; empty on a GPU.
         time_interval, memory_interval: 80 % interval, as logarithms of measured over predicted; None: as shipped.
@@ -51,14 +46,14 @@ class Calibration:
     memory_interval: tuple[float, float] | None = None
     path: str = ""
 
-    def time_factor(self, part: str, stack: str) -> float:
-        return self.time.get(group(part), 1.0) * self.stack_time.get(library(stack), 1.0)
+    def time_factor(self, part: str, library: str) -> float:
+        return self.time.get(group(part), 1.0) * self.stack_time.get(library, 1.0)
 
-    def memory_factor(self, stack: str) -> float:
-        return self.memory.get(library(stack), self.memory.get("", 1.0))
+    def memory_factor(self, library: str) -> float:
+        return self.memory.get(library, self.memory.get("", 1.0))
 
-    def process(self, stack: str) -> float | None:
-        return self.process_gib.get(library(stack), self.process_gib.get(""))
+    def process(self, library: str) -> float | None:
+        return self.process_gib.get(library, self.process_gib.get(""))
 
     def describe(self) -> str:
         """Say in a few words what the constants come from."""

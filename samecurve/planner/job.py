@@ -109,6 +109,16 @@ class Job:
     packed_experts: bool = True
 
     @property
+    def library(self) -> str:
+        """Name the software whose overheads a job's runs share.
+
+        DeepSpeed's pipeline is not its ZeRO: it has an engine of its own, without hooks on every gradient.
+        """
+        if self.stack != "deepspeed":
+            return "torch"
+        return "deepspeed" if self.layout.pp == 1 else "deepspeed pipeline"
+
+    @property
     def tokens(self) -> float:
         """Tokens of one micro-batch on one rank."""
         return self.micro_batch * self.seq / self.layout.cp

@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samecurve.planner.activations import layer_bytes, score_bytes
-from samecurve.planner.calibration import library
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile, attention_rate, sustained
 
 BACKWARD_ATTENTION = 2.5  # five products instead of two, as the fused kernel recomputes the scores
 COMPILED_FLOOR = 0.5  # share of the launches that remain
 EXPERT_LAUNCH_US = 100  # of the ten kernels of an expert that takes its turn: selection, products, addition (assumed)
-# Host time of a layer's forward pass on a CPU, whose core also computes: what a layer of width 32 adds to a step, by
-# 2.5, without its collectives (AMD EPYC, torch 2.13.0, deepspeed 0.19.8, 2026-11-26). Hooks are part of it: DTensor's,
-# FSDP2's, and ZeRO-3's on each module. The machine did other work meanwhile, so that these may be too high.
-CPU_LAUNCH_US = {"": 700, "tp": 2600, "fsdp2": 1500, "zero3": 4400}
-CPU_STEP_US = {"torch": 11_000, "deepspeed": 23_000}  # what is left of that step without layers
+# Host time on a CPU, whose core also computes, of a layer's forward pass and of a step without its layers: what a layer
+# of width 32 adds to a step, by 2.5, and what 4 of them leave, without collectives (AMD EPYC, torch 2.13.0, deepspeed
+# 0.19.8, 2026-11-26). Hooks are part of it: DTensor's, FSDP2's, and ZeRO-3's on each module.
+CPU_HOST_US = {
+    "": (310, 12_000),
+    "fsdp2": (820, 23_000),
+    "tp": (2_460, 25_000),
+    "deepspeed": (550, 16_000),
+    "zero3": (2_790, 22_000),
+}
 SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward
 FP8_CASTS = {"tensorwise": 6, "rowwise": 8, "": 6}  # bytes moved per element of a product's inputs and outputs
 
@@ -74,12 +78,7 @@ def layer(job: Job, constants: Profile) -> Seconds:
 
 def _launches(job: Job, constants: Profile) -> float:
     """Return the seconds in which the host launches a layer's forward pass."""
-    microseconds = constants.layer_floor_us
-    if job.card.generation == "cpu":
-        kind = (
-            "tp" if job.layout.tp > 1 else "zero3" if job.stack == "deepspeed" and job.layout.zero == 3 else job.stack
-        )
-        microseconds = CPU_LAUNCH_US.get(kind, CPU_LAUNCH_US[""])
+    microseconds = _host_us(job, constants)[0]
     if not job.packed_experts:
         microseconds += EXPERT_LAUNCH_US * job.shape.experts / job.layout.ep
     return microseconds * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
@@ -87,7 +86,19 @@ def _launches(job: Job, constants: Profile) -> float:
 
 def step_seconds(job: Job, constants: Profile) -> float:
     """Return the host's seconds of a step beside the layers: data, logging, clipping."""
-    return 1e-6 * (CPU_STEP_US[library(job.stack)] if job.card.generation == "cpu" else constants.step_us)
+    return 1e-6 * _host_us(job, constants)[1]
+
+
+def _host_us(job: Job, constants: Profile) -> tuple[float, float]:
+    """Return the host's microseconds of a layer's forward pass, and of a step without its layers."""
+    if job.card.generation != "cpu":
+        return constants.layer_floor_us, constants.step_us
+    kind = job.stack
+    if job.layout.tp > 1:
+        kind = "tp"
+    elif kind == "deepspeed" and job.layout.zero == 3:
+        kind = "zero3"
+    return CPU_HOST_US.get(kind, CPU_HOST_US[""])
 
 
 def _products(job: Job, constants: Profile) -> float:

@@ -68,7 +68,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     """Compute the memory of each class of ranks. nanotron's counter is the first stage's (README of the runs)."""
     constants = constants or profile(job.stack)
     learnt = job.calibration
-    reserved = learnt.process(job.stack) if learnt else None
+    reserved = learnt.process(job.library) if learnt else None
     resident = job.memory_kind == "resident"
     gaps = RESIDENT_GAPS if resident else FRAGMENTATION
     held = 0 if resident else WORKSPACE_GIB * GIB
@@ -79,7 +79,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
         lines = [*_states(job, stage), *_activations(job, stage, constants), *_gathered(job, stage), workspaces]
         # last, because it fills what the other lines leave free
         lines.append(_gathered_inputs(job, constants, lines))
-        factor = learnt.memory_factor(job.stack) if learnt else 1
+        factor = learnt.memory_factor(job.library) if learnt else 1
         if factor != 1:  # what runs on these machines measured is more, or less, than the other lines
             end, middle, update = ((factor - 1) * sum(getattr(line, moment) for line in lines) for moment in MOMENTS)
             lines.append(Line("measured slack", end, middle, update, f"{factor:.3f} x the lines above", "calibration"))

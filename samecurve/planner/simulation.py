@@ -169,7 +169,7 @@ def _connect(job: Job, ends: Mapping[tuple[str, Pass], tuple[Task, Task]]) -> No
     """Let each stage wait for the messages of its neighbours."""
     if job.layout.pp == 1:
         return
-    learnt = job.calibration.time_factor("pipeline_sends", job.stack) if job.calibration else 1.0
+    learnt = job.calibration.time_factor("pipeline_sends", job.library) if job.calibration else 1.0
     send = learnt * step_time.send_seconds(job, profile(job.stack))
     last_stage = SCHEDULES[_schedule(job)].num_stages(job.layout.pp) - 1
     outputs = {

@@ -70,7 +70,7 @@ def _calibrated(time: StepTime, job: Job) -> StepTime:
     learnt = job.calibration
     if not learnt:
         return time
-    return StepTime(**{part: value * learnt.time_factor(part, job.stack) for part, value in asdict(time).items()})
+    return StepTime(**{part: value * learnt.time_factor(part, job.library) for part, value in asdict(time).items()})
 
 
 def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> tuple[StepTime, float]:
