@@ -8,6 +8,7 @@ it. `finish` starts it once more without a fault and compares all of it with the
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -42,6 +43,15 @@ class Case:
         return f"{self.name}-{self.world}-{self.launcher}"
 
 
+EXPERTS = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
 SINGLE = Case(None, 1, "python")
 
 
@@ -249,7 +259,10 @@ class Battery:
 
     def overrides(self, case: Case) -> tuple[str, ...]:
         micro_batch = f"batch.micro_batch_size={2 if case.world > 2 else 4}"
-        return (micro_batch, *(self.workspace.lora if case.lora else ()))
+        model = self.workspace.lora if case.lora else ()
+        if case.strategy == "fsdp_ep":  # the only one that takes no other model
+            model = (f"model.config={json.dumps(EXPERTS)}",)
+        return micro_batch, *model
 
 
 def write_result(record: Record) -> None:

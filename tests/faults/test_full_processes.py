@@ -18,7 +18,10 @@ from samecurve.storage.atomic import read_json
 pytestmark = pytest.mark.full
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "pipeline")
-CASES = [*map(Case, STRATEGIES), Case("tp"), Case("pipeline_1f1b"), Case("ddp", lora=True), Case("zero3", lora=True)]
+STRATEGIES += ("tp", "fsdp_ulysses", "fsdp_cp", "fsdp_ep", "pipeline_1f1b", "pipeline_zbv")
+WORLDS = {"fsdp_tp": 4, "hsdp": 4, "pipeline_fsdp": 4, "pp_fsdp_tp": 8}
+CASES = [*map(Case, STRATEGIES), *(Case(name, world) for name, world in WORLDS.items())]
+WITH_LORA = [Case(name, lora=True) for name in ("ddp", "zero3")]
 BEFORE = ("save.staged", "save.prepare", "save.write", "save.fsync", "save.agree")  # on every rank
 ONLY_RANK_0 = ("save.manifest", "save.marker", "save.rename")
 LOADING = ("load.verify", "load.read", "load.done")
@@ -28,13 +31,13 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WITH_LORA], ids=str)
 def test_killed_in_every_phase(case, battery):
     victim = battery.victim(case)
     newest = SAVE_EVERY
     victim.hurt("kill", "SIGKILL step", Expected(1, DEAD.format(0), newest), faults="step@9:0:kill")
     for index, phase in enumerate((*BEFORE, *ONLY_RANK_0, *LOADING, *COMMITTED)):
-        rank = index % 2 if phase in (*BEFORE, *LOADING) else 0
+        rank = index % case.world if phase in (*BEFORE, *LOADING) else 0
         newest += SAVE_EVERY if phase in COMMITTED else 0
         # with two that stay, the third one makes the first one go
         keep = ["checkpoint.keep=2"] if phase == "save.rotate" else []
@@ -43,16 +46,15 @@ def test_killed_in_every_phase(case, battery):
     victim.finish()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_dead_and_frozen_ranks(strategy, battery):
-    victim = battery.victim(Case(strategy))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dead_and_frozen_ranks(case, battery):
+    victim = battery.victim(case)
     limit = "watchdog.timeout_seconds=10"
-    for rank in (0, 1):
+    for rank, action in ((0, "stop"), (case.world - 1, "hang")):
         place = f"step@{SAVE_EVERY + 2}:{rank}"
         dead = Expected(1, DEAD.format(rank), victim.newest() + SAVE_EVERY)
         victim.hurt("kill", f"SIGKILL of rank {rank}", dead, faults=f"{place}:kill")
         frozen = Expected(124, rf"no progress for 10 s .* rank {rank} \(pid \d+\)", victim.newest() + SAVE_EVERY)
-        action = ("stop", "hang")[rank]
         victim.hurt("hang", f"{action} of rank {rank}", frozen, limit, faults=f"{place}:{action}")
     frozen = Expected(124, r"no progress for 10 s .* rank 1 \(pid \d+\) shows no sign of life", victim.newest())
     victim.hurt("hang", "stop of rank 1 as it loads", frozen, limit, faults="load.read:1:stop")
