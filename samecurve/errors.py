@@ -76,9 +76,11 @@ class PeerError(SamecurveError):
     """Another rank exited, so this rank cannot continue; the exit code is that rank's if known.
 
     `is_reporter` is True on the lowest surviving rank, which prints the message and waits for no other rank.
+    `is_reported` is True on a rank that knows that another one has printed it.
     """
 
     is_reporter = False
+    is_reported = False
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)

@@ -46,9 +46,11 @@ def exit_code(main: Callable[[], None]) -> int:
             print_stderr(str(error))
         return error.exit_code
     except SamecurveError as error:
-        if not (isinstance(error, PeerError) and error.is_reporter):
+        is_effect = isinstance(error, PeerError)
+        if not (is_effect and error.is_reporter):
             _let_the_first_process_report()
-        print_stderr(_message(error))
+        if not (is_effect and error.is_reported and os.environ.get("LOCAL_RANK", "0") != "0"):
+            print_stderr(_message(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -189,6 +191,7 @@ class RunSupervisor:
         self._write("failed", reason, code)
         if isinstance(error, PeerError):
             self.watchdog.heartbeats.write("failed", reason, code, error.is_reporter)
+            error.is_reported = not error.is_reporter and self.watchdog.wait_for_report()
         else:
             self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
         return error

@@ -77,14 +77,18 @@ class Liveness:
         )
 
     @property
+    def is_reported(self) -> bool:
+        """Whether another rank has reported why the run ends, or rank 0 ended by its own."""
+        beats = [peer.beat for peer in self.peers]
+        return any(beat.has_reported or (beat.rank == 0 and beat.state in ("failed", "finished")) for beat in beats)
+
+    @property
     def is_reporter(self) -> bool:
         """Whether this is the lowest rank that can still report why the run ends, and none has done so."""
         # until all ranks have started, the directory may belong to another run
         if self.own.rank == 0 or not self.own.num_phases:
             return self.own.rank == 0
-        beats = [peer.beat for peer in self.peers]
-        reported = any(beat.has_reported or (beat.rank == 0 and beat.state in ("failed", "finished")) for beat in beats)
-        return not reported and all(peer.beat.rank > self.own.rank for peer in self.live)
+        return not self.is_reported and all(peer.beat.rank > self.own.rank for peer in self.live)
 
     @property
     def replaces_rank_0(self) -> bool:
