@@ -122,7 +122,10 @@ COUNTED_EXPERTS = frozenset(
 )
 
 # Families that were compared with one process under tensor parallelism (tests/distributed/test_tensor_parallel.py).
-TENSOR_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"))
+# transformers' plan of gpt_neox leaves its embedding and head whole.
+TENSOR_PARALLEL = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "starcoder2")
+)
 
 # Families that were compared with one process under context parallelism (tests/distributed/test_context_parallel.py).
 CONTEXT_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3"))

@@ -27,8 +27,14 @@ CONFIGS = {
     "gemma2": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8},
     "phi3": {"pad_token_id": 0},
+    "starcoder2": {},
 }
 NOT_CHUNKABLE = ("gemma2",)
+
+
+def model_config(family: str, **changes: object) -> str:
+    fields = {"model_type": family, **SIZES, **CONFIGS[family], **changes}
+    return f"model.config={json.dumps({key: value for key, value in fields.items() if value is not None})}"
 
 
 def short_run(workspace, strategy: str | Path | None, world: int, micro_batch: int, *overrides: str) -> Run:
@@ -55,7 +61,7 @@ def assert_equal(run: Run, expected: Run) -> None:
 )
 def test_families_on_packed_rows(family, strategy, world, workspace):
     """Two micro-batches of documents of uneven length: gradients that are summed twice are seen only then."""
-    config = f"model.config={json.dumps({'model_type': family, **SIZES, **CONFIGS[family]})}"
+    config = model_config(family)
     expected = short_run(workspace, None, 1, 8, config, "data.packing=true")
     run = short_run(workspace, strategy, world, 4 // (world // 2), config, "data.packing=true")
     assert (run.facts["tensor_parallel_size"], run.facts["gradient_accumulation_steps"]) == (2, 2)
@@ -74,7 +80,7 @@ def test_families_on_packed_rows(family, strategy, world, workspace):
     ],
 )
 def test_sequence_parallelism(family, strategy, world, more, workspace):
-    config = f"model.config={json.dumps({'model_type': family, **SIZES, **CONFIGS[family]})}"
+    config = model_config(family)
     expected = short_run(workspace, None, 1, 8, config, "data.packing=true")
     path = workspace.sequence_parallel(strategy)
     run = short_run(workspace, path, world, 4 // (world // 2), config, "data.packing=true", *more)
@@ -89,8 +95,7 @@ def test_sequence_parallelism(family, strategy, world, more, workspace):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_layers_in_four_parts(family, sequence_parallel, workspace):
     """One head of queries, keys and values on each rank."""
-    sizes = {"model_type": family, **SIZES, **CONFIGS[family], "num_key_value_heads": 4}
-    config = f"model.config={json.dumps(sizes)}"
+    config = model_config(family, num_key_value_heads=4)
     expected = short_run(workspace, None, 1, 8, config, "data.packing=true")
     changes = {"tp_size": 4, **({"tp_sequence_parallel": "true"} if sequence_parallel else {})}
     run = short_run(workspace, workspace.parallel("tp", **changes), 4, 4, config, "data.packing=true")
@@ -103,7 +108,7 @@ def test_layers_in_four_parts(family, sequence_parallel, workspace):
 
 
 def test_phi3_has_no_sequence_parallelism(workspace):
-    config = f"model.config={json.dumps({'model_type': 'phi3', **SIZES, **CONFIGS['phi3']})}"
+    config = model_config("phi3")
     run = workspace.run(workspace.sequence_parallel("tp"), 2, "steps=6", "batch.micro_batch_size=8", config)
     assert run.returncode != 0 and "tp_sequence_parallel: found true, but" in run.output
 
