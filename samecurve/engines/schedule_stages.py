@@ -17,6 +17,7 @@ from samecurve.data.micro_batch import position_ids
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import Measure, TokenSums
 from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead, last_scores
+from samecurve.specs.environment import dated
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class LocalStages:
         if self.is_sharded and shared and not apart:
             raise ConfigurationError(
                 f"{strategy.path}: distributed_type: FSDP2 cannot share the tied embedding between two stages of one "
-                f"rank, and {self.name} puts the first and the last stage on one; set model.config.tie_word_embeddings "
+                f"rank ({dated('torch')}), and {self.name} puts the first and the last stage on one; set model.config.tie_word_embeddings "
                 "to false, or take a schedule without a V (GPipe, 1F1B, Interleaved1F1B)"
             )
         mine = self.schedule.stages(self.rank, self.ranks)

@@ -17,6 +17,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import lora
 from samecurve.models.dropout import Part
 from samecurve.optim.dtensor import all_reduce_sums, local_gradient
+from samecurve.specs.environment import dated
 from samecurve.specs.model_families import EXPERT_AND_TENSOR_PARALLEL, TENSOR_PARALLEL
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
             fix = f"use a size that divides all of its sizes: {', '.join(map(str, sizes[:12]))}"
             found.append(f"found {size}, but {text}; {fix}")
     if strategy.tp_sequence_parallel and not any(style == "rowwise" for style in plan.values()):
-        text = f"found true, but transformers' plan of {family} gathers whole activations inside of its layers"
+        text = f"found true, but the plan of {family} in {dated('transformers')} gathers whole activations inside of its layers"
         raise ConfigurationError(f"{strategy.path}: {SEQUENCE_KEY}: {text}; set it to false")
     if found:
         raise ConfigurationError("\n".join(f"{strategy.path}: {KEY}: {text}" for text in found))

@@ -45,6 +45,11 @@ def version(package: str) -> str | None:
         return None
 
 
+def dated(package: str) -> str:
+    """Name a package with its version, as in "torch 2.13.0", in a refusal that another version might not need."""
+    return f"{package} {version(package)}"
+
+
 def versions() -> dict[str, str | None]:
     """Return the installed versions of the packages that affect a run's numbers; None for a missing package."""
     return {"python": platform.python_version(), **{name: version(name) for name in VERSIONED}}

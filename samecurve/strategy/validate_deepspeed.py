@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from samecurve.config.documents import Document, describe
 from samecurve.config.rules_model import hidden_layers, model_type
 from samecurve.config.source import RecipeSource
+from samecurve.specs.environment import dated
 from samecurve.specs.model_families import FAMILIES
 from samecurve.strategy.deepspeed_keys import STAGES
 
@@ -76,7 +77,7 @@ def _offload(document: Document, strategy: Strategy) -> None:
             text = f'ZeRO stage {strategy.zero_stage} silently offloads to the CPU instead; write "cpu" or use stage 3'
             document.problem((*path, "device"), f"found {describe(device)}, but {text}")
         if device in ("cpu", "nvme") and strategy.family == "pipeline":
-            document.problem(path, "a pipeline does not support offloading; remove it")
+            document.problem(path, f"the pipeline of {dated('deepspeed')} does not offload; remove it")
     if strategy.secondary_partition > 1 and any(part.startswith("param:") for part in strategy.offload):
         text = f"found {strategy.secondary_partition}, but a second copy of offloaded weights has not been compared "
         text += "with one process; remove it or offload_param"

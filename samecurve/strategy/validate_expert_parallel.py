@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from samecurve.config.documents import describe
+from samecurve.specs.environment import dated
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.strategy.allowed import OFF, Value, refuse_offload, rule
 
@@ -18,7 +19,10 @@ SIZE = f"{_BLOCK}_ep_size"
 _UNTESTED = "has not been compared with one process under expert parallelism"
 # By key: what is allowed, and why nothing else is.
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "precision": (("fp32", "bf16"), "in fp16 FSDP divides the gradients of unsharded experts once more than it should"),
+    "precision": (
+        ("fp32", "bf16"),
+        f"in fp16, FSDP2 of {dated('torch')} divides the gradients of unsharded experts once too often",
+    ),
     "adapter.name": ((None, "lora"), f"this adapter {_UNTESTED}"),
     "fp8": (OFF, "torchao replaces linear layers only, and experts are none"),
     "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),

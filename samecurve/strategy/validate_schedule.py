@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samecurve.specs.environment import dated
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy.allowed import OFF, Value, rule
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
@@ -61,14 +62,14 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
         return
     why = f"a compiled layer {_UNTESTED}"
     if SCHEDULES[strategy.pipeline_schedule].folded:
-        why = "PyTorch computes wrong gradients of compiled layers where a backward pass is cut in two (zero bubble)"
+        why = f"{dated('torch')} computes wrong gradients of compiled layers whose backward pass is cut (zero bubble)"
     yield "compile", f"found {found}, but {why}; use off, or {_ELSEWHERE}"
 
 
 def _recomputation(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     found = value("memory.activation_checkpointing")
     if _applies(strategy) and not SCHEDULES[strategy.pipeline_schedule].takes_recomputation(found):
-        why = "PyTorch cannot cut the backward pass of a layer that is recomputed in part (zero bubble)"
+        why = f"{dated('torch')} cannot cut the backward pass of a layer that is recomputed in part (zero bubble)"
         yield "memory.activation_checkpointing", f"found {found}, but {why}; use full or none, or {_ELSEWHERE}"
 
 

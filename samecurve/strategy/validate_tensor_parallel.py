@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from samecurve.specs.data_names import WIDTH_MULTIPLE
+from samecurve.specs.environment import dated
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy.allowed import OFF, Value, refuse_offload, rule
@@ -21,7 +22,7 @@ _UNTESTED = "has not been compared with one process under tensor parallelism"
 _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (
         tuple(name for name, spec in TASKS.items() if not spec.fills_masks),
-        "no encoder family has a tensor-parallel plan",
+        f"no encoder family has a tensor-parallel plan in {dated('transformers')}",
     ),
     "precision": (("fp32", "bf16"), f"fp16's loss scale {_UNTESTED}"),
     "adapter.dora": ((False,), "DoRA's norms need whole rows of weights that are split across ranks"),
