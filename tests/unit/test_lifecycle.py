@@ -6,7 +6,15 @@ import time
 import pytest
 from surrounded import ranks, status
 
-from samecurve.errors import ConfigurationError, DataError, NumericError, Preempted, StorageError, TopologyError
+from samecurve.errors import (
+    ConfigurationError,
+    DataError,
+    NumericError,
+    PeerError,
+    Preempted,
+    StorageError,
+    TopologyError,
+)
 from samecurve.run import lifecycle
 from samecurve.run.run_directory import RunDirectory
 
@@ -48,6 +56,17 @@ def test_other_processes_wait_so_that_the_first_one_can_speak(monkeypatch, capsy
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert lifecycle.exit_code(raising(DataError("only here"))) == 3
     assert waited == [lifecycle.WAIT_SECONDS] and "only here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("is_reported", "local_rank", "shown"), [(True, "1", 0), (True, "0", 1), (False, "1", 1)])
+def test_a_death_that_another_rank_reports_is_not_told_twice(is_reported, local_rank, shown, monkeypatch, capsys):
+    """Each machine's first rank tells it, because a reader may have that machine's output only."""
+    error = PeerError("rank 0 died")
+    error.is_reported = is_reported
+    monkeypatch.setattr(lifecycle, "WAIT_SECONDS", 0)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert lifecycle.exit_code(raising(error)) == 1
+    assert capsys.readouterr().err.count("rank 0 died") == shown
 
 
 def test_the_status_file_follows_the_run(tmp_path):

@@ -417,6 +417,18 @@ def test_whoever_gave_a_rank_up_says_why(tmp_path):
     assert not waiting.is_alive()
 
 
+def test_a_rank_waits_for_the_one_that_reports(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.3)
+    with Watchdog(tmp_path, 0, lambda _: None) as watch:
+        watch.phase("step", 12)
+        assert not watch.wait_for_report()
+        monkeypatch.setattr(watchdog, "REPORT_SECONDS", 30)
+        telling = threading.Timer(0.3, write_beat, [watch.heartbeats.folder, beat(state="failed", has_reported=True)])
+        telling.start()
+        began = time.monotonic()
+        assert watch.wait_for_report() and time.monotonic() - began < 20
+
+
 @pytest.mark.parametrize("state", ["finished", "running"])
 def test_the_last_word_is_read_before_a_death_is_told(state, tmp_path):
     errors = []
