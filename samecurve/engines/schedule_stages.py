@@ -110,8 +110,9 @@ class LocalStages:
         if self.is_sharded and shared and not apart:
             raise ConfigurationError(
                 f"{strategy.path}: distributed_type: FSDP2 cannot share the tied embedding between two stages of one "
-                f"rank ({dated('torch')}), and {self.name} puts the first and the last stage on one; set model.config.tie_word_embeddings "
-                "to false, or take a schedule without a V (GPipe, 1F1B, Interleaved1F1B)"
+                f"rank ({dated('torch')}), and {self.name} puts the first and the last stage on one; set "
+                "model.config.tie_word_embeddings to false, or take a schedule without a V (GPipe, 1F1B, "
+                "Interleaved1F1B)"
             )
         mine = self.schedule.stages(self.rank, self.ranks)
         self.modules = {stage: self._allocated(StageLayers(stages[stage], autocast, measures), mesh) for stage in mine}

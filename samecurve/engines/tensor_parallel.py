@@ -65,7 +65,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
             fix = f"use a size that divides all of its sizes: {', '.join(map(str, sizes[:12]))}"
             found.append(f"found {size}, but {text}; {fix}")
     if strategy.tp_sequence_parallel and not any(style == "rowwise" for style in plan.values()):
-        text = f"found true, but the plan of {family} in {dated('transformers')} gathers whole activations inside of its layers"
+        text = f"found true, but the plan of {family} in {dated('transformers')} gathers whole activations in layers"
         raise ConfigurationError(f"{strategy.path}: {SEQUENCE_KEY}: {text}; set it to false")
     if found:
         raise ConfigurationError("\n".join(f"{strategy.path}: {KEY}: {text}" for text in found))
