@@ -190,7 +190,14 @@ class Timing:
 
 
 def bandwidths(name: str, num_bytes: int, seconds: float, world_size: int) -> tuple[float, float]:
-    """Return (algorithm bandwidth, bus bandwidth) in 10^9 bytes per second."""
+    """Return (algorithm bandwidth, bus bandwidth) in 10^9 bytes per second.
+
+    Args:
+        name: a key of COLLECTIVES.
+        num_bytes: size of one call.
+        seconds: duration of one call on the slowest rank.
+        world_size: number of ranks that took part.
+    """
     algorithm = num_bytes / seconds / 1e9
     return algorithm, algorithm * COLLECTIVES[name].factor(world_size)
 

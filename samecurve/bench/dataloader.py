@@ -71,7 +71,14 @@ def _physical(core: int) -> tuple[int, int]:
 
 
 def rows_per_second(rows: Rows, recipe: Recipe, num_workers: int, data_parallel_size: int, seconds: float) -> float:
-    """Measure the rows per second of one rank that only reads, for about `seconds` and after WARM_UP_STEPS steps."""
+    """Measure the rows per second of one rank that only reads.
+
+    Args:
+        rows: the training rows.
+        num_workers: processes that prepare the steps; 0 uses a thread.
+        data_parallel_size: number of ranks among which a step's rows are divided; the first one's share is read.
+        seconds: least duration of the measurement, after WARM_UP_STEPS steps and those that the workers prepare ahead.
+    """
     shard = 0, data_parallel_size
     prepared = iter(StepBatches(rows, recipe.seed, recipe.batch, shard, _MANY_STEPS, num_workers=num_workers))
     for _ in range(WARM_UP_STEPS + 2 * num_workers):  # includes steps prefetched while waiting for the first one

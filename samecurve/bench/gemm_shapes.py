@@ -44,7 +44,12 @@ def measure(
 ) -> list[Width]:
     """Measure a linear layer between `hidden_size` and each width, with all widths in turn in each round.
 
-    at_least: seconds to measure each width.
+    Args:
+        hidden_size: number of inputs.
+        widths: numbers of outputs.
+        num_tokens: rows of the input.
+        precision: a recipe's precision, for example "bf16".
+        at_least: seconds to measure each width.
     """
     measured = []
     with precision_of(precision) as dtype:

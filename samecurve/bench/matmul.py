@@ -63,7 +63,13 @@ class LayerTime:
 
 
 def square(size: int, precision: str, device: torch.device, at_least: float) -> float:
-    """Measure TFLOP/s of (size, size) @ (size, size) in the layout of a linear layer; each costs 2 size^3 FLOPs."""
+    """Measure TFLOP/s of (size, size) @ (size, size) in the layout of a linear layer; each costs 2 size^3 FLOPs.
+
+    Args:
+        size: rows and columns of both matrices.
+        precision: a recipe's precision, for example "bf16".
+        at_least: least seconds of the measurement.
+    """
     with precision_of(precision) as dtype:
         inputs, weight = (operand(size, size, dtype=dtype, device=device) for _ in range(2))
         return 2 * size**3 / seconds_of(lambda: inputs @ weight.T, at_least) / 1e12
@@ -84,7 +90,16 @@ def linear(
 
 
 def layer_rates(shape: Shape, precision: str, device: torch.device, at_least: float) -> dict[str, float]:
-    """Measure TFLOP/s of each of the three multiplications that train a layer."""
+    """Measure TFLOP/s of each of the three multiplications that train a layer.
+
+    Args:
+        shape: tokens, inputs and outputs of the layer.
+        precision: a recipe's precision, for example "bf16".
+        at_least: least seconds of the measurement of each multiplication.
+
+    Returns:
+        Rate by name: forward, input_gradient, weight_gradient.
+    """
     with precision_of(precision) as dtype:
         runs = linear(shape.num_tokens, shape.num_inputs, shape.num_outputs, dtype, device)
         return {name: shape.flops / seconds_of(run, at_least) / 1e12 for name, run in runs.items()}

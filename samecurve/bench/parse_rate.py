@@ -84,7 +84,16 @@ def held_out_prompts(count: int, recipe: Recipe | None) -> list[str]:
 def generate_functions(
     generator: TextGenerator, prompts: Sequence[str], options: GenerationOptions, seed: int
 ) -> list[Answer]:
-    """Generate answers in batches of prompts of similar length. Prompts too long for an answer are left out."""
+    """Generate answers in batches of prompts of similar length. Prompts too long for an answer are left out.
+
+    Args:
+        prompts: signatures with docstrings.
+        options: sampling, and the number of new tokens that has to fit behind a prompt.
+        seed: seed of the sampling.
+
+    Returns:
+        The answers, from the shortest prompt to the longest.
+    """
     torch.manual_seed(seed)
     texts = [generator.render([{"role": "user", "content": p}]) if generator.chat else f"{p}\n" for p in prompts]
     lengths = [generator.encode([text], rendered=generator.chat)["input_ids"].shape[1] for text in texts]

@@ -72,7 +72,17 @@ def parse_integers(option: str, given: str | None, least: int = 0) -> list[int]:
 
 
 def parse_names(option: str, given: str | None, known: Collection[str], default: Iterable[str]) -> list[str]:
-    """Parse an option such as `a,b` with known names. Raises ConfigurationError for other names."""
+    """Parse an option such as `a,b` with known names.
+
+    Args:
+        option: name of the option in the message, with its dashes.
+        given: names separated by commas; None or "" selects `default`.
+        known: the legal names.
+        default: the names of an option that was not given.
+
+    Raises:
+        ConfigurationError: for a name that is not known.
+    """
     names = [name for name in (given or "").split(",") if name]
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -257,6 +257,11 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
     Damaged checkpoints are counted separately and the newest `keep` of them stay too. They show what happened to the
     disk, and parts of them may be all that is left. Keeping more would fill a disk that damages every checkpoint.
 
+    Args:
+        directory: the folder of all checkpoints.
+        keep: number to keep of each kind; less than 1 counts as 1.
+        protected: names of checkpoints' folders.
+
     Returns:
         The problems found, "" if there were none. The next rotation tries again.
     """

@@ -140,7 +140,20 @@ class CheckpointReader:
         return values
 
     def tensor(self, rank: int, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read the slice [start, stop) of one tensor from the file of `rank`. Raises CheckpointError."""
+        """Read the slice [start, stop) of one tensor from the file of one rank.
+
+        Args:
+            rank: the rank that wrote the file.
+            key: name of the tensor in the file, for example "exp_avg/lm_head.weight".
+            start: first value of the slice, 0-based.
+            stop: the value after the last one; None for all values from `start` on.
+
+        Returns:
+            (stop - start,), on the CPU, in the dtype of the file.
+
+        Raises:
+            CheckpointError: the tensor cannot be read, or does not have the values from `start` to `stop`.
+        """
         path = self.folder / file_name(rank)
         try:
             with safe_open(path, framework="pt") as file:  # reopened each time: pages of an open mapping stay in memory

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 def find_conversations(
     name: str, pattern: str | None, schema: ChatSchema, selection: sources.Selection = sources.WHOLE
 ) -> ConversationSource:
-    """Find the conversations of `data.path`. Raises as `sources.find_source` does."""
+    """Find the conversations of `data.path`. Raises as `sources.find_source` does.
+
+    Args:
+        name: the value of `data.path`.
+        pattern: glob within a folder or a repository of the hub, None for all data files.
+        schema: columns of a conversation.
+        selection: part of the data set.
+    """
     if name == FUNCTIONS:
         return FunctionSource(name, sources.builtin_files())
     return ConversationSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)
@@ -32,7 +39,14 @@ def find_conversations(
 def find_pairs(
     name: str, pattern: str | None, schema: PairSchema, selection: sources.Selection = sources.WHOLE
 ) -> PairSource:
-    """Find the preference pairs of `data.path`. Raises as `sources.find_source` does."""
+    """Find the preference pairs of `data.path`. Raises as `sources.find_source` does.
+
+    Args:
+        name: the value of `data.path`.
+        pattern: glob within a folder or a repository of the hub, None for all data files.
+        schema: columns of a pair.
+        selection: part of the data set.
+    """
     if name == PREFERENCES:
         return PreferenceSource(name, sources.builtin_files())
     return PairSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)

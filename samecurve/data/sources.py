@@ -136,8 +136,11 @@ def find_source(
 ) -> DataSource:
     """Find the data of `data.path`: a file, a folder's data files sorted by path, or OWNER/NAME on the hub.
 
-    With `pattern`, a glob, the data are the matching files of the folder or of the hub's repository.
     Raises DataError for a path that cannot be read, and as `selection.folder_files` and `hub.read_hub_split` do.
+
+    Args:
+        pattern: glob for the files of the folder or of the hub's repository, None for all data files or the split.
+        text_column: column of a table that holds the text.
     """
     if name == BUILTIN:
         return DataSource(name, builtin_files())

@@ -100,7 +100,15 @@ def load_corpus(source: DataSource, encoder: Encoder, validation_fraction: float
 def load_corpus_into(
     target: Path, key: str, source: DataSource, encoder: Encoder, validation_fraction: float
 ) -> Corpus:
-    """Load or tokenise a source as `load_corpus` does, in the folder `target`. `key` changes when the tokens do."""
+    """Load or tokenise a source as `load_corpus` does, in a given folder.
+
+    Args:
+        target: folder of these tokens; created if it does not exist.
+        key: digest that changes when the tokens do; becomes part of the fingerprints of both streams.
+        source: the documents.
+        encoder: turns a document into token ids.
+        validation_fraction: fraction of the documents to hold out, in [0, 1).
+    """
     build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
     directory = build_once(target, build)
     meta = json.loads((directory / "meta.json").read_text())

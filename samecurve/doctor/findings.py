@@ -38,7 +38,12 @@ class Finding:
 
 
 def failed(area: str, seen: str, problem: str, fix: str, error: type[SamecurveError], host: str = "") -> Finding:
-    """Return a finding that would end a run with `error`."""
+    """Return a finding that would end a run with `error`.
+
+    Args:
+        area, seen, problem, fix, host: see `Finding`.
+        error: class of the error, whose exit code the finding gets.
+    """
     return Finding(area, seen, problem, fix, error.exit_code, host)
 
 

@@ -112,7 +112,10 @@ def build(
 ) -> PreTrainedModel:
     """Build the skeleton's model on the meta device, so that each rank computes its part of the tokens.
 
-    `adapter` is inserted if given, for the trained model; a teacher has none.
+    Args:
+        skeleton: the architecture, on the meta device.
+        mesh: this rank's place in the parallel dimensions.
+        adapter: inserted if given, for the trained model; a teacher has none.
 
     Raises:
         ConfigurationError: as `check`.
@@ -211,9 +214,18 @@ def cut_within(model: PreTrainedModel, part: SequencePart, mesh: Mesh) -> None:
 
 
 def gather_outputs(outputs: Tensor, part: SequencePart, mesh: Mesh, length: int) -> Tensor:
-    """Gather the outputs of all ranks of the group, (rows, own tokens, ...) each, into whole rows. Collective.
+    """Gather the outputs of all ranks of the group into whole rows. Collective.
 
     In the backward pass each rank gets the gradient of its own tokens, summed over the ranks (reduce-scatter).
+
+    Args:
+        outputs: (rows, own tokens, ...) of this rank.
+        part: which tokens these are.
+        mesh: gives the group.
+        length: tokens of a whole row, without the padding of `SequencePart.cut`.
+
+    Returns:
+        (rows, length, ...); `outputs` itself if the rows were not cut or the model has joined them.
     """
     return outputs if part.count == 1 or part.by_model else _joined(outputs, part, mesh)[:, :length]
 

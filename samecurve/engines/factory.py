@@ -26,7 +26,10 @@ __all__ = ["allocator", "build", "core_advice", "device_name", "start"]
 
 
 def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task) -> Engine:
-    """Build the strategy's engine for the architecture `skeleton`, load the weights and verify the engine.
+    """Build the strategy's engine, load the weights and verify the engine.
+
+    Args:
+        skeleton: the architecture, on the meta device with full shapes.
 
     Raises:
         TopologyError: the live engine differs from the plan (see `verify`).

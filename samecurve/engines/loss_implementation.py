@@ -22,10 +22,15 @@ def install_loss(
     """Install the recipe's loss.implementation in `model`, before a strategy wraps the model.
 
     On a GPU the measure of a chunked loss is compiled wherever there is a compiler, also if the layers are not: in
-    eager mode it reads and writes an fp32 logit several times. `device` is that of the computation.
+    eager mode it reads and writes an fp32 logit several times.
 
     Tasks that are not by token (Task.by_token) always use the full loss, and so does fp16: the others compute gradients
     before loss scaling, and these are often 0 in fp16.
+
+    Args:
+        model: the model that computes on this rank; changed in place.
+        skeleton: the whole architecture, on the meta device.
+        device: where the loss is computed.
 
     Returns:
         The implementation in use: full, chunked or liger.

@@ -37,7 +37,10 @@ def _replay(optimizer, updates: int) -> None:
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterable[str], create: bool) -> dict:
     """Return the optimizer's state of a parameter, or zeros before the first update.
 
-    `create` stores those zeros in the optimizer.
+    Args:
+        parameter: one of its parameters, possibly a shard.
+        names: keys of the state's tensors that must exist, for example "exp_avg".
+        create: store the zeros in the optimizer.
     """
     state = optimizer.state.get(parameter) or {}  # [...] would store an empty one in this defaultdict
     if all(name in state for name in names):

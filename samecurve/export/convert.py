@@ -48,7 +48,17 @@ def run(directory: Path, source: Path, output: Path, made: ExportInfo, recipe: R
 
 
 def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -> None:
-    """Convert an export to another dtype, with a new card. Raises NumericError for values out of the dtype's range."""
+    """Convert an export to another dtype, with a new card.
+
+    Args:
+        directory: run directory.
+        source: folder of the export.
+        output: folder of the new model.
+        made: dtype and facts for the model card.
+
+    Raises:
+        NumericError: a value is out of the dtype's range.
+    """
     partial_output = output.with_name(f"{output.name}.partial")
     try:
         with storage_errors(output):

@@ -42,7 +42,17 @@ def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: R
 
 
 def build_command(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> list[str]:
-    """Return lm_eval's command line. Raises ConfigurationError if there is no causal language model."""
+    """Return lm_eval's command line, as words.
+
+    Args:
+        arguments: of the command `lm_eval`.
+        folder: folder of the model, or of its adapter.
+        base: path or hub name of the adapter's base model; None for a whole model.
+        recipe: recipe of the run, None if unknown.
+
+    Raises:
+        ConfigurationError: there is no causal language model in the folder, or --options is not a command line.
+    """
     trusted = folders.trusts_remote_code(folder)
     loading.stored_class(folder, CAUSAL)  # raises for a model with another head
     model_args = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})

@@ -40,7 +40,17 @@ def command(host: str, text: str) -> list[str]:
 def run(
     host: str, text: str, seconds: float, variables: Mapping[str, object] | None = None
 ) -> subprocess.CompletedProcess:
-    """Run `text` in the shell of a host, with these environment variables. Raises subprocess.TimeoutExpired."""
+    """Run a command in the shell of a host and capture its output.
+
+    Args:
+        host: name for ssh.
+        text: the command, for the host's shell.
+        seconds: time limit.
+        variables: environment variables of the command; hidden from the hosts' other users.
+
+    Raises:
+        subprocess.TimeoutExpired: the command took longer than `seconds`.
+    """
     exports = "".join(f"export {name}={shlex.quote(str(value))}\n" for name, value in (variables or {}).items())
     if exports:
         # not in the command line, which every user of either host can read; not by `. /dev/stdin`, a socket under sshd

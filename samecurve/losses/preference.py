@@ -84,6 +84,12 @@ def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference
 
     The reward is beta times the log-ratio to the reference; for orpo and simpo, beta times the mean log-probability of
     a token.
+
+    Args:
+        settings: the recipe's DPO settings.
+        log_probabilities: (pairs, 2), of the answers under the trained model.
+        lengths: (pairs, 2), number of trained tokens of each answer.
+        reference: (pairs, 2), log-probabilities under the reference model; not used by orpo and simpo.
     """
     if settings.loss in ("orpo", "simpo"):
         return settings.beta * log_probabilities / lengths.clamp(min=1)

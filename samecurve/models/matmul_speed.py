@@ -72,6 +72,11 @@ def training_seconds(
 ) -> tuple[Shape, dict[str, float]]:
     """Measure the duration of the three products of `shape` together, by precision.
 
+    Args:
+        precisions: the recipes' names for them, for example "bf16".
+        shape: tokens, inputs and outputs of a linear layer.
+        seconds: about how long to measure, all precisions together; on a CPU twice, see `_by_threads`.
+
     Returns:
         (part, seconds by precision): the largest part of `shape` that can be measured in about `seconds`.
     """

@@ -32,6 +32,12 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """Build the model on the meta device, with every tensor in fp32 and full shape.
 
+    Args:
+        recipe: gives model, adapter and sequence length.
+        vocabulary_size: the tokenizer's, see `model_config`.
+        special_tokens: the tokenizer's ids, see `model_config`.
+        head: the output head.
+
     Raises:
         DataError: as `model_config`.
         ConfigurationError: the model cannot be built or is not causal, or as `model_config`.

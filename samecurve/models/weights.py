@@ -52,6 +52,11 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
     Tensors are full, on the CPU and in fp32 (buffers in their own dtype). Tied parameters come once, under their name
     in `named_parameters()`. All ranks that call this function see the same values in the same order.
 
+    Args:
+        model: the architecture, on the meta device.
+        recipe: gives `model.path`, and the seed of weights that are not stored there.
+        names: parameters and buffers to load, None for all.
+
     Raises:
         ConfigurationError: the weights cannot be read, or the model cannot be initialized layer by layer.
     """

@@ -44,7 +44,13 @@ def resolve(wanted: Wanted, dims: ParallelDims) -> list[Rank]:
 
 
 def problems(wanted: Wanted, dims: ParallelDims, ranks: list[Rank], job: Job) -> Iterator[str]:
-    """Say what is wrong with the ranks as a whole."""
+    """Say what is wrong with the ranks as a whole.
+
+    Args:
+        wanted: gives the batch that the ranks' rows have to cover.
+        ranks: all ranks, from `resolve`.
+        job: the planner's description of the same strategy.
+    """
     if len({tuple(rank.place.values()) for rank in ranks}) != len(ranks):
         yield "two ranks have the same place"
     for name in (each for each in DIMENSIONS if dims.size(each) > 1):

@@ -14,6 +14,12 @@ def idle_slots(schedule: str, stages: int, micro_batches: int, chunks: int = 1) 
     """Return the idle time of a rank in units of one micro-batch's forward and backward of its whole stage.
 
     Those of PyTorch's schedules are what timetables.py finds for their order of work.
+
+    Args:
+        schedule: a key of pipeline_schedules.SCHEDULES or ZERO_BUBBLE_SHARE, or "gpipe", "1f1b" or "interleaved".
+        stages: number of ranks along the pipeline (p).
+        micro_batches: of a step, per data-parallel rank (m).
+        chunks: stages of each rank (v), for interleaved schedules.
     """
     waits = stages - 1
     if schedule in ZERO_BUBBLE_SHARE:
@@ -29,6 +35,10 @@ def idle_slots(schedule: str, stages: int, micro_batches: int, chunks: int = 1) 
 
 
 def bubble(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Return the idle share of a step: (p - 1) / (v m + p - 1) for GPipe, 1F1B (v = 1) and interleaved."""
+    """Return the idle share of a step: (p - 1) / (v m + p - 1) for GPipe, 1F1B (v = 1) and interleaved.
+
+    Args:
+        schedule, stages, micro_batches, chunks: see `idle_slots`.
+    """
     idle = idle_slots(schedule, stages, micro_batches, chunks)
     return idle / (micro_batches + idle)

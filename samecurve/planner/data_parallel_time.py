@@ -14,7 +14,14 @@ _BUCKET_BYTES = 25e6  # of DDP's gradient buckets, torch's default
 
 
 def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tuple[float, float]:
-    """Return the exposed seconds of data-parallel communication (per micro-batch, per step)."""
+    """Return the exposed seconds of data-parallel communication (per micro-batch, per step).
+
+    Args:
+        job: strategy, batch and machines.
+        stage: the part of the model that the rank holds.
+        constants: of the strategy's stack.
+        one: seconds of one layer's forward and backward, behind which communication may hide.
+    """
     gathered, reduced = data_collectives(job, stage, constants)
     share = hidden_share(job, constants)
     behind = stage.layers * one.backward

@@ -35,6 +35,14 @@ def emit(
 ) -> list[str]:
     """Write everything that starts a choice, and read it back as the run would. Returns the files' paths.
 
+    Args:
+        folder: where to write; created if it does not exist.
+        choice: one that can run, of a strategy with files.
+        wanted: the job that was planned.
+        machines: the cluster that was planned for.
+        request: the recipe that was planned, or the model to make one for, and the overrides.
+        launchers: names from target.LAUNCHERS, for which to write start scripts.
+
     Raises:
         ConfigurationError: the configuration's own check refuses what was written.
     """

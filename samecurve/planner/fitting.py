@@ -98,7 +98,14 @@ def fit(
     clipped: float = CLIPPED,
     bounds: dict[str, tuple[float, float]] | None = None,
 ) -> Profile:
-    """Search the constants named in `bounds` (default: those of time) that predict the runs best, near `start`."""
+    """Search the constants that predict the runs best, near `start`.
+
+    Args:
+        start: constants to begin with; priors pull the result towards them.
+        error: logarithmic error of one run's prediction; 0 is exact.
+        clipped: larger errors count as this one, or as 4 times this one for a run whose weight is not 1.
+        bounds: (lowest, highest) by name of the constants to search; None for those of time.
+    """
     bounds = TIME_BOUNDS if bounds is None else bounds
     caution = _caution(runs)
 

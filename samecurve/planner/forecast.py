@@ -82,6 +82,11 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
 def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_left: int) -> tuple[str, str]:
     """Choose between `compile: regional` and `off` by the predicted seconds of the steps that are left.
 
+    Args:
+        plan: with the micro-batch size that the run uses.
+        fields: of the model's Hugging Face config.
+        steps_left: number of steps until the end of the run.
+
     Returns:
         The choice, and the reason.
     """

@@ -77,7 +77,14 @@ class Failures:
 
 
 def simulate(failures: Failures, interval: float, num_failures: int, seed: int = 0) -> float:
-    """Return the goodput of a job that goes on until it has failed so often, event by event."""
+    """Return the goodput of a job that goes on until it has failed so often, event by event.
+
+    Args:
+        failures: times of a failure, a checkpoint and a restart.
+        interval: seconds of work between checkpoints.
+        num_failures: number of failures after which the job ends.
+        seed: seed of the times of failures.
+    """
     chance = random.Random(seed)
     clock = work = 0.0
     next_failure = chance.expovariate(1 / failures.mean_between)

@@ -142,9 +142,15 @@ DEFAULT_NODE_GBIT = 1600
 
 
 def link(card: Gpu, gpus_per_node: int, node_gbit: float, ranks: int, stride: int, step_seconds: float) -> Link:
-    """Find the link of a group of `ranks` ranks that are `stride` apart, while all such groups communicate at once.
+    """Find the link of a group of ranks at equal distances, while all such groups communicate at once.
 
     A group with one rank per node has an equal share of the node's cards with the node's other groups.
+
+    Args:
+        node_gbit: Gbit/s of a node's network cards together.
+        ranks: number of ranks in the group.
+        stride: distance between neighbours of the group, in ranks.
+        step_seconds: latency of one ring step across nodes.
     """
     per_node = max(1, min(ranks, gpus_per_node // stride)) if stride < gpus_per_node else 1
     if per_node >= ranks:

@@ -45,6 +45,11 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
 
     Arithmetic at the sustained rate, and the memory traffic of the three matrices, which a short or thin product does
     not hide (the roofline's two terms, added).
+
+    Args:
+        job: gives GPU, precision and whether casts are compiled.
+        rows, inputs, outputs: sizes of the matrices.
+        constants: of the strategy's stack.
     """
     flops = 2 * rows * inputs * outputs
     elements = rows * inputs + inputs * outputs + rows * outputs

@@ -23,7 +23,15 @@ BLOCK_GATED, BLOCK_PLAIN = 16, 12  # weights of a block in units of h^2, with ff
 
 
 def data_parallel(tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Gradient all-reduce over backward pass: e (n - 1) / n F / (2 T B), T tokens per rank and step."""
+    """Gradient all-reduce over backward pass: e (n - 1) / n F / (2 T B).
+
+    Args:
+        tokens: T, per rank and step.
+        ranks: n, data-parallel.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of a gradient.
+    """
     return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
 
 
@@ -33,17 +41,41 @@ def bucket_seconds(bucket_bytes: float, ranks: int, bandwidth: float) -> float:
 
 
 def fully_sharded(tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Gathering the next block over this one's forward: e (n - 1) / n F / (2 s b B), s b tokens per micro-batch."""
+    """Gathering the next block over this one's forward: e (n - 1) / n F / (2 s b B).
+
+    Args:
+        tokens: s b, per rank and micro-batch.
+        ranks: n, among which weights are sharded.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of a weight.
+    """
     return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
 
 
 def tensor_parallel(hidden: int, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Gathering the input of a linear layer over its product: e (t - 1) F / (2 h B)."""
+    """Gathering the input of a linear layer over its product: e (t - 1) F / (2 h B).
+
+    Args:
+        hidden: h, outputs of the layer on all ranks together.
+        ranks: t, tensor-parallel.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of an activation.
+    """
     return element_bytes * (ranks - 1) * flops / (2 * hidden * bandwidth)
 
 
 def pipeline(hidden: int, layers: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Sending the hidden state over the next stage's forward: e F / (32 h l B), l layers of a gated block."""
+    """Sending the hidden state over the next stage's forward: e F / (32 h l B).
+
+    Args:
+        hidden: h, width of the hidden state.
+        layers: l, gated blocks of a stage.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of an activation.
+    """
     return element_bytes * flops / (2 * BLOCK_GATED * hidden * layers * bandwidth)
 
 
@@ -73,7 +105,15 @@ def sharded_block_volume(hidden: int, ranks: int) -> float:
 def utilization_tflops(
     parameters_b: float, seq: int, global_batch: int, seconds: float, gpus: int, per_parameter: int = 8
 ) -> float:
-    """TFLOP/s of one GPU: 6 FLOPs per parameter and token, 8 with full recomputation."""
+    """TFLOP/s of one GPU: 6 FLOPs per parameter and token, 8 with full recomputation.
+
+    Args:
+        parameters_b: parameters in 10^9.
+        seq: tokens of a row.
+        global_batch: rows of a step, over all GPUs.
+        seconds: duration of a step.
+        per_parameter: FLOPs per parameter and token.
+    """
     return parameters_b * per_parameter * seq * global_batch / (seconds * gpus * 1e3)
 
 

@@ -118,7 +118,17 @@ def unavailable(wanted: Wanted, machines: Cluster, templates: Sequence[Template]
 
 
 def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -> Choice:
-    """Predict a strategy of given sizes with the best micro-batch and recomputation that the search may choose."""
+    """Predict a strategy of given sizes with the best micro-batch and recomputation that the search may choose.
+
+    Args:
+        wanted: the job; `fixed` names what must stay.
+        machines: the cluster, with the number of GPUs.
+        template: the strategy's files.
+        sizes: sizes of the axes that the files set.
+
+    Returns:
+        The prediction, or a choice that only has the reason why the strategy cannot run.
+    """
     strategy, problems = strategies.describe(wanted, template, sizes, machines.gpus)
     if problems:
         reason = "; ".join(f"{each.key}: {each.text}" for each in problems)

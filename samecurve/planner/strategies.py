@@ -168,7 +168,14 @@ def simplicity(name: str) -> int:
 def describe(
     wanted: Wanted, template: Template, sizes: Mapping[str, int], gpus: int
 ) -> tuple[Strategy, list[ConfigProblem]]:
-    """Return the strategy on a number of GPUs, and what the configuration's check finds wrong with it."""
+    """Return the strategy on a number of GPUs, and what the configuration's check finds wrong with it.
+
+    Args:
+        wanted: the job. Problems of its recipe alone are left out.
+        template: the strategy's files.
+        sizes: sizes of the axes that the files set, by name.
+        gpus: number of all ranks.
+    """
     files, launch = template.sized(sizes), Launch("torchrun", gpus)
     strategy = resolve.describe_strategy(files, launch)
     # without the recipe's own problems: its data may lie on the machines that are planned for
@@ -224,7 +231,12 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
 
 
 def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:
-    """Put the parts of a job together. A rank with fewer rows than a micro-batch holds computes no others."""
+    """Put the parts of a job together. A rank with fewer rows than a micro-batch holds computes no others.
+
+    Args:
+        states: bytes per parameter of weights, gradients and optimizer.
+        stack: what runs the steps, for example "deepspeed" or "fsdp2"; see `profiles.profile`.
+    """
     rows = min(wanted.batch.micro_batch_size, rows_of_a_rank(wanted, layout.dp))
     # The last stage of a pipeline computes whole logits, unless tensor parallelism cuts them (validate_schedule.py).
     return Job(

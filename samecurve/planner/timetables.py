@@ -272,7 +272,17 @@ def needed(work: Pass, last: int) -> tuple[int, bool, int] | None:
 
 @lru_cache(maxsize=512)
 def micro_batches_kept(schedule: str, rank: int, ranks: int, micro_batches: int) -> float:
-    """Count the micro-batches whose activations a rank keeps at its peak, of all its stages; from F to W or B."""
+    """Count the micro-batches whose activations a rank keeps at its peak, of all its stages; from F to W or B.
+
+    Args:
+        schedule: a key of SCHEDULES.
+        rank: position along the pipeline, 0-based.
+        ranks: number of ranks along the pipeline.
+        micro_batches: of a step, per data-parallel rank.
+
+    Returns:
+        Micro-batches, where one of two stages of the rank counts half.
+    """
     held = most = 0
     for entry in order(schedule, rank, ranks, micro_batches):
         for work in entry:

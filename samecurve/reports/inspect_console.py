@@ -21,7 +21,13 @@ BLOCKS = "█▓"  # neighbours in a row differ
 
 
 def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
-    """Run the command `inspect`. title: of the HTML page. html: where to write that page; None for none."""
+    """Run the command `inspect`. Returns the exit code.
+
+    Args:
+        title: title of the HTML page.
+        num_samples: number of samples of the training part.
+        html: where to write the HTML page; None for none.
+    """
     findings = inspect(title, registry.load_task(recipe), num_samples)
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     for index, sample in enumerate(findings.samples):

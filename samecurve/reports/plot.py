@@ -224,7 +224,14 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def noisy(metrics: Sequence[dict], name: str, run: int = 0, who: str = "") -> list[Series]:
-    """Make two series: the values of each step as a faint line, and a smoothed line. who: label prefix of a run."""
+    """Make two series: the values of each step as a faint line, and a smoothed line.
+
+    Args:
+        metrics: the records of metrics.jsonl.
+        name: key of the values.
+        run: number of the run in the chart, 0-based, which chooses the colour.
+        who: label prefix of the run, "" for a chart of one run.
+    """
     points = column(metrics, name)
     over = f"{who}smoothed over {window(len(points))} steps"
     return [Series("" if who else "each step", points, run, "faint"), Series(over, smoothed(points), run)]

@@ -69,7 +69,13 @@ def split_refused(status: dict) -> tuple[dict, dict]:
 
 
 def with_refused(earlier: dict, reason: str, exit_code: int | None, counted: Mapping) -> dict:
-    """Add a refused start to the status of a run. counted: consecutive failures, see `failures.count_failures`."""
+    """Add a refused start to the status of a run.
+
+    Args:
+        earlier: status.json of the last session.
+        exit_code: that of the refused start.
+        counted: consecutive failures, see `failures.count_failures`.
+    """
     return {**earlier, REFUSED: {"reason": reason, "exit_code": exit_code, "time": utc_timestamp(), **counted}}
 
 

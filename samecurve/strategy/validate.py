@@ -37,7 +37,14 @@ _NO_LOGITS = ("chunked", "liger")  # loss.implementation
 
 
 def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launch: Launch) -> None:
-    """Add the problems of both strategy files, of the world size and of the batch to their documents."""
+    """Add the problems of both strategy files, of the world size and of the batch to their documents.
+
+    Args:
+        source: the recipe as written; gets the problems of its own keys and of the world size.
+        files: the strategy's documents; get the problems of their own keys.
+        strategy: what the files describe, from `resolve.describe_strategy`.
+        launch: the launcher and its number of processes.
+    """
     if files.accelerate.content:
         _walk(files.accelerate, ACCELERATE, source)
         _accelerate(files.accelerate)

@@ -98,6 +98,12 @@ class Guard:
         After Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section 5.1): the run continues with the weights from
         before the spike and the rows after it.
 
+        Args:
+            step: number of the step, from 1.
+            result: result of the step.
+            smoothed_loss: smoothed loss before the step, in nats; None while there is none.
+            batches: asked which rows the step read, for skipped.jsonl.
+
         Raises:
             NumericError: MOST_ROLLBACKS roll-backs in a row have not helped.
         """

@@ -121,7 +121,11 @@ class Rows(ABC):
     def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict[str, int]) -> None:  # noqa: B027
         """Prepare for reading; called before the first row is read. Only streams need this.
 
-        num_steps counts the steps of the whole run. anchor is the one of a checkpoint, {} for a new run.
+        Args:
+            seed: seed of the order.
+            steps: rows of each step, in this session and in earlier ones.
+            num_steps: number of steps of the whole run.
+            anchor: `anchor` of the checkpoint that is resumed from; {} for a new run.
         """
 
     def anchor(self, position: int) -> dict[str, int]:

@@ -129,7 +129,17 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
 
 
 def turns(place: str, column: str, value: Any, role: str, chat: bool) -> tuple[dict[str, Any], ...]:
-    """Read a column as messages. Text becomes one turn of the given role; with `chat`, a list is read as messages."""
+    """Read a column as messages.
+
+    Args:
+        place: file and line or row, for messages.
+        column: name of the column, for messages.
+        role: role of the turn that a text becomes.
+        chat: also accept a list of messages.
+
+    Raises:
+        DataError: as `check_text` and `messages_of`.
+    """
     if isinstance(value, list) and chat:
         return messages_of(place, column, value)
     check_text(place, column, value, "text or a list of messages" if chat else "text")

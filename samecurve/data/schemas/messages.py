@@ -109,7 +109,11 @@ def _check_weight(place: str, at: str, message: dict[str, Any]) -> None:
 def check_text(place: str, at: str, value: Any, needed: str, may_be_empty: bool = False) -> None:
     """Raise DataError unless a value is text, not blank (or `may_be_empty`) and without lone surrogates.
 
-    `at` names the value in messages, and `needed` what it should be.
+    Args:
+        place: file and line or row, for messages.
+        at: name of the value in messages.
+        needed: what the value should be, in the message for other types.
+        may_be_empty: accept text without a visible character.
     """
     if not isinstance(value, str):
         raise DataError(f"{place}: {at} is {shown(value)}, not {needed}; correct or remove the row")

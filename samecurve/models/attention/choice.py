@@ -27,7 +27,12 @@ def choose_attention(
 
     auto selects varlen where measurements found it faster: for a causal language model in bf16 on a CPU
     (benchmarks/kernels.md), on a GPU as measured.json has it. Otherwise it selects sdpa, and eager for a family without
-    sdpa. `kind` is Head.kind.
+    sdpa.
+
+    Args:
+        recipe: gives `model.attention` and the precision.
+        model_class: asked which implementations it supports.
+        kind: kind of the output head (Head.kind).
 
     Raises:
         ConfigurationError: the family or this machine does not support the implementation.

@@ -54,9 +54,10 @@ def attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention with its dropout by `drop`: torch's fused kernels draw their own masks.
 
-    `drop` maps (values, rate) to values.
-
-    The arguments are those of torch's function; query, key and value have shape (sequences, heads, tokens, width).
+    Args:
+        query, key, value: (sequences, heads, tokens, width); fewer heads of key and value with `enable_gqa`.
+        drop: maps (values, rate) to values.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as in torch's function.
     """
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]

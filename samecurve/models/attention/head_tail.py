@@ -18,7 +18,14 @@ def chunks(index: int, count: int) -> tuple[int, int]:
 
 
 def cut(rows: Tensor, index: int, count: int, dim: int) -> Tensor:
-    """Return part `index` of `count` of whole rows, whose length along `dim` is a multiple of 2 * count."""
+    """Return the balanced part of whole rows that one rank computes: one chunk from the head, one from the tail.
+
+    Args:
+        rows: whole rows, whose length along `dim` is a multiple of 2 * count.
+        index: which part, 0-based.
+        count: number of parts.
+        dim: the dimension of the tokens.
+    """
     found = rows.chunk(2 * count, dim)
     return torch.cat([found[each] for each in chunks(index, count)], dim)
 
