@@ -1,0 +1,82 @@
+"""Bytes and copies of bf16 training that a CPU can count, with and without what saves them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from samecurve.config.schema import Adapter, Memory
+from samecurve.models import bf16_copies, frozen_weights, lora
+from samecurve.models.activation_checkpointing import checkpoint_layers, layers
+
+TOKENS = 512
+SHAPE = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=4)).train()
+
+
+def pass_through(model: nn.Module) -> None:
+    ids = torch.arange(TOKENS).remainder(SHAPE["vocab_size"])[None]
+    model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+
+
+def kept_bytes(copies: bool) -> tuple[int, int]:
+    """Bytes that are kept for the backward pass: (of activations, of copies of weights), each storage once."""
+    model = llama()
+    if copies:
+        bf16_copies.install_in_layers(model)
+        bf16_copies.install_around(model)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    shapes = {parameter.shape for parameter in model.parameters()}
+    shapes |= {shape[::-1] for shape in shapes}
+    found: dict[int, tuple[int, bool]] = {}
+    held = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held.append(tensor)  # a storage that is freed could give its address to another one
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes(), tensor.shape in shapes
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=not copies)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        pass_through(model)
+    sums = [sum(size for size, is_weight in found.values() if is_weight is kind) for kind in (False, True)]
+    return sums[0], sums[1]
+
+
+def frozen_bytes(store: bool) -> int:
+    """Bytes of the weights that an adapter leaves alone."""
+    model, adapter = llama(), Adapter(name="lora", rank=8)
+    lora.inject(model, adapter)
+    if store:
+        recipe: Any = SimpleNamespace(precision="bf16", adapter=adapter)
+        frozen_weights.store_in_bf16(model, recipe, everywhere=True)
+    return sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+
+
+def random_states(preserve: bool) -> int:
+    """Copies of the random state in a forward and a backward pass over recomputed layers."""
+    model = llama()
+    if preserve:
+        for layer in layers(model):
+            plain = layer.forward
+            layer.forward = lambda *args, plain=plain, **kwargs: checkpoint(plain, *args, use_reentrant=False, **kwargs)
+    else:
+        checkpoint_layers(model, Memory(activation_checkpointing="full"))
+    with (
+        mock.patch("torch.get_rng_state", wraps=torch.get_rng_state) as read,
+        mock.patch("torch.set_rng_state", wraps=torch.set_rng_state) as written,
+    ):
+        pass_through(model)
+    return read.call_count + written.call_count
