@@ -1,1 +1,4 @@
-"""Speed on GPUs: scripts/bench_gpu.sh. cases.py: what is measured; material.py, runs.py: how; page.py: the page."""
+"""Speed on GPUs: scripts/bench_gpu.sh.
+
+cases.py: what is measured; material.py, runs.py: how; results.py: what is kept; page.py: the page.
+"""

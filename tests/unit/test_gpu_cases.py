@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu import attention_table, page, runs
+from benchmarks.gpu import attention_table, page, results, runs
 from benchmarks.gpu.cases import (
     DECIDING,
     GROUPS,
@@ -222,18 +222,15 @@ def test_versions_are_those_that_the_rows_were_measured_with():
     assert "; torch 2.11.0, datasets 5.2; " in page.page({"1 x H": {"facts": facts(), "rows": rows}})
 
 
-def test_what_failed_is_measured_again_with_other_packages(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import bench_gpu
-
+def test_what_failed_is_measured_again_with_other_packages(tmp_path):
     case = chosen(CASES, ["8b-8bit"])[0]
     before = {**facts(), "driver": None}
-    kept = bench_gpu.Kept(tmp_path / "found.json", tmp_path / "gpu.md", before)
+    kept = results.Kept(tmp_path / "found.json", tmp_path / "gpu.md", before)
     row = {"definition": case.definition, "date": "2026-11-22", "reason": "no"}
     for state, found, again in (("failed", True, False), ("out of memory", True, True)):
         kept.add(case, {**row, "state": state})
         after = {**before, "versions": {**before["versions"], "bitsandbytes": "0.50"}}
-        later = bench_gpu.Kept(tmp_path / "found.json", tmp_path / "gpu.md", after)
+        later = results.Kept(tmp_path / "found.json", tmp_path / "gpu.md", after)
         assert (kept.is_there(case), later.is_there(case)) == (found, again)
 
 
@@ -341,12 +338,9 @@ def test_another_strategy_file_is_another_case(tmp_path, monkeypatch):
 
 
 def test_why_the_gpus_are_not_known_is_told(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import bench_gpu
-
-    monkeypatch.setattr(bench_gpu, "PROBE", "raise OSError('libcudart.so.13: no such file')")
+    monkeypatch.setattr(results, "PROBE", "raise OSError('libcudart.so.13: no such file')")
     with pytest.raises(SystemExit, match="(?s)error: PyTorch could not list the GPUs.*libcudart.so.13: no such file"):
-        bench_gpu.machine(toy=False)
+        results.machine(toy=False)
 
 
 def test_threads_are_for_the_cores_that_a_run_may_use(places, monkeypatch):
@@ -401,10 +395,10 @@ def test_a_case_is_not_begun_that_the_minutes_would_cut_off(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import bench_gpu
 
-    kept = bench_gpu.Kept(tmp_path / "found.json", tmp_path / "gpu.md", {**facts(), "driver": None})
+    kept = results.Kept(tmp_path / "found.json", tmp_path / "gpu.md", {**facts(), "driver": None})
     large, other, small = (chosen(CASES, [name])[0] for name in ("8b", "8b-compiled", "1b"))
     kept.add(large, done(definition=large.definition, seconds=80.0))
-    assert (kept.longest(other), kept.longest(small)) == (80.0, bench_gpu.SHORTEST_SECONDS)
+    assert (kept.longest(other), kept.longest(small)) == (80.0, results.SHORTEST_SECONDS)
     begun = []
     monkeypatch.setattr(runs, "measure", lambda case, *_: begun.append(case.name) or done(definition=case.definition))
     bench_gpu.measure_cases([other, small], kept, None, limit=300.0, seconds=60.0)
