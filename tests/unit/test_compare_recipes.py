@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("compare_recipes", ROOT / "scripts" / "compare_recipes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmarks.curves.page import conditions, page
+from benchmarks.curves.runs import cell, merged, overrides_of
 
 
 def outcome(name: str, losses: list[float], reason: str = "", refused: bool = False) -> SimpleNamespace:
@@ -27,16 +18,16 @@ def outcome(name: str, losses: list[float], reason: str = "", refused: bool = Fa
     )
 
 
-def test_cells(script):
+def test_cells():
     reference = outcome("single", [4.0, 2.0])
-    assert script.cell(reference, reference) == {"loss": 0.0, "norm": 0.0, "world": 2}
-    assert script.cell(outcome("ddp", [4.0, 2.0 + 2e-6]), reference)["loss"] == pytest.approx(1e-6, rel=1e-3)
-    assert script.cell(outcome("ddp", [4.0]), reference)["loss"] is None  # a step is missing
-    assert script.cell(outcome("tp", [], "no dropout", refused=True), reference) == {"refused": "no dropout"}
-    assert script.cell(outcome("tp", [], "died"), reference) == {"failed": "died"}
+    assert cell(reference, reference) == {"loss": 0.0, "norm": 0.0, "world": 2}
+    assert cell(outcome("ddp", [4.0, 2.0 + 2e-6]), reference)["loss"] == pytest.approx(1e-6, rel=1e-3)
+    assert cell(outcome("ddp", [4.0]), reference)["loss"] is None  # a step is missing
+    assert cell(outcome("tp", [], "no dropout", refused=True), reference) == {"refused": "no dropout"}
+    assert cell(outcome("tp", [], "died"), reference) == {"failed": "died"}
 
 
-def test_page(script):
+def test_page():
     """A row per strategy, a column per recipe. Equal reasons have one number, in the order in which they come."""
     about = {"steps": 8, "precision": "fp32", "date": "2026-01-02", "commit": "c0ffee"}
     reference = {"loss": 0.0, "norm": 0.0, "world": 1}
@@ -47,27 +38,27 @@ def test_page(script):
         "tp": {"refused": "recipes/b.yaml:7: task: found b, but dropout"},
         "ddp": {"failed": "died"},
     }
-    page = script.page(
+    text = page(
         {
             "b": {**about, "agree": False, "overrides": ["steps=3"], "strategies": bad},
             "a": {**about, "agree": True, "overrides": [], "strategies": good},
         }
     )
-    assert "| strategy | processes | `a` | `b` | largest norm |" in page
-    assert "| `ddp` | 2 | 2e-07 | FAIL | 3e-06 |" in page and "|  |  | PASS | FAIL |  |" in page
-    assert "| `tp` |  | (1) | (1) |  |" in page and page.count("1. task: dropout") == 1
-    assert "| `b` | 8 | fp32 | `steps=3` | 2026-01-02 | c0ffee |" in page
+    assert "| strategy | processes | `a` | `b` | largest norm |" in text
+    assert "| `ddp` | 2 | 2e-07 | FAIL | 3e-06 |" in text and "|  |  | PASS | FAIL |  |" in text
+    assert "| `tp` |  | (1) | (1) |  |" in text and text.count("1. task: dropout") == 1
+    assert "| `b` | 8 | fp32 | `steps=3` | 2026-01-02 | c0ffee |" in text
 
 
-def test_what_is_not_as_shipped(script, monkeypatch):
-    monkeypatch.setattr(script, "pretrained", lambda: Path("small"))
-    assert script.overrides_of("classify") == ()
-    assert script.overrides_of("lora") == ("model.path=small", "batch.sequence_length=256")
-    assert script.overrides_of("distill")[1] == "distill.teacher=small"
-    assert "data.path=builtin:python-stdlib" in script.overrides_of("pretrain")
+def test_what_is_not_as_shipped(monkeypatch):
+    monkeypatch.setattr("benchmarks.curves.runs.pretrained", lambda: Path("small"))
+    assert overrides_of("classify") == ()
+    assert overrides_of("lora") == ("model.path=small", "batch.sequence_length=256")
+    assert overrides_of("distill")[1] == "distill.teacher=small"
+    assert "data.path=builtin:python-stdlib" in overrides_of("pretrain")
 
 
-def test_strategies_that_are_measured_later(script):
+def test_strategies_that_are_measured_later():
     about = {"steps": 8, "precision": "fp32", "overrides": [], "agree": True}
     exact, good = {"loss": 0.0, "norm": 0.0}, {"loss": 1e-7, "norm": 1e-6}
     before = {**about, "date": "2026-01-02", "commit": "c0ffee", "strategies": {"single": exact, "ddp": good}}
@@ -77,8 +68,8 @@ def test_strategies_that_are_measured_later(script):
         "commit": "beef",
         "strategies": {"single": exact, "tp": {"refused": "no plan"}},
     }
-    both = script.merged(before, found)
+    both = merged(before, found)
     assert both["strategies"] == {"single": exact, "ddp": good, "tp": {"refused": "no plan"}} and both["agree"]
-    assert next(script.conditions({"a": both}))[-2:] == ["2026-01-02, 2026-01-03", "c0ffee, beef"]
-    worse = script.merged(both, {**found, "strategies": {"tp": {"loss": 1e-4, "norm": 1e-4}}})
-    assert not worse["agree"] and script.merged(worse, found)["agree"]
+    assert next(conditions({"a": both}))[-2:] == ["2026-01-02, 2026-01-03", "c0ffee, beef"]
+    worse = merged(both, {**found, "strategies": {"tp": {"loss": 1e-4, "norm": 1e-4}}})
+    assert not worse["agree"] and merged(worse, found)["agree"]
