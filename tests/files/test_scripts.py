@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -38,6 +40,28 @@ def test_a_script_parses_says_what_it_is_for_and_stops_at_the_first_error(name):
     sourced = name.startswith("_")
     assert lines[0 if sourced else 1].startswith("# ")
     assert sourced or "set -euo pipefail" in lines
+
+
+def text_of_pages(text: str) -> list[str]:
+    """Return what a program writes of a page itself: headings, rows of tables and pictures, docstrings left out."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
+        elif isinstance(node, ast.ImportFrom) and node.module == "benchmarks.markdown":
+            found.append(node.module)
+        elif isinstance(node, ast.Constant) and re.search(r"<svg|^#+ |^\| ", str(node.value), re.MULTILINE):
+            found.append(node.value)
+    return found
+
+
+def test_scripts_leave_pages_to_benchmarks():
+    programs = sorted((ROOT / "scripts").glob("*.py"))
+    assert len(programs) >= 10
+    found = {path.name: text_of_pages(path.read_text()) for path in programs}
+    assert {name: texts for name, texts in found.items() if texts} == {}
+    for bad in ('"""# Speed"""\nhead = f"# {title}\\n"', "from benchmarks.markdown import table", 'print("<svg>")'):
+        assert len(text_of_pages(bad)) == 1
 
 
 def stand_in(folder: Path, name: str, body: str) -> None:
