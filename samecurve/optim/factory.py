@@ -151,18 +151,3 @@ def build_optimizer(
     # for each operation, and for_loop on a CPU
     kinds = {kind: kind == settings.implementation for kind in ("fused", "foreach")}
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, **kinds)
-
-
-def empty_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: Iterable[str]) -> dict:
-    """Create the states `names` of a parameter before its first update, with a step counter where needed."""
-    own = getattr(optimizer, "empty_state", None)  # of the classes in this package
-    if own is not None:
-        return own(parameter)
-    state = {name: torch.zeros_like(parameter) for name in names}
-    if "exp_avg_sq" not in state:  # only Adam's bias correction counts steps
-        return state
-    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # its step counter is an int
-        return {"step": 0, **state}
-    # the fused kernel needs the counter on the weight's device, the others on the CPU
-    device = parameter.device if optimizer.defaults.get("fused") else "cpu"
-    return {"step": torch.tensor(0.0, dtype=torch.float32, device=device), **state}

@@ -172,9 +172,9 @@ def candidates(num_rows: int, strategy: Strategy) -> list[int]:
     spreads the rows evenly.
     """
     sizes = sorted({-(-num_rows // count) for count in range(1, num_rows + 1)})
-    if strategy.family != "schedule":
-        return sizes
     name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
+    if not name:
+        return sizes
     return [size for size in sizes if not micro_batch_rule(name, -(-num_rows // size), ranks)]
 
 

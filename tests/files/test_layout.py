@@ -42,6 +42,42 @@ RANKS = {package: rank for rank, packages in enumerate(LAYERS) for package in pa
 WITHOUT_ENGINES = {"tasks", "checkpoint", "run", "metrics", "reports", "export"}
 MAX_HIDDEN_IMPORTS = 6
 
+# Where a strategy's family or name may decide, read or be written. Everywhere else code asks for a fact
+# (`pipeline_schedule`, `dims`) or an engine.
+ROOMS_OF_STRATEGIES = {
+    "strategy": "reads and checks the strategy's files",
+    "engines": "run a step under a strategy",
+    "planner": "predicts memory and time of a step under each strategy and its stack",
+}
+_PACKAGE = "the version of a package that is installed"
+_LAUNCHER = "a launcher has this name, too"
+STRATEGIES_ELSEWHERE = {
+    "bench.dry_run": ("family fsdp ddp zero pipeline", "builds one rank of a strategy without the other ranks"),
+    "bench.step": ("deepspeed", _PACKAGE),
+    "bench.strategy_variants": ("deepspeed", "changes keys of the strategy's two files"),
+    "cli.bench.step": ("single", "the default of --strategy"),
+    "cli.doctor": ("deepspeed", "reports the problems of the strategy's two files"),
+    "cli.launch": ("deepspeed", _LAUNCHER),
+    "distributed.network": ("family", "of addresses"),
+    "doctor.host": ("deepspeed", _PACKAGE),
+    "doctor.host_checks": ("deepspeed", _PACKAGE),
+    "doctor.world_checks": ("deepspeed", _PACKAGE),
+    "export.verification": ("fsdp deepspeed", "prefixes of the launchers' environment variables"),
+    "launch.scripts": ("deepspeed", _LAUNCHER),
+    "launch.start": ("deepspeed", _LAUNCHER),
+    "launch.target": ("deepspeed", _LAUNCHER),
+    "metrics.profiling.deepspeed_comms": ("deepspeed", "reads DeepSpeed's log of collectives if the package is loaded"),
+    "reports.run_report": ("deepspeed", "shows a strategy file of run.json"),
+    "reports.run_summary": ("deepspeed", "shows a strategy file of run.json"),
+    "run.metadata": ("family deepspeed", "writes the strategy into run.json"),
+    "run.signals": ("deepspeed", _LAUNCHER),
+    "specs.environment": ("deepspeed", _PACKAGE),
+}
+# tp is a dimension, too; the family "schedule" has the name of a recipe's section
+STRATEGIES = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"tp"} | {"pipeline"}
+_OF_STRATEGIES = re.compile(r"(ddp|fsdp|hsdp|zero)\d?([_.]\w*)?|deepspeed[\w.]*|family")
+_FACTS = re.compile(r"family|zero_stage|(deepspeed|fsdp_)\w*")
+
 
 class Import(NamedTuple):
     """`module` imports `target`, both with dots; hidden: inside of a function."""
@@ -207,6 +243,48 @@ def test_the_loop_fits_on_a_page_and_names_no_strategy():
     text = (ROOT / "train.py").read_text()
     assert len(text.splitlines()) <= 150
     assert STRATEGY_WORDS.findall(text) == []
+
+
+def strategy_words(text: str) -> set[str]:
+    """Return the strategy words among a module's strings and attributes; prose and docstrings are left out."""
+    tree = ast.parse(text)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = set()
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Attribute) and _FACTS.fullmatch(node.attr):
+            name = node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            value = node.value.lower()
+            name = value if value in STRATEGIES or _OF_STRATEGIES.fullmatch(value) else ""
+        found |= set(re.findall(r"^[a-z]+", name))
+    return found
+
+
+def test_strategy_words_stay_in_their_rooms():
+    assert len(STRATEGIES) > 20
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES}
+    found = {name.removeprefix("samecurve."): strategy_words(path.read_text()) for path, name in names.items()}
+    rooms = {module.split(".")[0] for module, words in found.items() if words}
+    assert ROOMS_OF_STRATEGIES.keys() <= rooms
+    elsewhere = {module: words for module, words in found.items() if module.split(".")[0] not in ROOMS_OF_STRATEGIES}
+    allowed = {module: set(words.split()) for module, (words, _) in STRATEGIES_ELSEWHERE.items()}
+    assert {module: words for module, words in elsewhere.items() if words} == allowed
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('if strategy.family == "schedule": pass', {"family"}),
+        ('if run["strategy"] in ("zero3_offload", "fsdp2"): pass', {"zero", "fsdp"}),
+        ("stage = plan.strategy.zero_stage", {"zero"}),
+        ('if type(optimizer).__name__ == "DeepSpeedCPUAdam": pass', {"deepspeedcpuadam"}),
+        ("if accelerator.state.fsdp_plugin: pass", {"fsdp"}),
+        ('"""fsdp"""\nraise ValueError("fsdp refuses this")\nzeros = optimizer.zero_grad()  # zero3', set()),
+    ],
+)
+def test_a_strategy_word_is_seen(line, words):
+    assert strategy_words(line) == words
 
 
 def test_modules_and_functions_stay_small():

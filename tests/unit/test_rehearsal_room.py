@@ -86,7 +86,7 @@ def test_the_peak_is_that_of_the_stage(tmp_path):
     assert 150e6 < first - second < 250e6
 
 
-ONE = SimpleNamespace(family="single", data_parallel_size=1)
+ONE = SimpleNamespace(pipeline_schedule="", pipeline_stages=1, data_parallel_size=1)
 
 
 def searched(monkeypatch, num_rows: int, most: int, strategy=ONE) -> tuple[int, list[int]]:
@@ -117,7 +117,7 @@ def test_the_search_finds_the_fewest_micro_batches_that_fit(num_rows, monkeypatc
 
 def test_a_pipeline_schedule_is_given_micro_batches_that_it_takes(monkeypatch):
     """1F1B of 4 stages takes 8 rows as 4 or 8 micro-batches, so at most 2 rows at once."""
-    strategy = SimpleNamespace(family="schedule", pipeline_schedule="1F1B", pipeline_stages=4, data_parallel_size=1)
+    strategy = SimpleNamespace(pipeline_schedule="1F1B", pipeline_stages=4, data_parallel_size=1)
     assert searched(monkeypatch, 8, 8, strategy) == (2, [1, 2])
 
 
