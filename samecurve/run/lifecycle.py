@@ -47,7 +47,7 @@ def exit_code(main: Callable[[], None]) -> int:
         return error.exit_code
     except SamecurveError as error:
         is_effect = isinstance(error, PeerError)
-        if not (is_effect and error.is_reporter):
+        if not is_effect or error.is_reported:
             _let_the_first_process_report()
         if not (is_effect and error.is_reported and os.environ.get("LOCAL_RANK", "0") != "0"):
             print_stderr(_message(error))
@@ -186,14 +186,15 @@ class RunSupervisor:
         if isinstance(error, Exception) and not isinstance(error, SamecurveError):
             error = self._explained(error)
         self._take_the_end()
-        reason = str(error) or type(error).__name__
-        code = _code(error)
-        self._write("failed", reason, code)
+        reason, code = str(error) or type(error).__name__, _code(error)
+        own, reports = f"rank {self.watchdog.rank}: {reason}", False
         if isinstance(error, PeerError):
-            self.watchdog.heartbeats.write("failed", reason, code, error.is_reporter)
-            error.is_reported = not error.is_reporter and self.watchdog.wait_for_report()
-        else:
-            self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code)
+            if not error.is_reporter:
+                self.watchdog.heartbeats.write("failed", reason, code)
+                error.is_reporter, error.is_reported = self.watchdog.wait_for_report()
+            own, reports = reason, error.is_reporter
+        self._write("failed", reason, code)
+        self.watchdog.heartbeats.write("failed", own, code, reports)
         return error
 
     def _explained(self, error: Exception) -> Exception:

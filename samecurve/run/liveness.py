@@ -84,11 +84,15 @@ class Liveness:
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this is the lowest rank that can still report why the run ends, and none has done so."""
+        """Whether this is the lowest rank that can still report why the run ends, and none has done so.
+
+        A rank that has failed can: it may see later than others that the ranks below it are dead.
+        """
         # until all ranks have started, the directory may belong to another run
         if self.own.rank == 0 or not self.own.num_phases:
             return self.own.rank == 0
-        return not self.is_reported and all(peer.beat.rank > self.own.rank for peer in self.live)
+        failed = [peer for peer in self.peers if peer.beat.state == "failed" and peer.beat.rank not in self.given_up]
+        return not self.is_reported and all(peer.beat.rank > self.own.rank for peer in (*self.live, *failed))
 
     @property
     def replaces_rank_0(self) -> bool:

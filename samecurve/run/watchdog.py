@@ -25,7 +25,7 @@ from samecurve.run.stack_dump import COLLECT_SECONDS, Stacks
 from samecurve.storage.fault_injection import fault_point
 
 GRACE_SECONDS = 2.0  # for a responsive main thread to report its own error
-REPORT_SECONDS = 5.0  # for another rank's heartbeat to say that it has reported the error
+REPORT_SECONDS = 15.0  # for another rank's heartbeat to say that it has reported the error
 LAST_RESORT_SECONDS = 30.0  # for storage and stderr, see `last_resort`
 
 
@@ -114,13 +114,15 @@ class Watchdog:
         while self.given_up and time.monotonic() < end:
             time.sleep(0.05)
 
-    def wait_for_report(self) -> bool:
-        """Wait for another rank to report why the run ends; return False if none does."""
+    def wait_for_report(self) -> tuple[bool, bool]:
+        """Wait for a limited time until a rank reports why the run ends; return (this one has to, another one did)."""
         deadline = time.monotonic() + REPORT_SECONDS
-        while not self.liveness().is_reported and self.heartbeats.started and time.monotonic() < deadline:
-            time.sleep(0.1)
+        while self.heartbeats.started and time.monotonic() < deadline:
             self.heartbeats.look()
-        return self.liveness().is_reported
+            if self.liveness().is_reported or self.liveness().is_reporter:
+                break
+            time.sleep(0.1)
+        return self.liveness().is_reporter, self.liveness().is_reported
 
     def _beat(self) -> Beat:
         return Beat(

@@ -375,6 +375,8 @@ def test_who_speaks():
     told, silent = (peer(2, state="failed", ended=1, has_reported=each) for each in (True, False))
     assert not seen(died, told).is_reporter and not seen(died, told).replaces_rank_0
     assert seen(died, silent).is_reporter and seen(died, silent).replaces_rank_0
+    third = beat(rank=3, phase="save", num_phases=1)
+    assert not seen(died, silent, own=third).is_reporter and seen(died, own=third).is_reporter
 
 
 def test_of_several_ends_the_one_with_words_is_told_first():
@@ -417,16 +419,25 @@ def test_whoever_gave_a_rank_up_says_why(tmp_path):
     assert not waiting.is_alive()
 
 
-def test_a_rank_waits_for_the_one_that_reports(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.3)
+@pytest.mark.parametrize(
+    ("news", "found"),
+    [
+        ({"rank": 2, "state": "failed", "has_reported": True}, (False, True)),
+        ({"rank": 0, "pid": 0}, (True, False)),  # dead
+        ({"rank": 2}, (False, False)),
+    ],
+)
+def test_a_rank_waits_for_a_report_or_for_its_turn(news, found, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 30 if any(found) else 1)
     with Watchdog(tmp_path, 0, lambda _: None) as watch:
         watch.phase("step", 12)
-        assert not watch.wait_for_report()
-        monkeypatch.setattr(watchdog, "REPORT_SECONDS", 30)
-        telling = threading.Timer(0.3, write_beat, [watch.heartbeats.folder, beat(state="failed", has_reported=True)])
-        telling.start()
+        write_beat(watch.heartbeats.folder, beat(rank=0))  # lives
+        pid = news.get("pid", os.getpid()) or ended_process()
+        threading.Timer(0.3, write_beat, [watch.heartbeats.folder, replace(beat(), **news | {"pid": pid})]).start()
         began = time.monotonic()
-        assert watch.wait_for_report() and time.monotonic() - began < 20
+        assert watch.wait_for_report() == found
+        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("state", ["finished", "running"])
