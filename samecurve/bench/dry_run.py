@@ -93,7 +93,7 @@ def _compare(job: Job, few: Tracked, more: Tracked) -> str:
     # tracked on a CPU, where the loss has smaller chunks
     first = memory.anatomy(replace(job, card=replace(job.card, generation="cpu")))[0]
     lines = {line.name: line for line in first.lines}
-    held = sum(lines[name].backward for name in STATES)
+    held = sum(lines[name].optimizer for name in STATES)
     of_layer = lines["activations"].forward / job.shape.layers
     if job.flow in ("copies", "autocast"):  # the tracker counts the copies of the layer's weights, too
         of_layer += lines["16-bit weights"].forward * job.shape.layer_parameters / job.shape.parameters

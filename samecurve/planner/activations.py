@@ -32,7 +32,8 @@ def layer_bytes(job: Job) -> float:
     kept = split / layout.tp + whole / whole_ranks
     kept *= COMPILED if job.compile else 1
     if layout.exchange == "allgather":  # those of the row's other parts are kept, too
-        kept += 4 * (layout.cp - 1) * shape.attention_width * shape.kv_share / layout.tp  # 2 bytes of key and value
+        others = 2 * (layout.cp - 1) * shape.attention_width * shape.kv_share / layout.tp  # keys and values
+        kept += job.element_bytes * others
     return job.tokens * (kept + score_bytes(job))
 
 

@@ -6,9 +6,8 @@ from samecurve.planner import collectives
 from samecurve.planner.group_links import axis_link, group_link
 from samecurve.planner.job import Job
 from samecurve.planner.kernels import Seconds
-from samecurve.planner.memory import stage_parameters
 from samecurve.planner.profiles import Profile, syncs_every_micro_batch
-from samecurve.planner.stages import Stage
+from samecurve.planner.stages import Stage, stage_parameters
 
 _BUCKET_BYTES = 25e6  # of DDP's gradient buckets, torch's default
 

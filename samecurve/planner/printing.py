@@ -7,8 +7,9 @@ from dataclasses import fields
 
 from samecurve.planner.hardware import GIB, MIB
 from samecurve.planner.ledger import Exchange
-from samecurve.planner.memory import MOMENTS, Anatomy, overhead
+from samecurve.planner.memory import Anatomy, overhead
 from samecurve.planner.step_time import StepTime
+from samecurve.planner.tensor_lines import MOMENTS
 
 BAR = 60
 

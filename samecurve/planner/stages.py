@@ -98,3 +98,21 @@ def in_flight(job: Job, stage: Stage) -> float:
     if chunks > 1:
         return min(kept + (size - 1) / chunks, count)
     return min(kept, count)
+
+
+def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:
+    """Return (parameters of a rank without experts, expert parameters) before sharding over data-parallel ranks."""
+    shape, layout = job.shape, job.layout
+    dense = stage.layers * shape.dense_layer_parameters
+    dense += shape.embedding_parameters if stage.embedding else 0
+    # a tied head that is on another stage than the embedding is a copy
+    needs_head = stage.head and (not shape.tied or not stage.embedding)
+    dense += shape.head_parameters if needs_head else 0
+    dense += shape.hidden if stage.head else 0  # the last norm
+    return dense / layout.tp, stage.layers * shape.expert_layer_parameters / (layout.ep * job.mlp_split)
+
+
+def shard_sizes(job: Job) -> tuple[float, float]:
+    """Return the ranks that share one copy of dense states, and of expert states."""
+    whole = max(job.layout.shard, 1)
+    return whole, max(whole / job.layout.ep, 1)

@@ -10,9 +10,8 @@ from samecurve.planner.bubbles import idle_slots
 from samecurve.planner.data_parallel_time import data_seconds
 from samecurve.planner.group_links import axis_link
 from samecurve.planner.job import Job
-from samecurve.planner.memory import shard_sizes, stage_parameters
 from samecurve.planner.profiles import BY_COST, Profile, profile
-from samecurve.planner.stages import Stage, stages
+from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 HIDDEN_TENSOR_PARALLEL = 0.5  # exposed share with overlapped products

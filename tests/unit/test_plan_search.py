@@ -76,7 +76,7 @@ def test_expert_parallelism_is_for_models_with_experts(wanted, tmp_path):
     assert "no experts" in refused.reason
     path = tmp_path / "mixture.json"
     mixture = {**LLAMA_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    path.write_text(json.dumps(mixture | {"num_hidden_layers": 8, "intermediate_size": 4096}))
+    path.write_text(json.dumps(mixture | {"num_hidden_layers": 8, "vocab_size": 8192}))
     found = search.search(inputs.read(str(path), []), machines, templates)
     held = {each.job.layout.ep: each.found.memory_gib for each in found if each.job and each.found}
     assert held.keys() == {2, 4, 8} and held[8] < held[4] < held[2]  # of gathered layers fewer experts

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from samecurve.planner import fitting, kernels, links, memory, model_config, step_time
+from samecurve.planner import fitting, kernels, links, memory, model_config, step_time, tensor_lines
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.hardware import GIB, gpu, link
 from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.layout import Layout
 from samecurve.planner.links import Level
-from samecurve.planner.memory import MOMENTS
 from samecurve.planner.profiles import Profile
 from samecurve.planner.shape import ModelShape
+from samecurve.planner.stages import stage_parameters, stages
+from samecurve.planner.tensor_lines import MOMENTS, Line
 
 GPT = ModelShape(32, 4096, 32, 32, 16384, 50257, gated=False, tied=False, positions=512)
 LLAMA = ModelShape(16, 2048, 32, 32, 8192, 131072, gated=True, tied=True)
@@ -33,7 +34,7 @@ def states(job: Job) -> float:
 def test_zero_table_1(zero, gigabytes):
     """7.5e9 parameters on 64 GPUs (arXiv:1910.02054, figure 1 and table 1), 16 bytes each."""
     wide = ModelShape(1, 1, 1, 1, 0, 0, gated=True, tied=True)
-    scale = 7.5e9 / memory.stage_parameters(a_job(wide), memory.stages(a_job(wide), False)[0])[0]
+    scale = 7.5e9 / stage_parameters(a_job(wide), stages(a_job(wide), False)[0])[0]
     job = a_job(wide, Layout(64, zero=zero, shard=64 if zero else 1))
     assert states(job) * scale / 1e9 == pytest.approx(gigabytes, rel=0.015)
 
@@ -144,7 +145,7 @@ def test_gathered_inputs_under_sequence_parallelism():
     ahead = Profile(gathered_inputs=100)
     (free,), (full,) = (memory.anatomy(replace(job, micro_batch=rows), ahead) for rows in (1, 30))
     assert named(free, "forward")["gathered inputs"] == 100 * unit
-    assert full.total("forward") == pytest.approx(memory.AHEAD_SHARE * job.memory_gib * GIB)
+    assert full.total("forward") == pytest.approx(tensor_lines.AHEAD_SHARE * job.memory_gib * GIB)
     assert named(full, "forward")["gathered inputs"] < 3000 * unit
     piped = replace(job, layout=replace(job.layout, pp=2, schedule="1f1b"))
     assert all(named(each, "forward")["gathered inputs"] == 0 for each in memory.anatomy(piped, ahead))
@@ -248,5 +249,5 @@ def named(each: memory.Anatomy, moment: str = "backward") -> dict[str, float]:
     return {line.name: getattr(line, moment) for line in each.lines}
 
 
-def overheads(gpus: int) -> list[memory.Line]:
+def overheads(gpus: int) -> list[Line]:
     return memory.overhead(memory.anatomy(a_job(layout=Layout(gpus)))[0])

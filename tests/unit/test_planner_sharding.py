@@ -20,7 +20,7 @@ from samecurve.planner.kernels import Seconds
 from samecurve.planner.layout import Layout
 from samecurve.planner.pipeline_partition import divide
 from samecurve.planner.profiles import Profile
-from samecurve.planner.stages import stages
+from samecurve.planner.stages import stage_parameters, stages
 from samecurve.planner.step_time import breakdown
 
 SLOW = Seconds(0, 0)  # computation behind which nothing hides
@@ -58,7 +58,7 @@ def test_replicas_of_shards_are_summed(tmp_path):
     across = replace(whole, layout=layout, node_gbit=1)
     within = replace(across, layout=replace(layout, dp=4))
     constants = Profile(overlap=0, network_share=1, ring_step_us=0)
-    shard = 2 * sum(memory.stage_parameters(across, stages(across, False)[0])) / 4
+    shard = 2 * sum(stage_parameters(across, stages(across, False)[0])) / 4
     # a rank has a fourth of a node's 1 Gbit/s, 0.73 of which is attained
     expected = 2 * (2 - 1) / 2 * shard / (0.73 * 1e9 / 8 / 4)
     assert moved(across, constants)[0] - moved(within, constants)[0] == pytest.approx(expected, rel=0.01)
@@ -142,7 +142,7 @@ def test_sharded_stages_are_gathered_once_in_fp32(tmp_path):
     """An fp32 shard beside whole weights and gradients, until the step's last backward pass."""
     job = planned(tmp_path, "pipeline_fsdp", gpus=4)
     first = memory.anatomy(job)[0]
-    parameters = sum(memory.stage_parameters(job, first.stage))
+    parameters = sum(stage_parameters(job, first.stage))
     held = named(first)
     assert held["weights"] == 4 * parameters / 2
     assert held["gathered weights"] == held["gradients"] == 4 * parameters

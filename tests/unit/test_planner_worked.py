@@ -17,6 +17,7 @@ from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.layout import Layout
 from samecurve.planner.profiles import profile
 from samecurve.planner.shape import ModelShape
+from samecurve.planner.stages import stages
 
 GPT_7B = ModelShape(32, 4096, 32, 32, 16384, 50304, gated=False, tied=True)
 LLAMA_7B = ModelShape(32, 4096, 32, 32, 11008, 32000, gated=True, tied=False)
@@ -117,7 +118,7 @@ def test_deepspeed_reduces_whole_gradients():
     job = Job(
         LLAMA_7B, Layout(64, zero=1, shard=64), gpu("H100-80GB"), 1, 512, 4, states, node_gbit=0.1, stack="deepspeed"
     )
-    stage = memory.stages(job, False)[0]
+    stage = stages(job, False)[0]
     zero2 = replace(job, layout=replace(job.layout, zero=2))
     textbook = replace(job, stack="textbook")
     constants = profile("deepspeed")
@@ -139,7 +140,7 @@ def test_a_second_copy_in_each_node_saves_one_of_three_exchanges():
         )
         for size in (1, 8)
     )  # fmt: skip
-    stage, constants = memory.stages(plain, False)[0], profile("deepspeed")
+    stage, constants = stages(plain, False)[0], profile("deepspeed")
     one = kernels.layer(plain, constants)
     (whole, _), (saved, _) = (data_parallel_time.data_seconds(each, stage, constants, one) for each in (plain, second))
     assert saved / whole == pytest.approx(2 / 3, rel=0.01)

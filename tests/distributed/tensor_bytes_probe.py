@@ -1,0 +1,73 @@
+"""Run under a launcher with train.py's arguments: a training in which the bytes of all tensors in one step are counted.
+
+Prints one JSON line per rank: `kept`, the storages that live before the step, and `peak`, those at the step's largest
+moment. What the C++ threads of gloo allocate is not in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import train
+from samecurve.run import lifecycle
+
+STEPS = 3, 4, 5  # optimizers have their states then
+
+
+def live_bytes() -> int:
+    """Of all tensors' storages, each once."""
+    gc.unfreeze()  # what the loop has frozen would not be listed
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    storages = (each.untyped_storage() for each in tensors if not isinstance(each, DTensor))
+    return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr()}.values())
+
+
+def most_allocated(recorded: profile) -> int:
+    """The largest sum of allocations and frees since the recording began."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def counted(loop: Callable[[Any], None]) -> Callable[[Any], None]:
+    def train_loop(session: Any) -> None:
+        step, steps = session.engine.step, []
+
+        def watched_step(*arguments: Any) -> Any:
+            steps.append(None)
+            if len(steps) not in STEPS:
+                return step(*arguments)
+            kept = live_bytes()
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+                result = step(*arguments)
+            found = {"rank": int(os.environ.get("RANK", "0")), "kept": kept, "peak": kept + most_allocated(recorded)}
+            print("BYTES " + json.dumps(found), flush=True)
+            return result
+
+        session.engine.step = watched_step
+        loop(session)
+
+    return train_loop
+
+
+if __name__ == "__main__":
+    train.train = counted(train.train)
+    lifecycle.end_with(train.main)
