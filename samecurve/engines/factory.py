@@ -8,7 +8,6 @@ import torch
 
 from samecurve.distributed.affinity import affinity_advice, read_cpu_binding
 from samecurve.engines.accelerator import start
-from samecurve.engines.scheduled_engine import ScheduledEngine
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
 from samecurve.strategy.preflight import allocator_settings, check_room
@@ -37,7 +36,7 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
         ConfigurationError: the strategy cannot train this model.
     """
     check_room(plan.strategy, sum(parameter.numel() for parameter in skeleton.parameters()))
-    # DeepSpeed takes seconds to import and need not be installed for the other strategies
+    # DeepSpeed takes seconds to import, torch's pipelining a tenth of one; DeepSpeed may be missing under the others
     if plan.strategy.family == "pipeline":
         from samecurve.engines.pipeline import PipelineEngine
 
@@ -47,6 +46,8 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
 
         engine = ZeroEngine(accelerator, plan, skeleton, task)
     elif plan.strategy.family == "schedule":
+        from samecurve.engines.scheduled_engine import ScheduledEngine
+
         engine = ScheduledEngine(accelerator, plan, skeleton, task)
     else:
         engine = TorchEngine(accelerator, plan, skeleton, task)

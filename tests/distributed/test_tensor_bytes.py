@@ -28,7 +28,7 @@ TWO = ("ddp", "zero1", "zero2", "zero3", "pipeline", "tp", "fsdp_cp", "fsdp_ulys
 TWO += ("pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev")
 FOUR = ("hsdp", "fsdp_tp", "fsdp_tp_cp", "pipeline_fsdp", "zero3_hpz")
 CASES = [("fsdp", 2), *long(*((name, 2) for name in TWO), *((name, 4) for name in FOUR), ("pp_fsdp_tp", 8))]
-# PyTorch's zero-bubble schedule keeps more between the halves of a backward pass than activations; hpZ's reason is open.
+# PyTorch's zero-bubble schedule keeps more than activations between the halves of a backward pass. hpZ: not known.
 LIMITS = {"pipeline_zbv": (-0.15, 0.0), "zero3_hpz": (0.0, 0.1)}
 
 
