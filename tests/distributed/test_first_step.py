@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import launch_command, long
+from harness import Workspace, launch_command, long
 from test_equal_curves import ENGINES, libaio_is_installed
+from test_router_curves import MODEL
 
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8, "fsdp_tp_cp": 4}
 EVERY_DAY = ["fsdp", "zero3", "pipeline"]
@@ -24,14 +25,32 @@ EVERY_DAY = ["fsdp", "zero3", "pipeline"]
 def test_planted_differences_are_found(strategy, precision, workspace):
     if strategy == "zero3_nvme" and not libaio_is_installed():
         pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
-    path, world = workspace.strategy(strategy), WORLDS.get(strategy, 2)
+    found = probe(workspace, strategy, WORLDS.get(strategy, 2), f"precision={precision}")
+    assert found["engine"] == ENGINES[strategy]
+    assert_found(found, strategy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp_ep", 2), ("fsdp_ep", 4), ("fsdp_ep_tp", 4)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_planted_differences_are_found_with_experts(strategy, world, precision, workspace):
+    """On 4 processes two share each expert: half of it under fsdp_ep, a copy each under fsdp_ep_tp."""
+    found = probe(workspace, strategy, world, f"precision={precision}", MODEL)
+    assert found["engine"] == "FSDPMixtralForCausalLM"
+    assert_found(found, strategy)
+
+
+def probe(workspace: Workspace, strategy: str, world: int, *overrides: str) -> dict[str, str]:
+    path = workspace.strategy(strategy)
     script = str(Path(__file__).with_name("first_step_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, script)
-    arguments = [str(workspace.recipe), f"precision={precision}", "batch.micro_batch_size=1", "--strategy", str(path)]
+    arguments = [str(workspace.recipe), *overrides, "batch.micro_batch_size=1", "--strategy", str(path)]
     run = workspace.execute([*command, *arguments], workspace.folder)
     assert run.returncode == 0, run.output
-    found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
-    assert found["engine"] == ENGINES[strategy]
+    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+
+
+def assert_found(found: dict[str, str], strategy: str) -> None:
     assert found["as it should be"] == "" and found["later"] == "", found
     for key, text in (
         ("rows", "batch.global_batch_size: each of 8 rows has to be read once, but row 0 was read"),
