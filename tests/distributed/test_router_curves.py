@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
-from harness import largest_relative_difference, launch_command
+from harness import largest_relative_difference, launch_command, long, relative_l2
 from router_probe import FAMILIES
 from test_equal_curves import CONTEXT, ENGINES, SCHEDULES
 from test_step_options import needs_compiler
@@ -35,6 +36,41 @@ def test_a_run_follows_one_process(strategy, workspace):
     assert run.metrics[-1]["eval_loss"] == pytest.approx(alone.metrics[-1]["eval_loss"], rel=1e-5)
     assert run.facts["router_loss"] == "batch: load balancing x 1.0" and "router loss" in run.output
     assert run.column("mfu")[-1] > 0 and not any(key.startswith("eval_router") for key in run.metrics[-1])
+
+
+@pytest.fixture(scope="module")
+def with_z_loss(workspace) -> tuple[str, str]:
+    """Overrides: a stored model with a z-loss. Mixtral's own config has no such key, so no recipe can give it."""
+    run = workspace.run(None, 1, MODEL, "model.router_loss=batch", *SHORT, "batch.micro_batch_size=8")
+    assert run.returncode == 0, run.output
+    folder = workspace.folder / "with_z_loss"
+    shutil.copytree(run.directory / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"router_z_loss_coef": 0.5}))
+    return f"model={{path: {folder}}}", f"tokenizer={{path: {folder}}}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("fsdp", "sequence"),
+        *long(*((name, "batch") for name in ("fsdp", "zero3", "ddp", "fsdp_ep")), ("fsdp_ep", "sequence")),
+    ],
+)
+def test_the_z_loss_follows_one_process(strategy, kind, workspace, with_z_loss):
+    """Over two processes, each with two micro-batches of rows of different lengths."""
+    overrides = *with_z_loss, f"model.router_loss={kind}", "steps=6", "evaluate.every_steps=0"
+    alone = workspace.run(None, 1, *overrides, "batch.micro_batch_size=8")
+    run = workspace.run(strategy, 2, *overrides, "batch.micro_batch_size=2")
+    assert alone.returncode == run.returncode == 0, alone.output + run.output
+    assert run.facts["strategy"] == strategy and run.facts["gradient_accumulation_steps"] == 2
+    assert run.facts["expert_parallel_size"] == (2 if strategy == "fsdp_ep" else 1)
+    assert run.facts["router_loss"] == f"{kind}: load balancing x 1.0, z-loss x 0.5"
+    for key, limit in (("loss", 1e-5), ("router_loss", 1e-5), ("router_z_loss", 1e-5), ("grad_norm", 1e-4)):
+        assert largest_relative_difference(run.column(key), alone.column(key)) < limit, key
+    assert relative_l2(run.weights, alone.weights) < 1e-4
+    z_loss = run.column("router_z_loss")
+    assert z_loss[-1] < 0.9 * z_loss[0]  # trained, and not only reported
 
 
 @pytest.mark.full

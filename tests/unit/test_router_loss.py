@@ -173,7 +173,8 @@ def test_sequences_without_a_counted_token_add_nothing():
     assert router.sum_over_sequences(found).item() == pytest.approx(alone.item(), rel=1e-6)
 
 
-def test_z_loss_is_that_of_transformers_where_the_config_has_it():
+@pytest.mark.parametrize("kind", ["sequence", "batch"])
+def test_z_loss_is_that_of_transformers_where_the_config_has_it(kind):
     model = tiny("mixtral", router_z_loss_coef=0.25)
     kept = []
     hooks = [
@@ -184,10 +185,10 @@ def test_z_loss_is_that_of_transformers_where_the_config_has_it():
     z_loss = router_z_loss_func(torch.cat([each[mask] for each in kept])[None])
     for hook in hooks:
         hook.remove()
-    _, _, plain = step(tiny("mixtral"), "batch", 5)
+    _, _, plain = step(tiny("mixtral"), kind, 5)
     (0.25 * z_loss).backward()
     expected = gradients(model)
-    _, metrics, found = step(model, "batch", 2)
+    _, metrics, found = step(model, kind, 2)
     assert metrics["router_z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name] - plain[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
