@@ -1,4 +1,4 @@
-"""Write docs/equal_curves.md: every recipe under every strategy, each against one process.
+"""Write docs/equal_curves.md, and in short docs/strategies.md: every recipe under every strategy, against one process.
 
     python scripts/compare_recipes.py [--recipes sft,dpo] [--strategies tp,zero3] [--steps 8] [--output FILE]
 
@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.curves.page import page  # noqa: E402
-from benchmarks.curves.runs import PAGE, RESULTS, measure, merged, recipe_names  # noqa: E402
+from benchmarks.curves.page import page, with_overview  # noqa: E402
+from benchmarks.curves.runs import PAGE, RESULTS, STRATEGIES, measure, merged, recipe_names  # noqa: E402
 
 
 def main() -> None:
@@ -43,6 +43,7 @@ def main() -> None:
         results[name] = merged(before, found) if before else found
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         arguments.output.write_text(page(results), encoding="utf-8")
+        STRATEGIES.write_text(with_overview(STRATEGIES.read_text(encoding="utf-8"), results), encoding="utf-8")
     print(arguments.output)
 
 

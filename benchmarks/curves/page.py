@@ -11,6 +11,7 @@ from benchmarks.markdown import table
 from samecurve.cli.compare import NORM_TOLERANCE_FACTOR, TOLERANCES
 from samecurve.specs.environment import processor, version
 
+START, END = "<!-- overview: scripts/compare_recipes.py -->", "<!-- end of the overview -->"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
 
 
@@ -45,6 +46,24 @@ def page(results: dict[str, dict]) -> str:
         f"{', '.join(f'{name} {version(name)}' for name in PACKAGES)}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def overview(results: dict[str, dict]) -> str:
+    """Write who trains what for docs/strategies.md: yes, or the number of the reason on the page."""
+    recipes, reasons = sorted(results), {}
+    strategies = sorted({name for each in results.values() for name in each["strategies"]})
+    rows = []
+    for strategy in strategies:
+        cells = [shown(results[recipe]["strategies"].get(strategy, {}), reasons) for recipe in recipes]
+        # a number in brackets is a reason, FAIL and an empty cell are neither
+        rows.append([f"`{strategy}`", *("yes" if cell[:1].isdigit() else cell for cell in cells)])
+    return table(["strategy", *(f"`{recipe}`" for recipe in recipes)], rows)
+
+
+def with_overview(text: str, results: dict[str, dict]) -> str:
+    """Replace the overview in a page, between its two marks."""
+    before, after = text.split(START)[0], text.split(END)[1]
+    return f"{before}{START}\n\n{overview(results)}\n\n{END}{after}"
 
 
 def worlds(found: list[dict]) -> str:

@@ -14,6 +14,7 @@ from samecurve.cli.compare import TOLERANCES, is_same, largest_difference, run_e
 from samecurve.config.loader import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
+STRATEGIES = ROOT / "docs" / "strategies.md"
 RESULTS = ROOT / "benchmarks" / "curves.json"
 PAGE = ROOT / "docs" / "equal_curves.md"
 WORK = Path("runs/compare")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.curves.page import conditions, page
-from benchmarks.curves.runs import cell, merged, overrides_of
+from benchmarks.curves.page import conditions, overview, page, with_overview
+from benchmarks.curves.runs import PAGE, RESULTS, STRATEGIES, cell, merged, overrides_of, recipe_names
 
 
 def outcome(name: str, losses: list[float], reason: str = "", refused: bool = False) -> SimpleNamespace:
@@ -73,3 +75,17 @@ def test_strategies_that_are_measured_later():
     assert next(conditions({"a": both}))[-2:] == ["2026-01-02, 2026-01-03", "c0ffee, beef"]
     worse = merged(both, {**found, "strategies": {"tp": {"loss": 1e-4, "norm": 1e-4}}})
     assert not worse["agree"] and merged(worse, found)["agree"]
+
+
+def test_the_pages_are_the_stored_results():
+    """docs/equal_curves.md is but for the machine that wrote it; no cell is empty and none has failed."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    text = STRATEGIES.read_text(encoding="utf-8")
+    assert with_overview(text, results) == text
+    cells = [cell for line in overview(results).splitlines()[2:] for cell in line.strip("| ").split(" | ")[1:]]
+    strategies = {path.stem for path in (STRATEGIES.parents[1] / "configs").glob("*.yaml")}
+    assert len(cells) == len(recipe_names()) * len(strategies)
+    assert all(re.fullmatch(r"yes|\(\d+\)", cell) for cell in cells)
+    assert all(each["agree"] for each in results.values())
+    written = PAGE.read_text(encoding="utf-8")
+    assert page(results).split("Measured on")[0] == written.split("Measured on")[0]
