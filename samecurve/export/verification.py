@@ -81,14 +81,13 @@ class Verification:
             NumericError: its outputs differ from the trained model's by more than the precision explains.
             StorageError: the outputs cannot be written to a temporary file.
         """
-        safe = "The run's checkpoints are complete; with export.verify=off the same command exports without this check"
         try:
             found = self._reload(folder)
         except _ReloadError as error:
             self._reject(folder)
             raise CheckpointError(
                 f"{self.rejected}: the exported model was moved here, because transformers cannot load it:\n{error}\n"
-                f"{safe}."
+                f"{self._safe}"
             ) from None
         factor = ROUNDING_FACTOR * (1 if self.recipe.fp8 == "off" else FP8_FACTOR)
         difference, limit = found["difference"], max(TOLERANCE * found["largest"], factor * found["rounding"])
@@ -99,10 +98,22 @@ class Verification:
             raise NumericError(
                 f"{self.rejected}: the exported model was moved here, because it is not the trained one: loaded by "
                 f"{loaded_by}, its {kind} differ from the trained model's by up to {difference:.1e}; "
-                f"{limit:.1e} is allowed in {self.recipe.precision}. {safe}."
+                f"{limit:.1e} is allowed in {self.recipe.precision}. {self._safe}"
             )
         compared = f"{kind} differ by at most {difference:.1e} (allowed: {limit:.1e})"
         self.result = f"export reloaded by {loaded_by}: {compared}"
+
+    @property
+    def _safe(self) -> str:
+        if self.recipe.checkpoint.every_steps:
+            return (
+                "The run's checkpoints are complete; with export.verify=off the same command exports without this "
+                "check."
+            )
+        return (
+            "The last step has no checkpoint (checkpoint.every_steps is 0), so this folder has the only copy of the "
+            "trained weights; the same command trains again."
+        )
 
     def _reload(self, folder: Path) -> dict:
         """Run reload.py in a new process and return the object that it prints."""
