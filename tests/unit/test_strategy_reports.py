@@ -196,7 +196,7 @@ CASES = [
     ("ep: compile", *ep("steps: 10", "steps: 10\ncompile: regional"),
      [("r.yaml:3", "compile", "regional", "how many tokens", "off")]),
     ("ep: precision", *ep("precision: bf16", "precision: fp16"),
-     [("r.yaml:3", "precision", "fp16", "once more", "fp32 or bf16")]),
+     [("r.yaml:3", "precision", "fp16", "once too often", "fp32 or bf16")]),
     ("ep: fp8", *ep("steps: 10", "steps: 10\nfp8: tensorwise"),
      [("r.yaml:3", "fp8", "tensorwise", "torchao", "off")]),
     ("ep: kernels", *ep("num_hidden_layers: 4}", "num_hidden_layers: 4}\n  kernels: liger"),
