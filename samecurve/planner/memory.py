@@ -61,10 +61,11 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     kept = job.reserved_gib if reserved is None else reserved
     found = []
     for stage in stages(job, job.stack in BY_COST):
-        activations = tensor_lines.activations(job, stage, constants)
+        activations = tensor_lines.activations(job, stage)
+        loss = tensor_lines.loss_lines(job, constants) if stage.head else []
         states = tensor_lines.states(job, stage, activations[0].backward)
-        loss = sum(line.forward for line in tensor_lines.loss_lines(job, constants))
-        lines = [*states, *activations, *tensor_lines.gathered(job, stage, loss), workspaces]
+        gathered = tensor_lines.gathered(job, stage, sum(line.forward for line in loss))
+        lines = [*states, *activations, *loss, *gathered, workspaces]
         # last, because it fills what the other lines leave free
         lines.append(tensor_lines.gathered_inputs(job, constants, lines))
         factor = learnt.memory_factor(job.library) if learnt else 1

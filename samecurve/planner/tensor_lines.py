@@ -78,8 +78,8 @@ def _gradients(job: Job, stage: Stage, gradients: float, activations: float) -> 
     return gradients if stay else 0, gradients
 
 
-def activations(job: Job, stage: Stage, constants: Profile) -> list[Line]:
-    """Return the lines of what the forward pass keeps, the layers' first, and of the loss."""
+def activations(job: Job, stage: Stage) -> list[Line]:
+    """Return the lines of what the forward pass keeps, the layers' first, without the loss."""
     tokens, hidden = job.tokens, job.shape.hidden
     whole = layer_bytes(job)
     full = job.checkpointing == "full"
@@ -87,21 +87,14 @@ def activations(job: Job, stage: Stage, constants: Profile) -> list[Line]:
     activations = _kept(job) * stage.layers * count
     working = whole if full else 0
     boundary = 2 * tokens * hidden * count if stage.embedding else 0
-    lines = [
-        Line(
-            "activations",
-            activations,
-            activations,
-            0,
-            "kept bytes per layer x layers x micro-batches",
-            "activations.py",
-        ),
+    formula = "kept bytes per layer x layers x micro-batches"
+    return [
+        Line("activations", activations, activations, 0, formula, "activations.py"),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
         Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch"),
         *_own_lines(job, stage),
         *_received(job, stage),
     ]
-    return [*lines, *loss_lines(job, constants)] if stage.head else lines
 
 
 def _received(job: Job, stage: Stage) -> list[Line]:
@@ -160,7 +153,7 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
     """Return the lines of whole weights, of the layer in use and of the next, and of their unreduced gradients.
 
     Args:
-        loss: bytes of `loss_lines`.
+        loss: bytes of `loss_lines`, 0 on a stage without the head.
     """
     layout, shape = job.layout, job.shape
     if layout.zero < 3:
