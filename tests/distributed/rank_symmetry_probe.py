@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 
 import torch
+from live_tensors import live_bytes
 from torch.distributed.tensor import DTensor
 
 import train
@@ -28,20 +29,13 @@ from samecurve.tasks import registry
 STEPS = 3
 
 
-def live_bytes() -> int:
-    """Of all tensors' storages, each once; the least of some looks, because gloo's threads let go a moment later."""
+def least_live_bytes() -> int:
+    """The least of some looks, because gloo's threads let go a moment later."""
     looks = []
     for _ in range(4):
-        looks.append(look())
+        looks.append(live_bytes())
         time.sleep(0.05)
     return min(looks)
-
-
-def look() -> int:
-    gc.collect()
-    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    storages = (each.untyped_storage() for each in tensors if not isinstance(each, DTensor))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def measured(accelerator, plan, task) -> dict:
@@ -55,11 +49,11 @@ def measured(accelerator, plan, task) -> dict:
         for batch, context, is_last in each(micro_batches, tokens):
             yield batch, context, is_last
             if not is_last:  # and it has been through its backward pass
-                live.append(live_bytes())
+                live.append(least_live_bytes())
 
     engine.forward.with_contexts = noted
     for micro_batches in steps:
-        live.append(live_bytes())
+        live.append(least_live_bytes())
         results.append(engine.step(micro_batches, 1e-3))
     before, after_the_first = live[-2:]  # of the last step: everything else is there by then
     return {

@@ -6,7 +6,6 @@ moment. What the C++ threads of gloo allocate is not in it.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import tempfile
@@ -14,23 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
+from live_tensors import live_bytes
 from torch.profiler import ProfilerActivity, profile
 
 import train
 from samecurve.run import lifecycle
 
 STEPS = 3, 4, 5  # optimizers have their states then
-
-
-def live_bytes() -> int:
-    """Of all tensors' storages, each once."""
-    gc.unfreeze()  # what the loop has frozen would not be listed
-    gc.collect()
-    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    storages = (each.untyped_storage() for each in tensors if not isinstance(each, DTensor))
-    return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr()}.values())
 
 
 def most_allocated(recorded: profile) -> int:
