@@ -20,7 +20,7 @@ from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle, status
 from samecurve.run.run_directory import RunDirectory
 from samecurve.strategy import preflight, slurm
-from samecurve.training import rehearsal
+from samecurve.training import gc_schedule, rehearsal
 
 
 def main() -> None:
@@ -38,11 +38,12 @@ def main() -> None:
     run = RunDirectory(recipe.output_dir, is_main, reads, plan.resume, plan.fresh, fetched)
     with lifecycle.supervised(run, plan.strategy.launcher, recipe.watchdog.timeout_seconds) as watch:
         plan = rehearsal.before_training(plan)  # in processes of its own
-        from samecurve.engines import factory  # imports torch, which takes seconds
+        with gc_schedule.frozen_imports():
+            from samecurve.engines import factory  # imports torch, which takes seconds
 
-        accelerator = factory.start(plan)
+            accelerator = factory.start(plan)
 
-        from samecurve.training.startup import open_session  # imports transformers, once all ranks have connected
+            from samecurve.training.startup import open_session  # imports transformers, once all ranks have connected
 
         session = open_session(plan, accelerator, run, watch)
         train(session)

@@ -10,7 +10,7 @@ import torch
 from test_activation_checkpointing import KINDS, build, forward
 
 from samecurve.models.activation_checkpointing import checkpoint_layers
-from samecurve.training.gc_schedule import GarbageCollection
+from samecurve.training.gc_schedule import GarbageCollection, frozen_imports
 
 MANY = 5_000  # objects, far beyond what Python waits for before it collects by itself
 
@@ -100,6 +100,23 @@ def test_an_error_in_a_step_leaves_python_as_it_was():
     with pytest.raises(ValueError):
         trained(1, 3, 2, each=fail)
     assert gc.isenabled()
+
+
+def test_imports_are_never_looked_at():
+    with collections() as noted:
+        with frozen_imports():
+            noted.at = "import"
+            kept = [[] for _ in range(MANY)]
+        noted.at = None
+        assert gc.isenabled() and "import" not in noted.seen
+        assert len(kept) == MANY and len(gc.get_objects()) < 1000
+    gc.unfreeze()
+
+
+def test_a_failed_import_leaves_python_as_it_was():
+    with pytest.raises(ImportError), frozen_imports():
+        raise ImportError
+    assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
