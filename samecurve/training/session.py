@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
-from samecurve.errors import NumericError, Preempted, StorageError
+from samecurve.errors import CheckpointError, NumericError, Preempted, StorageError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.export.verification import Verification, sample_batch
@@ -140,10 +140,7 @@ class Session:
         if reason:
             watch.phase("save", here.step)
             self.checkpoints.secure(self.engine, here)
-            try:
-                self.finish_mirror()
-            except StorageError as error:  # the run goes on from the local checkpoint, and uploads the rest then
-                self.context.progress.log(str(error))
+            self._upload_what_is_there()
             raise Preempted(f"{reason}: saved after step {here.step}; the same command resumes from there")
 
     def finish_mirror(self) -> None:
@@ -158,6 +155,13 @@ class Session:
         context.watch.phase("upload", context.run.step)
         context.world.on_main(lambda: mirror.finish(context.watch.local_progress) if mirror else None)
 
+    def _upload_what_is_there(self) -> None:
+        """Finish the mirror before an error propagates. What it lacks is uploaded when the same command runs again."""
+        try:
+            self.finish_mirror()
+        except StorageError as error:
+            self.context.progress.log(str(error))
+
     def export(self) -> None:
         """Write the trained model as a Hugging Face folder, unless export.enabled is false. Collective."""
         context, task = self.context, self.built.task
@@ -171,19 +175,19 @@ class Session:
                 context.watch.progress()
                 yield pair
 
-        export(
-            parameters(),
-            self.built.skeleton,
-            ExportTarget(
-                context.run.model,
-                task.tokenizer,
-                card=partial(write_card, context.run.path, ExportInfo()),
-                save_task_files=task.save_task_files,
-                check=verification or (lambda directory: None),
-                busy=context.watch.local_progress,
-            ),
-            context.accelerator.is_main_process,
+        target = ExportTarget(
+            context.run.model,
+            task.tokenizer,
+            card=partial(write_card, context.run.path, ExportInfo()),
+            save_task_files=task.save_task_files,
+            check=verification or (lambda directory: None),
+            busy=context.watch.local_progress,
         )
+        try:
+            export(parameters(), self.built.skeleton, target, context.accelerator.is_main_process)
+        except (NumericError, CheckpointError, StorageError):  # on rank 0 alone, and the others are uploading by now
+            self._upload_what_is_there()
+            raise
         context.run.sync_metrics()
         context.progress.log(f"the trained model is in {context.run.model}")
         context.progress.log(verification.result if verification else "")

@@ -10,6 +10,9 @@ from harness import Run, Workspace, launch_command
 from safetensors.torch import load_file
 from test_export_verified import verified
 
+from samecurve.checkpoint.manifest import folder_name, list_checkpoints
+from samecurve.storage.filesystem import LocalFileSystem
+
 pytestmark = pytest.mark.full  # test_export_verification.py has the parts every day
 
 SETTINGS = ("steps=4", "schedule.warmup_steps=1", "evaluate.every_steps=0", "checkpoint.every_steps=2")
@@ -69,6 +72,16 @@ def test_the_same_command_exports_again(strategy, wrong, workspace, tmp_path):
     assert (run.status["state"], run.status["exit_code"]) == ("done", 0)
     assert_same_weights(directory / "model", golden)
     assert run.column("loss") == golden.column("loss")
+
+
+@pytest.mark.parametrize("strategy", [None, "ddp"])
+def test_the_last_checkpoint_is_uploaded_all_the_same(strategy, workspace, tmp_path):
+    golden = start(workspace, workspace.folder / f"export_{strategy}", strategy)
+    directory, store = tmp_path / "run", tmp_path / "store"
+    settings = "export.verify=1M", f"checkpoint.mirror=file://{store}"
+    run = start(workspace, directory, strategy, *settings, script=WRONG, wrong="epsilon")
+    assert_rejected(run, golden, "epsilon", strategy is not None)
+    assert list_checkpoints(LocalFileSystem(), store / "checkpoints")[0].name == folder_name(4)
 
 
 def test_without_the_check_it_is_exported_as_it_is(workspace, tmp_path):

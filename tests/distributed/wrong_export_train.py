@@ -1,7 +1,7 @@
 """train.py whose exports are another model than the trained one, as $SAMECURVE_WRONG_EXPORT says.
 
 epsilon: config.json has another rms_norm_eps, so that all weights are right and the logits are not. family: it names a
-family that transformers does not know.
+family that transformers does not know. Nothing is uploaded to checkpoint.mirror before the run's end.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import json
 import os
 from pathlib import Path
 
+import fsspec
+
 import train
+from samecurve.checkpoint.mirror import Mirror
 from samecurve.export import hf_export
 from samecurve.run import lifecycle
 
@@ -26,4 +29,6 @@ def write_wrong_config(skeleton, directory: Path, dtype) -> None:
 
 if __name__ == "__main__":
     hf_export._write_config = write_wrong_config
+    Mirror._work = lambda mirror: None
+    fsspec.config.conf["file"] = {"auto_mkdir": True}  # so that file:// does for a store
     lifecycle.end_with(train.main)
