@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from report_cases import missing
 
 from samecurve.distributed import affinity
 from samecurve.distributed.affinity import CpuBinding, affinity_advice, read_cpu_binding
@@ -79,10 +80,7 @@ def test_one_node_has_no_far_memory():
 
 def test_more_threads_than_cores():
     found = affinity_advice(seats(LEFT, LEFT, LEFT, threads=4), "deepspeed", on_gpu=False)
-    assert found == (
-        "3 processes on a compute with 12 threads in all on 8 cores, so they wait for each other; start them with "
-        "OMP_NUM_THREADS=2"
-    )
+    assert not missing(found, ("3 processes", "12 threads", "8 cores", "OMP_NUM_THREADS=2"))
     assert affinity_advice(seats(LEFT, LEFT, threads=4), "deepspeed", on_gpu=False) == ""
     assert affinity_advice(seats({0}, {0}, threads=1), "torchrun", on_gpu=False) == ""  # nothing to give away
 

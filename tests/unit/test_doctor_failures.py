@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from report_cases import missing
 from test_doctor import GPU, check, facts, problems  # noqa: F401  a fixture
 
 from benchmarks.ports import free_port
@@ -36,10 +37,9 @@ def test_a_missing_compiler(facts, tmp_path, monkeypatch):  # noqa: F811
 def test_an_interface_that_does_not_lead_to_the_first_host(facts):  # noqa: F811
     there = {"10.0.0.1": "eth0", "192.168.0.1": "eth1"}
     wrong = replace(facts, addresses=there, route="eth0", variables={"GLOO_SOCKET_IFNAME": "eth1"})
-    assert problems(check(wrong)) == [
-        "warn network: GLOO_SOCKET_IFNAME=eth1 is not the interface towards the master (eth0); "
-        "unset it, or export GLOO_SOCKET_IFNAME=eth0"
-    ]
+    (problem,) = problems(check(wrong))
+    assert problem.startswith("warn network: ")
+    assert not missing(problem, ("GLOO_SOCKET_IFNAME=eth1", "(eth0)", "unset it", "GLOO_SOCKET_IFNAME=eth0"))
     assert not problems(check(replace(wrong, variables={"GLOO_SOCKET_IFNAME": "eth1,eth0"})))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from report_cases import check_message
+from report_cases import missing as absent
 
 from samecurve.config import loader
 from samecurve.data import formats, sources, stream_files
@@ -420,10 +421,8 @@ def test_a_file_without_read_permission_is_an_error_that_names_it(name, monkeypa
         for read in readers:
             with pytest.raises(DataError) as caught:
                 read()
-            assert str(caught.value) == (
-                f"{folder / name}: could not be read: Permission denied; give the user of this process permission to "
-                "read it (chmod +r), or leave it out with data.pattern"
-            )
+            expected = f"{folder / name}: ", "Permission denied", "chmod +r", "data.pattern"
+            assert not absent(str(caught.value), expected)
         os.seteuid(me)
         (folder / name).unlink()
         (folder / "b.txt").write_text("x")
