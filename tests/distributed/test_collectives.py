@@ -17,6 +17,7 @@ from samecurve.bench.collectives import COLLECTIVES
 QUICK = ["--backend", "gloo", "--largest", "4KiB", "--seconds", "0.001"]
 
 
+@pytest.mark.full
 def test_two_agents_of_torchrun_are_two_machines(tmp_path):
     """Two machines as far as torchrun knows: an agent each, which meet at an address."""
     port, file = free_port(), tmp_path / "found.json"

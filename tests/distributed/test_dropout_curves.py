@@ -47,9 +47,9 @@ CASES = [
     ("fsdp", 2, (GPT2,), (RECOMPUTED,)),
     ("pipeline", 2, (GPT2,), (PARTLY_RECOMPUTED,)),
     ("pipeline_1f1b", 2, (GPT2,), (RECOMPUTED,)),
-    ("zero1", 2, MLM, ()),
     ("tp", 2, (LLAMA, PACKED), (RECOMPUTED, "batch.micro_batch_size=4")),
     *long(
+        ("zero1", 2, MLM, ()),
         ("tp", 2, (PHI3, PACKED), ("batch.micro_batch_size=4",)),
         ("tp", 2, (LLAMA, "model.attention=eager"), (COMPILED, "batch.micro_batch_size=4")),
         ("fsdp_tp", 4, (LLAMA, PACKED), ()),

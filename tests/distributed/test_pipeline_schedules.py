@@ -42,9 +42,21 @@ def test_schedules_follow_one_process(strategy, tied, workspace):
     expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
     run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", config, *PROFILE)
     assert (run.facts["engine"], run.facts["pipeline_stages"]) == (ENGINES[strategy], 2)
-    assert run.facts["gradient_accumulation_steps"] == 4
+    assert (run.facts["gradient_accumulation_steps"], run.facts["loss_implementation"]) == (4, "chunked")
     compare(run, expected)
     check_waiting(run)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "pipeline_zbv", "pipeline_fsdp"])
+def test_whole_logits_follow_one_process(strategy, workspace):
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8")
+    world = 4 if strategy == "pipeline_fsdp" else 2
+    run = short_run(
+        workspace, strategy, world, f"batch.micro_batch_size={4 // (world // 2)}", "loss.implementation=full"
+    )
+    assert run.facts["loss_implementation"] == "full"
+    compare(run, expected)
 
 
 @pytest.mark.full

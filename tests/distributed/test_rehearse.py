@@ -92,6 +92,7 @@ def failure(plan) -> SamecurveError:
     return caught.value
 
 
+@FULL
 def test_an_evaluation_that_is_too_large_is_named(planned):
     error = failure(planned(*LARGE_EVALUATION, "batch.micro_batch_size=64"))
     assert isinstance(error, ConfigurationError)

@@ -91,6 +91,7 @@ def test_a_full_disk_once(battery):
 STAYS_FULL = r"StorageError \(exit code 7\)\n3 saves in a row failed"
 
 
+@pytest.mark.full
 def test_a_full_disk_that_stays_full(battery):
     victim = battery.victim(SINGLE)
     always = Expected(7, STAYS_FULL, 0, lost=None)
@@ -107,6 +108,7 @@ def test_a_full_disk_at_the_end(battery):
     victim.finish()
 
 
+@pytest.mark.full
 def test_torchrun_restarts_by_itself(battery):
     victim = battery.victim()
     expected = Expected(0, r"resuming after step 5 in", 25, "done")
@@ -122,6 +124,7 @@ def test_what_fails_at_the_same_step_stops(battery):
     victim.write(None)
 
 
+@pytest.mark.full
 def test_what_may_not_change_is_refused_and_fresh_moves_it_aside(battery):
     victim = battery.victim(SINGLE)
     victim.hurt("kill", "SIGKILL of a single process", Expected(None, "", 10, "running"), faults="step@13:0:kill")

@@ -33,6 +33,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_taken_again_without_page_faults():
     kept, faults = probe("keep")

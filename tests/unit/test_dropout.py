@@ -248,7 +248,7 @@ def test_sdpa_and_eager_drop_the_same():
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(each, marks=pytest.mark.full) for each in ("opt", "bert"))])
 def test_a_compiled_model_drops_the_same(family):
     found = []
     for compiles in (False, True):

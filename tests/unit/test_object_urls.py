@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from report_cases import missing
 
 from samecurve.cli import commands
 from samecurve.config.documents import Document
@@ -48,10 +49,10 @@ def test_the_url_of_a_store(url, text):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    def missing(protocol):
+    def absent(protocol):
         raise ImportError
 
-    monkeypatch.setattr("fsspec.get_filesystem_class", missing)
+    monkeypatch.setattr("fsspec.get_filesystem_class", absent)
     ((key, problem),) = RULES[0](lambda key: "s3://bucket/run")
     assert key == "checkpoint.mirror"
     assert not missing(problem, ("found s3://bucket/run", "not installed", "pip install s3fs"))

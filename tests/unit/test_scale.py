@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes of a process")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes of a process"),
+]
 
 
 @pytest.fixture(scope="module")

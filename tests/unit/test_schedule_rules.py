@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from report_cases import missing
 
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
@@ -60,6 +61,22 @@ def test_stages_that_are_cut_take_losses_of_single_tokens(task, why):
     assert not findings(tensor_size=2)
     ((key, text),) = findings(tensor_size=2, task=task)
     assert key == "task" and f"found {task}" in text and why in text and "parallelism_config_tp_size to 1" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "size", "words"),
+    [
+        ("liger", "pretrain", 1, ("found liger", "compared", "auto or chunked or full")),
+        ("full", "pretrain", 2, ("found full", "whole logits", "auto or chunked")),
+        ("chunked", "distill", 1, ("found chunked", "the teacher's whole logits", "auto or full")),
+        ("chunked", "pretrain", 1, ()),
+        ("full", "pretrain", 1, ()),
+    ],
+)
+def test_losses(kind, task, size, words):
+    found = findings(tensor_size=size, task=task, **{"loss.implementation": kind})
+    assert [key for key, _ in found] == ["loss.implementation"] * bool(words)
+    assert not words or not missing(found[0][1], words)
 
 
 @pytest.mark.parametrize(("name", "word"), [("ZBVZeroBubble", "wrong gradients"), ("1F1B", "compared")])

@@ -32,7 +32,7 @@ def stacks(folder) -> dict[str, str]:
     return {path.name: path.read_text() for path in (folder / "stacks").iterdir()}
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_rank_ends_the_others(dead, tmp_path):
     with ranks(tmp_path / "run", STEP, STEP) as pair:
         for rank in pair:
@@ -103,7 +103,7 @@ def test_the_rank_that_lags_is_named(tmp_path):
     assert ", while rank 0 is in phase step of step 12;" in reason
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_stopped_rank_is_named_and_does_not_stay(frozen, tmp_path):
     with ranks(tmp_path / "run", STEP, STEP, timeout_seconds=LIMIT) as pair:
         for rank in pair:
