@@ -47,3 +47,19 @@ def install_loss(
         return "full"
     chunked_cross_entropy.install_chunked_head(model, kind, compiles)
     return kind
+
+
+def last_stage_takes_chunks(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> bool:
+    """Whether the last stage of PyTorch's pipelines computes head and loss in chunks of tokens.
+
+    Args:
+        model: the whole model on the meta device, before it is cut into stages.
+        skeleton: the same model, as it was built.
+
+    Raises:
+        ConfigurationError: as chunkable.head_implementation.
+    """
+    wanted = recipe.loss.implementation
+    if wanted == "full" or not task.by_token or task.teacher is not None:
+        return False
+    return chunkable.head_implementation(model, skeleton, wanted) is not None

@@ -20,6 +20,7 @@ from samecurve.engines import fsdp, grad_cache, live_mesh, schedule_stages, tens
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums, measure_of
 from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
+from samecurve.engines.loss_implementation import last_stage_takes_chunks
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_forward import ScheduleForward
@@ -67,10 +68,12 @@ class ScheduledEngine:
         self.shard = self._mesh.shard
         self._autocast = compute_dtype(self.recipe.precision)
         whole, dims = copy.deepcopy(skeleton), self._mesh.dims
-        self._measures, summed = None, []
+        summed: list[str] = []
         if dims.tp > 1:  # on the meta device and by module, so that it may precede the cut into stages
             tensor_parallel.check(skeleton, plan.strategy)
             summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
+        self._measures = None
+        if dims.tp > 1 or last_stage_takes_chunks(whole, skeleton, task, self.recipe):
             self._measures = Measures(measure_of(task), partial(evaluation_sums, task))
         parts = tensor_parallel.parts(whole, self._mesh)
         self._dropout = dropout.install(whole, self.recipe.seed, self.device, parts=parts)

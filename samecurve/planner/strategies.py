@@ -238,12 +238,12 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         stack: what runs the steps, for example "deepspeed" or "fsdp2"; see `profiles.profile`.
     """
     rows = min(wanted.batch.micro_batch_size, rows_of_a_rank(wanted, layout.dp))
-    # The last stage of a pipeline computes whole logits, unless tensor parallelism cuts them (validate_schedule.py).
+    # the last stage of DeepSpeed's pipeline computes whole logits
     return Job(
         wanted.shape, layout, machines.card, rows, wanted.batch.sequence_length,
         wanted.batch.accumulation_steps(layout.dp), states, machines.kind, gpus_per_node=machines.gpus_per_node,
         node_gbit=machines.node_gbit, precision=wanted.precision,
-        chunked_loss=wanted.chunked_loss and (layout.pp == 1 or layout.tp > 1),
+        chunked_loss=wanted.chunked_loss and (layout.pp == 1 or stack != "deepspeed"),
         checkpointing=wanted.checkpointing, stack=stack,
         levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
         memory_kind="resident" if machines.kind == "cpu" else "", calibration=machines.calibration,

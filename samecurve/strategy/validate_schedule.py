@@ -74,10 +74,15 @@ def _recomputation(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]
 
 
 def _loss(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
-    found, cut = value("loss.implementation"), strategy.tensor_parallel_size > 1
-    allowed = ("auto", "chunked" if cut else "full")
+    found, spec = value("loss.implementation"), TASKS.get(value("task"))
+    allowed, why = ["auto", "chunked", "full"], f"Liger's kernel {_UNTESTED}"
+    if found == "full" and strategy.tensor_parallel_size > 1:
+        allowed.remove("full")
+        why = "no rank of the last stage has whole logits"
+    elif found == "chunked" and spec and spec.has_teacher:
+        allowed.remove("chunked")
+        why = "the last stage needs the teacher's whole logits"
     if _applies(strategy) and found not in allowed:
-        why = "no rank of the last stage has whole logits" if cut else "the last stage computes whole logits"
         yield "loss.implementation", f"found {found}, but {why}; use {' or '.join(allowed)}, or another strategy"
 
 
