@@ -33,8 +33,7 @@ from samecurve.engines.timed_stage import TimedStage
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import dropout
-from samecurve.models.activation_checkpointing import checkpoint_layers
+from samecurve.models import compilation, dropout
 from samecurve.models.hf_config import is_classifier
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
@@ -77,7 +76,7 @@ class ScheduledEngine:
             self._measures = Measures(measure_of(task), partial(evaluation_sums, task))
         parts = tensor_parallel.parts(whole, self._mesh)
         self._dropout = dropout.install(whole, self.recipe.seed, self.device, parts=parts)
-        checkpoint_layers(whole, self.recipe.memory)
+        compilation.prepare(whole, self.recipe, self.device, is_cut=dims.tp > 1)
         padding = skeleton.config.pad_token_id if is_classifier(skeleton) else None
         self._stages = stages = LocalStages(
             split_layers(whole), plan.strategy, self._autocast, self._mesh, self._measures, padding

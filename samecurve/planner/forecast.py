@@ -17,6 +17,7 @@ from samecurve.planner.hardware import canonical, known_gpu
 from samecurve.planner.job import Job
 from samecurve.planner.plan_text import PUBLIC
 from samecurve.planner.strategies import Wanted
+from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Plan
 
 UNCALIBRATED_CPU = (
@@ -92,7 +93,8 @@ def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_
     """
     strategy = plan.strategy
     # `auto` must not become what the strategies' own rules refuse
-    if strategy.zero_stage == 3 or strategy.family == "schedule" or strategy.dims.ep > 1:
+    cuts_backward = strategy.family == "schedule" and SCHEDULES[strategy.pipeline_schedule].folded
+    if strategy.zero_stage == 3 or cuts_backward or strategy.dims.ep > 1:
         return "off", f"{strategy.name} cannot be compiled"
     try:
         coverage.refuse(plan.recipe)

@@ -116,11 +116,13 @@ def _kept(job: Job) -> float:
 
 
 def loss_lines(job: Job, constants: Profile) -> list[Line]:
-    """Return the lines of logits and loss."""
+    """Return the lines of logits and loss. All schedules but GPipe follow each loss with its backward pass at once."""
     columns = job.shape.vocab / job.layout.tp
+    count = job.grad_accum if job.layout.schedule == "GPipe" and job.layout.pp > 1 else 1
     if not (job.flow and job.chunked_loss):
         logits = job.tokens * columns * constants.logits_bytes / (8 if job.chunked_loss else 1)
-        return [Line("logits and loss", logits, 0, 0, f"{constants.logits_bytes:g} B per logit", "fitted")]
+        text = f"{constants.logits_bytes:g} B per logit"
+        return [Line("logits and loss", count * logits, (count - 1) * logits, 0, text, "fitted")]
     source = "losses/chunked_cross_entropy.py"
     is_cpu = job.card.generation == "cpu"
     tokens = loss_chunks.on_cpu(columns) if is_cpu else loss_chunks.on_gpu(columns, job.memory_gib * GIB)
@@ -129,9 +131,10 @@ def loss_lines(job: Job, constants: Profile) -> list[Line]:
     # a chunk's logits are gone when their product with the hidden states is added to the gradient, and all are when the
     # backward pass multiplies the gradient by its factor and casts it
     chunk = max(chunk, (4 + job.element_bytes) * whole)
+    formula = "V h in fp32 per micro-batch, until its backward pass"
     return [
         Line("logits of a chunk", chunk, 0, 0, "four fp32 tensors, or later the head's scaled gradient", source),
-        Line("gradient of the head", 4 * whole, 0, 0, "V h in fp32, until the backward pass", source),
+        Line("gradient of the head", 4 * whole * count, 4 * whole * (count - 1), 0, formula, source),
     ]
 
 

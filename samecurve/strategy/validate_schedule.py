@@ -57,13 +57,15 @@ def _applies(strategy: Strategy) -> bool:
 
 
 def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
-    found = value("compile")
+    found, why, fix = value("compile"), "no process has the whole model", "use off or regional"
     if not _applies(strategy) or found in (*OFF, "auto"):
         return
-    why = f"a compiled layer {_UNTESTED}"
     if SCHEDULES[strategy.pipeline_schedule].folded:
         why = f"{dated('torch')} computes wrong gradients of compiled layers whose backward pass is cut (zero bubble)"
-    yield "compile", f"found {found}, but {why}; use off, or {_ELSEWHERE}"
+        fix = f"use off, or {_ELSEWHERE}"
+    elif found == "regional":
+        return
+    yield "compile", f"found {found}, but {why}; {fix}"
 
 
 def _recomputation(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:

@@ -48,6 +48,16 @@ def test_schedules_follow_one_process(strategy, tied, workspace):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("strategy", "world"), [("pipeline_fsdp", 4), ("pp_fsdp_tp", 8)])
+def test_compiled_layers_of_sharded_stages_follow_one_process(strategy, world, workspace):
+    """test_step_options.py compiles those of whole stages."""
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8")
+    run = short_run(workspace, strategy, world, "batch.micro_batch_size=1", "compile=regional")
+    compare(run, expected)
+    assert sum(run.column("recompilations")) > 0
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["pipeline_1f1b", "pipeline_zbv", "pipeline_fsdp"])
 def test_whole_logits_follow_one_process(strategy, workspace):
     expected = short_run(workspace, None, 1, "batch.micro_batch_size=8")

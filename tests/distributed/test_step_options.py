@@ -21,6 +21,7 @@ KINDS = {
 CHECKPOINTED = {PLAIN: {}, **{name: {"memory": memory} for name, memory in KINDS.items()}}
 REGIONAL = ["regional", "regional matmul", "regional offload"]
 WITH_CHECKPOINTS = [f"regional {name}" for name in KINDS]
+IN_STAGES = ["regional", *(f"regional {name}" for name in ("full", "every_n_layers", "matmul"))]
 COMPILED = {
     PLAIN: {},
     "regional": {"compile": "regional"},
@@ -75,6 +76,7 @@ def test_activation_checkpointing(strategy, workspace):
         *long(("single", [*WITH_CHECKPOINTS, "full", "full matmul"]), ("ddp", [*REGIONAL, "full", "full full"])),
         *long(("fsdp", REGIONAL), ("zero1", ["regional"]), ("zero2", [*REGIONAL, "full"])),
         *long(("pipeline", REGIONAL), ("tp", WITH_CHECKPOINTS), ("fsdp_tp", REGIONAL)),
+        *long(*((name, IN_STAGES) for name in ("pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved"))),
     ],
 )
 def test_compiled(strategy, cases, workspace):

@@ -304,6 +304,8 @@ def test_texts_beside_each_other():
         ("ddp", 1_000_000, "regional", r"compiling would save [\d,]+ s in 1,000,000 steps of "),
         ("zero3", 1_000_000, "off", "zero3 cannot be compiled"),
         ("fsdp_ep", 1_000_000, "off", "fsdp_ep cannot be compiled"),
+        ("pipeline_zbv", 1_000_000, "off", "pipeline_zbv cannot be compiled"),
+        ("pipeline_1f1b", 1_000_000, "regional", r"compiling would save [\d,]+ s in 1,000,000 steps of "),
     ],
 )
 def test_auto_compiles_where_the_steps_repay_it(strategy, steps, choice, why):

@@ -79,10 +79,21 @@ def test_losses(kind, task, size, words):
     assert not words or not missing(found[0][1], words)
 
 
-@pytest.mark.parametrize(("name", "word"), [("ZBVZeroBubble", "wrong gradients"), ("1F1B", "compared")])
-def test_compile_is_refused_with_the_reason(name, word):
-    ((key, text),) = findings(name, compile="regional")
-    assert key == "compile" and word in text and "use off" in text
+@pytest.mark.parametrize(
+    ("name", "kind", "word", "fix"),
+    [
+        ("ZBVZeroBubble", "regional", "wrong gradients", "use off,"),
+        ("1F1B", "full", "whole model", "use off or regional"),
+    ],
+)
+def test_compile_is_refused_with_the_reason(name, kind, word, fix):
+    ((key, text),) = findings(name, compile=kind)
+    assert key == "compile" and word in text and fix in text
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_layers_may_be_compiled_unless_their_backward_pass_is_cut(name):
+    assert bool(findings(name, compile="regional")) == SCHEDULES[name].folded
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
