@@ -8,9 +8,11 @@ class SamecurveError(Exception):
     """Base class for errors with a known cause; the message says what to do and is printed without a traceback.
 
     `output_dir` is the output directory of a run that cannot start, if known before its RunDirectory exists.
+    `is_printed` is True once this process has printed the message.
     """
 
     exit_code = 1
+    is_printed = False
     output_dir: str | None = None
 
 

@@ -13,6 +13,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from samecurve.errors import HangError, NothingToDo, PeerError, Preempted, SamecurveError, StorageError
+from samecurve.run.messages import (
+    WAIT_SECONDS,
+    code_of,
+    is_first_here,
+    let_the_first_process_report,
+    message,
+    print_stderr,
+    print_stderr_from_thread,
+    report,
+)
 from samecurve.run.signals import StopRequest
 from samecurve.run.status import refused_elsewhere
 from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
@@ -20,7 +30,6 @@ from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 if TYPE_CHECKING:
     from samecurve.run.run_directory import RunDirectory, State
 
-WAIT_SECONDS = 10  # for the rank that reports the error, before another rank exits
 PREEMPTED_SECONDS = 1
 SIGNAL_CODES = 128  # the exit code of a process that signal N ended is 128 + N
 # A killed process closes its connections before other processes can see that it is gone: seconds before, on a machine
@@ -36,7 +45,7 @@ def exit_code(main: Callable[[], None]) -> int:
     try:
         main()
     except Preempted as error:  # the same on all ranks, and the scheduler may leave little time: wait only briefly
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_here():
             print_stderr(f"\npreempted (exit code {error.exit_code}): {error}")
         else:
             time.sleep(PREEMPTED_SECONDS)
@@ -46,17 +55,13 @@ def exit_code(main: Callable[[], None]) -> int:
             print_stderr(str(error))
         return error.exit_code
     except SamecurveError as error:
-        is_effect = isinstance(error, PeerError)
-        if not is_effect or error.is_reported:
-            _let_the_first_process_report()
-        if not (is_effect and error.is_reported and os.environ.get("LOCAL_RANK", "0") != "0"):
-            print_stderr(_message(error))
+        report(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception:
         print_stderr(f"\nprocess {os.environ.get('RANK', '0')}: {traceback.format_exc()}")
-        _let_the_first_process_report()
+        let_the_first_process_report()
         return 1
     return 0
 
@@ -84,28 +89,6 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def print_stderr(text: str) -> None:
-    with contextlib.suppress(OSError):  # the launcher or the terminal is gone
-        print(text, file=sys.stderr, flush=True)
-
-
-def _code(error: BaseException) -> int:
-    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
-
-
-def _message(error: BaseException) -> str:
-    return f"\n{type(error).__name__} (exit code {_code(error)})\n{error}"
-
-
-def _let_the_first_process_report() -> None:
-    """Wait on all local ranks but 0, because launchers end the whole job when the first process exits.
-
-    A process that is still alive after the wait has an error of its own and prints it.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(WAIT_SECONDS)
-
-
 @contextlib.contextmanager
 def supervised(
     run: RunDirectory, launcher: str = "python", timeout_seconds: float = 0, interval: float = 1.0
@@ -126,6 +109,9 @@ def supervised(
             yield around
         except Exception as error:
             reported = around.failed(error)
+            # here, where a launcher's signal cannot end the process before
+            if isinstance(reported, SamecurveError) and not isinstance(reported, (Preempted, NothingToDo)):
+                report(reported, at_once=True)
             if reported is error:
                 raise
             raise reported from error
@@ -161,7 +147,7 @@ class RunSupervisor:
     def done(self) -> None:
         self._take_the_end()
         silent = StorageError(f"{self._run.path}: the storage does not answer, after the last step")
-        with self._in_time(silent.exit_code, _message(silent), once=True):
+        with self._in_time(silent.exit_code, message(silent), once=True):
             self._run.status("done", step=self._run.step, exit_code=0)
         with self._in_time(0):
             self.watchdog.heartbeats.write("finished")
@@ -169,8 +155,8 @@ class RunSupervisor:
     def failed(self, error: BaseException) -> BaseException:
         """Record the main thread's error. Returns the error to raise: another rank's if that is the cause."""
         known = isinstance(error, SamecurveError)
-        text = _message(error) if known else "".join(traceback.format_exception(error))
-        with self._in_time(_code(error), text, once=isinstance(error, (Preempted, NothingToDo))):
+        text = message(error) if known else "".join(traceback.format_exception(error))
+        with self._in_time(code_of(error), text, once=isinstance(error, (Preempted, NothingToDo))):
             return self._failed(error)
 
     def _failed(self, error: BaseException) -> BaseException:
@@ -186,7 +172,7 @@ class RunSupervisor:
         if isinstance(error, Exception) and not isinstance(error, SamecurveError):
             error = self._explained(error)
         self._take_the_end()
-        reason, code = str(error) or type(error).__name__, _code(error)
+        reason, code = str(error) or type(error).__name__, code_of(error)
         own, reports = f"rank {self.watchdog.rank}: {reason}", False
         if isinstance(error, PeerError):
             if not error.is_reporter:
@@ -240,11 +226,11 @@ class RunSupervisor:
         once: the text is the same on all ranks, so only the reporter prints it.
         """
 
-        def report() -> None:
+        def say() -> None:
             if text and (not once or self.watchdog.liveness().is_reporter):
-                _print_stderr_from_thread(text)
+                print_stderr_from_thread(text)
 
-        timer = last_resort(code, report)
+        timer = last_resort(code, say)
         try:
             yield
         finally:
@@ -252,7 +238,7 @@ class RunSupervisor:
 
     def _print_request(self, text: str) -> None:
         if self.watchdog.rank == 0:
-            _print_stderr_from_thread(text)
+            print_stderr_from_thread(text)
 
     def _end_stopped(self, reason: str, code: int) -> None:
         """End the process after a signal or the launcher's end, either of which may follow another rank's failure."""
@@ -270,7 +256,7 @@ class RunSupervisor:
             last_resort(code)
             is_reporter = self.watchdog.liveness().is_reporter
             if is_reporter:
-                _print_stderr_from_thread(text)
+                print_stderr_from_thread(text)
             self._write("failed", reason, code)
             self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code, is_reporter)
             os._exit(code)
@@ -282,19 +268,12 @@ class RunSupervisor:
         last_resort(error.exit_code)
         is_reporter = self.watchdog.liveness().is_reporter
         if is_reporter:
-            _print_stderr_from_thread(_message(error))
+            print_stderr_from_thread(message(error))
         self._write("failed", str(error), error.exit_code)
         if is_reporter or not isinstance(error, HangError):  # the reporter still collects a hanging rank's stacks
             self.watchdog.heartbeats.write("failed", str(error), error.exit_code, is_reporter)
-        # Wait as in _let_the_first_process_report. The launcher's signal shows that the reporter has exited.
+        # Wait as in let_the_first_process_report. The launcher's signal shows that the reporter has exited.
         deadline = time.monotonic() + WAIT_SECONDS
         while not is_reporter and time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
         os._exit(error.exit_code)
-
-
-def _print_stderr_from_thread(text: str) -> None:
-    """Write to file descriptor 2: the main thread may hold the locks of Python's streams forever."""
-    show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress display hides it
-    with contextlib.suppress(OSError):
-        os.write(2, f"{show_cursor}{text}\n".encode())
