@@ -11,6 +11,7 @@ from test_step_options import needs_compiler
 from samecurve.distributed.cpu_workers import num_cores
 
 
+@pytest.mark.full  # test_console.py and test_affinity.py have each warning every day
 @needs_compiler
 def test_slow_rows_crowded_cores_and_recompilations(workspace):
     path, folder = workspace.strategy("ddp"), workspace.folder / "told"

@@ -49,8 +49,9 @@ CUT_ROWS = {**CONTEXT, "fsdp_tp_cp": "allgather"}
 SCHEDULES = tuple(name for name in ENGINES if name.startswith(("pipeline_", "pp_")))
 SHARDED = ("fsdp", "fsdp_tp", *CONTEXT, "hsdp", "pipeline_fsdp", "zero3", "zero3_offload", "zero3_nvme")
 SHARDED += ("zero3_hpz", "pp_fsdp_tp", "fsdp_tp_cp")
-# NVMe's library takes minutes to compile; of the schedules test_pipeline_schedules.py runs one every day
-SELDOM = ("zero3_nvme", "zero3_hpz", "fsdp_tp_cp", *SCHEDULES)
+# NVMe's library takes minutes to compile, and hsdp needs four processes; of the schedules
+# test_pipeline_schedules.py runs one every day
+SELDOM = ("zero3_nvme", "hsdp", "zero3_hpz", "fsdp_tp_cp", *SCHEDULES)
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 ONLY_EXPERTS = {"fsdp_ep", "fsdp_ep_tp"}  # test_expert_parallel.py has models with experts
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of

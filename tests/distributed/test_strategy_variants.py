@@ -24,14 +24,18 @@ def stages(**changes) -> dict:
 @pytest.mark.parametrize(
     ("model", "changes", "overrides"),
     [
-        ("untied llama", {}, ()),
-        ("gpt2", {}, ()),
-        ("tied llama", {"zero_optimization": {"stage": 0}}, ()),
-        ("tied llama", stages(partition="uniform"), ()),
-        ("tied llama", stages(partition="type:decoder"), ()),
-        ("tied llama", stages(activation_checkpoint_interval=1), (FULL,)),
+        pytest.param("gpt2", {}, (), id="gpt2"),
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.full)
+            for name, case in {
+                "untied": ("untied llama", {}, ()),
+                "zero0": ("tied llama", {"zero_optimization": {"stage": 0}}, ()),
+                "uniform": ("tied llama", stages(partition="uniform"), ()),
+                "by type": ("tied llama", stages(partition="type:decoder"), ()),
+                "recomputed": ("tied llama", stages(activation_checkpoint_interval=1), (FULL,)),
+            }.items()
+        ),
     ],
-    ids=["untied", "gpt2", "zero0", "uniform", "by type", "recomputed"],
 )
 def test_pipeline(model, changes, overrides, workspace):
     path = workspace.strategy("pipeline", **changes) if changes else workspace.strategy("pipeline")
