@@ -38,14 +38,10 @@ def install_loss(
     Raises:
         ConfigurationError: as chunkable.head_implementation.
     """
-    wanted = recipe.loss.implementation
-    if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
-        return "full"
-    compiles = recipe.compile in COMPILED or compilation.has_triton_compiler(device)
-    kind = chunkable.head_implementation(model, skeleton, wanted)
-    if kind is None:
-        return "full"
-    chunked_cross_entropy.install_chunked_head(model, kind, compiles)
+    kind = _implementation(model, skeleton, task, recipe)
+    if kind != "full":
+        compiles = recipe.compile in COMPILED or compilation.has_triton_compiler(device)
+        chunked_cross_entropy.install_chunked_head(model, kind, compiles)
     return kind
 
 
@@ -59,7 +55,11 @@ def last_stage_takes_chunks(model: PreTrainedModel, skeleton: PreTrainedModel, t
     Raises:
         ConfigurationError: as chunkable.head_implementation.
     """
+    return task.teacher is None and _implementation(model, skeleton, task, recipe) != "full"
+
+
+def _implementation(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> str:
     wanted = recipe.loss.implementation
-    if wanted == "full" or not task.by_token or task.teacher is not None:
-        return False
-    return chunkable.head_implementation(model, skeleton, wanted) is not None
+    if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
+        return "full"
+    return chunkable.head_implementation(model, skeleton, wanted) or "full"
