@@ -6,7 +6,7 @@ import hashlib
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.data import hub
 from samecurve.data.formats import check_characters, no_column, read_last_row, read_rows, read_text, unreadable
+from samecurve.data.row_checks import SHOWN_PROBLEMS, check_rows, what_rows_are
 from samecurve.data.selection import WHOLE, Selection, folder_files
 from samecurve.errors import DataError
 from samecurve.specs.data_names import BUILTIN, is_hub_name
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 # encodings and pydoc_data belong to the library, but hold tables of characters and help pages instead of code.
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
 _RACY_SECONDS = 2.0
-_SHOWN_PROBLEMS = 10
 _CHECK_SECONDS = 10.0
 
 
@@ -160,52 +160,6 @@ def find_source(
     return DataSource(name, folder_files(root, name, pattern, selection.own), text_column)
 
 
-def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
-    """Describe the rows that each kind of file should have, for a message about a table without rows."""
-    kinds = {"hub" if isinstance(file, hub.Split) else table_kind(file) for file in files}
-    meanings = {
-        "csv": f"each line of a csv file below its header must be {one_is.replace('an object', 'a row')}",
-        "jsonl": f"each line of a jsonl file must be {one_is}",
-        "json": f"a json file must be a list, in which each entry is {one_is}",
-        "parquet": f"each row of a parquet file must be {one_is.replace('an object', 'a row')}",
-        "hub": f"each row must be {one_is.replace('an object', 'a row')}",
-    }
-    return "; ".join(text for kind, text in meanings.items() if kind in kinds) or f"each row must be {one_is}"
-
-
-def check_rows(
-    name: str, rows: Iterator[tuple[str, dict]], read: Callable[[str, dict], object], what_a_row_is: str
-) -> None:
-    """Read every (place, row) of a table. Raises one DataError with the first problems of all rows."""
-    found: dict[str, list[str]] = {}  # messages by the kind of mistake
-    num_rows = 0
-    try:
-        for place, row in rows:
-            num_rows += 1
-            try:
-                read(place, row)
-            except DataError as error:
-                found.setdefault(str(error).removeprefix(f"{place}: "), []).append(str(error))
-    except DataError as error:  # the rows end here: the file itself is broken
-        found[str(error)] = [str(error)]
-    if not found and not num_rows:
-        raise DataError(f"{name}: there are no rows; {what_a_row_is}")
-    if found:
-        raise DataError(_listed(name, list(found.values())))
-
-
-def _listed(name: str, problems: list[list[str]]) -> str:
-    """List the problems of a table's rows: for each kind of mistake its first row, and the number of rows."""
-    num_rows = sum(map(len, problems))
-    if num_rows == 1:
-        return problems[0][0]
-    shown = problems[:_SHOWN_PROBLEMS]
-    lines = [rows[0] + (f" (and {len(rows) - 1} more rows like it)" if len(rows) > 1 else "") for rows in shown]
-    more = num_rows - sum(map(len, shown))
-    lines += [f"and {more} more"] if more else []
-    return "\n".join([f"{name}: {num_rows} rows cannot be used", *(f"  {line}" for line in lines)])
-
-
 def fingerprint(source: DataSource, cache: Path) -> str:
     """Return a digest of the files' content, or of the commit for a split of the hub.
 
@@ -242,8 +196,8 @@ def _hashes(files: tuple[Path, ...]) -> list[str]:
         except OSError as error:
             problems.append(str(unreadable(file, error)))
     if problems:
-        more = len(problems) - _SHOWN_PROBLEMS
-        raise DataError("\n".join(problems[:_SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])))
+        more = len(problems) - SHOWN_PROBLEMS
+        raise DataError("\n".join(problems[:SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])))
     return hashes
 
 

@@ -93,8 +93,8 @@ def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_
     """
     strategy = plan.strategy
     # `auto` must not become what the strategies' own rules refuse
-    cuts_backward = strategy.family == "schedule" and SCHEDULES[strategy.pipeline_schedule].folded
-    if strategy.zero_stage == 3 or cuts_backward or strategy.dims.ep > 1:
+    refused = strategy.family == "schedule" and not SCHEDULES[strategy.pipeline_schedule].takes_compiled_layers
+    if strategy.zero_stage == 3 or refused or strategy.dims.ep > 1:
         return "off", f"{strategy.name} cannot be compiled"
     try:
         coverage.refuse(plan.recipe)

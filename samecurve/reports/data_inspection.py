@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samecurve.data.datasets.base import PackedRows, PackedSampleRows, Rows, SampleRows
+from samecurve.data.datasets.base import PackedRows, Rows, SampleRows
+from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.datasets.preference import PairRows
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.datasets.text import LabelledRows, TextRows

@@ -60,7 +60,7 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     found, why, fix = value("compile"), "no process has the whole model", "use off or regional"
     if not _applies(strategy) or found in (*OFF, "auto"):
         return
-    if SCHEDULES[strategy.pipeline_schedule].folded:
+    if not SCHEDULES[strategy.pipeline_schedule].takes_compiled_layers:
         why = f"{dated('torch')} computes wrong gradients of compiled layers whose backward pass is cut (zero bubble)"
         fix = f"use off, or {_ELSEWHERE}"
     elif found == "regional":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from samecurve.data import chat_encoder, sources, token_store
-from samecurve.data.datasets.base import PackedSampleRows, SampleRows
+from samecurve.data.datasets.base import SampleRows
+from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
 from samecurve.tasks import causal_lm, splits

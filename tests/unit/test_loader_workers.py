@@ -18,8 +18,9 @@ from test_data import PAD, batch, random_stream
 
 from samecurve.config.schema import Data
 from samecurve.data.batches import StepBatches
-from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows
+from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows
 from samecurve.data.datasets.mixture import MixedRows
+from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.errors import DataError
 from samecurve.metrics.data_wait import FEWEST_STEPS, WaitAdvice
 

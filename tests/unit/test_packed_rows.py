@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from samecurve.config.schema import Batch
 from samecurve.data.batches import StepBatches
-from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows, PackedSampleRows, Rows
+from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows, Rows
 from samecurve.data.datasets.mixture import MixedRows
+from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows, GroupedScoredRows, ScoredRows
 from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
 from samecurve.data.datasets.streaming import StreamRows
