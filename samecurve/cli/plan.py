@@ -42,6 +42,7 @@ from samecurve.planner import (
     shape_rules,
     step_time,
     strategies,
+    strategy_files,
     timeline,
 )
 from samecurve.planner.calibration import Calibration
@@ -52,6 +53,7 @@ from samecurve.planner.hardware import canonical
 from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
 from samecurve.planner.strategies import Wanted
+from samecurve.planner.strategy_files import Template
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
 from samecurve.strategy.plan import Plan
@@ -109,8 +111,8 @@ def run(arguments: argparse.Namespace) -> int | Work:
     whole = _calibrated(cluster(arguments.cluster), learnt)
     machines = whole.scaled(arguments.gpus) if arguments.gpus else whole
     wanted = inputs.read(arguments.model, arguments.overrides)
-    shipped = strategies.shipped()
-    asked = [strategies.read(path) for path in arguments.strategy or ()] or shipped
+    shipped = strategy_files.shipped()
+    asked = [strategy_files.read(path) for path in arguments.strategy or ()] or shipped
     choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
     if all(each.invalid for each in choices):  # exit code 2; valid ones that do not fit are 6
         raise ConfigurationError("\n".join(f"{each.name}: {each.reason}" for each in choices))
@@ -225,7 +227,7 @@ def _write(path: Path, content: dict) -> None:
 
 
 def _choices(
-    wanted: Wanted, machines: Cluster, templates: Sequence[strategies.Template], exact: bool
+    wanted: Wanted, machines: Cluster, templates: Sequence[Template], exact: bool
 ) -> tuple[list[Choice], list[Choice]]:
     """Return the choices, and those that this version cannot run."""
     if exact:

@@ -19,12 +19,17 @@ COLUMNS = (
 
 
 def sizes(layout: Layout) -> str:
-    """Name the parallel sizes, from the outermost to the innermost: `pp 2, dp 4`, `dp 2 x 8` for two replicas."""
+    """Name the parallel sizes, from the outermost to the innermost: `pp 2, dp 4`, `dp 2 x 8` for two replicas.
+
+    `dp 16 (hpz 8)` has a second copy of the weights per 8 ranks, `tp 4 (sequence)` is sequence-parallel, too.
+    """
     replicas = layout.dp // layout.shard if layout.zero else 1
     data = f"dp {replicas} x {layout.shard}" if 1 < replicas < layout.dp else f"dp {layout.dp}"
+    data += f" (hpz {layout.secondary})" if layout.secondary > 1 else ""
     experts = f"ep {layout.ep}" if layout.ep > 1 else ""
     others = {axis: getattr(layout, axis) for axis in ("pp", "cp", "tp")}
     named = {axis: f"{axis} {size}" if size > 1 else "" for axis, size in others.items()}
+    named["tp"] += " (sequence)" if layout.sequence_parallel else ""
     return ", ".join(filter(None, [named["pp"], data, experts, named["cp"], named["tp"]]))
 
 
@@ -112,6 +117,8 @@ def record(choice: Choice) -> dict:
     return {
         "strategy": choice.name,
         "sizes": {axis: getattr(layout, axis) for axis in ("dp", "shard", "tp", "pp", "cp", "ep")},
+        "tp_sequence_parallel": layout.sequence_parallel,
+        "zero_hpz_partition_size": layout.secondary,
         "micro_batch_size": job.micro_batch,
         "accumulation_steps": job.grad_accum,
         "activation_checkpointing": job.checkpointing,

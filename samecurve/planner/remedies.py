@@ -8,7 +8,8 @@ from dataclasses import replace
 from samecurve.planner import space, strategies
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice, sized
-from samecurve.planner.strategies import Template, Wanted
+from samecurve.planner.strategies import Wanted
+from samecurve.planner.strategy_files import Template
 
 MOST_GPUS = 4096
 SCANNED = 64  # numbers of GPUs that are tried one by one for the smallest

@@ -12,7 +12,8 @@ from samecurve.planner.cluster import Cluster
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known
 from samecurve.planner.space import Sizes
-from samecurve.planner.strategies import TORCH_STATES, Template, Wanted
+from samecurve.planner.strategies import TORCH_STATES, Wanted
+from samecurve.planner.strategy_files import Template, simplicity
 
 # Of pairs of public runs that differ in nothing but the shape, the error of the predicted ratio of their step times
 # stays below this in 8 of 10 cases (4,033 pairs of one model, batch, GPU and stack; logarithm).
@@ -78,9 +79,9 @@ class Choice:
         """Return the sort key of ties: few moving parts, then memory headroom."""
         assert self.job and self.found
         layout = self.job.layout
-        parts = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
+        parts = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep)) + layout.sequence_parallel
         recomputes = self.job.checkpointing != "none"
-        return strategies.simplicity(self.name), parts, recomputes, self.found.total_memory_gib
+        return simplicity(self.name), parts, recomputes, self.found.total_memory_gib
 
 
 def evaluate(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:

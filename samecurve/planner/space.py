@@ -12,7 +12,8 @@ from itertools import product
 
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.layout import Layout
-from samecurve.planner.strategies import Template, Wanted, rows_of_a_rank
+from samecurve.planner.strategies import Wanted, rows_of_a_rank
+from samecurve.planner.strategy_files import Template
 
 Sizes = dict[str, int]
 LONGEST_PIPELINE = 64
@@ -47,6 +48,8 @@ def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Siz
         "cp": [each for each in parts if gpus % each == 0 and heads % each == 0],
         "tp": [each for each in divisors(gpus) if 1 < each <= machines.gpus_per_node],
         "ep": [each for each in divisors(math.gcd(gpus, wanted.shape.experts)) if 1 < each <= machines.gpus_per_node],
+        "hpz": [each for each in divisors(machines.gpus_per_node) if 1 < each < gpus],
+        "tp_sequence": [False, True],
     }
     # Where a number of GPUs has no legal size, the file's own one lets its check say why.
     own = {axis: [size] if (size := template.size(axis)) else [] for axis in template.axes}
@@ -83,7 +86,7 @@ def unavailable(wanted: Wanted, machines: Cluster, templates: Sequence[Template]
     long_enough = wanted.batch.sequence_length >= LEAST_CONTEXT
     # each rank has two chunks of a row (head_tail.py)
     context = [each for each in CONTEXT_SIZES if wanted.batch.sequence_length % (2 * each) == 0] if long_enough else [1]
-    described = [{axis for axis in each.axes if axis != "dp_replicate"} for each in templates]
+    described = [set(each.axes).intersection(AXIS_NAMES) for each in templates]
     for tp, pp, cp in product(tensor, stages, context):
         rest, remainder = divmod(gpus, tp * pp * cp)
         if remainder or rest > wanted.batch.global_batch_size:  # a rank needs a row

@@ -18,6 +18,7 @@ from samecurve.metrics.profiling.trace import breakdown, read_trace
 from samecurve.planner import inputs, ledger, memory, strategies
 from samecurve.planner.cluster import built_in
 from samecurve.planner.stages import stages
+from samecurve.planner.strategy_files import read
 from samecurve.strategy.parallel_dims import DIMENSIONS, LOSS
 
 STEPS = "profile.steps=[3,5]"
@@ -35,7 +36,7 @@ def arranged(run):
     """The run's recipe and strategy as the planner sees them."""
     facts = run.facts
     wanted = inputs.read(facts["recipe_path"], [each for each in facts["overrides"] if "profile" not in each])
-    template = strategies.read(facts["strategy_path"])
+    template = read(facts["strategy_path"])
     strategy, problems = strategies.describe(wanted, template, {}, facts["world_size"])
     assert not problems
     return wanted, strategy

@@ -17,6 +17,7 @@ from samecurve.planner.answers import answer, predict
 from samecurve.planner.calibrate import FinishedRun
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import built_in
+from samecurve.planner.strategy_files import read
 from samecurve.strategy.plan import Plan
 
 RECIPE = "recipes/quickstart.yaml"
@@ -38,7 +39,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def job_of(strategy: str, cluster: str = "cpux2", overrides: tuple[str, ...] = ()):
     wanted = inputs.read(RECIPE, ["precision=fp32", *overrides])
-    described, problems = strategies.describe(wanted, strategies.read(f"configs/{strategy}.yaml"), {}, 2)
+    described, problems = strategies.describe(wanted, read(f"configs/{strategy}.yaml"), {}, 2)
     assert not problems
     return strategies.job(wanted, described, built_in(cluster))
 
@@ -311,7 +312,7 @@ def test_texts_beside_each_other():
 def test_auto_compiles_where_the_steps_repay_it(strategy, steps, choice, why):
     """A quickstart does not; neither do the last steps of a long run."""
     wanted = inputs.read(RECIPE, ["precision=fp32"])
-    described, _ = strategies.describe(wanted, strategies.read(f"configs/{strategy}.yaml"), {}, 2)
+    described, _ = strategies.describe(wanted, read(f"configs/{strategy}.yaml"), {}, 2)
     plan = Plan(wanted.source.recipe, described, RECIPE, ())
     fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}
     found, reason = forecast.compile_choice(plan, fields, forecast.Device("cpu", 16, None, 2), steps)
@@ -320,7 +321,7 @@ def test_auto_compiles_where_the_steps_repay_it(strategy, steps, choice, why):
 
 def test_a_gpu_without_rates_says_so():
     wanted = inputs.read(RECIPE, [])
-    described, _ = strategies.describe(wanted, strategies.read("configs/ddp.yaml"), {}, 2)
+    described, _ = strategies.describe(wanted, read("configs/ddp.yaml"), {}, 2)
     plan = Plan(wanted.source.recipe, described, RECIPE, ())
     device = forecast.Device("Radeon 42", 16, None, 2)
     fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}

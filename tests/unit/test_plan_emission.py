@@ -14,7 +14,7 @@ from samecurve.cli.commands import main
 from samecurve.launch import scripts
 from samecurve.launch.hosts import HostSlots
 from samecurve.launch.target import LAUNCHERS, Target, read_back, unnamed
-from samecurve.planner import space, strategies
+from samecurve.planner import space, strategies, strategy_files
 from samecurve.planner.cluster_file import cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_all_launchers_start_one_configuration(strategy, recipe, tmp_path, capsy
 def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monkeypatch):
     """A search that may pick HSDP only, with other replicas than the file's, and the settings that it chose."""
     folder, out = tmp_path / "plan", tmp_path / "plan.json"
-    monkeypatch.setattr(strategies, "shipped", lambda: [strategies.read("configs/hsdp.yaml")])
+    monkeypatch.setattr(strategy_files, "shipped", lambda: [strategy_files.read("configs/hsdp.yaml")])
     monkeypatch.setattr(space, "sizes", lambda *_: [{"dp_replicate": 4}])
     command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "32", "--json", str(out)]
     assert main([*command, "--emit", str(folder), "--launcher", "slurm"]) == 0

@@ -13,6 +13,7 @@ import pytest
 from samecurve.cli.commands import main
 from samecurve.planner import all_ranks, inputs, strategies
 from samecurve.planner.cluster import built_in
+from samecurve.planner.strategy_files import read
 from samecurve.strategy.parallel_dims import ParallelDims
 
 MODEL = "benchmarks/planner/llama_8b.json"
@@ -59,7 +60,7 @@ def test_every_rank_reads_what_the_loader_gives_it(wanted, dims):
 
 
 def problems(wanted, ranks, dims) -> list[str]:
-    template = strategies.read("configs/ddp.yaml")
+    template = read("configs/ddp.yaml")
     described, _ = strategies.describe(wanted, template, {}, 4)
     job = strategies.job(wanted, described, built_in("h100x4"))
     return list(all_ranks.problems(wanted, dims, ranks, job))

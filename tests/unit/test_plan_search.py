@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from report_cases import missing
 
-from samecurve.planner import inputs, remedies, search, space, strategies
+from samecurve.bench.strategy_variants import write_changed
+from samecurve.planner import inputs, plan_text, remedies, search, space, strategies
 from samecurve.planner.answers import Prediction
 from samecurve.planner.cluster_file import cluster
 from samecurve.planner.search import COMPARED, Choice
+from samecurve.planner.strategy_files import read, shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -52,7 +54,7 @@ def _child_seconds() -> float:
 def test_every_layout_uses_all_gpus_and_divides_the_model(wanted):
     machines = cluster("h100x8").scaled(64)
     long = replace(wanted, batch=wanted.batch.model_copy(update={"sequence_length": 32768}))
-    found = [layout for layout, _ in space.unavailable(long, machines, strategies.shipped())]
+    found = [layout for layout, _ in space.unavailable(long, machines, shipped())]
     assert {axis for axis in ("tp", "pp", "cp") if any(getattr(each, axis) > 1 for each in found)} == {"tp", "pp", "cp"}
     assert not any(each.pp > 1 and each.tp == each.cp == 1 for each in found)  # configs/pipeline.yaml describes those
     for layout in found:
@@ -65,12 +67,12 @@ def test_what_a_version_lacks_follows_from_the_strategy_files():
     assert space.lack({"tp"}, [set(), {"pp"}]) == "needs tensor parallelism, not in this version"
     both = space.lack({"tp", "pp"}, [{"tp"}, {"pp"}])
     assert not missing(both, ("tensor parallelism and pipeline stages", "not in this version"))
-    axes = {each.name: each.axes for each in strategies.shipped()}
+    axes = {each.name: each.axes for each in shipped()}
     assert axes["pipeline"] == ("pp",) and axes["hsdp"] == ("dp_replicate",) and axes["fsdp"] == ()
 
 
 def test_expert_parallelism_is_for_models_with_experts(wanted, tmp_path):
-    machines, templates = cluster("h100x8").scaled(16), [strategies.read("configs/fsdp_ep.yaml")]
+    machines, templates = cluster("h100x8").scaled(16), [read("configs/fsdp_ep.yaml")]
     (refused,) = search.search(wanted, machines, templates)
     assert refused.verdict == "cannot run" and "parallelism_config_ep_size: found 2" in refused.reason
     assert "no experts" in refused.reason
@@ -84,7 +86,7 @@ def test_expert_parallelism_is_for_models_with_experts(wanted, tmp_path):
 
 def test_sizes_of_a_file_are_searched_and_judged_by_its_own_check(wanted):
     machines = cluster("h100x8").scaled(16)
-    found = search.search(wanted, machines, strategies.shipped())
+    found = search.search(wanted, machines, shipped())
     stages = {each.job.layout.pp for each in found if each.name == "pipeline" and each.job}
     assert stages == {2, 4, 8}  # 16 parts by parameters leave the first, an embedding, without a decoder layer
     replicas = {each.job.layout.dp // each.job.layout.shard for each in found if each.name == "hsdp" and each.job}
@@ -93,9 +95,37 @@ def test_sizes_of_a_file_are_searched_and_judged_by_its_own_check(wanted):
     assert single.verdict == "cannot run" and "which is one process" in single.reason
 
 
+def test_switches_and_second_copies_are_searched(wanted):
+    """Tensor parallelism with and without its sequence parallelism, and second copies of weights over 2, 4, 8 ranks."""
+    machines = cluster("h100x8").scaled(16)
+    found = search.search(wanted, machines, [read("configs/fsdp_tp.yaml"), read("configs/zero3_hpz.yaml")])
+    layouts = [each.job.layout for each in found if each.job]
+    copies = {each.secondary for each in layouts if each.tp == 1}
+    assert copies == {2, 4, 8}
+    switched = {(each.tp, each.sequence_parallel) for each in layouts if each.tp > 1}
+    assert switched == {(size, on) for size in (2, 4, 8) for on in (False, True)}
+    named = {plan_text.sizes(each) for each in layouts}
+    assert {"dp 2, tp 8", "dp 2, tp 8 (sequence)", "dp 16 (hpz 8)"} <= named
+    exact = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
+    plain, cut = (
+        search.sized(exact, machines, read("configs/fsdp_tp.yaml"), {"tp": 8, "tp_sequence": on})
+        for on in (False, True)
+    )
+    assert plain.found and cut.found and cut.found.memory_gib < plain.found.memory_gib
+
+
+def test_a_switch_that_a_file_sets_is_evaluated_as_it_stands(wanted, tmp_path):
+    switch = "parallelism_config.parallelism_config_tp_sequence_parallel=true"
+    path = write_changed(Path("configs/fsdp_tp.yaml"), [switch], tmp_path)
+    machines = cluster("h100x8")
+    for name, expected in (("configs/fsdp_tp.yaml", False), (str(path), True)):
+        (choice,) = search.evaluate(wanted, machines, [read(name)])
+        assert choice.job and choice.job.layout.sequence_parallel is expected
+
+
 def test_a_host_without_the_memory_cannot_offload(wanted):
     """8.03e9 parameters, 18 bytes each, are 134.6 GiB on a node."""
-    machines, templates = cluster("h100x8"), [strategies.read("configs/zero3_offload.yaml")]
+    machines, templates = cluster("h100x8"), [read("configs/zero3_offload.yaml")]
     small = replace(machines, host=replace(machines.host, memory_gib=134))
     assert search.evaluate(wanted, machines, templates)[0].found
     assert search.evaluate(wanted, small, templates)[0].reason.startswith(
@@ -146,7 +176,7 @@ def test_fits_is_judged_by_the_upper_end_of_the_interval(wanted):
 
 
 def test_the_fewest_gpus_are_the_fewest(wanted, monkeypatch):
-    whole, templates = cluster("a100_40gbx8"), [strategies.read("configs/fsdp.yaml")]
+    whole, templates = cluster("a100_40gbx8"), [read("configs/fsdp.yaml")]
     found = remedies.fewest_gpus(wanted, whole, templates, 0)
     fitting = [
         gpus

@@ -22,6 +22,7 @@ from samecurve.planner.pipeline_partition import divide
 from samecurve.planner.profiles import Profile
 from samecurve.planner.stages import stage_parameters, stages
 from samecurve.planner.step_time import breakdown
+from samecurve.planner.strategy_files import read
 
 SLOW = Seconds(0, 0)  # computation behind which nothing hides
 
@@ -35,7 +36,7 @@ def planned(tmp_path, name: str, *keys: str, precision: str = "bf16", gpus: int 
     path.write_text(json.dumps(shape | config))
     wanted = inputs.read(str(path), [f"precision={precision}"])
     (tmp_path / "strategy").mkdir()
-    template = strategies.read(str(write_changed(f"configs/{name}.yaml", keys, tmp_path / "strategy")))
+    template = read(str(write_changed(f"configs/{name}.yaml", keys, tmp_path / "strategy")))
     strategy, problems = strategies.describe(wanted, template, {}, gpus)
     assert not problems, format_problems(problems)
     return strategies.job(wanted, strategy, built_in(f"h100x{gpus}"))

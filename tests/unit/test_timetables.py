@@ -14,6 +14,7 @@ from samecurve.planner.ledger import ledger
 from samecurve.planner.profiles import profile
 from samecurve.planner.stages import in_flight, stages
 from samecurve.planner.step_time import breakdown, stage_time
+from samecurve.planner.strategy_files import read
 from samecurve.planner.timetables import micro_batches_kept, order, timetable
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 
@@ -124,7 +125,7 @@ def test_a_job_is_forecast_by_its_own_schedule():
     wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
     found = {}
     for name in ("1f1b", "zbv"):
-        strategy, problems = strategies.describe(wanted, strategies.read(f"{folder}{name}.yaml"), {}, 2)
+        strategy, problems = strategies.describe(wanted, read(f"{folder}{name}.yaml"), {}, 2)
         assert not problems
         job = strategies.job(wanted, strategy, built_in("h100x2"))
         time = breakdown(job)
@@ -142,13 +143,13 @@ KINDS = ("none", "full", "selective")
 def test_a_search_keeps_to_what_a_schedule_takes():
     """On 2 x 2 ranks 16 rows are 8 per pipeline; 1F1B takes at least 2; a cut backward pass takes no selection."""
     wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
-    template = strategies.read("configs/pipeline_1f1b.yaml")
+    template = read("configs/pipeline_1f1b.yaml")
     strategy, problems = strategies.describe(wanted, template, {"pp": 2}, 4)
     assert not problems and (strategy.dims.pp, strategy.dims.dp_replicate) == (2, 2)
     taken = [size for size in (1, 2, 4, 8) if strategies.takes(strategies.with_memory(wanted, size, "none"), strategy)]
     assert taken == [1, 2, 4]
     assert strategies.takes(strategies.with_memory(wanted, 2, "full"), strategy)
-    zero_bubble = strategies.read("configs/pipeline_zbv.yaml")
+    zero_bubble = read("configs/pipeline_zbv.yaml")
     cut, _ = strategies.describe(wanted, zero_bubble, {"pp": 2}, 4)
     kinds = [kind for kind in KINDS if strategies.takes(strategies.with_memory(wanted, 2, kind), cut)]
     assert kinds == ["none", "full"]
@@ -156,9 +157,7 @@ def test_a_search_keeps_to_what_a_schedule_takes():
     assert "not this recomputation" in search.sized(recomputing, built_in("h100x4"), zero_bubble, {"pp": 2}).reason
     assert {each.found is not None for each in remedies._smallest(wanted, built_in("h100x4"), template)} == {True}
     assert template.axes == ("pp",) and template.size("pp") == 2
-    assert {
-        each["pp"] for each in space.sizes(strategies.read("configs/pipeline_zbv.yaml"), wanted, built_in("h100x8"))
-    } == {2}
+    assert {each["pp"] for each in space.sizes(read("configs/pipeline_zbv.yaml"), wanted, built_in("h100x8"))} == {2}
 
 
 def test_messages_of_a_step():
@@ -166,7 +165,7 @@ def test_messages_of_a_step():
     wanted = inputs.read("recipes/quickstart.yaml", ["batch.global_batch_size=16", "batch.micro_batch_size=2"])
     crossings = {"1f1b": 1, "interleaved": 3, "zbv": 2}
     for name, count in crossings.items():
-        strategy, _ = strategies.describe(wanted, strategies.read(f"configs/pipeline_{name}.yaml"), {}, 2)
+        strategy, _ = strategies.describe(wanted, read(f"configs/pipeline_{name}.yaml"), {}, 2)
         job = strategies.job(wanted, strategy, built_in("h100x2"))
         for stage in stages(job, by_cost=False):
             found = {each.collective: each.num_bytes for each in ledger(job, stage) if each.content[:6] == "hidden"}
