@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from samecurve.planner import space, strategies
+from samecurve.planner import plan_text, space, strategies
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice, sized
 from samecurve.planner.strategies import Wanted
@@ -16,22 +16,21 @@ SCANNED = 64  # numbers of GPUs that are tried one by one for the smallest
 SHORTEST = 128  # tokens of a row that is worth proposing
 
 
-def fewest_gpus(wanted: Wanted, machines: Cluster, templates: Sequence[Template], more_than: int) -> int | None:
+def fewest_gpus(
+    wanted: Wanted, machines: Cluster, templates: Sequence[Template], more_than: int, as_written: bool = False
+) -> int | None:
     """Find the smallest number of GPUs above `more_than` on which one of the strategies fits, up to MOST_GPUS.
 
     Args:
         machines: with nodes of full size; a part of one node counts, too.
+        as_written: whether only the files' own sizes count.
     """
     node = machines.gpus_per_node
     counts = [*range(1, node), *range(node, MOST_GPUS + 1, node)]
     counts = [each for each in counts if each > more_than]
 
     def fit(gpus: int) -> bool:
-        return any(
-            choice.found and choice.found.fits
-            for template in templates
-            for choice in _smallest(wanted, machines.scaled(gpus), template)
-        )
+        return _first_fitting(wanted, machines.scaled(gpus), templates, as_written) is not None
 
     # No number up to counts[low - 1] is known to fit. Only numbers are tried that parallel sizes divide.
     low, high = 0, 0
@@ -56,14 +55,15 @@ def _is_round(gpus: int, node: int) -> bool:
     return nodes & (nodes - 1) == 0
 
 
-def _smallest(wanted: Wanted, machines: Cluster, template: Template) -> Iterable[Choice]:
-    """Predict every size of a strategy with as little memory as the search may choose."""
+def _smallest(wanted: Wanted, machines: Cluster, template: Template, as_written: bool) -> Iterable[Choice]:
+    """Predict the sizes of a strategy, or its file's own, with as little memory as the search may choose."""
     least = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
     if "micro_batch" not in wanted.fixed:
         least = strategies.with_memory(least, 1, least.checkpointing)
     if "checkpointing" not in wanted.fixed:
         least = strategies.with_memory(least, least.batch.micro_batch_size, "full")
-    for sizes in space.sizes(template, wanted, machines):
+    own = template.own_sizes
+    for sizes in [own] if as_written else space.sizes(template, wanted, machines):
         yield sized(least, machines, template, sizes)
 
 
@@ -78,22 +78,25 @@ def smallest_change(
         templates: the strategies that were asked for.
         shipped: all that there are.
     """
+    as_written = templates is not shipped  # files that were asked for are not searched
     found = [_setting(wanted, machines, templates, shipped)]
-    gpus = fewest_gpus(wanted, whole, templates, machines.gpus)
-    if gpus:
-        found.append(f"{_first_fitting(wanted, whole.scaled(gpus), templates)} fits on {gpus} GPUs")
+    gpus = fewest_gpus(wanted, whole, templates, machines.gpus, as_written)
+    if gpus and (choice := _first_fitting(wanted, whole.scaled(gpus), templates, as_written)):
+        found.append(f"{choice.name} fits on {gpus} GPUs")
     return ", or ".join(filter(None, found)) or _shorter(wanted, machines, shipped)
 
 
-def _first_fitting(wanted: Wanted, machines: Cluster, templates: Iterable[Template]) -> str:
-    """Return the name of the first strategy that fits, or ""."""
-    found = (each for template in templates for each in _smallest(wanted, machines, template))
-    return next((each.name for each in found if each.found and each.found.fits), "")
+def _first_fitting(
+    wanted: Wanted, machines: Cluster, templates: Iterable[Template], as_written: bool = False
+) -> Choice | None:
+    """Return the first strategy that fits, with sizes."""
+    found = (each for template in templates for each in _smallest(wanted, machines, template, as_written))
+    return next((each for each in found if each.found and each.found.fits), None)
 
 
 def _setting(wanted: Wanted, machines: Cluster, templates: Sequence[Template], shipped: Sequence[Template]) -> str:
     recompute, rows = "memory.activation_checkpointing=full", "batch.micro_batch_size=1"
-    # One setting before two, and the strategies that were asked for before others.
+    # One setting before two, the strategies that were asked for before others, files as they are before other sizes.
     changes = (
         ((recompute,), templates, {"micro_batch"}),
         ((rows,), templates, {"checkpointing"}),
@@ -101,10 +104,13 @@ def _setting(wanted: Wanted, machines: Cluster, templates: Sequence[Template], s
         ((), shipped, {"micro_batch", "checkpointing"}),
         ((recompute, rows), shipped, set()),
     )
-    for settings, tried, kept in changes:
-        name = _first_fitting(replace(wanted, fixed=wanted.fixed & kept), machines, tried)
-        if name:
-            return f"{' '.join(['--strategy', f'configs/{name}.yaml', *settings])} would fit"
+    for as_written in (True, False):
+        for settings, tried, kept in changes:
+            choice = _first_fitting(replace(wanted, fixed=wanted.fixed & kept), machines, tried, as_written)
+            if choice and choice.job and choice.template:
+                resized = "" if as_written else f"with {plan_text.sizes(choice.job.layout)}"
+                named = filter(None, ["--strategy", choice.template.path, resized, *settings])
+                return f"{' '.join(named)} would fit"
     return ""
 
 
@@ -113,8 +119,8 @@ def _shorter(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -
     length = wanted.batch.sequence_length // 2
     while length >= SHORTEST:
         batch = wanted.batch.model_copy(update={"sequence_length": length})
-        name = _first_fitting(replace(wanted, batch=batch), machines, templates)
-        if name:
-            return f"batch.sequence_length={length} would fit with {name}, and change what is trained"
+        choice = _first_fitting(replace(wanted, batch=batch), machines, templates)
+        if choice:
+            return f"batch.sequence_length={length} would fit with {choice.name}, and change what is trained"
         length //= 2
     return f"not even on {MOST_GPUS} GPUs or with shorter rows; train a smaller model or an adapter"

@@ -87,7 +87,7 @@ class Choice:
 def evaluate(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
     """Predict the strategies exactly as their files and the recipe say, in the order given."""
     exact = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
-    return [sized(exact, machines, each, {axis: each.size(axis) for axis in each.axes}) for each in templates]
+    return [sized(exact, machines, each, each.own_sizes) for each in templates]
 
 
 def search(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:

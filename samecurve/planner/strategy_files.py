@@ -75,6 +75,11 @@ class Template:
         return tuple(dict.fromkeys([*found, *(["tp_sequence"] if "tp" in found else [])]))
 
     @property
+    def own_sizes(self) -> dict[str, int]:
+        """The files' own sizes of their axes."""
+        return {axis: self.size(axis) for axis in self.axes}
+
+    @property
     def is_scheduled(self) -> bool:
         """Whether the strategy is a pipeline by one of PyTorch's schedules."""
         return self.files.accelerate.get(*SCHEDULED) is not None

@@ -198,18 +198,19 @@ def test_strategies_that_are_named_are_evaluated_as_they_are(config, tmp_path, c
     assert {each.get("micro_batch_size", 1) for each in plans} == {1}
 
 
-def test_nothing_fits_and_what_would(config, capsys):
-    """The smallest number of GPUs, and a setting; both are true."""
-    command = ["plan", config, "--cluster", "a100_40gbx8", "--strategy", "configs/fsdp.yaml", "--gpus"]
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_tp", "hsdp"])
+def test_nothing_fits_and_what_would(name, config, capsys):
+    """The smallest number of GPUs with the file's own sizes, and a setting; both are true."""
+    command = ["plan", config, "--cluster", "a100_40gbx8", "--strategy", f"configs/{name}.yaml", "--gpus"]
     assert main([*command, "4"]) == 6
     shown, message = capsys.readouterr()
     assert shown.splitlines()[0] == message.rstrip()
-    (gpus,) = re.findall(r"or fsdp fits on (\d+) GPUs", message)
+    (gpus,) = re.findall(rf"or {name} fits on (\d+) GPUs", message)
     assert int(gpus) > 4 and main([*command, gpus]) == 0
     smaller = int(gpus) - 1 if int(gpus) <= 8 else int(gpus) - 8
     assert main([*command, str(smaller)]) == 6
     ((file, settings),) = re.findall(r"--strategy (\S+)(.*?) would fit", message)
-    command[command.index("configs/fsdp.yaml")] = file
+    command[command.index(f"configs/{name}.yaml")] = file
     assert main([*command, "4", *settings.split()]) == 0
 
 
