@@ -19,6 +19,9 @@ from samecurve.planner.job import Job
 from samecurve.planner.profiles import FUSED_NORMS
 
 NORMS = {"16-bit": 16, "copies": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
+# Of these, inputs of products. Sequence parallelism gathers and keeps them whole (tensor_lines.gathered_inputs). In
+# fp32 the tracker finds 5 s b h more where 4 ranks share a layer, for reasons that are not known.
+PRODUCT_INPUTS = {"16-bit": 4, "copies": 4, "autocast": 10, "fp32": 8}
 LAST_NORM = 24  # of the last norm, and of gradients on their way back, tracked as above
 EXPERT_IMBALANCE = 1.2
 COMPILED = 0.75  # torch.compile recomputes cheap element-wise results in the backward pass
@@ -29,6 +32,8 @@ def layer_bytes(job: Job) -> float:
     shape, layout = job.shape, job.layout
     split, whole = _per_token(job)
     whole_ranks = layout.tp if layout.sequence_parallel else 1
+    if layout.sequence_parallel and shape.gated and job.flow:
+        whole -= PRODUCT_INPUTS[job.flow] * shape.hidden
     kept = split / layout.tp + whole / whole_ranks
     kept *= COMPILED if job.compile else 1
     if layout.exchange == "allgather":  # those of the row's other parts are kept, too

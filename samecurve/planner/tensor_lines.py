@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from samecurve.planner.activations import LAST_NORM, checkpoint_bytes, layer_bytes
+from samecurve.planner.activations import LAST_NORM, PRODUCT_INPUTS, checkpoint_bytes, layer_bytes
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import GATHERED, Profile
@@ -191,7 +191,8 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
 def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line:
     """Inputs of products that are whole along the sequence, where sequence parallelism divides what is kept.
 
-    DTensor keeps those of both blocks of a layer for the backward pass, 4 s b h, and Megatron has one buffer for all.
+    DTensor keeps those of both blocks of a layer for the backward pass, in 16 bits 4 s b h. Under autocast each of five
+    products has a copy. Megatron has one buffer for all.
     Elsewhere, the host launches gathers ahead of the GPU: inputs and outputs of some layers' blocks, at most 8 s b h of
     each layer. Where memory is short, torch's allocator waits until their work is done, and frees them.
     """
@@ -200,8 +201,9 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
     if layout.tp == 1 or not layout.sequence_parallel:
         return Line(name, 0, 0, 0, "")
     if GATHERED.get(job.stack) == "kept":
-        whole = 4 * (layers if job.checkpointing == "none" else 1) * unit
-        return Line(name, whole, whole, 0, "4 s b h per layer", "torch.distributed.tensor")
+        of_layer = PRODUCT_INPUTS.get(job.flow, 4) if job.shape.gated else 4
+        whole = of_layer * (layers if job.checkpointing == "none" else 1) * unit
+        return Line(name, whole, whole, 0, f"{of_layer} s b h per layer", "torch.distributed.tensor")
     if GATHERED.get(job.stack) == "one buffer":
         return Line(name, 2 * unit, 2 * unit, 0, "2 s b h", "Megatron's global memory buffer")
     ahead = min(constants.gathered_inputs, 8 * layers) * unit if layout.pp == 1 else 0

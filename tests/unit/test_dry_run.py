@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from samecurve.bench.strategy_variants import write_changed
 
 pytestmark = pytest.mark.full  # each imports torch and transformers in a process of its own
 
@@ -34,9 +37,25 @@ def test_states_and_activations_are_those_of_the_formulas(strategy):
     assert ("differs by" in shown.partition("peak of all tensors")[2]) == (abs(predicted / tracked - 1) > 0.05)
 
 
+@pytest.mark.parametrize(("strategy", "gpus", "size"), [("fsdp_tp", 8, 4), ("tp", 2, 2)])
+@pytest.mark.parametrize("cuts_sequence", [False, True])
+def test_a_layer_cut_by_tensor_parallelism(strategy, gpus, size, cuts_sequence, tmp_path):
+    """In bf16, under FSDP and under autocast: the inputs of products are divided, or gathered and kept whole."""
+    switches = (f"tp_size={size}", f"tp_sequence_parallel={str(cuts_sequence).lower()}")
+    keys = [f"parallelism_config.parallelism_config_{switch}" for switch in switches]
+    path = write_changed(Path(f"configs/{strategy}.yaml"), keys, tmp_path)
+    done = dry_run("--cluster", "h100x8", "--gpus", str(gpus), "--strategy", str(path))
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.partition("dry run: ")[2]
+    rows = {name: (float(a), float(b)) for name, a, b in re.findall(r"^(\w.*?) +([\d.]+) +([\d.]+)", shown, re.M)}
+    for name in ("weights, gradients, optimizer", "activations of a layer"):
+        predicted, tracked = rows[name]
+        assert predicted == pytest.approx(tracked, rel=0.01, abs=0.0011) and tracked > 0, name
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
-    [("zero3", "DeepSpeed (zero3) has buffers"), ("fsdp_tp", "needs the values of tensors")],
+    [("zero3", "DeepSpeed (zero3) has buffers"), ("fsdp_cp", "exchanges activations")],
 )
 def test_what_cannot_run_on_fake_tensors_says_so(strategy, message):
     done = dry_run("--cluster", "h100x8", "--strategy", f"configs/{strategy}.yaml")
