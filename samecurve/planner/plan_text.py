@@ -21,11 +21,12 @@ COLUMNS = (
 def sizes(layout: Layout) -> str:
     """Name the parallel sizes, from the outermost to the innermost: `pp 2, dp 4`, `dp 2 x 8` for two replicas.
 
-    `dp 16 (hpz 8)` has a second copy of the weights per 8 ranks, `tp 4 (sequence)` is sequence-parallel, too.
+    hpZ's second copies of the weights are written like replicas, and `tp 4 (sequence)` is sequence-parallel, too.
     """
     replicas = layout.dp // layout.shard if layout.zero else 1
-    data = f"dp {replicas} x {layout.shard}" if 1 < replicas < layout.dp else f"dp {layout.dp}"
-    data += f" (hpz {layout.secondary})" if layout.secondary > 1 else ""
+    if layout.secondary > 1:
+        replicas = layout.dp // layout.secondary
+    data = f"dp {replicas} x {layout.dp // replicas}" if 1 < replicas < layout.dp else f"dp {layout.dp}"
     experts = f"ep {layout.ep}" if layout.ep > 1 else ""
     others = {axis: getattr(layout, axis) for axis in ("pp", "cp", "tp")}
     named = {axis: f"{axis} {size}" if size > 1 else "" for axis, size in others.items()}

@@ -260,7 +260,7 @@ class Battery:
     def overrides(self, case: Case) -> tuple[str, ...]:
         micro_batch = f"batch.micro_batch_size={2 if case.world > 2 else 4}"
         model = self.workspace.lora if case.lora else ()
-        if case.strategy == "fsdp_ep":  # the only one that takes no other model
+        if case.strategy.startswith("fsdp_ep"):  # they take no other model
             model = (f"model.config={json.dumps(EXPERTS)}",)
         return micro_batch, *model
 

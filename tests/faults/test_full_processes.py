@@ -20,7 +20,8 @@ pytestmark = pytest.mark.full
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "pipeline")
 STRATEGIES += ("tp", "fsdp_ulysses", "fsdp_cp", "fsdp_ep", "pipeline_1f1b", "pipeline_zbv")
 STRATEGIES += ("pipeline_gpipe", "pipeline_interleaved", "pipeline_dualpipev")
-WORLDS = {"fsdp_tp": 4, "hsdp": 4, "pipeline_fsdp": 4, "fsdp_tp_cp": 4, "fsdp_ep_tp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8}
+FOUR = ("fsdp_tp", "hsdp", "pipeline_fsdp", "fsdp_tp_cp", "fsdp_ep_tp", "zero3_hpz")
+WORLDS = {**dict.fromkeys(FOUR, 4), "pp_fsdp_tp": 8}
 CASES = [*map(Case, STRATEGIES), *(Case(name, world) for name, world in WORLDS.items())]
 WITH_LORA = [Case(name, lora=True) for name in ("ddp", "zero3")]
 BEFORE = ("save.staged", "save.prepare", "save.write", "save.fsync", "save.agree")  # on every rank

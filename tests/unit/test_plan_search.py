@@ -105,7 +105,7 @@ def test_switches_and_second_copies_are_searched(wanted):
     switched = {(each.tp, each.sequence_parallel) for each in layouts if each.tp > 1}
     assert switched == {(size, on) for size in (2, 4, 8) for on in (False, True)}
     named = {plan_text.sizes(each) for each in layouts}
-    assert {"dp 2, tp 8", "dp 2, tp 8 (sequence)", "dp 16 (hpz 8)"} <= named
+    assert {"dp 2, tp 8", "dp 2, tp 8 (sequence)", "dp 2 x 8"} <= named
     exact = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
     plain, cut = (
         search.sized(exact, machines, read("configs/fsdp_tp.yaml"), {"tp": 8, "tp_sequence": on})
