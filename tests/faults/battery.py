@@ -258,7 +258,9 @@ class Battery:
         return once([*start, str(self.workspace.recipe), *overrides, *more, *options])
 
     def overrides(self, case: Case) -> tuple[str, ...]:
-        micro_batch = f"batch.micro_batch_size={2 if case.world > 2 else 4}"
+        # DualPipeV takes at least as many micro-batches as it has stages
+        smaller = case.world > 2 or case.strategy == "pipeline_dualpipev"
+        micro_batch = f"batch.micro_batch_size={2 if smaller else 4}"
         model = self.workspace.lora if case.lora else ()
         if case.strategy.startswith("fsdp_ep"):  # they take no other model
             model = (f"model.config={json.dumps(EXPERTS)}",)
