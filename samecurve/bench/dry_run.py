@@ -17,7 +17,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -76,8 +81,15 @@ def run(plan: Plan, job: Job, rank: int = 0) -> int:
     layers, began = job.shape.layers, time.perf_counter()
     depths = " and ".join(map(str, DEPTHS))
     print(f"\ndry run: rank {rank} of {job.layout.gpus:,}, {depths} of {layers} layers", flush=True)
-    with _real_meshes() if family == "fsdp" and plan.strategy.tensor_parallel_size > 1 else nullcontext():
-        few, more = (_track(plan, job, depth, rank) for depth in DEPTHS)
+    meshes = _real_meshes() if family == "fsdp" and plan.strategy.tensor_parallel_size > 1 else nullcontext()
+    try:
+        with meshes:
+            few, more = (_track(plan, job, depth, rank) for depth in DEPTHS)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        text = (
+            f"--dry-run: {plan.strategy.name} needs the values of tensors ({error.func}), which fake ones do not have"
+        )
+        raise ConfigurationError(text) from None
     print(_compare(job, few, more))
     if family == "ddp":
         print("Tracked as one process, without DDP, whose gradients are views of its buckets.")
@@ -90,9 +102,7 @@ def _compare(job: Job, few: Tracked, more: Tracked) -> str:
     first = memory.anatomy(replace(job, card=replace(job.card, generation="cpu")))[0]
     lines = {line.name: line for line in first.lines}
     held = sum(lines[name].optimizer for name in STATES)
-    of_layer = lines["activations"].forward / job.shape.layers
-    if "gathered inputs" in lines:
-        of_layer += lines["gathered inputs"].forward / job.shape.layers
+    of_layer = (lines["activations"].forward + lines["gathered inputs"].forward) / job.shape.layers
     if job.flow in ("copies", "autocast"):  # the tracker counts the copies of the layer's weights, too
         of_layer += lines["16-bit weights"].forward * job.shape.layer_parameters / job.shape.parameters
 

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+import samecurve.bench.dry_run
 from samecurve.bench.strategy_variants import write_changed
+from samecurve.cli.commands import main
 
 pytestmark = pytest.mark.full  # each imports torch and transformers in a process of its own
 
@@ -60,3 +64,13 @@ def test_a_layer_cut_by_tensor_parallelism(strategy, gpus, size, cuts_sequence, 
 def test_what_cannot_run_on_fake_tensors_says_so(strategy, message):
     done = dry_run("--cluster", "h100x8", "--strategy", f"configs/{strategy}.yaml")
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_model_that_needs_values_of_tensors_says_so(monkeypatch, capsys):
+    def needs_values(*_):
+        raise DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+
+    monkeypatch.setattr(samecurve.bench.dry_run, "_track", needs_values)
+    command = ["plan", "recipes/pretrain.yaml", MODEL, "--cluster", "h100x8", "--strategy", "configs/fsdp.yaml"]
+    assert main([*command, "--dry-run"]) == 2
+    assert "fsdp needs the values of tensors (aten.nonzero.default)" in capsys.readouterr().err
