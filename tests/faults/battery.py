@@ -262,7 +262,7 @@ class Battery:
         smaller = case.world > 2 or case.strategy == "pipeline_dualpipev"
         micro_batch = f"batch.micro_batch_size={2 if smaller else 4}"
         model = self.workspace.lora if case.lora else ()
-        if case.strategy.startswith("fsdp_ep"):  # they take no other model
+        if case.strategy in ("fsdp_ep", "fsdp_ep_tp"):  # they take no other model
             model = (f"model.config={json.dumps(EXPERTS)}",)
         return micro_batch, *model
 
