@@ -27,7 +27,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from samecurve.engines import accelerator, fsdp, launch_env, tensor_parallel
+from samecurve.engines import accelerator, context_parallel, fsdp, launch_env, tensor_parallel
 from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
@@ -75,8 +75,10 @@ def run(plan: Plan, job: Job, rank: int = 0) -> int:
     family = plan.strategy.family
     if family in ("zero", "pipeline"):
         raise ConfigurationError(f"--dry-run: DeepSpeed ({plan.strategy.name}) has buffers that the tracker cannot see")
-    if family == "schedule" or plan.strategy.dims.cp > 1 or plan.strategy.dims.ep > 1:
-        raise ConfigurationError(f"--dry-run: {plan.strategy.name} exchanges activations, and fake ranks send none")
+    if family == "schedule" or plan.strategy.dims.ep > 1:
+        raise ConfigurationError(
+            f"--dry-run: {plan.strategy.name} waits for what other ranks send, and fake ones send none"
+        )
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     layers, began = job.shape.layers, time.perf_counter()
     depths = " and ".join(map(str, DEPTHS))
@@ -132,7 +134,11 @@ def _track(plan: Plan, job: Job, depth: int, rank: int) -> Tracked:
         if plan.strategy.tensor_parallel_size > 1:
             mesh.devices["tp"].get_group()
         # outside FakeTensorMode, in which building takes minutes and casting fails (torch 2.13)
-        model, skeleton = (_meta(plan, job, depth) for _ in range(2))
+        skeleton = _meta(plan, job, depth)
+        if plan.strategy.dims.cp > 1:
+            model = context_parallel.build(skeleton, plan.recipe, plan.strategy, mesh)
+        else:
+            model = _meta(plan, job, depth)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model, optimizer = _apply(plan, model, skeleton, mesh)
             batch = _Batch.of(job)
@@ -218,8 +224,9 @@ class _Batch:
 
     @classmethod
     def of(cls, job: Job) -> _Batch:
-        rows = (job.micro_batch, job.seq)
-        return cls(torch.zeros(rows, dtype=torch.long), torch.arange(job.seq).expand(rows))
+        # under context parallelism, angles and masks are made of whole rows' positions
+        own = torch.zeros((job.micro_batch, job.seq // job.layout.cp), dtype=torch.long)
+        return cls(own, torch.arange(job.seq).expand(job.micro_batch, job.seq))
 
 
 def _step(

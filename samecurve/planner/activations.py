@@ -79,3 +79,15 @@ def checkpoint_bytes(job: Job) -> float:
     """Return the bytes that one layer keeps when it is recomputed: its input, 2 s b h."""
     ranks = job.layout.tp if job.layout.sequence_parallel else 1
     return 2 * job.tokens * job.shape.hidden / ranks
+
+
+def cut_gradient_bytes(job: Job) -> float:
+    """Return the bytes of a layer's gradients that wait between the halves of a backward pass.
+
+    PyTorch keeps the gradient of each product's and each norm's output until it computes those of their weights.
+    """
+    shape, layout = job.shape, job.layout
+    inner = (2 if shape.gated else 1) * shape.ffn * max(shape.top_k, 1) * expert_imbalance(job)
+    split = (1 + 2 * shape.kv_share) * shape.attention_width / layout.tp + inner / job.mlp_split
+    whole = 4 * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    return job.element_bytes * job.tokens * (split + whole)

@@ -78,18 +78,22 @@ def _divided(held: Sequence[int], is_folded: bool = False) -> list[Stage]:
     return [ends[0], *middle, *ends[1:]]
 
 
-def in_flight(job: Job, stage: Stage) -> float:
-    """Count the micro-batches whose activations a stage keeps at its peak.
+def in_flight(job: Job, stage: Stage, cut_share: float = 0.0) -> tuple[float, float]:
+    """Count the micro-batches whose activations a stage keeps at its peak, and those of a backward pass in two halves.
 
     1F1B keeps p - i at stage i. Interleaving keeps 1 + (p - 1) / (p v) times as many on the first one
     (arXiv:2104.04473); ZB-2p twice as many and ZB-1p as many as the first stage of 1F1B, everywhere (arXiv:2401.10241).
-    PyTorch's schedules are counted along their order.
+    PyTorch's schedules are counted along their order, with `cut_share` as in timetables.micro_batches_kept.
     """
+    if job.layout.pp > 1 and job.layout.schedule in SCHEDULES:
+        return micro_batches_kept(job.layout.schedule, stage.index, job.layout.pp, job.grad_accum, cut_share)
+    return _published_schedule(job, stage), 0
+
+
+def _published_schedule(job: Job, stage: Stage) -> float:
     size, count, chunks = job.layout.pp, job.grad_accum, job.layout.virtual_stages
     if size == 1:
         return 1
-    if job.layout.schedule in SCHEDULES:
-        return micro_batches_kept(job.layout.schedule, stage.index, size, count)
     if job.layout.schedule == "zb-2p":
         return min(2 * size - 1, count)
     if job.layout.schedule == "zb-1p":

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from samecurve.planner.activations import LAST_NORM, PRODUCT_INPUTS, checkpoint_bytes, layer_bytes
+from samecurve.planner.activations import (
+    LAST_NORM,
+    PRODUCT_INPUTS,
+    checkpoint_bytes,
+    cut_gradient_bytes,
+    layer_bytes,
+)
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import GATHERED, Profile
@@ -52,6 +59,8 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
         buckets = filled
     # ZeRO-3 allocates its bucket before the first step, and its reduce-scatter copies what is in it, ordered by rank
     kept, copied = (buckets, filled) if zero == 3 else (0, 0)
+    if job.flow:  # the activations of the layers whose gradients fill it are gone
+        copied = max(0.0, copied - activations * filled / (4 * sum(parameters)))
     table = "ZeRO, arXiv:1910.02054, section 3"
     return [
         Line("weights", weights, weights, weights, f"{sizes.weights:g} B per parameter", table),
@@ -71,7 +80,7 @@ def _gradients(job: Job, stage: Stage, gradients: float, activations: float) -> 
     Those of the first micro-batches come as activations go, unless DeepSpeed or DDP keep their memory.
     """
     is_schedule = job.layout.schedule in SCHEDULES and job.layout.pp > 1
-    is_first = in_flight(job, stage) >= job.grad_accum
+    is_first = in_flight(job, stage)[0] >= job.grad_accum
     if job.flow and is_first and (is_schedule or job.stack == "fsdp2"):
         return 0, max(0.0, gradients - activations)
     stay = job.grad_accum > 1 or job.layout.zero or job.states.master
@@ -83,13 +92,16 @@ def activations(job: Job, stage: Stage) -> list[Line]:
     tokens, hidden = job.tokens, job.shape.hidden
     whole = layer_bytes(job)
     full = job.checkpointing == "full"
-    count = in_flight(job, stage)
+    cut = cut_gradient_bytes(job)
+    count, cut_count = in_flight(job, stage, cut / _kept(job))
+    cut *= stage.layers * cut_count
     activations = _kept(job) * stage.layers * count
     working = whole if full else 0
     boundary = 2 * tokens * hidden * count if stage.embedding else 0
     formula = "kept bytes per layer x layers x micro-batches"
     return [
         Line("activations", activations, activations, 0, formula, "activations.py"),
+        Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", "torch.distributed.pipelining"),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
         Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch"),
         *_own_lines(job, stage),
@@ -161,6 +173,8 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
     layout, shape = job.layout, job.shape
     if layout.zero < 3:
         return []
+    if job.flow and job.stack == "deepspeed":
+        return _zero3_gathered(job, loss)
     unit = shape.dense_layer_parameters / layout.tp + shape.expert_layer_parameters / (layout.ep * job.mlp_split)
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
     elements = 2 * unit + root
@@ -171,7 +185,6 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
         elements = max(elements, min(job.live_elements + job.sharding.prefetched, shape.parameters / layout.tp))
         formula, source = "within stage3_max_reuse_distance, and prefetched", "DeepSpeed"
     units = job.gather_bytes * elements
-    second = job.states.weights * job.shape.parameters / layout.secondary if layout.secondary > 1 else 0
     reduced, at_loss, behind, of_head = job.states.gradients * unit, units, units, 0.0
     if job.flow and job.stack == "fsdp2":  # as measured in this project's runs (test_tensor_bytes.py)
         reduced = max(0.0, reduced - _kept(job))  # of the layer before, whose activations are gone
@@ -183,8 +196,32 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
     return [
         Line("gathered weights", at_loss, behind, 0, formula, source),
         Line("gradient of the whole head", 0, of_head, 0, "until the backward pass has come to the embedding"),
-        Line("secondary weights", second, second, 0, f"a copy over {layout.secondary} ranks", "arXiv:2306.10209, hpZ"),
         Line("reduce buffer", 0, reduced, 0, "one layer's gradients, in place of its activations"),
+    ]
+
+
+def _zero3_gathered(job: Job, loss: float) -> list[Line]:
+    """Return what DeepSpeed's ZeRO-3 gathers, as measured in this project's runs (test_tensor_bytes.py).
+
+    It gathers the weights of one module, those of the next ones ahead, and keeps those that are needed again soon. All
+    that it gathers ahead at once lies in one buffer, too, until the last of these weights is used.
+    """
+    shape, layout = job.shape, job.layout
+    all_weights, ahead = shape.parameters / layout.tp, job.sharding.prefetched
+    largest = max(math.prod(each) for each in shape.weights) / layout.tp
+    whole = job.gather_bytes * max(largest, min(job.live_elements + ahead, all_weights))
+    # the last buffer of the forward pass is gone before the loss is computed
+    buffer = max(0.0, job.gather_bytes * min(ahead, all_weights) - loss)
+    again = job.gather_bytes * min(ahead, all_weights - job.live_elements)
+    # hpZ copies a weight when it is released; those that stay have no copy when the backward pass begins
+    copied = job.states.weights * (all_weights - job.live_elements) / layout.secondary if layout.secondary > 1 else 0
+    reduced = max(0.0, job.states.gradients * largest - _kept(job))
+    formula = "within stage3_max_reuse_distance, and prefetched"
+    return [
+        Line("gathered weights", whole, whole, 0, formula, "DeepSpeed"),
+        Line("prefetch buffer", buffer, again, 0, "stage3_prefetch_bucket_size elements", "DeepSpeed"),
+        Line("secondary weights", copied, copied, 0, f"a copy over {layout.secondary} ranks", "arXiv:2306.10209, hpZ"),
+        Line("reduce buffer", 0, reduced, 0, "one weight's gradient, in place of a layer's activations"),
     ]
 
 

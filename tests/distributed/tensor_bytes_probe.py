@@ -1,7 +1,7 @@
 """Run under a launcher with train.py's arguments: a training in which the bytes of all tensors in one step are counted.
 
-Prints one JSON line per rank: `kept`, the storages that live before the step, and `peak`, those at the step's largest
-moment. What the C++ threads of gloo allocate is not in it.
+Rank 0 prints one JSON line for each of STEPS: `kept`, the storages that live before the step, and `peak`, those at its
+largest moment. What the C++ threads of gloo allocate is not in it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def counted(loop: Callable[[Any], None]) -> Callable[[Any], None]:
             kept = live_bytes()
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
                 result = step(*arguments)
-            found = {"rank": int(os.environ.get("RANK", "0")), "kept": kept, "peak": kept + most_allocated(recorded)}
-            print("BYTES " + json.dumps(found), flush=True)
+            if os.environ.get("RANK", "0") == "0":  # lines of several ranks may run into each other
+                print("BYTES " + json.dumps({"kept": kept, "peak": kept + most_allocated(recorded)}), flush=True)
             return result
 
         session.engine.step = watched_step

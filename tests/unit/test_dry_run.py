@@ -57,9 +57,19 @@ def test_a_layer_cut_by_tensor_parallelism(strategy, gpus, size, cuts_sequence, 
         assert predicted == pytest.approx(tracked, rel=0.01, abs=0.0011) and tracked > 0, name
 
 
+def test_a_layer_on_a_part_of_the_sequence():
+    done = dry_run("precision=bf16", "--cluster", "h100x8", "--gpus", "8", "--strategy", "configs/fsdp_ulysses.yaml")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.partition("dry run: ")[2]
+    rows = {name: (float(a), float(b)) for name, a, b in re.findall(r"^(\w.*?) +([\d.]+) +([\d.]+)", shown, re.M)}
+    for name in ("weights, gradients, optimizer", "activations of a layer"):
+        predicted, tracked = rows[name]
+        assert predicted == pytest.approx(tracked, rel=0.01, abs=0.0011) and tracked > 0, name
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
-    [("zero3", "DeepSpeed (zero3) has buffers"), ("fsdp_cp", "exchanges activations")],
+    [("zero3", "DeepSpeed (zero3) has buffers"), ("pipeline_1f1b", "waits for what other ranks send")],
 )
 def test_what_cannot_run_on_fake_tensors_says_so(strategy, message):
     done = dry_run("--cluster", "h100x8", "--strategy", f"configs/{strategy}.yaml")
