@@ -117,6 +117,11 @@ def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:
 
 
 def shard_sizes(job: Job) -> tuple[float, float]:
-    """Return the ranks that share one copy of dense states, and of expert states."""
-    whole = max(job.layout.shard, 1)
+    """Return the ranks that share one copy of dense states, and of expert states.
+
+    FSDP cuts a layer's stacked experts between experts, so that 4 of them fill 4 of 8 ranks.
+    """
+    whole, experts = max(job.layout.shard, 1), job.shape.experts
+    if job.flow and job.stack == "fsdp2" and experts and job.layout.ep == 1:
+        return whole, experts / math.ceil(experts / whole)
     return whole, max(whole / job.layout.ep, 1)

@@ -59,7 +59,7 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
         buckets = filled
     # ZeRO-3 allocates its bucket before the first step, and its reduce-scatter copies what is in it, ordered by rank
     kept, copied = (buckets, filled) if zero == 3 else (0, 0)
-    if job.flow:  # the activations of the layers whose gradients fill it are gone
+    if job.flow and job.memory_kind != "resident":  # the activations of the layers whose gradients fill it are gone
         copied = max(0.0, copied - activations * filled / (4 * sum(parameters)))
     table = "ZeRO, arXiv:1910.02054, section 3"
     return [
@@ -196,6 +196,7 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
     return [
         Line("gathered weights", at_loss, behind, 0, formula, source),
         Line("gradient of the whole head", 0, of_head, 0, "until the backward pass has come to the embedding"),
+        _second_copies(job),
         Line("reduce buffer", 0, reduced, 0, "one layer's gradients, in place of its activations"),
     ]
 
@@ -213,16 +214,22 @@ def _zero3_gathered(job: Job, loss: float) -> list[Line]:
     # the last buffer of the forward pass is gone before the loss is computed
     buffer = max(0.0, job.gather_bytes * min(ahead, all_weights) - loss)
     again = job.gather_bytes * min(ahead, all_weights - job.live_elements)
-    # hpZ copies a weight when it is released; those that stay have no copy when the backward pass begins
-    copied = job.states.weights * (all_weights - job.live_elements) / layout.secondary if layout.secondary > 1 else 0
-    reduced = max(0.0, job.states.gradients * largest - _kept(job))
+    gone = 0.0 if job.memory_kind == "resident" else _kept(job)  # a process keeps the pages of freed activations
+    reduced = max(0.0, job.states.gradients * largest - gone)
     formula = "within stage3_max_reuse_distance, and prefetched"
     return [
         Line("gathered weights", whole, whole, 0, formula, "DeepSpeed"),
         Line("prefetch buffer", buffer, again, 0, "stage3_prefetch_bucket_size elements", "DeepSpeed"),
-        Line("secondary weights", copied, copied, 0, f"a copy over {layout.secondary} ranks", "arXiv:2306.10209, hpZ"),
+        _second_copies(job),
         Line("reduce buffer", 0, reduced, 0, "one weight's gradient, in place of a layer's activations"),
     ]
+
+
+def _second_copies(job: Job) -> Line:
+    """Return hpZ's copies, made when a weight is released: those that stay have none when the backward pass begins."""
+    ranks, weights = job.layout.secondary, job.shape.parameters / job.layout.tp
+    copied = job.states.weights * (weights - job.live_elements) / ranks if ranks > 1 else 0
+    return Line("secondary weights", copied, copied, 0, f"a copy over {ranks} ranks", "arXiv:2306.10209, hpZ")
 
 
 def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line:

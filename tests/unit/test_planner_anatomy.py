@@ -14,7 +14,7 @@ from samecurve.planner.layout import Layout
 from samecurve.planner.links import Level
 from samecurve.planner.profiles import Profile
 from samecurve.planner.shape import ModelShape
-from samecurve.planner.stages import stage_parameters, stages
+from samecurve.planner.stages import shard_sizes, stage_parameters, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
 
 GPT = ModelShape(32, 4096, 32, 32, 16384, 50257, gated=False, tied=False, positions=512)
@@ -67,17 +67,16 @@ def test_zero_3_keeps_a_bucket_and_the_weights_that_it_needs_soon():
     assert named(small)["gathered weights"] == 2 * shape.parameters
 
 
-def test_a_second_copy_of_the_weights():
-    """Under hpZ over 8 of 64 ranks, from the forward pass to the update: 2 bytes of a parameter divided by 8."""
+@pytest.mark.parametrize(("distance", "stay"), [(0, 0), (1e9, 5e8)])
+def test_a_second_copy_of_the_weights(distance, stay):
+    """Under hpZ over 8 of 64 ranks, 2 bytes of a parameter divided by 8, of those that were released until then."""
     layout, keys = Layout(64, zero=3, shard=64), {"states": StateBytes(), "stack": "deepspeed"}
+    keys["sharding"] = Sharding(reuse_distance=distance)
     plain, second = (a_job(layout=replace(layout, secondary=size), **keys) for size in (1, 8))
     (before,), (after,) = memory.anatomy(plain), memory.anatomy(second)
-    for moment, copy in (
-        ("forward", 2 * LLAMA.parameters / 8),
-        ("backward", 2 * LLAMA.parameters / 8),
-        ("optimizer", 0),
-    ):
-        assert after.total(moment) - before.total(moment) == pytest.approx(copy)
+    copy = 2 * (LLAMA.parameters - stay) / 8
+    for moment, expected in (("forward", copy), ("backward", copy), ("optimizer", 0)):
+        assert after.total(moment) - before.total(moment) == pytest.approx(expected)
 
 
 def test_activations_of_a_layer():
@@ -126,6 +125,14 @@ def test_experts_on_different_ranks_hold_the_tokens_of_the_fullest_one():
     dense = 4096 * 28 * 2048
     assert here == dense + 4096 * 2 * (8 * 8192 + 4 * 2048)
     assert there == pytest.approx(dense + 1.2 * 4096 * 2 * (8 * 8192 + 8 * 2048))
+
+
+@pytest.mark.parametrize(("ranks", "full"), [(2, 2), (8, 4), (3, 2)])
+def test_fsdp_cuts_between_stacked_experts(ranks, full):
+    """4 experts are halves on 2 ranks and quarters on 8, as the dry run tracks them; on 3 ranks one has two."""
+    mixture = replace(LLAMA, experts=4, top_k=2)
+    job = a_job(mixture, Layout(ranks, zero=3, shard=ranks), stack="fsdp2", flow="fp32")
+    assert shard_sizes(job) == (ranks, full)
 
 
 def test_experts_that_take_turns_are_launched_one_by_one():
