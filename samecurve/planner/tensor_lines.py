@@ -209,7 +209,7 @@ def _zero3_gathered(job: Job, loss: float) -> list[Line]:
     """
     shape, layout = job.shape, job.layout
     all_weights, ahead = shape.parameters / layout.tp, job.sharding.prefetched
-    largest = max(math.prod(each) for each in shape.weights) / layout.tp
+    largest = max(math.prod(each) for each in [*shape.embedding_weights, *shape.layer_weights]) / layout.tp
     whole = job.gather_bytes * max(largest, min(job.live_elements + ahead, all_weights))
     # the last buffer of the forward pass is gone before the loss is computed
     buffer = max(0.0, job.gather_bytes * min(ahead, all_weights) - loss)

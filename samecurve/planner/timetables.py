@@ -270,30 +270,31 @@ def needed(work: Pass, last: int) -> tuple[int, bool, int] | None:
     return (last, True, work.micro_batch) if work.stage == last else (work.stage + 1, False, work.micro_batch)
 
 
-@lru_cache(maxsize=512)
 def micro_batches_kept(
     schedule: str, rank: int, ranks: int, micro_batches: int, cut_share: float = 0.0
 ) -> tuple[float, float]:
     """Count the micro-batches whose tensors a rank keeps at its peak, of all its stages.
 
     Args:
-        schedule: a key of SCHEDULES.
-        rank: position along the pipeline, 0-based.
-        ranks: number of ranks along the pipeline.
-        micro_batches: of a step, per data-parallel rank.
+        rank: position among the `ranks` of the pipeline, 0-based.
         cut_share: bytes that a micro-batch keeps besides between I and W, by those of its activations. The first stage
             does all of its backward pass in W, and keeps none.
 
     Returns:
-        Micro-batches with activations, from F to W or B, and those between I and W, where one of two stages of the rank
-        counts half.
+        Micro-batches with activations, from F to W or B, and those between I and W; one of two stages counts half.
     """
-    held = between = 0
-    most = 0, 0
+    most = max(_kept_stages(schedule, rank, ranks, micro_batches), key=lambda each: each[0] + cut_share * each[1])
+    chunks = SCHEDULES[schedule].stages_per_rank
+    return most[0] / chunks, most[1] / chunks
+
+
+@lru_cache(maxsize=512)
+def _kept_stages(schedule: str, rank: int, ranks: int, micro_batches: int) -> set[tuple[int, int]]:
+    """Return what a rank keeps at any time: micro-batches of a stage from F to W or B, and from I to W."""
+    held, between, found = 0, 0, set()
     for entry in order(schedule, rank, ranks, micro_batches):
         for work in entry:
             held += {"F": 1, "I": 0}.get(work.kind, -1)
             between += {"I": 1, "W": -1}.get(work.kind, 0) if work.stage else 0
-            most = max(most, (held, between), key=lambda each: each[0] + cut_share * each[1])
-    chunks = SCHEDULES[schedule].stages_per_rank
-    return most[0] / chunks, most[1] / chunks
+            found.add((held, between))
+    return found
