@@ -28,7 +28,7 @@ class PipelineSchedule:
 
     def stages(self, rank: int, ranks: int) -> list[int]:
         """List the stages of a rank in ascending order."""
-        return [stage for stage in range(self.num_stages(ranks)) if self.rank(stage, ranks) == rank]
+        return [rank, 2 * ranks - 1 - rank] if self.folded else list(range(rank, self.num_stages(ranks), ranks))
 
     def layers(self, num_layers: int, ranks: int) -> list[int]:
         """Return the number of decoder layers of every stage, which differ by at most one."""
