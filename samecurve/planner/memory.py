@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from samecurve.planner import tensor_lines
 from samecurve.planner.hardware import GIB
@@ -34,11 +35,11 @@ class Anatomy:
     def total(self, moment: str) -> float:
         return sum(getattr(line, moment) for line in self.lines)
 
-    @property
+    @cached_property
     def moment(self) -> str:
         return max(MOMENTS, key=self.total)
 
-    @property
+    @cached_property
     def peak(self) -> float:
         """Allocated tensor bytes at the largest moment."""
         return self.total(self.moment)
