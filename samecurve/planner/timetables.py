@@ -280,12 +280,11 @@ def micro_batches_kept(
         cut_share: bytes that a micro-batch keeps besides between I and W, by those of its activations. The first stage
             does all of its backward pass in W, and keeps none.
 
-    Returns:
-        Micro-batches with activations, from F to W or B, and those between I and W; one of two stages counts half.
+    Returns micro-batches with activations, from F to W or B, and those between I and W; one of two stages counts half.
     """
-    most = max(_kept_stages(schedule, rank, ranks, micro_batches), key=lambda each: each[0] + cut_share * each[1])
-    chunks = SCHEDULES[schedule].stages_per_rank
-    return most[0] / chunks, most[1] / chunks
+    kept, chunks = _kept_stages(schedule, rank, ranks, micro_batches), SCHEDULES[schedule].stages_per_rank
+    held, between = max(kept, key=lambda each: each[0] + cut_share * each[1])
+    return held / chunks, between / chunks
 
 
 @lru_cache(maxsize=512)

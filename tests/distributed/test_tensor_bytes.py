@@ -29,8 +29,6 @@ TWO = ("ddp", "zero1", "zero2", "zero3", "pipeline", "tp", "fsdp_cp", "fsdp_ulys
 TWO += ("pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev")
 FOUR = ("hsdp", "fsdp_tp", "fsdp_tp_cp", "pipeline_fsdp", "zero3_hpz")
 CASES = [("fsdp", 2), *long(*((name, 2) for name in TWO), *((name, 4) for name in FOUR), ("pp_fsdp_tp", 8))]
-
-
 # Nothing is gathered ahead, and nothing stays until the backward pass, as in large models.
 GATHERS_AGAIN = tuple(
     f"zero_optimization.stage3_{key}=0" for key in ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size")
@@ -55,7 +53,7 @@ def test_the_bytes_of_weights_that_are_gathered_again(strategy, world, workspace
 
 
 def compare_bytes(strategy: str, world: int, path: Path, workspace: Workspace, limit: float = 0.05) -> None:
-    output_dir = workspace.folder / f"bytes_{path.stem}"
+    output_dir = workspace.folder / f"bytes_{path.parent.name}_{path.stem}"
     program = str(Path(__file__).with_name("tensor_bytes_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, program)
     arguments = [f"model.config={json.dumps(CONFIG)}", f"output_dir={output_dir}", *SETTINGS, "--strategy", str(path)]

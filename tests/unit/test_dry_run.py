@@ -27,13 +27,28 @@ def dry_run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def formulas_and_tracked(shown: str) -> dict[str, tuple[float, float]]:
+    """GiB by row of the printed table."""
+    found = re.findall(r"^(\w.*?) +([\d.]+) +([\d.]+)", shown, re.M)
+    return {name: (float(formulas), float(tracked)) for name, formulas, tracked in found}
+
+
+def assert_layers_agree(done: subprocess.CompletedProcess) -> None:
+    """States exactly, activations of a layer within 1 %."""
+    assert done.returncode == 0, done.stderr
+    rows = formulas_and_tracked(done.stdout.partition("dry run: ")[2])
+    for name in ("weights, gradients, optimizer", "activations of a layer"):
+        predicted, tracked = rows[name]
+        assert predicted == pytest.approx(tracked, rel=0.01, abs=0.0011) and tracked > 0, name
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_states_and_activations_are_those_of_the_formulas(strategy):
     """64 shards of FSDP, and bf16 copies: states exactly, activations of a layer within 1 %."""
     done = dry_run("--cluster", "h100x8", "--gpus", "64", "--strategy", f"configs/{strategy}.yaml", "--rank", "63")
     assert done.returncode == 0, done.stderr
     shown = done.stdout.partition("dry run: rank 63 of 64, 2 and 4 of 12 layers")[2]
-    rows = {name: (float(a), float(b)) for name, a, b in re.findall(r"^(\w.*?) +([\d.]+) +([\d.]+)", shown, re.M)}
+    rows = formulas_and_tracked(shown)
     predicted, tracked = rows["weights, gradients, optimizer"]
     assert predicted == pytest.approx(tracked, abs=0.0011) and tracked > 0
     assert rows["activations of a layer"][0] == pytest.approx(rows["activations of a layer"][1], rel=0.01, abs=0.001)
@@ -49,22 +64,12 @@ def test_a_layer_cut_by_tensor_parallelism(strategy, gpus, size, cuts_sequence, 
     keys = [f"parallelism_config.parallelism_config_{switch}" for switch in switches]
     path = write_changed(Path(f"configs/{strategy}.yaml"), keys, tmp_path)
     done = dry_run("--cluster", "h100x8", "--gpus", str(gpus), "--strategy", str(path))
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout.partition("dry run: ")[2]
-    rows = {name: (float(a), float(b)) for name, a, b in re.findall(r"^(\w.*?) +([\d.]+) +([\d.]+)", shown, re.M)}
-    for name in ("weights, gradients, optimizer", "activations of a layer"):
-        predicted, tracked = rows[name]
-        assert predicted == pytest.approx(tracked, rel=0.01, abs=0.0011) and tracked > 0, name
+    assert_layers_agree(done)
 
 
 def test_a_layer_on_a_part_of_the_sequence():
     done = dry_run("precision=bf16", "--cluster", "h100x8", "--gpus", "8", "--strategy", "configs/fsdp_ulysses.yaml")
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout.partition("dry run: ")[2]
-    rows = {name: (float(a), float(b)) for name, a, b in re.findall(r"^(\w.*?) +([\d.]+) +([\d.]+)", shown, re.M)}
-    for name in ("weights, gradients, optimizer", "activations of a layer"):
-        predicted, tracked = rows[name]
-        assert predicted == pytest.approx(tracked, rel=0.01, abs=0.0011) and tracked > 0, name
+    assert_layers_agree(done)
 
 
 @pytest.mark.parametrize(
