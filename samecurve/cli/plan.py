@@ -52,8 +52,8 @@ from samecurve.planner.coverage import CHECKPOINTING, left_out
 from samecurve.planner.hardware import canonical
 from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
-from samecurve.planner.strategies import Wanted
 from samecurve.planner.strategy_files import Template
+from samecurve.planner.wanted import Wanted
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
 from samecurve.strategy.plan import Plan
@@ -149,7 +149,7 @@ def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int) -> Wo
     """Return the work of tracking a rank of a choice, with its micro-batch size and recomputation."""
     assert chosen.job and chosen.template and wanted.source.recipe
     _check_rank(chosen, rank)
-    changed = strategies.with_memory(wanted, chosen.job.micro_batch, chosen.job.checkpointing)
+    changed = wanted.with_memory(chosen.job.micro_batch, chosen.job.checkpointing)
     strategy, _ = strategies.describe(changed, chosen.template, chosen.sizes or {}, machines.gpus)
     recipe = wanted.source.recipe
     kept = CHECKPOINTING[recipe.memory.activation_checkpointing] == chosen.job.checkpointing
@@ -169,7 +169,7 @@ def _check_ranks(shown: Choice, wanted: Wanted, rank: int) -> None:
     """Print what all ranks of a choice resolve to. Raises TopologyError if they do not fit together."""
     assert shown.job and shown.template
     _check_rank(shown, rank)
-    chosen = strategies.with_memory(wanted, shown.job.micro_batch, shown.job.checkpointing)
+    chosen = wanted.with_memory(shown.job.micro_batch, shown.job.checkpointing)
     text, good = all_ranks.report(chosen, shown.template, shown.sizes or {}, shown.job, rank)
     print(f"\n{text}")
     if not good:

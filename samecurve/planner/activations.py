@@ -6,11 +6,13 @@ Stacks with fused attention train without dropout, whose two masks are 2 of the 
 Llama: s b (28 h + 8 f), no dropout, of which norms and residuals, 10 h, need sequence parallelism to be divided. A
 fused norm keeps its input alone and not the fp32 copies, 4 h of the 10 h.
 
-transformers' Llama keeps other tensors, as torch's MemTracker counts them (torch 2.13, transformers 5.18; a: width of
+transformers' Llama keeps other tensors, as torch's MemTracker counts them (torch 2.13, transformers 5.23; a: width of
 the attention, k: keys per query). Its norms are made of single operations. With 16-bit weights, a layer keeps
 s b (16 h + 8 f + (4 + 4 k) a): of each norm an fp32 copy, the normalized and the scaled input. Under autocast, norms
 read and write fp32, and the input of each of five products has a 16-bit copy of its own: 26 h. In fp32 it keeps 24 h +
-16 f + 24 a.
+16 f + 16 a.
+Where rows hold several documents, SDPA gets a mask. It keeps it in each layer, converted to the numbers' precision, and
+keeps keys and values repeated to as many heads as the queries have.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ from samecurve.planner.job import Job
 from samecurve.planner.profiles import FUSED_NORMS
 
 NORMS = {"16-bit": 16, "copies": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
-# Of these, inputs of products. Sequence parallelism gathers and keeps them whole (tensor_lines.gathered_inputs). In
-# fp32 the tracker finds 5 s b h more where 4 ranks share a layer, for reasons that are not known.
+# Of these, inputs of products. Sequence parallelism gathers and keeps them whole (tensor_lines.gathered_inputs).
 PRODUCT_INPUTS = {"16-bit": 4, "copies": 4, "autocast": 10, "fp32": 8}
 LAST_NORM = 24  # of the last norm, and of gradients on their way back, tracked as above
 EXPERT_IMBALANCE = 1.2
@@ -36,10 +37,7 @@ def layer_bytes(job: Job) -> float:
         whole -= PRODUCT_INPUTS[job.flow] * shape.hidden
     kept = split / layout.tp + whole / whole_ranks
     kept *= COMPILED if job.compile else 1
-    if layout.exchange == "allgather":  # those of the row's other parts are kept, too
-        others = 2 * (layout.cp - 1) * shape.attention_width * shape.kv_share / layout.tp  # keys and values
-        kept += job.element_bytes * others
-    return job.tokens * (kept + score_bytes(job))
+    return job.tokens * (kept + score_bytes(job)) + job.element_bytes * mask_elements(job)
 
 
 def _per_token(job: Job) -> tuple[float, float]:
@@ -51,8 +49,7 @@ def _per_token(job: Job) -> tuple[float, float]:
     whole = job.layout.tp / job.mlp_split  # undoes the caller's division
     # MemTracker's numbers are of gated models; others are counted as a GPT in 16 bits (coverage.left_out)
     if shape.gated and job.flow:
-        width = shape.attention_width
-        attention = 24 * width if job.flow == "fp32" else (4 + 4 * shape.kv_share) * width
+        attention = job.element_bytes * _attention_width(job)
         inner = (16 if job.flow == "fp32" else 8) * shape.ffn * experts
         return attention + (inner + dispatched) * whole, NORMS[job.flow] * shape.hidden
     if shape.gated:
@@ -61,6 +58,34 @@ def _per_token(job: Job) -> tuple[float, float]:
         return attention + (8 * shape.ffn * experts + dispatched) * whole, norms * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
     return (4 + 4 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
+
+
+def _attention_width(job: Job) -> float:
+    """Elements of queries, keys, values and outputs that attention keeps of a token, of all heads."""
+    shape, layout = job.shape, job.layout
+    exchange = layout.exchange if layout.cp > 1 else ""
+    by_heads = exchange == "ulysses"
+    heads = shape.kv_heads / layout.tp / (layout.cp if by_heads else 1)
+    # a single head is repeated without a copy
+    is_repeated = job.masked and shape.kv_heads < shape.heads and heads > 1
+    keys = 2 * shape.kv_share
+    if exchange == "allgather":  # a row's first keys up to each of the two chunks, or all of them
+        keys = 2 * layout.cp + 1 if is_repeated else layout.cp * keys
+    elif is_repeated:
+        keys = 2 + (keys if by_heads else 0)  # what was exchanged is one tensor with the queries
+    outputs = 2 if exchange else 1  # once more for the product behind
+    return (1 + keys + outputs) * shape.attention_width
+
+
+def mask_elements(job: Job) -> float:
+    """Return the elements of a micro-batch's masks, of the queries and keys that the rank's attention sees.
+
+    Tensor parallelism and an exchange of sequence for heads leave them whole.
+    """
+    layout, pairs = job.layout, job.seq**2
+    if layout.cp > 1 and layout.exchange == "allgather":
+        pairs *= (2 * layout.cp + 1) / (4 * layout.cp**2)  # two chunks of s / 2 cp, and the keys up to their ends
+    return job.micro_batch * pairs if job.masked else 0
 
 
 def expert_imbalance(job: Job) -> float:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from samecurve.planner import placement
 from samecurve.planner.job import Job
 from samecurve.planner.layout import ORDER
-from samecurve.planner.strategies import Wanted, describe
+from samecurve.planner.strategies import describe
 from samecurve.planner.strategy_files import Template
+from samecurve.planner.wanted import Wanted
 from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS, ParallelDims
 
 

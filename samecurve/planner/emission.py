@@ -15,10 +15,10 @@ from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.launch import scripts
 from samecurve.launch.target import Target, command, read_back, unnamed
-from samecurve.planner import cluster_file, inputs, layout_picture, model_config, plan_text, strategies
+from samecurve.planner import cluster_file, inputs, layout_picture, model_config, plan_text
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice
-from samecurve.planner.strategies import Wanted
+from samecurve.planner.wanted import Wanted
 from samecurve.storage.atomic import storage_errors
 
 
@@ -74,7 +74,7 @@ def recipe_values(choice: Choice, wanted: Wanted) -> list[str]:
     """Return the overrides by which the choice differs from the recipe; only what the search may choose."""
     assert choice.job
     values = []
-    rows = strategies.rows_of_a_rank(wanted, choice.job.layout.dp)
+    rows = wanted.rows_of_a_rank(choice.job.layout.dp)
     # describe_job lowers a micro-batch to a rank's rows, which the search has not chosen
     if choice.job.micro_batch != min(wanted.batch.micro_batch_size, rows):
         values.append(f"batch.micro_batch_size={choice.job.micro_batch}")

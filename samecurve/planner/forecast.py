@@ -9,14 +9,14 @@ from typing import Any
 from samecurve.config.documents import Document
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
-from samecurve.planner import calibration, coverage, job_record, model_config, strategies
+from samecurve.planner import calibration, coverage, job_record, strategies
 from samecurve.planner.answers import predict
 from samecurve.planner.calibrate import shown_gib
 from samecurve.planner.cluster import KINDS, Cluster, built_in
 from samecurve.planner.hardware import canonical, known_gpu
 from samecurve.planner.job import Job
 from samecurve.planner.plan_text import PUBLIC
-from samecurve.planner.strategies import Wanted
+from samecurve.planner.wanted import Wanted
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Plan
 
@@ -126,14 +126,7 @@ def _machines(device: Device, world_size: int) -> Cluster:
 
 
 def _job(plan: Plan, fields: Mapping[str, Any], machines: Cluster) -> Job:
-    recipe = plan.recipe
-    wanted = Wanted(
-        model_config.shape(fields.get("text_config") or fields, "the model's config"),  # of multimodal models
-        recipe.batch,
-        RecipeSource(Document(plan.recipe_path), recipe, frozenset()),
-        recipe.precision,
-        coverage.CHECKPOINTING[recipe.memory.activation_checkpointing],
-        recipe.loss.implementation != "full",
-        coverage.optimizer_bytes(recipe),
-    )
+    source = RecipeSource(Document(plan.recipe_path), plan.recipe, frozenset())
+    # of multimodal models
+    wanted = Wanted.of_recipe(source, fields.get("text_config") or fields, "the model's config")
     return strategies.job(wanted, plan.strategy, machines)

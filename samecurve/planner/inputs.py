@@ -12,8 +12,8 @@ from samecurve.config.overrides import apply_override
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
 from samecurve.planner import model_config
-from samecurve.planner.coverage import CHECKPOINTING, optimizer_bytes, refuse
-from samecurve.planner.strategies import Wanted
+from samecurve.planner.coverage import refuse
+from samecurve.planner.wanted import Wanted
 from samecurve.specs.tasks import TASKS
 
 BASE = Path(__file__).resolve().parents[2] / "recipes" / "base.yaml"
@@ -50,16 +50,8 @@ def read(name: str, overrides: Sequence[str]) -> Wanted:
     typed = source.document.typed
     # a block that is given whole on the command line fixes its keys, too
     blocks = {(block,) for block, _ in SEARCHED.values()} & typed.keys()
-    return Wanted(
-        model_config.shape(fields, described, recipe.tokenizer.vocabulary_size),
-        recipe.batch,
-        source,
-        recipe.precision,
-        CHECKPOINTING[recipe.memory.activation_checkpointing],
-        recipe.loss.implementation != "full",  # auto is chunked where it can be
-        optimizer_bytes(recipe),
-        frozenset(name for name, path in SEARCHED.items() if path in typed or path[:1] in blocks),
-    )
+    fixed = frozenset(name for name, path in SEARCHED.items() if path in typed or path[:1] in blocks)
+    return Wanted.of_recipe(source, fields, described, recipe.tokenizer.vocabulary_size, fixed)
 
 
 def data_elsewhere(source: RecipeSource) -> set[str]:

@@ -77,6 +77,7 @@ class Job:
         flow: what carries transformers' activations under this project's engines: "16-bit" weights, 16-bit "copies" of
             fp32 ones, "autocast" of fp32 ones, or "fp32"; "" for other software.
         packed_experts: whether a layer's experts are one tensor and one product, or take turns.
+        masked: whether attention gets a mask of a row's documents, which SDPA converts and keeps in each layer.
     """
 
     shape: ModelShape
@@ -107,6 +108,7 @@ class Job:
     calibration: Calibration | None = None
     flow: str = ""
     packed_experts: bool = True
+    masked: bool = False
 
     @property
     def library(self) -> str:

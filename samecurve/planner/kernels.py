@@ -22,6 +22,9 @@ CPU_HOST_US = {
     "zero3": (2_790, 22_000),
 }
 SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward
+# Bytes that the single operations of models/attention/ring.py move per visible score, forward: two products, and in
+# fp32 a scale, a log-sum-exp (6 passes), a difference and an exponential. Counted in the code, not measured on a GPU.
+RING_TRAFFIC = 64
 FP8_CASTS = {"tensorwise": 6, "rowwise": 8, "": 6}  # bytes moved per element of a product's inputs and outputs
 
 
@@ -125,12 +128,16 @@ def _attention(job: Job, constants: Profile) -> float:
     """Seconds of the forward between tokens: 4 s a FLOPs per token, half of them under the causal mask if fused."""
     shape, split = job.shape, job.layout.tp
     flops = 4 * job.tokens * job.seq * shape.attention_width / split
-    if job.flash:
+    tiles = job.flow and job.layout.cp > 1 and job.layout.exchange == "ring"
+    if job.flash and not tiles:
         return flops / 2 / fused_attention_rate(job, constants)
-    rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation)
-    scores = 5 * shape.heads * job.seq * job.tokens / split
-    moved = SCORE_TRAFFIC * scores * constants.traffic
-    return flops / (rate * constants.matmul_share * 0.6) + moved / (job.card.hbm_gb_per_s * 1e9)
+    rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation) * constants.matmul_share * 0.6
+    scores = shape.heads * job.seq * job.tokens / split
+    if tiles:  # those that no query sees are left out
+        flops, moved = flops / 2, RING_TRAFFIC * scores / 2
+    else:
+        moved = SCORE_TRAFFIC * 5 * scores
+    return flops / rate + constants.traffic * moved / (job.card.hbm_gb_per_s * 1e9)
 
 
 def fused_attention_rate(job: Job, constants: Profile) -> float:

@@ -9,7 +9,7 @@ from samecurve.planner import flops, ledger, memory, printing
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.search import Choice
-from samecurve.planner.strategies import Wanted
+from samecurve.planner.wanted import Wanted
 
 PUBLIC = "constants fitted to public runs, none measured here"
 COLUMNS = (

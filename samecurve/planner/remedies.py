@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from samecurve.planner import plan_text, space, strategies
+from samecurve.planner import plan_text, space
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice, sized
-from samecurve.planner.strategies import Wanted
 from samecurve.planner.strategy_files import Template
+from samecurve.planner.wanted import Wanted
 
 MOST_GPUS = 4096
 SCANNED = 64  # numbers of GPUs that are tried one by one for the smallest
@@ -59,9 +59,9 @@ def _smallest(wanted: Wanted, machines: Cluster, template: Template, as_written:
     """Predict the sizes of a strategy, or its file's own, with as little memory as the search may choose."""
     least = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
     if "micro_batch" not in wanted.fixed:
-        least = strategies.with_memory(least, 1, least.checkpointing)
+        least = least.with_memory(1, least.checkpointing)
     if "checkpointing" not in wanted.fixed:
-        least = strategies.with_memory(least, least.batch.micro_batch_size, "full")
+        least = least.with_memory(least.batch.micro_batch_size, "full")
     own = template.own_sizes
     for sizes in [own] if as_written else space.sizes(template, wanted, machines):
         yield sized(least, machines, template, sizes)
@@ -80,6 +80,9 @@ def smallest_change(
     """
     as_written = templates is not shipped  # files that were asked for are not searched
     found = [_setting(wanted, machines, templates, shipped)]
+    if not found[0] and wanted.attention == "auto":  # sdpa on a GPU, whose masks grow with the square of a row's length
+        other = replace(wanted, attention="varlen")
+        found = [_setting(other, machines, templates, shipped, ("model.attention=varlen",))]
     gpus = fewest_gpus(wanted, whole, templates, machines.gpus, as_written)
     if gpus and (choice := _first_fitting(wanted, whole.scaled(gpus), templates, as_written)):
         found.append(f"{choice.name} fits on {gpus} GPUs")
@@ -94,7 +97,14 @@ def _first_fitting(
     return next((each for each in found if each.found and each.found.fits), None)
 
 
-def _setting(wanted: Wanted, machines: Cluster, templates: Sequence[Template], shipped: Sequence[Template]) -> str:
+def _setting(
+    wanted: Wanted,
+    machines: Cluster,
+    templates: Sequence[Template],
+    shipped: Sequence[Template],
+    others: tuple[str, ...] = (),
+) -> str:
+    """Name the first strategy and settings that fit. others: settings that `wanted` has already."""
     recompute, rows = "memory.activation_checkpointing=full", "batch.micro_batch_size=1"
     # One setting before two, the strategies that were asked for before others, files as they are before other sizes.
     changes = (
@@ -109,7 +119,7 @@ def _setting(wanted: Wanted, machines: Cluster, templates: Sequence[Template], s
             choice = _first_fitting(replace(wanted, fixed=wanted.fixed & kept), machines, tried, as_written)
             if choice and choice.job and choice.template:
                 resized = "" if as_written else f"with {plan_text.sizes(choice.job.layout)}"
-                named = filter(None, ["--strategy", choice.template.path, resized, *settings])
+                named = filter(None, ["--strategy", choice.template.path, resized, *settings, *others])
                 return f"{' '.join(named)} would fit"
     return ""
 

@@ -12,8 +12,9 @@ from samecurve.planner.cluster import Cluster
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known
 from samecurve.planner.space import Sizes
-from samecurve.planner.strategies import TORCH_STATES, Wanted
+from samecurve.planner.strategies import TORCH_STATES
 from samecurve.planner.strategy_files import Template, simplicity
+from samecurve.planner.wanted import Wanted
 
 # Of pairs of public runs that differ in nothing but the shape, the error of the predicted ratio of their step times
 # stays below this in 8 of 10 cases (4,033 pairs of one model, batch, GPU and stack; logarithm).
@@ -159,7 +160,7 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
     tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
     for checkpointing in space.checkpointings(wanted):
         for micro_batch in space.micro_batches(wanted, ranks):
-            job = describe(strategies.with_memory(wanted, micro_batch, checkpointing))
+            job = describe(wanted.with_memory(micro_batch, checkpointing))
             if job is None:
                 continue
             tried.append(Choice("", job=job, found=predict(job), tokens=tokens))

@@ -12,12 +12,12 @@ from itertools import product
 
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.layout import Layout
-from samecurve.planner.strategies import Wanted, rows_of_a_rank
 from samecurve.planner.strategy_files import Template
+from samecurve.planner.wanted import Wanted
 
 Sizes = dict[str, int]
 LONGEST_PIPELINE = 64
-CONTEXT_SIZES = (1, 2, 4, 8)
+CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
 LEAST_CONTEXT = 8192  # tokens of a row from which splitting it is worth a look
 AXIS_NAMES = {
     "tp": "tensor parallelism",
@@ -63,7 +63,7 @@ def micro_batches(wanted: Wanted, ranks: int) -> list[int]:
     """List micro-batch sizes in ascending order, at most the rows of a rank."""
     if "micro_batch" in wanted.fixed:
         return [wanted.batch.micro_batch_size]
-    most = rows_of_a_rank(wanted, ranks)
+    most = wanted.rows_of_a_rank(ranks)
     return sorted({*powers(most), most, min(wanted.batch.micro_batch_size, most)})
 
 

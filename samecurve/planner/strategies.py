@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from samecurve.config.documents import ConfigProblem, Document
-from samecurve.config.schema_training import Batch
-from samecurve.config.source import RecipeSource
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.job import Job, StateBytes
 from samecurve.planner.layout import Layout
@@ -15,33 +13,15 @@ from samecurve.planner.pipeline_partition import divide
 from samecurve.planner.shape import ModelShape
 from samecurve.planner.sharding_settings import sharding
 from samecurve.planner.strategy_files import AXES, Template
+from samecurve.planner.wanted import ADAM, Wanted
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.parallel_dims import FSDP
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.plan import Strategy
 
-ADAM, SIXTEEN, THIRTY_TWO = 8, 2, 4
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A training job apart from strategy and machines.
-
-    Attributes:
-        source: the recipe as written, by which the strategies' own rules judge.
-        optimizer_bytes: of its states, per parameter.
-        fixed: of "micro_batch" and "checkpointing", those that a search must leave as they are.
-    """
-
-    shape: ModelShape
-    batch: Batch
-    source: RecipeSource
-    precision: str = "bf16"
-    checkpointing: str = "none"
-    chunked_loss: bool = True
-    optimizer_bytes: int = ADAM
-    fixed: frozenset[str] = frozenset()
+SIXTEEN, THIRTY_TWO = 2, 4
+TORCH_STATES = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, 0, ADAM)
 
 
 def describe(
@@ -116,7 +96,7 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         states: bytes per parameter of weights, gradients and optimizer.
         stack: what runs the steps, for example "deepspeed" or "fsdp2"; see `profiles.profile`.
     """
-    rows = min(wanted.batch.micro_batch_size, rows_of_a_rank(wanted, layout.dp))
+    rows = min(wanted.batch.micro_batch_size, wanted.rows_of_a_rank(layout.dp))
     # the last stage of DeepSpeed's pipeline computes whole logits
     return Job(
         wanted.shape, layout, machines.card, rows, wanted.batch.sequence_length,
@@ -126,7 +106,7 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         checkpointing=wanted.checkpointing, stack=stack,
         levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
         memory_kind="resident" if machines.kind == "cpu" else "", calibration=machines.calibration,
-        flow=_flow(stack, wanted.precision),
+        flow=_flow(stack, wanted.precision), masked=_masked(wanted.attention, layout, machines),
     )  # fmt: skip
 
 
@@ -139,7 +119,11 @@ def _flow(stack: str, precision: str) -> str:
     return "copies" if stack in ("single", "ddp") and precision == "bf16" else "autocast"
 
 
-TORCH_STATES = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, 0, ADAM)
+def _masked(attention: str, layout: Layout, machines: Cluster) -> bool:
+    """Decide `Job.masked`. The ring has no mask, and gathered keys are computed by SDPA in place of varlen."""
+    if layout.cp > 1 and layout.exchange != "ulysses":
+        return layout.exchange == "allgather"
+    return attention == "sdpa" or (attention == "auto" and machines.kind != "cpu")
 
 
 def _states(strategy: Strategy, wanted: Wanted) -> StateBytes:
@@ -158,12 +142,6 @@ def _states(strategy: Strategy, wanted: Wanted) -> StateBytes:
     return states
 
 
-def with_memory(wanted: Wanted, micro_batch: int, checkpointing: str) -> Wanted:
-    """Change what may be changed without changing the curve."""
-    batch = wanted.batch.model_copy(update={"micro_batch_size": micro_batch})
-    return replace(wanted, batch=batch, checkpointing=checkpointing)
-
-
 def takes(wanted: Wanted, strategy: Strategy) -> bool:
     """Whether a pipeline schedule takes a step's micro-batches and recomputation; other strategies take any."""
     if not strategy.pipeline_schedule:
@@ -171,8 +149,3 @@ def takes(wanted: Wanted, strategy: Strategy) -> bool:
     count = wanted.batch.accumulation_steps(strategy.data_parallel_size)
     refused = micro_batch_rule(strategy.pipeline_schedule, count, strategy.pipeline_stages)
     return not refused and SCHEDULES[strategy.pipeline_schedule].takes_recomputation(wanted.checkpointing)
-
-
-def rows_of_a_rank(wanted: Wanted, ranks: int) -> int:
-    """Rows of a step that the fullest data-parallel rank reads."""
-    return wanted.batch.rows_per_rank(ranks)[0]

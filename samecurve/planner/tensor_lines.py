@@ -12,6 +12,7 @@ from samecurve.planner.activations import (
     checkpoint_bytes,
     cut_gradient_bytes,
     layer_bytes,
+    mask_elements,
 )
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
@@ -97,12 +98,14 @@ def activations(job: Job, stage: Stage) -> list[Line]:
     cut *= stage.layers * cut_count
     activations = _kept(job) * stage.layers * count
     working = whole if full else 0
+    mask = mask_elements(job) * count if full else 0  # an input of each layer, and else gone before the loss
     boundary = 2 * tokens * hidden * count if stage.embedding else 0
     formula = "kept bytes per layer x layers x micro-batches"
     return [
         Line("activations", activations, activations, 0, formula, "activations.py"),
         Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", "torch.distributed.pipelining"),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
+        Line("attention mask", mask, mask, 0, "1 B per query and key, before SDPA converts it", "transformers"),
         Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch"),
         *_own_lines(job, stage),
         *_received(job, stage),

@@ -5,9 +5,9 @@ Importing this module does not load torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from samecurve.errors import ConfigurationError
 
@@ -87,6 +87,14 @@ PACKED = frozenset(
 # Families of PACKED whose attention function can be replaced. codegen, gpt_neo and gptj compute attention themselves or
 # choose it from their own tables; gemma2 and vaultgemma cap the scores.
 VARLEN = PACKED - frozenset(("codegen", "gemma2", "gpt_neo", "gptj", "vaultgemma"))
+
+# Config fields for dropout of attention probabilities.
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+
+def attention_dropout(fields: Mapping[str, Any]) -> str | None:
+    """Return "key is rate" for the config's dropout of attention probabilities, None for a rate of 0."""
+    return next((f"{name} is {fields[name]}" for name in _DROPOUT if fields.get(name)), None)
 
 
 # Families whose loss and gradients with the kernels of liger-kernel 0.8.5 equal PyTorch's. Measured with transformers

@@ -67,9 +67,12 @@ def test_a_layer_cut_by_tensor_parallelism(strategy, gpus, size, cuts_sequence, 
     assert_layers_agree(done)
 
 
-def test_a_layer_on_a_part_of_the_sequence():
-    done = dry_run("precision=bf16", "--cluster", "h100x8", "--gpus", "8", "--strategy", "configs/fsdp_ulysses.yaml")
-    assert_layers_agree(done)
+@pytest.mark.parametrize("strategy", ["fsdp_ulysses", "fsdp_cp"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_layer_on_a_part_of_the_sequence(strategy, precision):
+    """With the masks of SDPA, and with keys and values repeated to the queries' heads."""
+    arguments = (f"precision={precision}", "--cluster", "h100x8", "--gpus", "8")
+    assert_layers_agree(dry_run(*arguments, "--strategy", f"configs/{strategy}.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,16 @@ def test_rows_that_no_number_of_gpus_can_hold(config, capsys):
     assert main([*command[:-1], f"batch.sequence_length={2 * int(length)}"]) == 6
 
 
+def test_masks_that_fit_nowhere(config, capsys):
+    """sdpa's grow with the square of a row's length; another attention, which is named, has none."""
+    command = ["plan", config, "--cluster", "h100x8", "--gpus", "32", "batch.global_batch_size=4"]
+    command.append("batch.sequence_length=1048576")
+    assert main(command) == 6
+    file = re.search(r"--strategy (\S+) .* model.attention=varlen would fit", capsys.readouterr().err)
+    assert file and main([*command, "model.attention=varlen"]) == 0
+    assert capsys.readouterr().out.startswith(Path(file[1]).stem)
+
+
 def test_the_answer_is_the_best_of_the_named_strategies(config, tmp_path, capsys):
     """The table keeps their order."""
     files = ["configs/zero3_nvme.yaml", "configs/fsdp.yaml"]
@@ -374,7 +384,7 @@ def test_a_micro_batch_of_one_is_not_reduced(config, capsys):
     arguments = ["plan", config, "--cluster", "a100_40gbx1", "batch.sequence_length=131072"]
     assert main(arguments) == 6
     shown = capsys.readouterr().err
-    assert "fsdp_ulysses fits on 8 GPUs" in shown and "micro_batch_size" not in shown
+    assert "fsdp_cp fits on 8 GPUs" in shown and "micro_batch_size" not in shown
 
 
 def test_adapters_are_refused(capsys):

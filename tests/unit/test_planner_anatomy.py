@@ -94,7 +94,8 @@ def test_activations_of_a_layer():
 
 
 # What torch's MemTracker counts for a layer of transformers' Llama of width 512 on 1,024 tokens, in bytes per token and
-# unit of width: with as many keys as queries, with a quarter of them, and with an MLP of width 2,048 instead of 512.
+# unit of width: with as many keys as queries, with a quarter of them, and with an MLP of width 2,048 instead of 512. In
+# fp32 with a mask.
 TRACKED = {
     "16-bit": (32.02, 29.02, 56.02),
     "copies": (39.02, 34.52, 72.02),
@@ -110,12 +111,31 @@ def test_activations_of_a_transformers_layer(flow):
     for shape, tracked in zip(
         (plain, replace(plain, kv_heads=2), replace(plain, ffn=2048)), TRACKED[flow], strict=True
     ):
-        job = a_job(shape, Layout(1), seq=1024, grad_accum=1, flow=flow)
+        job = a_job(shape, Layout(1), seq=1024, grad_accum=1, flow=flow, masked=flow == "fp32")
+        job = replace(job, precision="fp32" if flow == "fp32" else "bf16")
         (each,) = memory.anatomy(job)
         lines = named(each, "forward")
         held = lines["activations"] / 4
         held += lines["16-bit weights"] * shape.layer_parameters / shape.parameters
         assert held / 1024 / 512 == pytest.approx(tracked, rel=0.01)
+
+
+def test_masks_are_whole_on_each_rank():
+    """2 bytes for each query and key of 2 rows of 4,096 tokens; gathered keys need those up to a chunk's end.
+
+    With 4 ranks, rank 0 has the first and the last of 8 chunks, whose 512 queries see 512 and 4,096 keys.
+    """
+    plain = a_job(seq=4096, micro_batch=2, flow="16-bit", masked=True)
+
+    def of_mask(layout: Layout) -> float:
+        job = replace(plain, layout=layout)
+        # without other keys and values: one head is never repeated
+        job = replace(job, shape=replace(LLAMA, kv_heads=1))
+        return layer_bytes(job) - layer_bytes(replace(job, masked=False))
+
+    for layout in (Layout(), Layout(tp=8, sequence_parallel=True), Layout(cp=4, exchange="ulysses")):
+        assert of_mask(layout) == pytest.approx(2 * 2 * 4096**2)
+    assert of_mask(Layout(cp=4, exchange="allgather")) == pytest.approx(2 * 2 * 512 * (512 + 4096))
 
 
 def test_experts_on_different_ranks_hold_the_tokens_of_the_fullest_one():

@@ -146,14 +146,14 @@ def test_a_search_keeps_to_what_a_schedule_takes():
     template = read("configs/pipeline_1f1b.yaml")
     strategy, problems = strategies.describe(wanted, template, {"pp": 2}, 4)
     assert not problems and (strategy.dims.pp, strategy.dims.dp_replicate) == (2, 2)
-    taken = [size for size in (1, 2, 4, 8) if strategies.takes(strategies.with_memory(wanted, size, "none"), strategy)]
+    taken = [size for size in (1, 2, 4, 8) if strategies.takes(wanted.with_memory(size, "none"), strategy)]
     assert taken == [1, 2, 4]
-    assert strategies.takes(strategies.with_memory(wanted, 2, "full"), strategy)
+    assert strategies.takes(wanted.with_memory(2, "full"), strategy)
     zero_bubble = read("configs/pipeline_zbv.yaml")
     cut, _ = strategies.describe(wanted, zero_bubble, {"pp": 2}, 4)
-    kinds = [kind for kind in KINDS if strategies.takes(strategies.with_memory(wanted, 2, kind), cut)]
+    kinds = [kind for kind in KINDS if strategies.takes(wanted.with_memory(2, kind), cut)]
     assert kinds == ["none", "full"]
-    recomputing = replace(strategies.with_memory(wanted, 2, "selective"), fixed=frozenset(("checkpointing",)))
+    recomputing = replace(wanted.with_memory(2, "selective"), fixed=frozenset(("checkpointing",)))
     assert "not this recomputation" in search.sized(recomputing, built_in("h100x4"), zero_bubble, {"pp": 2}).reason
     assert all(each.found for each in remedies._smallest(wanted, built_in("h100x4"), template, False))
     assert template.axes == ("pp",) and template.size("pp") == 2

@@ -9,15 +9,12 @@ import torch
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import measured, varlen
 from samecurve.models.weight_conversion import supports
-from samecurve.specs.model_families import VARLEN
+from samecurve.specs.model_families import VARLEN, attention_dropout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from samecurve.config.schema import Recipe
-
-# The model families' config keys for dropout of attention probabilities.
-_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
 def choose_attention(
@@ -43,7 +40,7 @@ def choose_attention(
             f"model.attention: found {asked}, which transformers does not have for a {config.model_type}; use "
             "eager or auto"
         )
-    rate = _attention_dropout(config)
+    rate = attention_dropout(config.to_dict())
     if rate and asked in ("flash_attention_2", "flex_attention"):
         raise ConfigurationError(
             f"model.attention: found {asked}, but {rate}, and its kernels cannot draw the masks of dropout that all "
@@ -65,13 +62,8 @@ def choose_attention(
 def _without_varlen(config: PreTrainedConfig) -> str | None:
     if config.model_type not in VARLEN:
         return f"a {config.model_type} computes attention in its own way"
-    rate = _attention_dropout(config)
+    rate = attention_dropout(config.to_dict())
     return f"{rate}, and it has no dropout" if rate else None
-
-
-def _attention_dropout(config: PreTrainedConfig) -> str | None:
-    """Return "key is rate" for the config's dropout of attention probabilities, None for a rate of 0."""
-    return next((f"{name} is {getattr(config, name)}" for name in _DROPOUT if getattr(config, name, 0)), None)
 
 
 def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | None:

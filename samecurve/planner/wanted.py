@@ -1,0 +1,93 @@
+"""A training job apart from its strategy and machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from samecurve.config.schema import Recipe
+from samecurve.config.schema_training import Batch
+from samecurve.config.source import RecipeSource
+from samecurve.planner import coverage, model_config
+from samecurve.planner.shape import ModelShape
+from samecurve.specs.model_families import VARLEN, attention_dropout
+from samecurve.specs.tasks import TASKS
+
+ADAM = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A training job apart from strategy and machines.
+
+    Attributes:
+        source: the recipe as written, by which the strategies' own rules judge.
+        optimizer_bytes: of its states, per parameter.
+        fixed: of "micro_batch" and "checkpointing", those that a search must leave as they are.
+        attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
+    """
+
+    shape: ModelShape
+    batch: Batch
+    source: RecipeSource
+    precision: str = "bf16"
+    checkpointing: str = "none"
+    chunked_loss: bool = True
+    optimizer_bytes: int = ADAM
+    fixed: frozenset[str] = frozenset()
+    attention: str = "sdpa"
+
+    @classmethod
+    def of_recipe(
+        cls,
+        source: RecipeSource,
+        fields: Mapping[str, Any],
+        name: str,
+        vocab: int | None = None,
+        fixed: frozenset[str] = frozenset(),
+    ) -> Wanted:
+        """Describe what a recipe trains.
+
+        Args:
+            source: of a recipe without errors.
+            fields: of the model's Hugging Face config.
+            name: of the config, for messages.
+            vocab: size of a tokenizer that is trained for the job.
+            fixed: see the class.
+
+        Raises:
+            ConfigurationError: the config lacks a dimension.
+        """
+        recipe = source.recipe
+        assert recipe is not None
+        return cls(
+            model_config.shape(fields, name, vocab),
+            recipe.batch,
+            source,
+            recipe.precision,
+            coverage.CHECKPOINTING[recipe.memory.activation_checkpointing],
+            recipe.loss.implementation != "full",  # auto is chunked where it can be
+            coverage.optimizer_bytes(recipe),
+            fixed,
+            _attention(recipe, fields),
+        )
+
+    def with_memory(self, micro_batch: int, checkpointing: str) -> Wanted:
+        """Change what may be changed without changing the curve."""
+        batch = self.batch.model_copy(update={"micro_batch_size": micro_batch})
+        return replace(self, batch=batch, checkpointing=checkpointing)
+
+    def rows_of_a_rank(self, ranks: int) -> int:
+        """Rows of a step that the fullest data-parallel rank reads."""
+        return self.batch.rows_per_rank(ranks)[0]
+
+
+def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
+    """Decide as models/attention/choice.py, which needs torch, while nothing is measured on a GPU."""
+    asked = recipe.model.attention
+    if asked != "auto":
+        return asked
+    has_varlen = fields.get("model_type") in VARLEN and not attention_dropout(fields)
+    gains = recipe.precision == "bf16" and TASKS[recipe.task].auto_class == "AutoModelForCausalLM"
+    return "auto" if has_varlen and gains else "sdpa"
