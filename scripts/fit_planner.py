@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.planner import figures, fits, page, picture  # noqa: E402
 from benchmarks.planner.fits import LeftOut  # noqa: E402
 from samecurve.planner import profiles, runs_file  # noqa: E402
+from samecurve.planner.hardware import canonical  # noqa: E402
 
 PAGE, PICTURE = ROOT / "benchmarks" / "planner.md", ROOT / "benchmarks" / "planner.svg"
 
@@ -57,6 +58,10 @@ def write(runs: Sequence[LeftOut], strangers: Sequence[LeftOut], fitted: dict[st
     """Write the constants and the intervals' residuals."""
     document = {
         "origin": f"scripts/fit_planner.py on {name}, {len(runs)} runs",
+        "public": {
+            "gpus": sorted({canonical(each.run.job.gpu_kind) for each in runs}),
+            "most_gpus": max(each.run.job.layout.gpus for each in runs),
+        },
         "stacks": {stack: {k: round(v, 4) for k, v in asdict(each).items()} for stack, each in fitted.items()},
         "residuals": {
             "time": fits.residuals(fits.timed(runs), fits.timed(strangers), "time_error"),

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from samecurve.planner import memory, runs_file, step_time
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.fitting import predicted_memory_gib
-from samecurve.planner.hardware import canonical, known_gpu
+from samecurve.planner.hardware import canonical
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known, shipped
 
 ONE_NODE, LARGE = 8, 128
-# Interval's width where no public run is near: experts, fp8, context parallelism, offloading, newer or unknown GPUs.
+# Interval's width where no public run is near: experts, fp8, fp32, context parallelism, offloading, other GPUs, more.
 UNMEASURED = 1.6
 DEFAULT_WIDTHS = (-0.35, 0.35)  # logarithms, where profiles.json has no residuals
 CPU_WIDTHS = {"time": (-1.4, 1.4), "memory": (-0.3, 0.3)}  # no public run is one on a CPU: a factor of 4, assumed
@@ -55,11 +55,18 @@ def interval(
     *similar, unknown = situations(job, known)
     found = [residuals[key] for key in similar if key in residuals] or [residuals.get(unknown, DEFAULT_WIDTHS)]
     low, high = min(low for low, _ in found), max(high for _, high in found)
-    new = job.precision == "fp8" or job.card.generation == "blackwell" or (job.gpu_kind and not known_gpu(job.gpu_kind))
-    strange = new or job.offload or job.shape.experts or job.layout.cp > 1
+    strange = _is_new(job) or job.offload or job.shape.experts or job.layout.cp > 1
     wider = UNMEASURED if strange else 1
     # all residuals of a situation may have one sign, yet the interval has to contain the prediction
     return value * math.exp(wider * min(low, 0)), value * math.exp(wider * max(high, 0))
+
+
+def _is_new(job: Job) -> bool:
+    """Whether no public run has the job's GPU, number of GPUs or precision."""
+    public = shipped().get("public", {})
+    kinds, most = public.get("gpus", ()), public.get("most_gpus", math.inf)
+    other = job.gpu_kind and canonical(job.gpu_kind) not in kinds
+    return bool(job.precision in ("fp8", "fp32") or other or job.layout.gpus > most)
 
 
 def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -76,9 +76,25 @@ def _readable(pattern: str) -> str:
     return pattern.replace(".*", "-").replace(r"\b", "").strip("^$").replace("?", "")
 
 
+# TFLOP/s of fp32 on the data sheets, without TF32, which torch leaves off.
+FP32 = {
+    **{"GB200|GB300": 80, "B300": 75, "B200": 75, "GH200": 67, "H200": 67, "H800": 67, r"H20\b": 44},
+    **{"H100.*NVL": 60, "H100.*PCIe": 51, "H100": 67, "A800": 19.5, "A100.*40": 19.5, "A100.*PCIe": 19.5, "A100": 19.5},
+    **{"MI325X": 163.4, "MI300X": 163.4, "V100": 15.7, "L40S": 91.6, r"L40\b": 90.5, r"\bL4\b": 30.3, "A6000": 38.7},
+    **{r"A40\b": 37.4, r"A10G?\b": 31.2, "RTX.*4090$": 82.6, "RTX.*3090$": 35.6, r"T4\b": 8.1},
+}
+
+
 @lru_cache(maxsize=1)
 def _rows() -> dict[str, Gpu]:
     """GPUs by the regular expression of their names; the first that matches counts."""
+    return {
+        name: replace(each, fp32_tflops=MEASURED_SHARE * FP32[name]) if name in FP32 else each
+        for name, each in _cards().items()
+    }
+
+
+def _cards() -> dict[str, Gpu]:
     rates = measured()["matmul_TFLOPs"]
     best, fp8 = rates["MAMF_bf16_measured"], rates["MAMF_fp8_measured"]
     h100, slides = best["H100 SXM"], measured()["bus_bandwidth_GBps"]["nvidia_gtc_slide_allreduce_busbw_GBps"]

@@ -21,6 +21,8 @@ CPU_HOST_US = {
     "deepspeed": (550, 16_000),
     "zero3": (2_790, 22_000),
 }
+ALIGNED = 8  # elements, 16 bytes in 16 bits, by which tensor cores want widths to be divisible
+UNALIGNED = 272.73 / 398.38  # rate of an MLP of width 10,922 by that of 10,944 on an H100 (ml-engineering)
 SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward
 # Bytes that the single operations of models/attention/ring.py move per visible score, forward: two products, and in
 # fp32 a scale, a log-sum-exp (6 passes), a difference and an exponential. Counted in the code, not measured on a GPU.
@@ -58,6 +60,9 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
     elements = rows * inputs + inputs * outputs + rows * outputs
     share = constants.matmul_share * sustained(job.card.generation)
     rate = job.card.matmul_tflops * 1e12
+    has_tensor_cores = job.card.generation != "cpu" and job.precision != "fp32"
+    if job.flow and has_tensor_cores and (inputs % ALIGNED or outputs % ALIGNED):
+        share *= UNALIGNED  # other stacks pad their sizes
     moved = job.element_bytes * elements
     if job.precision == "fp32" and job.card.fp32_tflops:
         rate = job.card.fp32_tflops * 1e12

@@ -21,6 +21,9 @@ from samecurve.planner.stages import Stage, in_flight, shard_sizes, stage_parame
 from samecurve.specs import loss_chunks
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
+# Bytes per logit of a loss from whole logits: their logarithms of probabilities, and two gradients, all fp32 (torch's
+# profiler, 2.13.0).
+FULL_LOSS = 12
 AHEAD_SHARE = 0.8  # of a GPU's memory, up to which the host runs ahead
 MOMENTS = ("forward", "backward", "optimizer")
 
@@ -132,12 +135,12 @@ def _kept(job: Job) -> float:
 
 def loss_lines(job: Job, constants: Profile) -> list[Line]:
     """Return the lines of logits and loss. All schedules but GPipe follow each loss with its backward pass at once."""
-    columns = job.shape.vocab / job.layout.tp
+    columns = job.shape.vocab / (1 if job.flow and not job.chunked_loss else job.layout.tp)
     count = job.grad_accum if job.layout.schedule == "GPipe" and job.layout.pp > 1 else 1
     if not (job.flow and job.chunked_loss):
-        logits = job.tokens * columns * constants.logits_bytes / (8 if job.chunked_loss else 1)
-        text = f"{constants.logits_bytes:g} B per logit"
-        return [Line("logits and loss", count * logits, (count - 1) * logits, 0, text, "fitted")]
+        each, source = (FULL_LOSS, "losses/cross_entropy.py") if job.flow else (constants.logits_bytes, "fitted")
+        logits = job.tokens * columns * each / (8 if job.chunked_loss else 1)
+        return [Line("logits and loss", count * logits, (count - 1) * logits, 0, f"{each:g} B per logit", source)]
     source = "losses/chunked_cross_entropy.py"
     is_cpu = job.card.generation == "cpu"
     tokens = loss_chunks.on_cpu(columns) if is_cpu else loss_chunks.on_gpu(columns, job.memory_gib * GIB)

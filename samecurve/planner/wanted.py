@@ -11,7 +11,7 @@ from samecurve.config.schema_training import Batch
 from samecurve.config.source import RecipeSource
 from samecurve.planner import coverage, model_config
 from samecurve.planner.shape import ModelShape
-from samecurve.specs.model_families import VARLEN, attention_dropout
+from samecurve.specs.model_families import VARLEN, WHOLE_LOGITS, attention_dropout
 from samecurve.specs.tasks import TASKS
 
 ADAM = 8
@@ -67,7 +67,7 @@ class Wanted:
             source,
             recipe.precision,
             coverage.CHECKPOINTING[recipe.memory.activation_checkpointing],
-            recipe.loss.implementation != "full",  # auto is chunked where it can be
+            _has_chunked_loss(recipe, fields),
             coverage.optimizer_bytes(recipe),
             fixed,
             _attention(recipe, fields),
@@ -81,6 +81,12 @@ class Wanted:
     def rows_of_a_rank(self, ranks: int) -> int:
         """Rows of a step that the fullest data-parallel rank reads."""
         return self.batch.rows_per_rank(ranks)[0]
+
+
+def _has_chunked_loss(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
+    """Decide as engines/loss_implementation.py."""
+    chunks = recipe.loss.implementation != "full" and recipe.precision != "fp16" and TASKS[recipe.task].by_token
+    return chunks and fields.get("model_type") not in WHOLE_LOGITS and not fields.get("final_logit_softcapping")
 
 
 def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:

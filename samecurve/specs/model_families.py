@@ -88,6 +88,15 @@ PACKED = frozenset(
 # choose it from their own tables; gemma2 and vaultgemma cap the scores.
 VARLEN = PACKED - frozenset(("codegen", "gemma2", "gpt_neo", "gptj", "vaultgemma"))
 
+# Decoder families that scale or cap their logits, so that the loss cannot be computed in chunks
+# (losses/chunkable.py), with transformers 5.23.
+WHOLE_LOGITS = frozenset(
+    """
+    cohere cohere2 cohere2_moe gemma2 granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+    hyperclovax llama4_text nanochat vaultgemma xlstm
+    """.split()
+)
+
 # Config fields for dropout of attention probabilities.
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 

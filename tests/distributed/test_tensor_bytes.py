@@ -52,11 +52,18 @@ def test_the_bytes_of_weights_that_are_gathered_again(strategy, world, workspace
     compare_bytes(strategy, world, path, workspace, limit=0.07)
 
 
-def compare_bytes(strategy: str, world: int, path: Path, workspace: Workspace, limit: float = 0.05) -> None:
-    output_dir = workspace.folder / f"bytes_{path.parent.name}_{path.stem}"
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), ("tp", 2)])
+def test_the_bytes_of_whole_logits(strategy, world, workspace):
+    compare_bytes(strategy, world, workspace.strategy(strategy), workspace, 0.05, "loss.implementation=full")
+
+
+def compare_bytes(strategy: str, world: int, path: Path, workspace: Workspace, limit: float = 0.05, *more: str) -> None:
+    output_dir = workspace.folder / "_".join(["bytes", path.parent.name, path.stem, *more])
     program = str(Path(__file__).with_name("tensor_bytes_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, program)
-    arguments = [f"model.config={json.dumps(CONFIG)}", f"output_dir={output_dir}", *SETTINGS, "--strategy", str(path)]
+    arguments = [f"model.config={json.dumps(CONFIG)}", f"output_dir={output_dir}", *SETTINGS, *more]
+    arguments += ["--strategy", str(path)]
     run = workspace.execute([*command, str(workspace.recipe), *arguments], output_dir)
     assert run.returncode == 0, run.output
     assert (run.facts["strategy"], run.facts["world_size"]) == (path.stem, world)

@@ -91,6 +91,16 @@ def test_an_unknown_stack_gets_a_wider_interval(rows):
     assert widths[0] < widths[1]
 
 
+@pytest.mark.parametrize("change", [{"gpu": "L40S"}, {"gpu": "MI300X"}, {"precision": "fp32"}, {"gpus": "4096"}])
+def test_what_no_public_run_has_gets_a_wider_interval(change, rows):
+    row = next(row for row in rows if row["stack"] == "nanotron" and int(row["gpus"]) == 512 and row["time_ok"] == "1")
+    multiple = int(change.get("gpus", "512")) // 512
+    change = {**change, "dp": str(int(row["dp"]) * multiple), "global_batch": str(int(row["global_batch"]) * multiple)}
+    known, new = (answer({**row, **each}) for each in ({}, change))
+    widths = [each["step_seconds_high"] / each["step_seconds_low"] for each in (known, new)]
+    assert widths[1] > widths[0] ** 1.5
+
+
 def test_a_missing_and_an_unknown_column_are_named(tmp_path, capsys):
     path = tmp_path / "runs.csv"
     path.write_text(",".join(name for name in runs_file.NEEDED if name != "seq") + ",colour\n")

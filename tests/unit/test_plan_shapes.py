@@ -9,7 +9,9 @@ from report_cases import missing
 from test_planner_anatomy import a_job
 
 from samecurve.planner import shape_rules
+from samecurve.planner.kernels import product_seconds
 from samecurve.planner.layout import Layout
+from samecurve.planner.profiles import Profile
 from samecurve.planner.shape import ModelShape
 from samecurve.planner.shape_rules import Product
 
@@ -41,6 +43,20 @@ def test_width_of_a_gated_mlp():
     assert shape_rules.padded(10922, 256) == 11008 and 11008 / 4096 == 2.6875
     (found,) = (each for each in shape_rules.complaints(job(replace(LLAMA_7B, ffn=10922))) if "MLP" in each)
     assert not missing(found, ("MLP width 10922", "multiple of 64", "10944 is the nearest"))
+
+
+def test_a_width_that_tensor_cores_do_not_take():
+    """272.73 and 398.38 TFLOP/s were measured; fp32 has no such rule, and other stacks pad."""
+    keys = {"flow": "16-bit", "stack": "fsdp2"}
+    narrow, wide = (
+        [
+            product_seconds(job(kind="H100-80GB", **keys, **more), 16384, 4096, width, Profile())
+            for width in (10922, 10944)
+        ]
+        for more in ({}, {"precision": "fp32"})
+    )
+    assert narrow[0] / narrow[1] == pytest.approx(1.46, rel=0.03)
+    assert wide[0] < wide[1]
 
 
 def test_products_of_a_layer_have_its_weights():

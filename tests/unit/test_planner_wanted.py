@@ -1,0 +1,87 @@
+"""What the planner reads from a recipe, as the run will decide it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from samecurve.losses.chunkable import is_chunkable
+from samecurve.planner import inputs, strategies
+from samecurve.planner.cluster import built_in
+from samecurve.planner.strategy_files import read
+from samecurve.specs.model_families import PACKED, WHOLE_LOGITS
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+}
+
+
+def wanted(tmp_path: Path, family: str, *overrides: str, **fields):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": family, **SMALL, **fields}))
+    return inputs.read(str(path), overrides)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "chunked"),
+    [
+        ("llama", [], True),
+        ("llama", ["loss.implementation=full"], False),
+        ("llama", ["precision=fp16"], False),
+        ("llama", ["task=dpo"], False),
+        ("gemma2", [], False),
+        ("granite", [], False),
+    ],
+)
+def test_a_loss_in_chunks(family, overrides, chunked, tmp_path):
+    assert wanted(tmp_path, family, *overrides).chunked_loss == chunked
+
+
+def test_capped_logits(tmp_path):
+    assert not wanted(tmp_path, "gemma3_text", final_logit_softcapping=30.0).chunked_loss
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=[] if each in ("llama", "gemma2") else pytest.mark.full) for each in sorted(PACKED)],
+)
+def test_families_with_whole_logits(family):
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family))
+    except (TypeError, ValueError) as error:
+        pytest.skip(f"its default config makes no model: {error}")
+    assert is_chunkable(model) == (family not in WHOLE_LOGITS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overrides", "cluster", "masked"),
+    [
+        ("fsdp", [], "h100x8", True),  # sdpa, while nothing is measured on a GPU
+        ("fsdp", [], "cpux8", False),  # varlen
+        ("fsdp", ["precision=fp32"], "cpux8", True),
+        ("fsdp", ["model.attention=varlen"], "h100x8", False),
+        ("fsdp_ulysses", ["model.attention=varlen"], "h100x8", False),
+        ("fsdp_cp", [], "cpux8", True),  # gathered keys are computed by sdpa
+    ],
+)
+def test_a_mask(strategy, overrides, cluster, masked, tmp_path):
+    job = wanted(tmp_path, "llama", *overrides)
+    described, problems = strategies.describe(job, read(f"configs/{strategy}.yaml"), {}, 8)
+    assert not problems and strategies.job(job, described, built_in(cluster)).masked == masked
+
+
+def test_attention_with_dropout_has_a_mask(tmp_path):
+    job = wanted(tmp_path, "llama", attention_dropout=0.1)
+    described, _ = strategies.describe(job, read("configs/fsdp.yaml"), {}, 8)
+    assert strategies.job(job, described, built_in("cpux8")).masked
