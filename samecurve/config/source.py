@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
@@ -41,7 +42,7 @@ class RecipeSource(NamedTuple):
             if key not in found and self.document.incomplete:
                 raise KeyError(dotted)
             found = found[key] if key in found else info.get_default(call_default_factory=True)
-            model = next((block for _, block in _blocks(info.annotation)), None)
+            model = next((block for _, block in _blocks_of(model, key)), None)
             # a default block is a model, one from a file a dict
             found = found.model_dump() if isinstance(found, BaseModel) else found
         return found
@@ -64,10 +65,15 @@ class RecipeSource(NamedTuple):
 
 def schema_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the path of every key of a block and of the blocks in it; ANY_ITEM stands for the index of a list."""
-    for name, info in model.model_fields.items():
+    for name in model.model_fields:
         yield (*prefix, name)
-        for depth, block in _blocks(info.annotation):
+        for depth, block in _blocks_of(model, name):
             yield from schema_paths(block, (*prefix, name, *[ANY_ITEM] * depth))
+
+
+@cache  # a search asks a thousand times
+def _blocks_of(model: type[BaseModel], name: str) -> tuple[tuple[int, type[BaseModel]], ...]:
+    return tuple(_blocks(model.model_fields[name].annotation))
 
 
 def _blocks(annotation: Any, depth: int = 0) -> Iterator[tuple[int, type[BaseModel]]]:
