@@ -205,7 +205,7 @@ def _apply(plan: Plan, model: Any, skeleton: Any, mesh: Mesh) -> tuple[nn.Module
     if copies:
         bf16_copies.install_in_layers(model)
     checkpoint_layers(model, recipe.memory)
-    install_loss(model, skeleton, cast(Any, SimpleNamespace(by_token=True)), recipe, CPU)
+    install_loss(model, skeleton, cast(Any, SimpleNamespace(by_token=True, by_log_probability=False)), recipe, CPU)
     if strategy.family == "fsdp":
         launch_env.export_launch_env(strategy)
         state = SimpleNamespace(fsdp_plugin=accelerator.plugins(plan)["fsdp_plugin"])

@@ -73,7 +73,8 @@ def _one_answer(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _not_by_token(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind, task = value("loss.implementation"), value("task")
-    if kind in _CHUNKED and not TASKS[task].by_token:
+    takes = TASKS[task].by_token if kind == "liger" else TASKS[task].takes_chunks
+    if kind in _CHUNKED and not takes:
         others = ", ".join(name for name, spec in TASKS.items() if spec.by_token)
         text = f"found {kind}, but the loss of task {task} is not a sum over tokens, as those of {others} are"
         yield "loss.implementation", f"{text}; use auto"

@@ -18,6 +18,7 @@ from samecurve.interfaces.engine import EvalResult
 from samecurve.interfaces.task import Task
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
+from samecurve.losses.token_log_probabilities import LabelLogProbabilities
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Forward:
         return loss + self.router.gradient_term(batch), statistics
 
     def _task_loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        if self.loss_implementation != "full":
+        if self._takes_sums:
             return self.sums(measure_of(self.task), batch), torch.zeros(0, device=self.accelerator.device)
         logits, targets = self.logits(batch)
         loss, statistics = self.task.step_loss(logits, **targets, **context)
@@ -82,17 +83,37 @@ class Forward:
 
     def sums(self, measure: Callable[..., Tensor], batch: MicroBatch) -> Tensor:
         """Compute the sums that `measure(logits, **targets)` returns for a micro-batch."""
-        if self.loss_implementation == "full":
+        if not self._takes_sums:
             logits, targets = self.logits(batch)
             return measure(logits, **targets)
         batch = self.part.cut(batch) if self.part.count > 1 else batch
-        positions = batch.facts.positions if batch.facts else trained_positions(batch.labels)  # before the copy
-        if positions is not None:
-            positions = positions.to(self.accelerator.device, non_blocking=True)
+        positions = self._positions(batch)
         batch, targets = self._on_device(batch)
         return self._run(batch, sums=TokenSums(measure, targets, positions))
 
+    @property
+    def _takes_sums(self) -> bool:
+        """Whether the model returns sums over tokens in place of logits."""
+        return self.task.by_token and self.loss_implementation != "full"
+
+    def _positions(self, batch: MicroBatch) -> Tensor | None:
+        """The trained tokens of a micro-batch that is still on the host, on the device; None: all tokens."""
+        found = batch.facts.positions if batch.facts else trained_positions(batch.labels)
+        return None if found is None else found.to(self.accelerator.device, non_blocking=True)
+
     def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute what the task's loss takes for logits, of this rank's tokens; return it with the targets.
+
+        These are the labels' log-probabilities for a task by log-probability, unless its loss is full.
+        """
+        if not self.task.by_log_probability or self.loss_implementation == "full":
+            return self._whole_logits(batch)
+        own = self.part.cut(batch) if self.part.count > 1 else batch
+        positions = self._positions(own)
+        own, targets = self._on_device(own)
+        return self._run(own, sums=LabelLogProbabilities(targets["labels"], positions)), targets
+
+    def _whole_logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the logits (Task.outputs) of this rank's tokens; return them with their targets on the device.
 
         Where labels are per row instead of per token, the logits of whole rows are gathered.
@@ -101,7 +122,7 @@ class Forward:
         found = self.task.outputs(self._run(own))
         return found if batch.is_by_token else self._gathered(found, batch), targets
 
-    def _run(self, batch: MicroBatch, **options: TokenSums) -> Any:
+    def _run(self, batch: MicroBatch, **options: TokenSums | LabelLogProbabilities) -> Any:
         """Run the model, in training with the dropout of the batch's rows."""
         drops = nullcontext()
         if self.dropout is not None and self.dropout.is_needed and batch.places is not None:
@@ -164,7 +185,7 @@ class Forward:
         """See Engine.outputs."""
         self.model.eval()
         with torch.no_grad():
-            found = self.logits(batch)[0]
+            found = self._whole_logits(batch)[0]
             found = self._gathered(found, batch) if batch.is_by_token else found
         self.model.train()
         return found.float().cpu() if self.accelerator.is_main_process else None

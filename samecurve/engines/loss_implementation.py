@@ -24,8 +24,8 @@ def install_loss(
     On a GPU the measure of a chunked loss is compiled wherever there is a compiler, also if the layers are not: in
     eager mode it reads and writes an fp32 logit several times.
 
-    Tasks that are not by token (Task.by_token) always use the full loss, and so does fp16: the others compute gradients
-    before loss scaling, and these are often 0 in fp16.
+    Tasks that need whole logits use the full loss, and so does fp16: the others compute gradients before loss scaling,
+    and these are often 0 in fp16.
 
     Args:
         model: the model that computes on this rank; changed in place.
@@ -38,7 +38,8 @@ def install_loss(
     Raises:
         ConfigurationError: as chunkable.head_implementation.
     """
-    kind = _implementation(model, skeleton, task, recipe)
+    takes_chunks = task.by_token or task.by_log_probability
+    kind = _implementation(model, skeleton, recipe) if takes_chunks else "full"
     if kind != "full":
         compiles = recipe.compile in COMPILED or compilation.has_triton_compiler(device)
         chunked_cross_entropy.install_chunked_head(model, kind, compiles)
@@ -55,11 +56,11 @@ def last_stage_takes_chunks(model: PreTrainedModel, skeleton: PreTrainedModel, t
     Raises:
         ConfigurationError: as chunkable.head_implementation.
     """
-    return task.teacher is None and _implementation(model, skeleton, task, recipe) != "full"
+    return task.by_token and task.teacher is None and _implementation(model, skeleton, recipe) != "full"
 
 
-def _implementation(model: PreTrainedModel, skeleton: PreTrainedModel, task: Task, recipe: Recipe) -> str:
+def _implementation(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> str:
     wanted = recipe.loss.implementation
-    if wanted == "full" or recipe.precision == "fp16" or not task.by_token:
+    if wanted == "full" or recipe.precision == "fp16":
         return "full"
     return chunkable.head_implementation(model, skeleton, wanted) or "full"

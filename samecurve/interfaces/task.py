@@ -79,6 +79,8 @@ class Task(Protocol):
         has_reference: whether `prepare` computes something from the initial weights that training needs later.
         by_token: whether loss and statistics are sums over trained tokens, each computed from its own logits and
             targets alone, so that they can be computed in chunks of tokens. Such a task has no step statistics.
+        by_log_probability: whether loss, statistics and features need of the logits only each label's log-probability.
+            In place of logits they also take those, (rows, length), fp32, 0 where nothing is trained.
         counts: plural noun for the unit of `count`.
         origin: split and commit of a dataset from the Hugging Face Hub, else "".
         num_step_statistics: number of sums that `step_loss` returns for `step_metrics`.
@@ -97,6 +99,7 @@ class Task(Protocol):
     context: Callable[[Tensor], dict[str, Tensor]] | None = None
     has_reference: bool = False
     by_token: bool = False
+    by_log_probability: bool = False
     counts: str = "tokens"
     origin: str = ""
     num_step_statistics: int = 0

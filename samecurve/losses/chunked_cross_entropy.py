@@ -12,9 +12,10 @@ torch.compile, summed bf16 inputs to 34816 instead of 34967, and were slower tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
+from samecurve.losses.liger_cross_entropy import liger_loss_sum
 from samecurve.losses.vocabulary_parallel import Columns, HeadWeights, own_part
 from samecurve.specs import loss_chunks
 
@@ -30,6 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Measure = Callable[..., Tensor]
+
+
+class OfHead(Protocol):
+    """What the output head is to compute in place of logits, in chunks of tokens."""
+
+    def computed(self, hidden: Tensor, head: nn.Linear, kind: str, compiles: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,10 @@ class TokenSums:
     measure: Measure
     targets: dict[str, Tensor]
     positions: Tensor | None = None
+
+    def computed(self, hidden: Tensor, head: nn.Linear, kind: str, compiles: bool) -> Tensor:
+        """See chunked_sums."""
+        return chunked_sums(hidden, head, self, kind, compiles)  # pyright: ignore  # torch.compiler.disable has no types
 
     def by_token(self) -> TokenSums:
         """Return a copy whose targets are flattened and restricted to the trained tokens, (n, ...)."""
@@ -72,26 +84,19 @@ def chunked_sums(
     wanted, hidden = wanted.by_token(), hidden.flatten(0, 1)
     if wanted.positions is not None:
         hidden = hidden.index_select(0, wanted.positions)
-    device = hidden.device.type
-    # autocast would cast the detached weight anew in each chunk; here it is cast once, to the dtype of the states
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
-        weight, bias, columns = head.weight, head.bias, None
-        if isinstance(weight, DTensor):
-            weight, bias, columns = own_part(weight, bias)
+    with prepared(hidden, head) as (hidden, weight, bias, columns):
         if torch.is_grad_enabled():
             if kind == "liger" and len(hidden):
-                return _liger(hidden, weight, bias, **wanted.targets)
+                return liger_loss_sum(hidden, weight, bias, **wanted.targets)
             # columns recognize token_loss_sum by identity, which a compiled copy does not have
             if compiles and len(hidden) and columns is None:
                 wanted = replace(wanted, measure=_compiled(wanted.measure))
             return _SumWithGradients.apply(hidden, weight, bias, wanted, columns)
-        weight, bias = _as(hidden, weight, bias)
+        weight, bias = as_dtype_of(hidden, weight, bias)
         parts = []
         # sized by the whole vocabulary, because the columns of a chunk are gathered
         for at, targets in _chunks(wanted, head.weight):
-            logits = _logits(hidden[at], weight, bias)
+            logits = logits_of(hidden[at], weight, bias)
             parts.append(wanted.measure(columns.whole(logits) if columns else logits, **targets))
         return torch.stack(parts).sum(dim=0)
 
@@ -135,6 +140,8 @@ def place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
 def install_chunked_head(model: PreTrainedModel, kind: str = "chunked", compiles: bool = False) -> None:
     """Make `model(**inputs, sums=TokenSums(...))` return those sums instead of the model's output.
 
+    `sums` may also be another OfHead, such as LabelLogProbabilities.
+
     The layers before the head run unchanged, and their output goes to the chunked head. Both run inside the model's own
     forward, where FSDP2 and ZeRO-3 have gathered the weights.
 
@@ -145,9 +152,9 @@ def install_chunked_head(model: PreTrainedModel, kind: str = "chunked", compiles
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)  # see head_implementation
     whole, (parent, name), stand_in = model.forward, place(model, head), HeadInput(head)
-    logits_of = vars(head).get("forward", partial(nn.Linear.forward, head))  # tensor parallelism gathers the columns
+    whole_logits = vars(head).get("forward", partial(nn.Linear.forward, head))  # tensor parallelism gathers the columns
 
-    def forward(*args, sums: TokenSums | None = None, **inputs):
+    def forward(*args, sums: OfHead | None = None, **inputs):
         if sums is None:
             return whole(*args, **inputs)
         setattr(parent, name, stand_in)  # so that .logits is the input of the head
@@ -158,9 +165,8 @@ def install_chunked_head(model: PreTrainedModel, kind: str = "chunked", compiles
         # Some families upcast their logits. A module call, because ZeRO-3 gathers the head's weights in a hook.
         return head(hidden.to(stand_in.dtype), sums)
 
-    def head_forward(input: Tensor, sums: TokenSums | None = None) -> Tensor:
-        # torch.compiler.disable has no types
-        return logits_of(input) if sums is None else chunked_sums(input, head, sums, kind, compiles)  # pyright: ignore
+    def head_forward(input: Tensor, sums: OfHead | None = None) -> Tensor:
+        return whole_logits(input) if sums is None else sums.computed(input, head, kind, compiles)
 
     model.forward, head.forward = forward, head_forward
 
@@ -174,6 +180,77 @@ def trained_positions(labels: Tensor) -> Tensor | None:
     return None if trained.all() else trained.nonzero().flatten()
 
 
+@contextmanager
+def prepared(
+    hidden: Tensor, head: nn.Linear | HeadWeights
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Columns | None]]:
+    """Yield (hidden, weight, bias, columns) without autocast, which would cast the weight anew in each chunk.
+
+    Hidden states get autocast's dtype. Where the vocabulary is divided, weight and bias are this rank's part of it.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        weight, bias, columns = head.weight, head.bias, None
+        if isinstance(weight, DTensor):
+            weight, bias, columns = own_part(weight, bias)
+        yield hidden, weight, bias, columns
+
+
+def as_dtype_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias in the dtype of the hidden states, without their autograd graph."""
+    return weight.detach().to(hidden.dtype), None if bias is None else bias.detach().to(hidden.dtype)
+
+
+def logits_of(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute (n, columns) of (n, hidden_size), without an autograd graph."""
+    return nn.functional.linear(states, weight, bias).detach()
+
+
+def slices(total: int, weight: Tensor) -> Iterator[slice]:
+    """Yield each chunk of `total` tokens for a head of this weight; at least one, which is empty without tokens."""
+    size = chunk_size(weight.shape[0], weight.device)
+    for start in range(0, max(total, 1), size):
+        yield slice(start, min(start + size, total))
+
+
+@lru_cache  # the same in all steps of a run
+def chunk_size(vocabulary_size: int, device: torch.device) -> int:
+    """Return the number of tokens per chunk."""
+    if device.type == "cpu":
+        return loss_chunks.on_cpu(vocabulary_size)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return loss_chunks.on_gpu(vocabulary_size, memory)
+
+
+class HeadGradients(NamedTuple):
+    """Gradients of hidden states, weight and bias, added up chunk by chunk.
+
+    Those of weight and bias are summed in fp32; sums in bf16 would add their own rounding to that of the logits.
+    """
+
+    of_hidden: Tensor
+    of_weight: Tensor | None
+    of_bias: Tensor | None
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadGradients:
+        """Allocate them; None for a parameter that is not trained."""
+        sums = (
+            torch.zeros(p.shape, device=p.device) if p is not None and p.requires_grad else None for p in (weight, bias)
+        )
+        return cls(torch.empty_like(hidden), *sums)
+
+    def add(self, at: slice, of_logits: Tensor, states: Tensor, weight: Tensor) -> None:
+        """Add those of one chunk: of_logits (n, columns), states (n, hidden_size), weight in their dtype."""
+        torch.mm(of_logits, weight, out=self.of_hidden[at])
+        if self.of_weight is not None:
+            self.of_weight.add_(of_logits.t() @ states)
+        if self.of_bias is not None:
+            self.of_bias.add_(of_logits.sum(dim=0, dtype=torch.float32))
+
+
 class _SumWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -181,32 +258,24 @@ class _SumWithGradients(torch.autograd.Function):
     ) -> Tensor:
         """Compute the sum and its gradients chunk by chunk.
 
-        `hidden` is (n, hidden_size) in the compute dtype. Gradients of weight and bias are summed in fp32; sums in bf16
-        would add their own rounding to that of the logits. With `columns`, weight and bias are this rank's part.
+        `hidden` is (n, hidden_size) in the compute dtype. With `columns`, weight and bias are this rank's part.
         """
-        computed, shift = _as(hidden, weight, bias)
-        total, of_hidden = torch.zeros((), device=hidden.device), torch.empty_like(hidden)
-        of_weight, of_bias = (
-            torch.zeros(p.shape, device=p.device) if p is not None and p.requires_grad else None for p in (weight, bias)
-        )
+        computed, shift = as_dtype_of(hidden, weight, bias)
+        total, gradients = torch.zeros((), device=hidden.device), HeadGradients.of(hidden, weight, bias)
         for at, targets in _chunks(wanted, computed):
             states = hidden[at]
-            logits = _logits(states, computed, shift)
+            logits = logits_of(states, computed, shift)
             with record_function(LOSS):
                 if columns is None:
                     loss, gradient = _sum_and_gradient(wanted.measure, logits, targets)
                 else:
                     loss, gradient = columns.sum_and_gradient(wanted.measure, logits, targets)
             total += loss
-            torch.mm(gradient, computed, out=of_hidden[at])
-            if of_weight is not None:
-                of_weight += gradient.t() @ states
-            if of_bias is not None:
-                of_bias += gradient.sum(dim=0, dtype=torch.float32)
+            gradients.add(at, gradient, states, computed)
         if columns is not None:
             # each rank's columns give one term of the gradient
-            dist.all_reduce(of_hidden, group=columns.group)
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+            dist.all_reduce(gradients.of_hidden, group=columns.group)
+        ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if p is None else p.dtype for p in (hidden, weight, bias)]
         return total
 
@@ -223,38 +292,7 @@ def _sum_and_gradient(measure: Measure, logits: Tensor, targets: dict[str, Tenso
     return loss.detach(), gradient
 
 
-def _liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """Compute token_loss_sum, an fp32 scalar, by Liger's kernel. `hidden` is (n, hidden_size) with n > 0.
-
-    Gradients of weight and bias are summed in fp32. Unlike in `_SumWithGradients` they are finally rounded to hidden's
-    dtype, like gradients of full logits.
-    """
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    measure = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32)
-    return measure(weight.to(hidden.dtype), hidden, labels, None if bias is None else bias.to(hidden.dtype))
-
-
-def _as(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return weight.detach().to(hidden.dtype), None if bias is None else bias.detach().to(hidden.dtype)
-
-
-def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return nn.functional.linear(states, weight, bias).detach()
-
-
 def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:
     """Yield each chunk's slice and targets; at least one chunk, which is empty if no token is trained."""
-    total, size = len(next(iter(wanted.targets.values()))), chunk_size(weight.shape[0], weight.device)
-    for start in range(0, max(total, 1), size):
-        at = slice(start, min(start + size, total))
+    for at in slices(len(next(iter(wanted.targets.values()))), weight):
         yield at, {name: target[at] for name, target in wanted.targets.items()}
-
-
-@lru_cache  # the same in all steps of a run
-def chunk_size(vocabulary_size: int, device: torch.device) -> int:
-    """Return the number of tokens per chunk."""
-    if device.type == "cpu":
-        return loss_chunks.on_cpu(vocabulary_size)
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return loss_chunks.on_gpu(vocabulary_size, memory)

@@ -26,12 +26,14 @@ def sequence_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum the log-probabilities of each sequence's trained tokens.
 
     Args:
-        logits: (sequences, length, vocabulary), any float type.
+        logits: (sequences, length, vocabulary), any float type, or the labels' log-probabilities (sequences, length).
         labels: (sequences, length), already shifted.
 
     Returns:
         (sequences,), fp32, in nats.
     """
+    if logits.ndim == labels.ndim:
+        return logits.sum(dim=-1)
     losses = F.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )

@@ -85,7 +85,7 @@ class Wanted:
 
 def _has_chunked_loss(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
     """Decide as engines/loss_implementation.py."""
-    chunks = recipe.loss.implementation != "full" and recipe.precision != "fp16" and TASKS[recipe.task].by_token
+    chunks = recipe.loss.implementation != "full" and recipe.precision != "fp16" and TASKS[recipe.task].takes_chunks
     return chunks and fields.get("model_type") not in WHOLE_LOGITS and not fields.get("final_logit_softcapping")
 
 

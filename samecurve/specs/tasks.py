@@ -22,6 +22,8 @@ class TaskSpec:
         refuses: by key, a value that this task cannot use (None: missing), and reason and fix after "task NAME".
         row: content of a row, for tasks whose rows cannot be packed; "" where rows may be packed.
         by_token: whether the loss is a sum over tokens, each computed from its own logits and targets (Task.by_token).
+        by_log_probability: whether the loss needs of the logits only the labels' log-probabilities
+            (Task.by_log_probability).
         contrasts_rows: whether the loss of a row depends on the other rows of its batch.
         pipelined: whether the task can run under DeepSpeed's pipeline (configs/pipeline.yaml).
         scheduled: whether the task has been compared with one process under PyTorch's pipeline schedules.
@@ -38,6 +40,7 @@ class TaskSpec:
     refuses: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     row: str = ""
     by_token: bool = False
+    by_log_probability: bool = False
     contrasts_rows: bool = False
     pipelined: bool = False
     scheduled: bool = False
@@ -57,6 +60,11 @@ class TaskSpec:
     def trains_head(self) -> bool:
         """The model has a new head, which is trained in full beside an adapter."""
         return self.auto_class == "AutoModelForSequenceClassification"
+
+    @property
+    def takes_chunks(self) -> bool:
+        """The loss can be computed in chunks of tokens."""
+        return self.by_token or self.by_log_probability
 
     @property
     def predicts_next_token(self) -> bool:
@@ -122,6 +130,7 @@ TASKS = {
             )
         },
         row="two answers to one prompt",
+        by_log_probability=True,
         pipelined=True,
         scheduled=True,
         chats=True,

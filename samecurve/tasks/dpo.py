@@ -38,6 +38,7 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
 
     settings: Dpo
     head = Head()
+    by_log_probability = True
 
     @property
     def has_reference(self) -> bool:

@@ -166,6 +166,8 @@ def test_follows_the_plain_loop(task, strategy, workspace, files, settings):
     run = start(workspace, strategy, *expected.overrides)
     assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine").format(MODELS[task])
+    in_chunks = task == "dpo" and strategy != "pipeline" and strategy not in SCHEDULES
+    assert run.facts["loss_implementation"] == ("chunked" if in_chunks else "full")
     assert set(run.column("tokens")) == {8}
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), expected.norms) < 1e-4

@@ -94,7 +94,8 @@ def test_the_loss_is_compiled_where_a_gpu_has_a_compiler(device, triton, found, 
     )
     loss = SimpleNamespace(implementation="auto")
     recipe = SimpleNamespace(compile="off", precision="bf16", loss=loss)
-    loss_implementation.install_loss(None, None, SimpleNamespace(by_token=True), recipe, torch.device(device))
+    task = SimpleNamespace(by_token=True, by_log_probability=False)
+    loss_implementation.install_loss(None, None, task, recipe, torch.device(device))
     assert given == [compiles]
 
 

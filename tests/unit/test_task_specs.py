@@ -39,7 +39,8 @@ def test_every_task_of_the_schema_has_its_facts():
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_is_a_module_and_its_loss_is_what_the_facts_say(name):
     assert callable(import_module(f"samecurve.tasks.{name}").load_task)
-    assert {each.by_token for each in CLASSES[name]} == {TASKS[name].by_token}
+    for fact in ("by_token", "by_log_probability"):
+        assert {getattr(each, fact) for each in CLASSES[name]} == {getattr(TASKS[name], fact)}
 
 
 REFUSED = [(task, key, *refusal) for task, spec in TASKS.items() for key, refusal in spec.refuses.items()]
