@@ -2,8 +2,9 @@
 
 A token goes to the ranks of all experts that its router chose, and the outputs come back. No expert has a capacity
 limit (dropless), so the result is that of one process. The experts' own `forward` runs on the tokens that a rank has
-received. transformers' plan for an architecture says which weights belong to experts. transformers' own expert
-parallelism is not used: in 5.17 it dispatches no tokens; its ranks read the same tokens and sum the experts' outputs.
+received. transformers' plan for an architecture says which weights belong to experts. transformers' own exchange is not
+used: up to 5.17 its ranks read the same tokens and sum the experts' outputs. That of 5.23 (AllToAllEP) dispatches as
+here, but shards experts for its own loader and not by FSDP2 over the ranks that compute the same ones.
 Between passes, FSDP2 shards experts over the ranks that compute the same ones (see `shard`).
 """
 

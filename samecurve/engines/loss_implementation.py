@@ -56,7 +56,8 @@ def last_stage_takes_chunks(model: PreTrainedModel, skeleton: PreTrainedModel, t
     Raises:
         ConfigurationError: as chunkable.head_implementation.
     """
-    return task.by_token and task.teacher is None and _implementation(model, skeleton, recipe) != "full"
+    takes_chunks = task.by_log_probability or (task.by_token and task.teacher is None)
+    return takes_chunks and _implementation(model, skeleton, recipe) != "full"
 
 
 def _implementation(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> str:

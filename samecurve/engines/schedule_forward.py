@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.engines.mesh import Mesh
-    from samecurve.engines.schedule_stages import LocalStages
+    from samecurve.engines.schedule_stages import HeadChunks, LocalStages
     from samecurve.engines.teacher import StagedTeacher
     from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
@@ -34,7 +34,7 @@ class ScheduleForward:
     Attributes:
         module: the layers of all of this rank's stages.
         skeleton: the model on the meta device.
-        has_measures: whether the last stage returns sums instead of logits, see StageLayers.
+        chunks: what the last stage returns instead of logits; None: logits.
         teacher: of a distillation task, else None.
     """
 
@@ -44,7 +44,7 @@ class ScheduleForward:
     skeleton: PreTrainedModel
     task: Task
     dropout: DropoutKeys
-    has_measures: bool
+    chunks: HeadChunks | None
     teacher: StagedTeacher | None
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> int:
@@ -63,7 +63,8 @@ class ScheduleForward:
         """See Engine.evaluate."""
 
         def measure(found: Tensor, **targets: Tensor) -> Tensor:
-            return (found if self.has_measures else evaluation_sums(self.task, found, **targets))[None]
+            has_sums = self.chunks is not None and self.chunks.has_sums
+            return (found if has_sums else evaluation_sums(self.task, found, **targets))[None]
 
         tokens = self.count(micro_batches)
         if self.task.context is not None:
@@ -82,7 +83,7 @@ class ScheduleForward:
     ) -> Tensor:
         """Apply `measure`, (logits, **targets) -> (rows, n), to this pipeline's micro-batches without an update.
 
-        With `has_measures`, `measure` gets the last stage's sums instead of logits.
+        With `chunks`, `measure` gets what they say instead of logits.
 
         Returns:
             (rows of all micro-batches, n), fp64, the same on every rank of the pipeline.
@@ -92,7 +93,7 @@ class ScheduleForward:
             batch = self.with_teacher(batch.to(self.mesh.device))
             if drops:
                 self.dropout.use(nth)
-            output = self._run(batch, batch.labels if self.has_measures else None, drops)
+            output = self._run(batch, batch.labels if self.chunks else None, drops)
             if output is not None:
                 found.append(measure(output, **self.targets(batch)).double())
         own = torch.cat(found) if found else torch.zeros(0, 0, device=self.mesh.device)

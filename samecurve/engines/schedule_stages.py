@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from samecurve.data.micro_batch import position_ids
 from samecurve.errors import ConfigurationError
-from samecurve.losses.chunked_cross_entropy import Measure, TokenSums
+from samecurve.losses.chunked_cross_entropy import Measure, OfHead, TokenSums
+from samecurve.losses.token_log_probabilities import LabelLogProbabilities
 from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead, last_scores
 from samecurve.specs.environment import dated
 from samecurve.strategy.pipeline_schedules import SCHEDULES
@@ -26,33 +28,47 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
 
 
-class Measures(NamedTuple):
-    """Sums over chunks of tokens that the last stage returns instead of logits, in training and in evaluation."""
+@dataclass(frozen=True)
+class HeadChunks:
+    """What the last stage returns instead of logits, computed in chunks of tokens.
 
-    training: Measure
-    evaluation: Measure
+    Attributes:
+        training: the sums that it returns in training, see TokenSums; None: the labels' log-probabilities, always.
+        evaluation: the sums that it returns in an evaluation.
+    """
+
+    training: Measure | None = None
+    evaluation: Measure | None = None
+
+    @property
+    def has_sums(self) -> bool:
+        return self.training is not None
+
+    def of(self, labels: Tensor, is_training: bool) -> OfHead:
+        """Return what the head is to compute of a micro-batch."""
+        measure = self.training if is_training else self.evaluation
+        return LabelLogProbabilities(labels) if measure is None else TokenSums(measure, {"labels": labels})
 
 
 class StageLayers(nn.Module):
     """Consecutive layers; stages pass on hidden states alone, because each of them reads the position_ids itself."""
 
-    def __init__(self, layers: list[Layer], autocast: torch.dtype | None, measures: Measures | None):
+    def __init__(self, layers: list[Layer], autocast: torch.dtype | None, chunks: HeadChunks | None):
         super().__init__()
-        self.layers, self._autocast, self._measures = nn.ModuleList(layers), autocast, measures
+        self.layers, self._autocast, self._chunks = nn.ModuleList(layers), autocast, chunks
 
     def forward(self, hidden: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute hidden states; on the last stage logits or, with `labels`, the measure's sums over all tokens.
+        """Compute hidden states; on the last stage logits or, with `labels`, what HeadChunks say.
 
         Args:
             hidden: (micro_batch_size, sequence_length, hidden_size); on the first stage input_ids without hidden_size.
             position_ids: (micro_batch_size, sequence_length).
-            labels: (micro_batch_size, sequence_length), where the stages have measures.
+            labels: (micro_batch_size, sequence_length), where the stages have HeadChunks.
         """
         flow = hidden, position_ids
         options = {}
-        if labels is not None and self._measures:
-            measure = self._measures.training if self.training else self._measures.evaluation
-            options["sums"] = TokenSums(measure, {"labels": labels})
+        if labels is not None and self._chunks:
+            options["sums"] = self._chunks.of(labels, self.training)
         with torch.autocast(hidden.device.type, self._autocast) if self._autocast else nullcontext():
             for layer in self.layers:
                 flow = layer(flow, **(options if isinstance(layer, (HeadLayer, TiedHead)) else {}))
@@ -85,7 +101,7 @@ class LocalStages:
         strategy: Strategy,
         autocast: torch.dtype | None,
         mesh: Mesh,
-        measures: Measures | None = None,
+        chunks: HeadChunks | None = None,
         classifier_padding: int | None = None,
     ):
         self.classifier_padding = classifier_padding
@@ -115,7 +131,7 @@ class LocalStages:
                 "Interleaved1F1B)"
             )
         mine = self.schedule.stages(self.rank, self.ranks)
-        self.modules = {stage: self._allocated(StageLayers(stages[stage], autocast, measures), mesh) for stage in mine}
+        self.modules = {stage: self._allocated(StageLayers(stages[stage], autocast, chunks), mesh) for stage in mine}
         self.weights = dict(pair for stage in mine for layer in stages[stage] for pair in layer.named_weights())
         self.has_first, self.has_last = 0 in mine, self.count - 1 in mine
 

@@ -24,7 +24,7 @@ from samecurve.engines.loss_implementation import last_stage_takes_chunks
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_forward import ScheduleForward
-from samecurve.engines.schedule_stages import LocalStages, Measures
+from samecurve.engines.schedule_stages import HeadChunks, LocalStages
 from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
@@ -71,21 +71,22 @@ class ScheduledEngine:
         if dims.tp > 1:  # on the meta device and by module, so that it may precede the cut into stages
             tensor_parallel.check(skeleton, plan.strategy)
             summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
-        self._measures = None
+        self._chunks = None
         if dims.tp > 1 or last_stage_takes_chunks(whole, skeleton, task, self.recipe):
-            self._measures = Measures(measure_of(task), partial(evaluation_sums, task))
+            measures = (measure_of(task), partial(evaluation_sums, task)) if task.by_token else ()
+            self._chunks = HeadChunks(*measures)
         parts = tensor_parallel.parts(whole, self._mesh)
         self._dropout = dropout.install(whole, self.recipe.seed, self.device, parts=parts)
         compilation.prepare(whole, self.recipe, self.device, is_cut=dims.tp > 1)
         padding = skeleton.config.pad_token_id if is_classifier(skeleton) else None
         self._stages = stages = LocalStages(
-            split_layers(whole), plan.strategy, self._autocast, self._mesh, self._measures, padding
+            split_layers(whole), plan.strategy, self._autocast, self._mesh, self._chunks, padding
         )
         self._summed = [stages.weights[name] for name in summed if name in stages.weights]
         self._module = nn.ModuleList(stages.modules.values()).train()
         taught = StagedTeacher(plan.strategy, self._mesh, task) if task.teacher else None
         self._forward = ScheduleForward(
-            *(stages, self._module, self._mesh, skeleton, task, self._dropout, self._measures is not None, taught)
+            *(stages, self._module, self._mesh, skeleton, task, self._dropout, self._chunks, taught)
         )
         self._tie_group = stages.group_of_ends() if stages.tied else None
 
@@ -168,7 +169,7 @@ class ScheduledEngine:
         input_ids, position_ids = map(torch.cat, zip(*map(schedule_stages.inputs, rows), strict=True))
         inputs = (input_ids,) if stages.has_first else ()
         last = {"target": torch.arange(len(rows))} if stages.has_last else {}
-        of_last = {"labels": torch.cat([each.labels for each in rows])} if self._measures else {}
+        of_last = {"labels": torch.cat([each.labels for each in rows])} if self._chunks else {}
         schedule = self._schedule(input_ids.shape, len(rows))
         with self._dropout.check_draws():
             schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)
@@ -196,7 +197,7 @@ class ScheduledEngine:
         shapes; the real pass then overwrites those sums.
         """
         batch, loss, found = self._rows[int(nth)], output, output.new_zeros(0)
-        if not self._measures:
+        if not (self._chunks and self._chunks.has_sums):
             loss, found = self._task.step_loss(self._stages.read_out(output, batch), **self._forward.targets(batch))
         self._sums[int(nth)] = torch.cat([loss.detach().reshape(1), found]).double()
         return loss * self._loss_weight
@@ -250,7 +251,7 @@ class ScheduledEngine:
             **live_mesh.describe([*weights.values()], groups),
             tensor_parallel_size=tensor_parallel.cut_size(weights),
             num_teacher_parameters_per_rank=taught.num_parameters_per_rank if taught else 0,
-            loss_implementation="chunked" if self._measures else "full",
+            loss_implementation="chunked" if self._chunks else "full",
             # they are reduced after the step's last backward pass
             whole_gradient_bytes=4 * num_parameters * self._mesh.dims.dp_shard if sharded else 0,
         )

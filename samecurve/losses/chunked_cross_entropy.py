@@ -25,7 +25,7 @@ from torch.profiler import record_function
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
 from samecurve.losses.liger_cross_entropy import liger_loss_sum
-from samecurve.losses.vocabulary_parallel import Columns, HeadWeights, own_part
+from samecurve.losses.vocabulary_parallel import Columns, OutputHead, own_part
 from samecurve.specs import loss_chunks
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Measure = Callable[..., Tensor]
 class OfHead(Protocol):
     """What the output head is to compute in place of logits, in chunks of tokens."""
 
-    def computed(self, hidden: Tensor, head: nn.Linear, kind: str, compiles: bool) -> Tensor: ...
+    def computed(self, hidden: Tensor, head: OutputHead, kind: str = "chunked", compiles: bool = False) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TokenSums:
     targets: dict[str, Tensor]
     positions: Tensor | None = None
 
-    def computed(self, hidden: Tensor, head: nn.Linear, kind: str, compiles: bool) -> Tensor:
+    def computed(self, hidden: Tensor, head: OutputHead, kind: str = "chunked", compiles: bool = False) -> Tensor:
         """See chunked_sums."""
         return chunked_sums(hidden, head, self, kind, compiles)  # pyright: ignore  # torch.compiler.disable has no types
 
@@ -68,7 +68,7 @@ class TokenSums:
 
 @torch.compiler.disable
 def chunked_sums(
-    hidden: Tensor, head: nn.Linear | HeadWeights, wanted: TokenSums, kind: str = "chunked", compiles: bool = False
+    hidden: Tensor, head: OutputHead, wanted: TokenSums, kind: str = "chunked", compiles: bool = False
 ) -> Tensor:
     """Compute the sums `wanted` of the logits head(hidden) in chunks. Collective if the vocabulary is divided.
 
@@ -181,9 +181,7 @@ def trained_positions(labels: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def prepared(
-    hidden: Tensor, head: nn.Linear | HeadWeights
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Columns | None]]:
+def prepared(hidden: Tensor, head: OutputHead) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Columns | None]]:
     """Yield (hidden, weight, bias, columns) without autocast, which would cast the weight anew in each chunk.
 
     Hidden states get autocast's dtype. Where the vocabulary is divided, weight and bias are this rank's part of it.

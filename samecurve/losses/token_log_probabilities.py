@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from samecurve.losses.chunked_cross_entropy import HeadGradients, as_dtype_of, logits_of, prepared, slices
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.losses.vocabulary_parallel import Columns
+from samecurve.losses.vocabulary_parallel import Columns, OutputHead
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class LabelLogProbabilities:
     labels: Tensor
     positions: Tensor | None = None
 
-    def computed(self, hidden: Tensor, head: nn.Linear, kind: str, compiles: bool) -> Tensor:
+    def computed(self, hidden: Tensor, head: OutputHead, kind: str = "chunked", compiles: bool = False) -> Tensor:
         """See chunked_log_probabilities; in one way only."""
         return chunked_log_probabilities(hidden, head, self)  # pyright: ignore  # torch.compiler.disable has no types
 
 
 @torch.compiler.disable
-def chunked_log_probabilities(hidden: Tensor, head: nn.Linear, wanted: LabelLogProbabilities) -> Tensor:
+def chunked_log_probabilities(hidden: Tensor, head: OutputHead, wanted: LabelLogProbabilities) -> Tensor:
     """Compute the log-probability of each label: (sequences, length), fp32, in nats, 0 where nothing is trained.
 
     Collective, forward and backward, if the vocabulary is divided.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
@@ -24,6 +24,9 @@ class HeadWeights(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None = None
+
+
+OutputHead = nn.Linear | HeadWeights
 
 
 class Columns(NamedTuple):

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from samecurve.errors import ConfigurationError
-from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
+from samecurve.losses.chunked_cross_entropy import OfHead
 from samecurve.losses.vocabulary_parallel import HeadWeights, own_part
 from samecurve.models.hf_config import kind_of
 from samecurve.specs.model_families import FAMILIES
@@ -96,11 +96,11 @@ class HeadLayer(Layer):
         super().__init__(head=prefix)
         self.head = head
 
-    def forward(self, hidden: Tensor, sums: TokenSums | None = None) -> Tensor:
-        """Compute logits, or the sums of their chunks."""
+    def forward(self, hidden: Tensor, sums: OfHead | None = None) -> Tensor:
+        """Compute logits, or `sums` in their place."""
         if sums is None:
             return self.head(hidden)
-        return chunked_sums(hidden, HeadWeights(self.head.weight, self.head.bias), sums)  # pyright: ignore  # no types
+        return sums.computed(hidden, HeadWeights(self.head.weight, self.head.bias))
 
 
 class TiedHead(Layer):
@@ -110,11 +110,11 @@ class TiedHead(Layer):
         super().__init__()
         self.embedding = embedding
 
-    def forward(self, hidden: Tensor, sums: TokenSums | None = None) -> Tensor:
-        """Compute logits, or the sums of their chunks."""
+    def forward(self, hidden: Tensor, sums: OfHead | None = None) -> Tensor:
+        """Compute logits, or `sums` in their place."""
         if sums is None:
             return project(self.embedding, hidden)
-        return chunked_sums(hidden, HeadWeights(self.embedding.tokens.weight), sums)  # pyright: ignore  # no types
+        return sums.computed(hidden, HeadWeights(self.embedding.tokens.weight))
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
         return self.embedding.named_weights()

@@ -92,7 +92,7 @@ def _cut_stages(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if not _applies(strategy) or strategy.tensor_parallel_size == 1:
         return
     task = value("task")
-    if (spec := TASKS.get(task)) and spec.scheduled and (spec.has_teacher or not spec.by_token):
+    if (spec := TASKS.get(task)) and spec.scheduled and (spec.has_teacher or not spec.takes_chunks):
         why = "its loss needs the teacher's whole logits" if spec.has_teacher else "its loss needs whole rows"
         text = f"found {task}, but tensor-parallel stages compute the loss in chunks of tokens, and {why}"
         yield "task", f"{text}; set parallelism_config_tp_size to 1, or use another strategy"

@@ -35,8 +35,8 @@ STEPS, SAVED, LENGTH, BETA = 10, 5, 64, 0.2
 AUTO = {"dpo": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
 CUT_ROWS = ("fsdp_cp", "fsdp_ulysses", "fsdp_tp_cp")
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}", "pipeline": "PipelineEngine"}
-ENGINES |= {**SCHEDULES, **dict.fromkeys(CUT_ROWS, "FSDP{}")}
-WORLDS = {"single": 1, "fsdp_tp_cp": 4}
+ENGINES |= {**SCHEDULES, "pp_fsdp_tp": "Schedule1F1B", **dict.fromkeys(CUT_ROWS, "FSDP{}")}
+WORLDS = {"single": 1, "fsdp_tp_cp": 4, "pp_fsdp_tp": 8}
 MODELS = {"dpo": "LlamaForCausalLM", "reward": "LlamaForSequenceClassification"}
 
 
@@ -154,7 +154,11 @@ EVERY_DAY = [
     ("reward", "fsdp_cp"),
 ]
 CASES = EVERY_DAY + long(
-    *(("dpo", name) for name in ("ddp", "fsdp", "zero2", "pipeline", *CUT_ROWS, *SCHEDULES) if name != "pipeline_1f1b"),
+    *(
+        ("dpo", name)
+        for name in ("ddp", "fsdp", "zero2", "pipeline", *CUT_ROWS, *SCHEDULES, "pp_fsdp_tp")
+        if name != "pipeline_1f1b"
+    ),
     *(("reward", name) for name in ("single", "ddp", "zero2", "zero3", "tp", "fsdp_ulysses", "fsdp_tp_cp")),
     *(("reward", name) for name in SCHEDULES),
 )
@@ -166,7 +170,7 @@ def test_follows_the_plain_loop(task, strategy, workspace, files, settings):
     run = start(workspace, strategy, *expected.overrides)
     assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
     assert run.facts["engine"] == ENGINES.get(strategy, "DeepSpeedEngine").format(MODELS[task])
-    in_chunks = task == "dpo" and strategy != "pipeline" and strategy not in SCHEDULES
+    in_chunks = task == "dpo" and strategy != "pipeline"  # DeepSpeed's
     assert run.facts["loss_implementation"] == ("chunked" if in_chunks else "full")
     assert set(run.column("tokens")) == {8}
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5

@@ -56,7 +56,7 @@ def test_tasks(task):
     assert [key for key, _ in findings(task=task)] == (["task"] if task == "mlm" else [])
 
 
-@pytest.mark.parametrize(("task", "why"), [("dpo", "whole rows"), ("distill", "the teacher's whole logits")])
+@pytest.mark.parametrize(("task", "why"), [("reward", "whole rows"), ("distill", "the teacher's whole logits")])
 def test_stages_that_are_cut_take_losses_of_single_tokens(task, why):
     assert not findings(tensor_size=2)
     ((key, text),) = findings(tensor_size=2, task=task)
