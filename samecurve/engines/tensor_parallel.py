@@ -47,9 +47,8 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     family, spreads = model.config.model_type, strategy.dims.ep > 1
     known = EXPERT_AND_TENSOR_PARALLEL if spreads else TENSOR_PARALLEL
     if family not in known:
-        text = f"{family} has not been tested under {'expert and ' if spreads else ''}tensor parallelism"
         fix = f"use {', '.join(sorted(known))}, or configs/{'fsdp_ep' if spreads else 'fsdp'}.yaml"
-        raise ConfigurationError(f"{strategy.path}: {KEY}: found {size}, but {text}; {fix}")
+        raise ConfigurationError(f"{strategy.path}: {KEY}: found {size}, but {_why_not(model, strategy.dims)}; {fix}")
     plan = _resolve(model, strategy.dims)
     by_head = any(_is_by_head(name, style) for name, style in plan.items())
     heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
@@ -69,6 +68,17 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
         raise ConfigurationError(f"{strategy.path}: {SEQUENCE_KEY}: {text}; set it to false")
     if found:
         raise ConfigurationError("\n".join(f"{strategy.path}: {KEY}: {text}" for text in found))
+
+
+def _why_not(model: PreTrainedModel, dims: ParallelDims) -> str:
+    """Say why the family is not allowed: a plan that lacks a part, or no comparison with one process."""
+    family, library = model.config.model_type, dated("transformers")
+    if not getattr(model.config.get_text_config(), "base_model_tp_plan", None):
+        return f"{library} has no tensor-parallel plan for the layers of a {family}"
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    if embedding not in _resolve(model, dims):
+        return f"the tensor-parallel plan of a {family} in {library} leaves its embedding whole"
+    return f"{family} has not been tested under {'expert and ' if dims.ep > 1 else ''}tensor parallelism"
 
 
 def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:

@@ -46,8 +46,11 @@ def version(package: str) -> str | None:
 
 
 def dated(package: str) -> str:
-    """Name a package with its version, as in "torch 2.13.0", in a refusal that another version might not need."""
-    return f"{package} {version(package)}"
+    """Name a package with its version, as in "torch 2.13.0", in a refusal that another version might not need.
+
+    A package that is not installed, as DeepSpeed is not on every laptop, has its name only.
+    """
+    return " ".join(filter(None, (package, version(package))))
 
 
 def versions() -> dict[str, str | None]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from samecurve.specs.environment import dated
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 
@@ -172,13 +173,15 @@ ACCELERATE: Table = {
         "parallelism_config_tp_size": COUNT,
         "parallelism_config_cp_size": COUNT,
         "parallelism_config_cp_backend": Rejected(
-            "torch's context parallelism drops the masks between packed documents, so samecurve has its own; remove it",
+            f"context_parallel of {dated('torch')} drops the masks between packed documents, so samecurve has its own; "
+            "remove it",
             (None, "torch"),
         ),
         "parallelism_config_cp_comm_strategy": one_of("allgather", "alltoall"),  # the second is a ring
         "parallelism_config_sp_size": COUNT,
         "parallelism_config_sp_backend": Rejected(
-            "DeepSpeed's Ulysses drops the masks between packed documents, so samecurve has its own; remove it"
+            f"Ulysses of {dated('deepspeed')} drops the masks between packed documents, so samecurve has its own; "
+            "remove it"
         ),
         "parallelism_config_sp_seq_length": _ROWS,
         "parallelism_config_sp_seq_length_is_variable": _ROWS,

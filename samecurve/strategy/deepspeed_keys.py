@@ -6,6 +6,7 @@ import contextlib
 import re
 from typing import Any
 
+from samecurve.specs.environment import dated
 from samecurve.strategy.accelerate_keys import (
     BOOLEAN,
     COUNT,
@@ -26,24 +27,44 @@ from samecurve.strategy.accelerate_keys import (
     or_auto,
 )
 
+_DEEPSPEED = dated("deepspeed")  # another version may do what this one cannot
+
 
 def _removed(what: str, instead: str = "remove it") -> Rejected:
-    return Rejected(f"DeepSpeed removed {what}; {instead}", ())  # not even null: it raises if the key is there
+    return Rejected(f"{_DEEPSPEED} has removed {what}; {instead}", ())  # not even null: it raises if the key is there
 
 
 _PRECISION = Rejected(
     "every strategy keeps fp32 master weights, gradients and optimizer states; remove it", (None, False)
 )
-_QUANTISED = Rejected("quantised communication (ZeRO++) changes the training result; remove it", (None, False))
+_QUANTISED = Rejected(
+    f"ZeRO++ of {_DEEPSPEED} rounds what it sends to 8 or 4 bits, which changes the loss curve; remove it",
+    (None, False),
+)
+_UNCOMPARED = f"it has not been compared with one process ({_DEEPSPEED}); remove it"
 _MONITOR = Rejected("metrics and TensorBoard files are already written to the run directory; remove it")
 _OLD_OFFLOAD = Rejected("this key is deprecated; use offload_optimizer or offload_param", ())
-_EXPERTS = Rejected("DeepSpeed's expert parallelism is not supported; remove it, or use configs/fsdp_ep.yaml")
-_SEQUENCE = "DeepSpeed's sequence parallelism is not supported; remove it, or use configs/fsdp_ulysses.yaml"
+_TENSOR_PARALLEL = Rejected(  # module_inject/layers.py
+    f"AutoTP of {_DEEPSPEED} keeps a rank's part of a weight as a plain tensor, and samecurve's checkpoints find parts "
+    "by the DTensors of transformers' plans; remove it, or use configs/fsdp_tp.yaml"
+)
+# module_inject/auto_ep_layer.py: a router and experts by other names, which the router losses do not see
+_EXPERTS = Rejected(
+    f"{_DEEPSPEED} replaces a mixture's layers by its own, whose weights and router losses samecurve does not know; "
+    "remove it, or use configs/fsdp_ep.yaml"
+)
+# runtime/sequence_parallel/ulysses_sp.py
+_SEQUENCE = (
+    f"Ulysses of {_DEEPSPEED} drops the masks between packed documents; remove it, or use configs/fsdp_ulysses.yaml"
+)
 _RECOMPUTATION = Rejected(
     "nothing uses it: the recipe's memory.activation_checkpointing sets recomputation; remove it", (None, False)
 )
+# runtime/pipe/engine.py: only if is_model_parallel
 _PARTITIONED = Rejected(
-    "it partitions among tensor-parallel ranks, and DeepSpeed's are not supported; remove it", (None, False)
+    f"the pipeline of {_DEEPSPEED} partitions activations among tensor-parallel ranks only, and these are refused "
+    "(see tensor_parallel); remove it",
+    (None, False),
 )
 
 
@@ -103,7 +124,7 @@ ZERO: Table = {
         "pipeline_write": BOOLEAN,
         "fast_init": BOOLEAN,
         "ratio": FRACTION,
-        "super_offload": Rejected("SuperOffload is not supported; remove it", (None, False)),
+        "super_offload": Rejected(_UNCOMPARED, (None, False)),
         "cpuadam_cores_perc": FRACTION,
     },
     "offload_param": {
@@ -118,8 +139,8 @@ ZERO: Table = {
     "cpu_offload_param": _OLD_OFFLOAD,
     "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
     "stage3_gather_fp16_weights_on_model_save": Rejected("it is now stage3_gather_16bit_weights_on_model_save", ()),
-    "elastic_checkpoint": Rejected("DeepSpeed replaced it with universal checkpoints; remove it", (None, False)),
-    "legacy_stage1": Rejected("DeepSpeed removed the legacy stage 1; remove it", (None, False)),
+    "elastic_checkpoint": Rejected(f"{_DEEPSPEED} replaced it with universal checkpoints; remove it", (None, False)),
+    "legacy_stage1": Rejected(f"{_DEEPSPEED} has removed the legacy stage 1; remove it", (None, False)),
     "pipeline_loading_checkpoint": Rejected("the recipe's checkpoint block sets this; remove it", (None, False)),
     "save_muon_momentum_buffer_in_memory": Rejected("DeepSpeed's Muon is not supported; remove it", (None, False)),
     "zenflow": Rejected("ZenFlow updates with stale gradients, which changes the loss curve; remove it"),
@@ -242,10 +263,8 @@ DEEPSPEED: Table = {
     "data_efficiency": Rejected("it changes the data that the recipe chose; remove it"),
     "hybrid_engine": Rejected("it serves generation during training (RLHF), which is not supported; remove it"),
     "autotuning": Rejected("it starts runs other than the recipe's; remove it"),
-    "compile": Rejected("DeepCompile is not supported; remove it"),
-    "tensor_parallel": Rejected(
-        "DeepSpeed's tensor parallelism is not supported; remove it, or use configs/fsdp_tp.yaml"
-    ),
+    "compile": Rejected(_UNCOMPARED),
+    "tensor_parallel": _TENSOR_PARALLEL,
     "sequence_parallel_size": Rejected(_SEQUENCE, (None, 1)),
     "seq_parallel_communication_data_type": Rejected(_SEQUENCE),
     "expert_parallel": _EXPERTS,

@@ -27,7 +27,11 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8": (OFF, "torchao replaces linear layers only, and experts are none"),
     "model.kernels": (("torch", None), f"a Liger kernel {_UNTESTED}"),
     "loss.implementation": (("auto", "full", "chunked"), f"Liger's kernel {_UNTESTED}"),
-    "compile": (("off", "auto", False, None), "the host reads in each layer how many tokens each rank gets"),
+    "compile": (
+        ("off", "auto", False, None),
+        f"all_to_all_single of {dated('torch')} takes the tokens of each rank as numbers of the host, which "
+        "it reads in each layer",
+    ),
     "memory.activation_checkpointing": (("none", "full", "selective"), f"this kind of recomputation {_UNTESTED}"),
     "memory.gradient_sync": (("auto",), f"the key {_UNTESTED}"),
 }

@@ -13,12 +13,13 @@ from tiny_families import round_trip_config
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from samecurve.engines import expert_parallel
+from samecurve.engines import expert_parallel, tensor_parallel
 from samecurve.engines.expert_parallel import Dispatch
 from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
+from samecurve.specs.environment import dated
 from samecurve.specs.model_families import EXPERT_PARALLEL
 from samecurve.strategy.parallel_dims import ParallelDims
 
@@ -107,6 +108,30 @@ def test_what_cannot_be_spread_is_refused(family, dims, words):
         expert_parallel.check(model, SimpleNamespace(path="configs/fsdp_ep.yaml", dims=dims))  # pyright: ignore
     for word in (*words, "configs/fsdp_ep.yaml: parallelism_config.parallelism_config_ep_size: found"):
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "ep", "why"),
+    [
+        ("gpt_oss", 2, f"{dated('transformers')} has no tensor-parallel plan for the layers of a gpt_oss"),
+        (
+            "gpt_neox",
+            1,
+            f"the tensor-parallel plan of a gpt_neox in {dated('transformers')} leaves its embedding whole",
+        ),
+        ("gpt2", 1, f"{dated('transformers')} has no tensor-parallel plan for the layers of a gpt2"),
+        ("granite", 1, "granite has not been tested under tensor parallelism"),
+        ("granitemoe", 2, "granitemoe has not been tested under expert and tensor parallelism"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(family, ep, why):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=1))
+    dims = ParallelDims(dp_shard=2, tp=2, ep=ep)
+    strategy = SimpleNamespace(path="configs/x.yaml", dims=dims, tensor_parallel_size=2, tp_sequence_parallel=False)
+    with pytest.raises(ConfigurationError) as error:
+        tensor_parallel.check(model, strategy)  # pyright: ignore
+    assert f"found 2, but {why}; use " in str(error.value)
 
 
 def test_experts_of_another_dimension_are_sharded_where_they_are_fewer_than_ranks():

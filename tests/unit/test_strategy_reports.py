@@ -7,7 +7,10 @@ from __future__ import annotations
 import pytest
 from report_cases import BLOCK, GOOD, INTEGER, NUMBER, TORCHRUN, Plan, changed, check_report, message, write
 
+from samecurve.specs.environment import dated
+
 T = TORCHRUN
+DEEPSPEED, TORCH = dated("deepspeed"), dated("torch")
 
 
 def acc(old, new, name="ddp", environ=T):
@@ -158,7 +161,9 @@ CASES = [
     ("ulysses and cp", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_cp_size: 2"),
      [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_cp_size", "2", "remove one")]),
     ("ulysses of DeepSpeed", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_sp_backend: deepspeed"),
-     [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_sp_backend", "deepspeed", "masks between packed", "remove")]),
+     [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_sp_backend", f"Ulysses of {DEEPSPEED}", "masks between packed", "remove")]),
+    ("context parallelism of another backend", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_cp_backend: other"),
+     [("configs/fsdp_ulysses.yaml:7", "parallelism_config.parallelism_config_cp_backend", "other", f"context_parallel of {TORCH}", "masks between packed", "remove")]),
     ("cp ring", *cp("sp_size: 2", "cp_size: 2\n  parallelism_config_cp_comm_strategy: ring", name="fsdp_cp"),
      [("configs/fsdp_cp.yaml:7", "parallelism_config.parallelism_config_cp_comm_strategy", "ring", "allgather, alltoall")]),
     ("ulysses ring", *cp("sp_size: 2", "sp_size: 2\n  parallelism_config_cp_comm_strategy: alltoall"),
@@ -194,7 +199,7 @@ CASES = [
     ("ep: adamw_bf16", *ep("  learning_rate: 1e-3", "  learning_rate: 1e-3\n  name: adamw_bf16"),
      [("r.yaml:15", "optimizer.name", "adamw_bf16", "compared", "adamw, lion or sgd")]),
     ("ep: compile", *ep("steps: 10", "steps: 10\ncompile: regional"),
-     [("r.yaml:3", "compile", "regional", "how many tokens", "off")]),
+     [("r.yaml:3", "compile", "regional", f"all_to_all_single of {TORCH}", "off")]),
     ("ep: precision", *ep("precision: bf16", "precision: fp16"),
      [("r.yaml:3", "precision", "fp16", "once too often", "fp32 or bf16")]),
     ("ep: fp8", *ep("steps: 10", "steps: 10\nfp8: tensorwise"),
@@ -323,7 +328,7 @@ CASES = [
     ("json: removed", *top('"elasticity": {"enabled": true}'),
      [("ds_configs/zero2.json:2", "elasticity", BLOCK, "elastic training", "global_batch_size")]),
     ("json: removed zero", *zadd('"mics_shard_size": 8'),
-     [("ds_configs/zero2.json:7", "zero_optimization.mics_shard_size", "8", "MiCS", "zero_hpz_partition_size")]),
+     [("ds_configs/zero2.json:7", "zero_optimization.mics_shard_size", "8", f"{DEEPSPEED} has removed MiCS", "zero_hpz_partition_size")]),
     ("json: batch", *top('"train_batch_size": 16'),
      [("ds_configs/zero2.json:2", "train_batch_size", "16", "batch.global_batch_size", "8", "r.yaml:10", '"auto"', "remove")]),
     ("json: micro+gas", *top('"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1'),
@@ -355,9 +360,13 @@ CASES = [
       ("ds_configs/zero2.json:3", "fp16.enabled", "bf16.enabled", "ds_configs/zero2.json:2", "remove"),
       ("ds_configs/zero2.json:3", "fp16.enabled", "true", "precision", '"bf16"', "r.yaml:3", '"auto"', "remove")]),
     ("json: tp", *top('"tensor_parallel": {"autotp_size": 2}'),
-     [("ds_configs/zero2.json:2", "tensor_parallel", BLOCK, "tensor parallelism", "remove")]),
+     [("ds_configs/zero2.json:2", "tensor_parallel", BLOCK, f"AutoTP of {DEEPSPEED}", "DTensors", "configs/fsdp_tp.yaml")]),
+    ("json: experts", *top('"expert_parallel": {"enabled": true}'),
+     [("ds_configs/zero2.json:2", "expert_parallel", BLOCK, f"{DEEPSPEED} replaces", "router losses", "configs/fsdp_ep.yaml")]),
+    ("json: sequence", *top('"sequence_parallel_size": 2'),
+     [("ds_configs/zero2.json:2", "sequence_parallel_size", "2", f"Ulysses of {DEEPSPEED}", "masks", "configs/fsdp_ulysses.yaml")]),
     ("json: quantised", *zadd('"zero_quantized_weights": true'),
-     [("ds_configs/zero2.json:7", "zero_optimization.zero_quantized_weights", "true", "ZeRO++", "remove")]),
+     [("ds_configs/zero2.json:7", "zero_optimization.zero_quantized_weights", "true", f"ZeRO++ of {DEEPSPEED}", "remove")]),
     ("json: zenflow", *zadd('"zenflow": {"topk_ratio": 0.1}'),
      [("ds_configs/zero2.json:7", "zero_optimization.zenflow", BLOCK, "ZenFlow", "remove")]),
     ("json: stage0", *ds('"stage": 2', '"stage": 0'),
@@ -399,7 +408,7 @@ CASES = [
      [("ds_configs/pipeline.json:4", "pipeline.use_reentrant", "true", "reentrant", "memory.activation_checkpointing", "remove")]),
     ("pipeline: partitioned", *ds('"stages": 2,', '"stages": 2, "pipe_partitioned": true, "grad_partitioned": true,', "pipeline"),
      [("ds_configs/pipeline.json:4", "pipeline.grad_partitioned", "true", "tensor-parallel", "remove"),
-      ("ds_configs/pipeline.json:4", "pipeline.pipe_partitioned", "true", "tensor-parallel", "remove")]),
+      ("ds_configs/pipeline.json:4", "pipeline.pipe_partitioned", "true", f"the pipeline of {DEEPSPEED}", "tensor-parallel ranks only", "remove")]),
     ("pipeline: zero2", *ds('"stage": 1', '"stage": 2', "pipeline"),
      [("ds_configs/pipeline.json:2", "zero_optimization.stage", "2", "0 or 1", "set it to 1")]),
     ("pipeline: many", *ds('"stages": 2', '"stages": 6', "pipeline", {**T, "WORLD_SIZE": "6"})[:2], {**T, "WORLD_SIZE": "6"},
