@@ -62,7 +62,7 @@ def by_dimension(dims, exchanges):
 
 
 def check_ledger(run, folder, routed=False):
-    """`routed`: how many tokens travel to experts is the routers' choice."""
+    """`routed`: which ranks get the tokens is the routers' choice."""
     job, dims, compared = planned(run), arranged(run)[1].dims, 0
     for index, stage in enumerate(stages(job, by_cost=False)):
         rank = index * dims.world_size // job.layout.pp  # the first of the stage
@@ -78,8 +78,10 @@ def check_ledger(run, folder, routed=False):
             for name, each in dimension.collectives.items()
         }
         if routed:
-            tokens_sent = "ep", "all_to_all"
-            assert counted.pop(tokens_sent) == pytest.approx(expected.pop(tokens_sent), rel=0.3)
+            # the larger of what a rank sends, which is what even routers send, and of what it gets; of four exchanges
+            # one too few would be at most 3 / 4 of the upper bound
+            even, sent = (bytes_of.pop(("ep", "all_to_all")) for bytes_of in (expected, counted))
+            assert even <= sent < 1.3 * even, stage
         # Means over steps of different tokens; the stop flag's byte travels in the background, perhaps a step later.
         # Where several tensor-parallel groups read different rows, one of them may train a token more than the mean.
         groups = job.layout.dp if job.layout.tp > 1 else 1
@@ -219,17 +221,19 @@ def test_predicted_bytes_of_several_dimensions(strategy, world, workspace):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "world", "checkpointing"),
-    [("fsdp_ep", 2, "none"), ("fsdp_ep_tp", 4, "none"), ("fsdp_ep_tp", 4, "full")],
+    [("fsdp_ep", 2, "none"), ("fsdp_ep", 2, "full"), ("fsdp_ep_tp", 4, "none"), ("fsdp_ep_tp", 4, "full")],
 )
-def test_experts_exchange_tokens(strategy, world, checkpointing, workspace):
-    model = {**COMMON, **CONFIGS["mixtral"], "model_type": "mixtral"}
+def test_experts_exchange_tokens(strategy, world, checkpointing, routed, workspace):
+    """Exactly those of the formula where each token goes to all four experts, which no router can make uneven."""
+    model = {**COMMON, **CONFIGS["mixtral"], "model_type": "mixtral"} | ({} if routed else {"num_experts_per_tok": 4})
     more = f"model.config={json.dumps(model)}", "model.router_loss=off"
     more += (f"memory.activation_checkpointing={checkpointing}",)
     run, folder, content = profiled(workspace, strategy, *ACCUMULATED, *more, world=world)
     check_states(run, content)
-    check_ledger(run, folder, routed=True)
+    check_ledger(run, folder, routed=routed)
 
 
 PLAIN = "precision=fp32"
