@@ -11,16 +11,29 @@ import os
 import sys
 from unittest import mock
 
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
 from samecurve.data.batches import StepBatches
 from samecurve.engines import factory, gradient_norm, scheduled_engine, tensor_parallel, torch_engine
+from samecurve.engines.first_step import FirstStep
 from samecurve.engines.schedule_stages import LocalStages
+from samecurve.engines.scheduled_engine import ScheduledEngine
+from samecurve.models.attention import context
 from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
+from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS
 from samecurve.tasks import registry
 
 STEPS = 3
-_trained = LocalStages.trained
+_trained, _gathered, _copies, _divide = (
+    LocalStages.trained,
+    context.all_gather,
+    gradient_norm.num_copies,
+    FSDPModule.set_gradient_divide_factor,
+)
 
 
 def _nothing(*_args: object) -> None:
@@ -31,10 +44,37 @@ def _one_copy(_parameter: object, mesh: object) -> int:
     return 1
 
 
+def _one_copy_of_experts(parameter: torch.nn.Parameter, mesh) -> int:
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    return 1 if "ep" in (names or ()) else _copies(parameter, mesh)
+
+
+def _divided_twice(unit: FSDPModule, factor: float) -> None:
+    _divide(unit, factor**2)
+
+
+def _without_gradients_of_others(keys: torch.Tensor, dim: int, group) -> torch.Tensor:
+    parts = [*_gathered(keys.detach(), dim, group).chunk(group.size(), dim)]
+    parts[group.rank()] = keys
+    return torch.cat(parts, dim)
+
+
+def _squares_of_own_stages(engine: ScheduledEngine, values: torch.Tensor) -> tuple[float, ...]:
+    mesh, others = engine._mesh, [name for name in DIMENSIONS if name != "pp"]
+    return (*mesh.sum(values[:2], over=(*others,)), *mesh.sum(values[2:], over=DIMENSIONS))
+
+
+def _unchecked(_first_step: FirstStep, result, *_args: object):
+    return result
+
+
 def _all_counted(stages: LocalStages) -> tuple[list, list]:
     own, others = _trained(stages)
     return own + others, []
 
+
+# The comparison of the first step finds a norm that the ranks do not share, before a test sees it.
+_FOUND_AT_ONCE = (FirstStep, "checked", _unchecked)
 
 # What is replaced, by name of the error. An engine has imported some functions by name.
 ERRORS = {
@@ -48,6 +88,18 @@ ERRORS = {
     ],
     "a tied weight counts on both stages": [(LocalStages, "trained", _all_counted)],
     "a norm's gradient is of the rank's tokens": [(tensor_parallel, "sum_gradients", _nothing)],
+    "the norm is of the rank's stages": [(ScheduledEngine, "_total", _squares_of_own_stages), _FOUND_AT_ONCE],
+    "the norm is of a part's shards": [
+        (gradient_norm, "DIMENSIONS", tuple(name for name in DIMENSIONS if name != "cp")),
+        _FOUND_AT_ONCE,
+    ],
+    "gradients are a mean over the parts of a row": [(torch_engine, "LOSS", BATCH)],
+    "keys miss the gradients of other parts' queries": [(context, "all_gather", _without_gradients_of_others)],
+    "experts' gradients are not divided": [(FSDPModule, "set_gradient_divide_factor", _nothing)],
+    "experts' gradients are divided twice": [(FSDPModule, "set_gradient_divide_factor", _divided_twice)],
+    "each rank's copy of an expert counts": [
+        (module, "num_copies", _one_copy_of_experts) for module in (gradient_norm, torch_engine)
+    ],
 }
 
 

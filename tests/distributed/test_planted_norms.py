@@ -12,25 +12,42 @@ from pathlib import Path
 import pytest
 from harness import LLAMA, Workspace, launch_command
 from planted_norm_probe import ERRORS
+from test_expert_parallel import COMMON, CONFIGS
 
 SEEN = 1e-2  # relative change of the norm that an error makes, at least
 TIED = "a tied weight counts on both stages"
 PLANTED = {
-    "tp": (
+    ("tp", 2): (
         "gradients stay where PyTorch left them",
         "each rank's copy counts",
         "a norm's gradient is of the rank's tokens",
     ),
-    "fsdp_tp": ("each rank's copy counts",),
-    "pipeline_1f1b": (TIED,),
+    ("fsdp_tp", 4): ("each rank's copy counts",),
+    ("pipeline_1f1b", 2): (TIED, "the norm is of the rank's stages"),
+    ("pipeline_zbv", 2): ("the norm is of the rank's stages",),
+    ("fsdp_cp", 2): (
+        "the norm is of a part's shards",
+        "gradients are a mean over the parts of a row",
+        "keys miss the gradients of other parts' queries",
+    ),
+    ("fsdp_ep", 2): ("experts' gradients are not divided", "experts' gradients are divided twice"),
+    ("fsdp_ep", 4): ("experts' gradients are not divided", "experts' gradients are divided twice"),
+    ("fsdp_ep_tp", 4): ("each rank's copy of an expert counts",),
 }
 
 
-def probe(workspace: Workspace, path: Path | None, world: int, tied: bool, *errors: str) -> dict:
+def model_of(strategy: str) -> dict:
+    if "ep" in strategy.split("_"):
+        model = {**COMMON, **CONFIGS["mixtral"], "model_type": "mixtral", "router_aux_loss_coef": 0.0}
+    else:
+        model = {**LLAMA, "tie_word_embeddings": TIED in PLANTED.get((strategy, 2), ())}
+    return model | {"initializer_range": 0.3}
+
+
+def probe(workspace: Workspace, path: Path | None, world: int, micro_batch: int, model: dict, *errors: str) -> dict:
     script = Path(__file__).with_name("planted_norm_probe.py")
-    config = json.dumps({**LLAMA, "tie_word_embeddings": tied, "initializer_range": 0.3})
-    arguments = [str(workspace.recipe), "data.packing=true", f"model.config={config}"]
-    arguments += [f"batch.micro_batch_size={8 if path is None else 8 // world}"]
+    arguments = [str(workspace.recipe), "data.packing=true", f"model.config={json.dumps(model)}"]
+    arguments += [f"batch.micro_batch_size={micro_batch}"]
     command = launch_command("fork", path, world, workspace.folder, str(script)) + arguments
     command += ["--strategy", str(path)] if path else []
     run = workspace.execute(command, workspace.folder, CASES=",".join(("none", *errors)))
@@ -43,12 +60,13 @@ def test_each_error_is_planted_somewhere():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("strategy", "world"), [("tp", 2), ("fsdp_tp", 4), ("pipeline_1f1b", 2)])
+@pytest.mark.parametrize(("strategy", "world"), PLANTED)
 def test_planted_errors_change_the_norm(strategy, world, workspace):
-    tied, errors = TIED in PLANTED[strategy], PLANTED[strategy]
+    errors, model = PLANTED[strategy, world], model_of(strategy)
     path = workspace.sequence_parallel("tp") if strategy == "tp" else workspace.strategy(strategy)
-    expected = probe(workspace, None, 1, tied)["none"]
-    found = probe(workspace, path, world, tied, *errors)
+    expected = probe(workspace, None, 1, 8, model)["none"]
+    # several micro-batches of a pipeline
+    found = probe(workspace, path, world, 2 if strategy == "pipeline_zbv" else 8 // world, model, *errors)
     assert found.keys() == {"none", *errors}
     right = found.pop("none")
     assert right["loss"] == pytest.approx(expected["loss"], rel=1e-5)
