@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from harness import ROOT, STEPS, Run, largest_relative_difference, relative_l2
 
 from samecurve.strategy.parallel_dims import DIMENSIONS
+from samecurve.strategy.pipeline_schedules import micro_batch_rule
 
 ENGINES = {
     "single": "LlamaForCausalLM",
@@ -107,9 +109,16 @@ def worlds(strategy: str) -> list[int]:
     return given.get(strategy, [1, 2])
 
 
-def accumulations(strategy: str) -> tuple[int, int]:
+def accumulations(strategy: str) -> tuple[int, ...]:
     """1F1B takes at least as many micro-batches as stages, DualPipeV has two stages on each rank."""
-    return {"pipeline_dualpipev": (4, 8)}.get(strategy, (2, 4) if strategy in SCHEDULES else (1, 2))
+    given = {"pipeline_dualpipev": (4, 8)}
+    given |= dict.fromkeys(("pipeline_gpipe", "pipeline_interleaved", "pipeline_zbv"), (1, 2, 4))
+    found = given.get(strategy, (2, 4) if strategy in SCHEDULES else (1, 2))
+    if strategy in SCHEDULES:  # one micro-batch where the schedule takes it
+        name = yaml.safe_load((ROOT / "configs" / f"{strategy}.yaml").read_text())["parallelism_config"]
+        rule = micro_batch_rule(name["parallelism_config_pp_schedule"], 1, 2)
+        assert (1 in found) == (not rule), (strategy, rule)
+    return found
 
 
 def cases() -> list:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import LLAMA, Run, largest_relative_difference, long, relative_l2
+from harness import LLAMA, Run, largest_relative_difference, launch_command, long, relative_l2
+from schedule_traces import replayed_idle, traced
 
 from samecurve.planner.bubbles import bubble
 
 LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
 SETTINGS = ("steps=6", "checkpoint.every_steps=0", "data.packing=true")
+WEIGHTS_FILE = "model/model.safetensors"
 PROFILE = ("profile.steps=[3,5]", "profile.ranks=[0,1]")
 ENGINES = {
     "pipeline_1f1b": "Schedule1F1B",
@@ -30,6 +32,32 @@ def short_run(workspace, strategy: str | Path | None, world: int, *overrides: st
     return run
 
 
+UNTIED_OR_TIED = {tied: f"model.config={json.dumps({**LLAMA, 'tie_word_embeddings': tied})}" for tied in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def one_process_tree(workspace) -> tuple[Run, dict]:
+    """One process, and every schedule but that of the run below, one after the other in the same two processes."""
+    shape = UNTIED_OR_TIED[True]
+    expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", shape)
+    files = [workspace.strategy(name) for name in ENGINES if name != "pipeline_1f1b"]
+    command = launch_command("fork", files[0], 2, workspace.folder, str(Path(__file__).with_name("schedules_probe.py")))
+    command += [str(workspace.recipe), *SETTINGS, "batch.micro_batch_size=2", shape]
+    environment = {"STRATEGIES": ",".join(map(str, files)), "REFERENCE": str(expected.directory / WEIGHTS_FILE)}
+    run = workspace.execute(command, workspace.folder / "schedules", **environment)
+    assert run.returncode == 0, run.output
+    return expected, json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+
+
+@pytest.mark.parametrize("strategy", [name for name in ENGINES if name != "pipeline_1f1b"])
+def test_every_schedule_follows_one_process_every_day(strategy, one_process_tree):
+    expected, found = one_process_tree[0], one_process_tree[1][strategy]
+    assert (found["engine"], found["stages"], found["accumulation"]) == (ENGINES[strategy], 2, 4)
+    assert largest_relative_difference(found["loss"], expected.column("loss")) < LOSS
+    assert largest_relative_difference(found["grad_norm"], expected.column("grad_norm")) < NORM
+    assert found["weights"] < WEIGHTS
+
+
 def cases() -> list:
     every = [(strategy, tied) for strategy in ENGINES for tied in (True, False)]
     return [("pipeline_1f1b", True), *long(*(case for case in every if case != ("pipeline_1f1b", True)))]
@@ -38,7 +66,7 @@ def cases() -> list:
 @pytest.mark.parametrize(("strategy", "tied"), cases())
 def test_schedules_follow_one_process(strategy, tied, workspace):
     """Four micro-batches: gradients that are divided by their number, or tied ones counted twice, are seen."""
-    config = f"model.config={json.dumps({**LLAMA, 'tie_word_embeddings': tied})}"
+    config = UNTIED_OR_TIED[tied]
     expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
     run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", config, *PROFILE)
     assert (run.facts["engine"], run.facts["pipeline_stages"]) == (ENGINES[strategy], 2)
@@ -148,6 +176,24 @@ def check_waiting(run: Run) -> None:
         predicted = bubble(run.facts["engine"].removeprefix("Schedule"), 2, 4, stages)
         assert found["predicted_idle"] == pytest.approx(predicted)
         assert f"{found['idle']:.1%}" in (profile / f"{name}.txt").read_text()
+    assert replayed_idle(traced(run)) == pytest.approx([predicted] * 2)
+
+
+@pytest.mark.full
+def test_better_schedules_wait_less(workspace):
+    """By what the ranks did, in the order of their traces."""
+    idle = {}
+    for strategy in ENGINES:
+        run = short_run(workspace, strategy, 2, "batch.micro_batch_size=2", UNTIED_OR_TIED[True], *PROFILE)
+        idle[strategy] = replayed_idle(traced(run))[0]
+    assert sorted(ENGINES, key=lambda each: (idle[each], each)) == [
+        "pipeline_zbv",
+        "pipeline_dualpipev",
+        "pipeline_interleaved",
+        "pipeline_1f1b",
+        "pipeline_gpipe",
+    ]
+    assert idle["pipeline_1f1b"] == idle["pipeline_gpipe"] == pytest.approx(1 / 5)
 
 
 @pytest.mark.full
@@ -159,7 +205,7 @@ def test_pipelines_that_read_different_rows_follow_one_process(strategy, tied, w
     """Two pipelines of two ranks: replicas, or shards of the stages. Checkpoints and evaluation go through both."""
     name, _, sharded = strategy.partition(" of ")
     file = sharded_stages(workspace, name) if sharded else name
-    config = f"model.config={json.dumps({**LLAMA, 'tie_word_embeddings': tied})}"
+    config = UNTIED_OR_TIED[tied]
     expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", config)
     run = short_run(workspace, file, 4, "batch.micro_batch_size=1", config)
     engine = ENGINES.get(name, "Schedule1F1B")
