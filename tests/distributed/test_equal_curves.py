@@ -207,12 +207,37 @@ def assert_what_ran(run: Run, case: Case) -> None:
     assert {name: mesh.get(name, 1) for name in named} == named and mesh.get("dp_replicate", 1) >= replicas
     assert math.prod(mesh.values()) == case.world and list(mesh) == [name for name in DIMENSIONS if name in mesh]
     assert ("the last over neighbouring ranks" in run.output) == (len(mesh) > 1)
-    placed = "Shard(0)" if facts["sharded"] or case.cut > 1 else "whole"
-    assert facts["zero_stage"] or any(placed in places for places in facts["placements"])
-    # of what is cut, a tensor-parallel group holds one copy; norms are whole; stages are not of one size
-    if (facts["sharded"] or case.cut > 1) and case.stages == 1:
-        share = facts["num_parameters"] * replicas / case.world
-        assert share <= facts["num_parameters_per_rank"] < 1.1 * share
+    assert facts["zero_stage"] or are_placed(facts, case)
+    whole = whole_share(facts, case)
+    # of what is cut, a tensor-parallel group holds one copy; norms are whole
+    expected = whole * replicas * case.stages / case.world if facts["sharded"] or case.cut > 1 else whole
+    assert expected <= facts["num_parameters_per_rank"] < 1.1 * expected
+
+
+def are_placed(facts: dict, case: Case) -> bool:
+    """Whether FSDP2 shards every weight, tensor parallelism cuts every matrix, and nothing else is a part."""
+    layers = 4 // case.stages
+    found = {
+        name: dict(part.split(" ") for part in name.split(", ")) for name in facts["placements"] if name != "whole"
+    }
+    sharded, cut = (
+        sum(count for name, count in facts["placements"].items() if "Shard" in found.get(name, {}).get(mesh, ""))
+        for mesh in ("fsdp", "tp")
+    )
+    every = sum(facts["placements"].values())
+    return sharded == facts["sharded"] * every and cut == (7 * layers + 1 if case.cut > 1 else 0)
+
+
+def whole_share(facts: dict, case: Case) -> float:
+    """Parameters of rank 0's stages, on all of its ranks together: half of the layers, and what is at their ends."""
+    total, width = facts["num_parameters"], 32
+    if case.stages == 1:
+        return total
+    embedding = 300 * width
+    if case.strategy == "pipeline":  # DeepSpeed divides the layers by their parameters
+        return (total - embedding - width) / 2 + embedding
+    is_folded = case.strategy in ("pipeline_zbv", "pipeline_dualpipev")  # with the first and the last stage
+    return (total - embedding - width) / 2 + embedding + width * is_folded
 
 
 def libaio_is_installed() -> bool:
