@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -47,10 +47,14 @@ class Work(NamedTuple):
     """The work of a command after its arguments are checked: `run(*arguments)` of `module`.
 
     The module may import torch. It is given by name, so that only the commands that need torch wait for its import.
+
+    Attributes:
+        failure: what the command ends with, whatever the work finds.
     """
 
     module: str
     arguments: tuple
+    failure: SamecurveError | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes at exit
         return PIPE_CLOSED
     except SamecurveError as error:
-        print(error, file=sys.stderr)
+        if not error.is_printed:
+            print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -97,8 +102,33 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
     result = module.run(arguments.parse_intermixed_args(argv[1:]))
     if isinstance(result, Work):
         preflight.quiet_libraries()  # nearly all of them import transformers
-        return importlib.import_module(result.module).run(*result.arguments)
+        return do(result)
     return result
+
+
+def do(work: Work) -> int:
+    """Do the work of a command, then raise its failure, if it has one."""
+    try:
+        code = importlib.import_module(work.module).run(*work.arguments)
+    except SamecurveError as error:
+        if not work.failure:
+            raise
+        print(error, file=sys.stderr)
+        code = error.exit_code
+    if work.failure:
+        raise work.failure
+    return code
+
+
+def whole_number(option: str) -> Callable[[str], int]:
+    """Return the reader of an option's value, which raises ConfigurationError for what is no whole number."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+            raise ConfigurationError(f"{option}: found {text}, but it must be a whole number, such as {option} 8")
+        return int(text)
+
+    return read
 
 
 def require_positive(arguments: argparse.Namespace, *options: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from samecurve.cli.commands import Work, require_positive
+from samecurve.cli.commands import Work, require_positive, whole_number
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.launch.target import LAUNCHERS, check_launchers
 from samecurve.planner import (
@@ -29,27 +29,22 @@ from samecurve.planner import (
     calibration,
     emission,
     inputs,
-    layout_picture,
-    ledger,
-    memory,
-    overlap,
     placement,
+    plan_details,
+    plan_options,
     plan_text,
-    printing,
     remedies,
     runs_file,
     search,
-    shape_rules,
-    step_time,
     strategies,
     strategy_files,
-    timeline,
 )
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.cluster_file import cluster
 from samecurve.planner.coverage import CHECKPOINTING, left_out
 from samecurve.planner.hardware import canonical
+from samecurve.planner.layout import ORDER
 from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
 from samecurve.planner.strategy_files import Template
@@ -58,6 +53,7 @@ from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
 from samecurve.strategy.plan import Plan
 
+ROWS = 10  # of the table
 SHOWN_UNAVAILABLE = 3
 SHOWN_SIZES = 3  # of one strategy
 
@@ -68,11 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values, batch sizes above all"
     )
     parser.add_argument("--cluster", metavar="KIND_OR_FILE", help="GPUs of a node, such as h100x8, or a cluster's YAML")
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: the cluster's)")
+    parser.add_argument(
+        "--gpus", type=whole_number("--gpus"), metavar="N", help="number of GPUs (default: the cluster's)"
+    )
     parser.add_argument(
         "--strategy", action="extend", nargs="+", metavar="FILE", help="exactly these files (default: search configs/)"
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default: %(default)s)")
+    parser.add_argument("--top", type=whole_number("--top"), metavar="N", help=f"rows of the table (default: {ROWS})")
     parser.add_argument("--why", action="store_true", help="also show why the other strategies were not chosen")
     parser.add_argument("--overlap", action="store_true", help="also show which communication computation can hide")
     parser.add_argument("--ledger", action="store_true", help="also list the bytes of each collective per step")
@@ -82,13 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulate", action="store_true", help=text)
     text = "write the drawing of --layout, or the timeline of --simulate, to this file"
     parser.add_argument("--svg", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--order", metavar="AXES", default="tp,cp,dp,pp", help="for --layout (default: %(default)s)")
+    parser.add_argument("--order", metavar="AXES", help=f"for --layout (default: {','.join(ORDER)})")
     parser.add_argument(
         "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
     )
     parser.add_argument("--dry-run", action="store_true", help="also track the memory of one rank on fake tensors")
-    text = "the rank of --ranks and --dry-run (default: %(default)s)"
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help=text)
+    text = "the rank of --ranks and --dry-run (default: 0)"
+    parser.add_argument("--rank", type=whole_number("--rank"), metavar="R", help=text)
     parser.add_argument("--emit", metavar="DIR", help="write the files that start the best plan to this folder")
     listed = f"for --emit: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
@@ -100,49 +98,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int | Work:
     """Run the command: 0, or the work of --dry-run, if a strategy fits. Raises TopologyError (6) if none does."""
-    learnt = _learnt(arguments)
+    paths = _settle(arguments)
     if arguments.runs:
-        if not arguments.json:
-            raise ConfigurationError("--runs: the predictions need a file; add --json OUT.json")
-        return _answer_table(arguments.runs, arguments.json, learnt)
-    if learnt and not arguments.model:
+        return _answer_table(arguments.runs, arguments.json, paths)
+    if not arguments.model:
+        learnt, text = calibrate.from_paths(paths)
+        print(text or learnt.describe())
         return 0
-    _settle(arguments)
-    whole = _calibrated(cluster(arguments.cluster), learnt)
+    whole = cluster(arguments.cluster)
     machines = whole.scaled(arguments.gpus) if arguments.gpus else whole
     wanted = inputs.read(arguments.model, arguments.overrides)
     shipped = strategy_files.shipped()
     asked = [strategy_files.read(path) for path in arguments.strategy or ()] or shipped
+    learnt, notes = _learnt(canonical(machines.kind), paths)
+    whole, machines = (replace(each, calibration=learnt) for each in (whole, machines))
     choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
     if all(each.invalid for each in choices):  # exit code 2; valid ones that do not fit are 6
+        print("\n".join(notes), end="\n" if notes else "")  # what was learnt is written already
         raise ConfigurationError("\n".join(f"{each.name}: {each.reason}" for each in choices))
     order = search.ranked(choices)
     best = order[0] if order[0].found and order[0].found.fits else None
     if arguments.json:
         plans = [plan_text.record(each) for each in [*choices, *lacking]]
         _write(arguments.json, {"plans": plans, "constants": shipped_constants()})
-    if best:
-        first_line = plan_text.answer(best, sum(each.tie for each in order) - best.tie)
-    else:
+    first_line = plan_text.answer(best, sum(each.tie for each in order) - best.tie) if best else ""
+    if not best:
         fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
         hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
         first_line = f"nothing {'fits' if order[0].job else 'can run'} on {machines.gpus} x {machines.kind}: {hint}"
-    print(f"{first_line}\n{plan_text.job_size(wanted)}\n")
+    print("\n".join([first_line, plan_text.job_size(wanted), *notes, ""]))
     _print_table(choices, lacking, arguments)
-    assert wanted.source.recipe
-    limits = left_out(wanted.source.recipe)
-    print("".join(f"\nNot in these numbers: {each}" for each in limits), end="\n" if limits else "")
+    _print_limits(wanted)
     if arguments.why or arguments.strategy:
         _print_rejected(choices, wanted, whole)
     _print_details(order[0], wanted, machines, arguments)
-    if best is None:
-        reasons = [] if order[0].job else [f"{each.name}: {each.reason}" for each in choices]
-        raise TopologyError("\n".join([first_line, *reasons]))
-    if arguments.emit:
+    failure = None if best else _nothing_fits(first_line, choices, order[0])
+    if best and arguments.emit:
         request = emission.Request(arguments.model, tuple(arguments.overrides))
-        paths = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
-        print(f"\nwritten and read back: {', '.join(paths)}")
-    return _dry_run(best, wanted, machines, arguments.rank) if arguments.dry_run else 0
+        written = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
+        print(f"\nwritten and read back: {', '.join(written)}")
+    if arguments.dry_run and order[0].job:
+        return _dry_run(order[0], wanted, machines, arguments.rank or 0)._replace(failure=failure)
+    if failure:
+        raise failure
+    return 0
+
+
+def _nothing_fits(first_line: str, choices: Sequence[Choice], shown: Choice) -> TopologyError:
+    """Return the error of a plan without a fitting choice; a terminal shows the answer's line already."""
+    reasons = [] if shown.job else [f"{each.name}: {each.reason}" for each in choices]
+    told = sys.stdout.isatty() and sys.stderr.isatty()
+    error = TopologyError("\n".join([*([] if told else [first_line]), *reasons]))
+    error.is_printed = told and not reasons
+    return error
+
+
+def _print_limits(wanted: Wanted) -> None:
+    assert wanted.source.recipe
+    limits = left_out(wanted.source.recipe)
+    print("".join(f"\nNot in these numbers: {each}" for each in limits), end="\n" if limits else "")
 
 
 def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int) -> Work:
@@ -176,48 +190,50 @@ def _check_ranks(shown: Choice, wanted: Wanted, rank: int) -> None:
         raise TopologyError(f"{shown.name}: its ranks do not fit together; see above")
 
 
-def _settle(arguments: argparse.Namespace) -> None:
-    """Check the arguments; an override behind --strategy FILE is one, although the option takes several."""
-    for name in ("strategy", "launcher"):
+def _settle(arguments: argparse.Namespace) -> list[Path]:
+    """Check the arguments; an override behind --strategy FILE is one, although the option takes several.
+
+    Returns:
+        The paths of --calibrate.
+    """
+    for name in ("strategy", "launcher", "calibrate"):
         given = getattr(arguments, name) or []
-        setattr(arguments, name, [each for each in given if "=" not in each])
-        arguments.overrides = [*arguments.overrides, *(each for each in given if "=" in each)]
+        values = [each for each in given if "=" in str(each) and not (name == "calibrate" and each.exists())]
+        setattr(arguments, name, [each for each in given if each not in values])
+        arguments.overrides = [*arguments.overrides, *map(str, values)]
+    plan_options.check(arguments)
     check_launchers(arguments.launcher)
-    arguments.order = placement.read_order(arguments.order)
-    if not arguments.model or not arguments.cluster:
-        raise ConfigurationError("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
-    if arguments.svg and arguments.layout and arguments.simulate:
-        raise ConfigurationError("--svg: --layout and --simulate draw different pictures; give one of them")
+    arguments.order = placement.read_order(arguments.order) if arguments.order else ORDER
     require_positive(arguments, "gpus", "top")
+    return arguments.calibrate
 
 
-def _learnt(arguments: argparse.Namespace) -> Calibration | None:
-    """Learn from the runs of --calibrate and print what changed; an override behind them is one."""
-    given = arguments.calibrate or []
-    paths = [each for each in given if "=" not in str(each) or each.exists()]
-    arguments.overrides = [*arguments.overrides, *(str(each) for each in given if each not in paths)]
-    if not paths:
-        return None
-    learnt, text = calibrate.from_paths(paths)
-    print(f"{text}\n")
-    return learnt
+def _learnt(kind: str, paths: Sequence[Path]) -> tuple[Calibration | None, list[str]]:
+    """Find what was learnt on such machines, now or earlier.
+
+    Args:
+        kind: of the GPUs that are planned for.
+        paths: of --calibrate.
+
+    Returns:
+        The calibration, and what to print about it: what was learnt, and where hardware or versions differ.
+    """
+    given, text = calibrate.from_paths(paths) if paths else (None, "")
+    notes = ["", text] if text else []
+    earlier = calibration.read(calibration.default_path(kind)) if not given or given.kind != kind else None
+    for each in filter(None, (given, earlier)):
+        notes += [f"warning: {each.path}: {note}" for note in each.warnings(kind, processor(), versions())]
+    return (given if given and given.kind == kind else earlier), notes
 
 
-def _calibrated(machines: Cluster, learnt: Calibration | None) -> Cluster:
-    """Add what was learnt on such machines, now or earlier; say where hardware or versions differ."""
-    kind = canonical(machines.kind)
-    learnt = learnt or calibration.read(calibration.default_path(kind))
-    if learnt:
-        for each in learnt.warnings(kind, processor(), versions()):
-            print(f"warning: {learnt.path}: {each}")
-    return replace(machines, calibration=learnt)
-
-
-def _answer_table(path: Path, target: Path, learnt: Calibration | None) -> int:
-    found = [answers.answer(row, learnt) for row in runs_file.read(path)]
+def _answer_table(path: Path, target: Path, paths: Sequence[Path]) -> int:
+    rows = runs_file.read(path)
+    learnt, text = calibrate.from_paths(paths) if paths else (None, "")
+    found = [answers.answer(row, learnt) for row in rows]
     _write(target, {"runs": found})
     unsupported = sum("unsupported" in each for each in found)
     print(f"{len(found)} runs answered{f', {unsupported} of them unsupported' if unsupported else ''}: {target}")
+    print(f"\n{text}" if text else "", end="\n" if text else "")
     return 0
 
 
@@ -239,7 +255,7 @@ def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments
     rows = [each for each in choices if each.found and (arguments.strategy or arguments.why or each.found.fits)]
     if rows:
         few = rows if arguments.strategy or arguments.why else plan_text.at_most(SHOWN_SIZES, rows)
-        print(plan_text.table(few[: arguments.top]))
+        print(plan_text.table(few[: arguments.top or ROWS]))
     if lacking:
         shown = plan_text.table(lacking[:SHOWN_UNAVAILABLE])
         grey, normal = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
@@ -262,33 +278,12 @@ def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -
 
 def _print_details(shown: Choice, wanted: Wanted, machines: Cluster, arguments: argparse.Namespace) -> None:
     """Print what is asked for beside the table, about the answer or, where nothing fits, what comes nearest."""
-    job = shown.job
-    if not job:
+    if not shown.job:
         return
-    print(f"\nMemory of {shown.name}; torch_allocated counts the lines above fragmentation:")
-    for each in memory.anatomy(job):
-        print(printing.anatomy_table(each, job.memory_gib))
-    print("\n" + printing.step_table(step_time.breakdown(job)))
-    if arguments.overlap:
-        rows = [[each.axis, f"{each.value:.3f}", each.verdict, each.inputs] for each in overlap.ratios(job)]
-        print("\n" + printing.table([("communication / computation", "ratio", "", "inputs"), *rows]))
-    if arguments.ledger:
-        tables = [printing.ledger_table(stage, each) for stage, each in ledger.ledgers(job).items() if each]
-        print("\n" + ("\n".join(tables) or "One process exchanges nothing."))
-    if arguments.shapes:
-        print(f"\nShapes on {job.gpu_kind} with {shape_rules.sms(job.gpu_kind)} SMs:")
-        print(printing.table(shape_rules.table(job)))
-        print("\n".join(shape_rules.complaints(job)) or "Every dimension divides as it should.")
-    rows_per_step = wanted.batch.global_batch_size
-    if arguments.layout:
-        print("\n" + layout_picture.text(job, rows_per_step, arguments.order))
-    drawn = layout_picture.svg(job, rows_per_step, arguments.order) if arguments.svg else ""
-    if arguments.simulate:
-        assert wanted.source.recipe
-        text, drawn = timeline.report(job, machines, wanted.source.recipe.checkpoint)
-        print("\n" + text)
+    sections, drawn = plan_details.sections(shown, wanted, machines, arguments)
+    print("".join(f"\n{each}\n" for each in sections), end="")
     if arguments.svg:
         with storage_errors(arguments.svg):
             arguments.svg.write_text(drawn, encoding="utf-8")
     if arguments.ranks:
-        _check_ranks(shown, wanted, arguments.rank)
+        _check_ranks(shown, wanted, arguments.rank or 0)

@@ -78,16 +78,21 @@ def from_paths(paths: Sequence[Path]) -> tuple[Calibration, str]:
     """Read a calibration file, or learn from runs and results of bench and write the file that later plans read.
 
     Returns:
-        The calibration, and what to print about it.
+        The calibration, and what to print about what was learnt; "" for a calibration file.
+
+    Raises:
+        ConfigurationError: a path teaches nothing, or is a calibration file beside others.
     """
     found = {path: bench_results.read(path) for path in paths if path.is_file()}
-    # a single file that bench has not written is a calibration
-    if len(paths) == 1 and found and not found[paths[0]]:
-        learnt = calibration.read(paths[0])
-        assert learnt, "the file is there"
-        return learnt, learnt.describe()
+    runs = [read(each) for each in paths if each not in found]
+    # a file that bench has not written is a calibration
+    for path in (path for path, bench in found.items() if not bench):
+        learnt = calibration.read(path)
+        if learnt and len(paths) == 1:
+            return learnt, ""
+        told = "the file is empty" if learnt is None else "a calibration file cannot be combined with other paths"
+        raise ConfigurationError(f"--calibrate {path}: {told}; give runs and results of bench, or one calibration file")
     benches = [each for each in found.values() if each]
-    runs = [read(each) for each in paths if not found.get(each)]
     learnt = learn(runs, benches)
     path = calibration.default_path(learnt.kind)
     calibration.write(learnt, path)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samecurve.config.documents import describe
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import read_json, write_json
 from samecurve.storage.cache import cache_folder
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "data_parallel", "offload")
 GROUPS: tuple[str, ...] = ("compute", "communication", "host")
+LARGEST_FACTOR = 1e9  # of a part of a step or of memory; a file with a larger one, or its inverse, is damaged
+WIDEST = 50.0  # the same as a logarithm, for intervals
+SHOWN = 60  # characters of a damaged value
 
 
 def group(part: str) -> str:
@@ -66,7 +70,7 @@ class Calibration:
         """List how the machine and the libraries that are planned for differ from those of the runs."""
         found = []
         if kind != self.kind:
-            found.append(f"measured on {self.kind}, planned for {kind}")
+            found.append(f"measured on {self.kind}, not on {kind}: its factors are not used")
         elif kind == "cpu" and self.origin.get("processor", processor) != processor:
             found.append(f"measured on {self.origin['processor']}, this is {processor}")
         measured = self.origin.get("versions", {})
@@ -89,19 +93,73 @@ def write(found: Calibration, path: Path) -> None:
 
 
 def read(path: Path) -> Calibration | None:
-    """Read a calibration; None if there is no file. Raises ConfigurationError for a damaged one."""
+    """Read a calibration; None if there is no file. Raises ConfigurationError, with all that is damaged in it."""
     try:
         content = read_json(path)
-        if not content:
-            return None
-        found = Calibration(**content, path=str(path))
-        numbers = [*found.time.values(), *found.stack_time.values(), *found.memory.values()]
-        if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in numbers):
-            raise ValueError("a factor is not a positive number")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        # TypeError: keys of another version; AttributeError: a value in the place of a block
-        raise ConfigurationError(
-            f"{path}: no calibration that this version reads ({error}); remove the file, or write it again with "
-            "python -m samecurve plan --calibrate RUN ..."
-        ) from None
-    return found
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {_UNREADABLE} ({error}); {_FIX}") from None
+    if content == {}:
+        return None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path}: {_UNREADABLE} (found {describe(content)}); {_FIX}")
+    problems = [f"{key}: unknown key" for key in content if key not in _LEGAL]
+    problems += [] if "kind" in content else ["kind: missing, expected a kind of GPU or cpu"]
+    for key, (expected, is_legal) in _LEGAL.items():
+        if key in content and not is_legal(content[key]):
+            problems.append(f"{key}: found {_shown(content[key])}, expected {expected}")
+    if problems:
+        listed = "\n".join(f"  {path}: {each}" for each in problems)
+        raise ConfigurationError(f"{path}: {_UNREADABLE}; {_FIX}\n{listed}")
+    return Calibration(**content, path=str(path))
+
+
+def _shown(value: Any) -> str:
+    """Format a value of a file whole if it is short, as `{"torch": "x"}`."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+
+
+def _are_factors(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_number(each, 1 / LARGEST_FACTOR, LARGEST_FACTOR) for each in value.values()
+    )
+
+
+def _is_interval(value: Any) -> bool:
+    if value is None:
+        return True
+    pair = isinstance(value, list) and len(value) == 2 and all(_is_number(each, -WIDEST, WIDEST) for each in value)
+    return pair and value[0] <= 0 <= value[1]
+
+
+def _is_origin(value: Any) -> bool:
+    lists, texts = ("runs", "bench"), ("device", "processor", "date")
+    return (
+        isinstance(value, dict)
+        and all(isinstance(value.get(key, []), list) for key in lists)
+        and all(isinstance(value.get(key), (str, type(None))) for key in texts)
+        and isinstance(value.get("versions", {}), dict)
+    )
+
+
+_UNREADABLE = "no calibration that this version reads"
+_FIX = "correct or remove the file, or write it again with python -m samecurve plan --calibrate RUN ..."
+_FACTORS = (f"factors from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}, by name", _are_factors)
+_INTERVAL = (f"null or [low, high] with -{WIDEST:g} <= low <= 0 <= high <= {WIDEST:g}", _is_interval)
+_LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "kind": ("a kind of GPU or cpu", lambda value: isinstance(value, str) and bool(value)),
+    "origin": ("a block with lists of runs and bench, a block of versions, and texts", _is_origin),
+    "time": (
+        f"{_FACTORS[0]}: {', '.join(GROUPS)}",
+        lambda value: _are_factors(value) and value.keys() <= set(GROUPS),
+    ),
+    "stack_time": _FACTORS,
+    "memory": _FACTORS,
+    "process_gib": ("GiB by library, each above 0", _are_factors),
+    "time_interval": _INTERVAL,
+    "memory_interval": _INTERVAL,
+}

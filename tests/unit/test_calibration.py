@@ -161,13 +161,43 @@ def test_the_command_writes_what_later_plans_read(tmp_path, cache, capsys):
     out = ["--json", f"{tmp_path}/plan.json"]
     assert main(["plan", RECIPE, "precision=fp32", "--cluster", "cpux2", "--strategy", "configs/fsdp.yaml", *out]) == 0
     shown = capsys.readouterr().out
-    assert "calibrated on 2 runs, 20" in shown.splitlines()[2] and "none measured here" not in shown
-    assert "warning" in shown and "measured on some processor, this is " in shown
+    answered, _, *notes = shown.splitlines()
+    assert "calibrated on 2 runs, 20" in answered and "none measured here" not in shown
+    assert notes[0].startswith("warning: ") and "measured on some processor, this is " in notes[0]
     planned = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["step_seconds"]
     learnt = calibration.read(cache / "cpu.json")
     assert planned == pytest.approx(predict(replace(job_of("fsdp"), calibration=learnt)).seconds)
     assert main(["plan", RECIPE, "--cluster", "h100x2", "--top", "1"]) == 0
     assert "none measured here" in capsys.readouterr().out
+
+
+def test_what_a_plan_learns_follows_the_answer(tmp_path, capsys):
+    runs = [str(recorded(tmp_path, name)) for name in ("ddp", "zero2")]
+    assert main(["plan", RECIPE, "precision=fp32", "--cluster", "cpux2", "--calibrate", *runs]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "calibrated on 2 runs" in shown[0] and shown[1].endswith("tokens per step")
+    assert shown.index("predicted against measured:") < shown.index("factors learnt:")
+
+
+def test_what_was_learnt_elsewhere_is_not_applied(tmp_path, cache, capsys):
+    """Neither a file of a CPU nor its runs say anything about GPUs, which an earlier calibration of theirs does."""
+    out, path = tmp_path / "plan.json", tmp_path / "mine.json"
+    path.write_text('{"kind": "cpu", "time": {"compute": 3}}')
+    plain = ["plan", RECIPE, "--cluster", "h100x2", "--strategy", "configs/ddp.yaml", "--json", str(out)]
+
+    def planned(*more: str) -> float:
+        assert main([*plain, *more]) == 0
+        return json.loads(out.read_text())["plans"][0]["step_seconds"]
+
+    before = planned()
+    assert "none measured here" in capsys.readouterr().out
+    assert planned("--calibrate", str(path)) == before
+    shown = capsys.readouterr().out.splitlines()
+    assert "none measured here" in shown[0]
+    assert shown[2] == f"warning: {path}: measured on cpu, not on H100: its factors are not used"
+    assert planned("--calibrate", str(recorded(tmp_path, "ddp"))) == before
+    calibration.write(Calibration("H100", time=dict.fromkeys(calibration.GROUPS, 2.0)), cache / "H100.json")
+    assert planned("--calibrate", str(path)) == pytest.approx(2 * before)
 
 
 def test_a_gpu_has_one_name_and_keeps_other_hardware_apart(tmp_path, cache):
@@ -274,7 +304,49 @@ def test_a_folder_without_a_run_and_a_damaged_file(tmp_path, cache, capsys):
     cache.mkdir(parents=True)
     (cache / "cpu.json").write_text('{"kind": "cpu", "time": {"compute": -1}}')
     assert main(["plan", RECIPE, "--cluster", "cpux2"]) == 2
-    assert "cpu.json: no calibration that this version reads (a factor is not a positive" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "cpu.json: no calibration that this version reads; correct or remove the file" in shown
+    assert 'cpu.json: time: found {"compute": -1}, expected factors from 1e-09 to 1e+09' in shown
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("time_interval", 3, "3"),
+        ("memory_interval", [0.1, "x"], '[0.1, "x"]'),
+        ("memory_interval", [0.1, 0.2], "[0.1, 0.2]"),
+        ("process_gib", {"torch": "x"}, '{"torch": "x"}'),
+        ("time", {"computing": 2}, '{"computing": 2}'),
+        ("stack_time", 3, "3"),
+        ("memory", {"torch": True}, '{"torch": true}'),
+        ("origin", {"runs": 3}, '{"runs": 3}'),
+        ("kind", 3, "3"),
+    ],
+)
+def test_a_damaged_value_is_named(key, value, found, tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"kind": "cpu", key: value, "colour": 1}))
+    assert main(["plan", RECIPE, "--cluster", "cpux2", "--calibrate", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert f"{path}: {key}: found {found}, expected " in shown and f"{path}: colour: unknown key" in shown
+
+
+@pytest.mark.parametrize("text", ["3", "[1]", "{", "\xff"])
+def test_a_file_that_is_no_calibration(text, tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    path.write_bytes(text.encode("latin-1"))
+    assert main(["plan", "--calibrate", str(path)]) == 2
+    assert f"{path}: no calibration that this version reads (" in capsys.readouterr().err
+
+
+def test_what_is_wrong_beside_a_calibration_file_is_named(tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    path.write_text('{"kind": "cpu"}')
+    nothing = tmp_path / "nothing"
+    assert main(["plan", "--calibrate", str(path), str(nothing)]) == 2
+    assert f"--calibrate {nothing}: no run here" in capsys.readouterr().err
+    assert main(["plan", "--calibrate", str(path), str(recorded(tmp_path, "ddp"))]) == 2
+    assert f"--calibrate {path}: a calibration file cannot be combined" in capsys.readouterr().err
 
 
 PREDICTED = {
