@@ -76,7 +76,7 @@ class Cluster:
 
 def built_in(text: str) -> Cluster:
     """Return one node of a kind such as h100x8. Raises ConfigurationError."""
-    match = re.fullmatch(r"(\w+?)x(\d+)", text)
+    match = re.fullmatch(r"(\w+?)x(\d+)", text.lower(), re.ASCII)
     if not match or match[1] not in KINDS or not int(match[2]):
         legal = ", ".join(f"{name}x8" for name in KINDS if name != "cpu") + ", or cpux2 (processes)"
         raise ConfigurationError(f"--cluster {text}: expected a cluster file (.yaml) or a kind such as {legal}")
