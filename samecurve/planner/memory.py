@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from samecurve.planner import tensor_lines
+from samecurve.planner import offload, tensor_lines
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import BY_COST, Profile, profile
@@ -66,7 +66,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
         loss = tensor_lines.loss_lines(job, constants) if stage.head else []
         states = tensor_lines.states(job, stage, activations[0].backward)
         gathered = tensor_lines.gathered(job, stage, sum(line.forward for line in loss))
-        lines = [*states, *activations, *loss, *gathered, workspaces]
+        lines = [*states, *_on_the_host(job), *activations, *loss, *gathered, workspaces]
         # last, because it fills what the other lines leave free
         lines.append(tensor_lines.gathered_inputs(job, constants, lines))
         factor = learnt.memory_factor(job.library) if learnt else 1
@@ -75,6 +75,14 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
             lines.append(Line("measured slack", end, middle, update, f"{factor:.3f} x the lines above", "calibration"))
         found.append(Anatomy(stage, tuple(lines), kept, job.layout.gpus, gaps))
     return found
+
+
+def _on_the_host(job: Job) -> list[Line]:
+    """List what a process on a CPU offloads: the host's memory is that of its processes."""
+    per_host = min(job.gpus_per_node, job.layout.gpus)
+    held = offload.kept(job, "cpu") * GIB / per_host if job.card.generation == "cpu" else 0
+    formula = "a process's share of what the host keeps; on a CPU the memory is the same"
+    return [Line("offloaded states", held, held, held, formula, "offload.py")] if held else []
 
 
 def overhead(each: Anatomy) -> list[Line]:

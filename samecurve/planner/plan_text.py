@@ -38,6 +38,11 @@ def batch(job: Job) -> str:
     return f"{job.micro_batch} x {job.grad_accum}"
 
 
+def rate(tokens_per_s: float) -> str:
+    """Format a speed: whole tokens, or two digits of a slow one."""
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.2g}"
+
+
 def answer(best: Choice, others: int) -> str:
     """Format the answer: strategy, sizes, tokens/s, step time and memory, each with its 80 % interval.
 
@@ -50,7 +55,7 @@ def answer(best: Choice, others: int) -> str:
     low, high = found.seconds_interval
     least, most = best.memory_interval
     shape = f"{sizes(job.layout)}, micro-batch {batch(job)}, recompute {job.checkpointing}"
-    speed = f"{best.tokens_per_s:,.0f} tokens/s ({slow:,.0f} to {fast:,.0f})"
+    speed = f"{rate(best.tokens_per_s)} tokens/s ({rate(slow)} to {rate(fast)})"
     step = f"a step in {found.seconds:.3g} s ({low:.3g} to {high:.3g})"
     held = f"{found.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
     learnt = job.calibration
@@ -87,7 +92,7 @@ def _row(choice: Choice) -> list[str]:
     verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
     return [
         choice.name, sizes(choice.job.layout), batch(choice.job), choice.job.checkpointing,
-        f"{choice.tokens_per_s:,.0f}", f"{found.seconds:.3f}", f"{low:.3f}-{high:.3f}",
+        rate(choice.tokens_per_s), f"{found.seconds:.3f}", f"{low:.3f}-{high:.3f}",
         f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", choice.lack or verdict, found.binding,
     ]  # fmt: skip
 

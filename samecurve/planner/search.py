@@ -143,7 +143,8 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
         return strategies.job(changed, strategy, machines) if strategies.takes(changed, strategy) else None
 
     chosen = _best(wanted, ranks, describe)
-    held = offload.kept(chosen.job, "cpu") if chosen.job else 0
+    # on a CPU the host's memory is that of its processes, which the anatomy counts
+    held = offload.kept(chosen.job, "cpu") if chosen.job and machines.card.generation != "cpu" else 0
     if held > machines.host.memory_gib:
         reason = f"offloading needs {held:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
         return Choice(template.name, template, sizes, reason=reason)

@@ -13,7 +13,7 @@ import pytest
 from report_cases import missing
 
 from samecurve.bench.strategy_variants import write_changed
-from samecurve.planner import inputs, plan_text, remedies, search, space, strategies
+from samecurve.planner import inputs, memory, plan_text, remedies, search, space, strategies
 from samecurve.planner.answers import Prediction
 from samecurve.planner.cluster_file import cluster
 from samecurve.planner.search import COMPARED, Choice
@@ -22,6 +22,7 @@ from samecurve.planner.strategy_files import read, shipped
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_8B = {"model_type": "llama", "intermediate_size": 14336, "vocab_size": 128256, **SIZES}
+OFFLOADING = ("zero3_offload", "zero3_nvme")
 
 
 @pytest.fixture
@@ -131,6 +132,24 @@ def test_a_host_without_the_memory_cannot_offload(wanted):
     assert search.evaluate(wanted, small, templates)[0].reason.startswith(
         "offloading needs 135 GiB of host memory per node, which has 134"
     )
+
+
+def test_a_cpu_has_no_memory_beside_its_own_to_offload_to(wanted):
+    """8.03e9 parameters, 18 bytes each, are 134.6 GiB on a node: 67.3 GiB for each of two processes of 64."""
+    choices = search.evaluate(wanted, cluster("cpux2"), [read(f"configs/{name}.yaml") for name in OFFLOADING])
+    held = {}
+    for each in choices:
+        assert each.job
+        (only,) = memory.anatomy(each.job)
+        held[each.name] = sum(line.backward for line in only.lines if line.name == "offloaded states") / memory.GIB
+    assert held == {"zero3_offload": pytest.approx(67.3, abs=0.1), "zero3_nvme": 0}
+    assert choices[0].verdict == "too large"
+    (on_gpu,) = search.evaluate(wanted, cluster("h100x8"), [read("configs/zero3_offload.yaml")])
+    assert on_gpu.job and "offloaded states" not in [line.name for line in memory.anatomy(on_gpu.job)[0].lines]
+
+
+def test_slow_choices_have_a_speed():
+    assert [plan_text.rate(each) for each in (60519.4, 12.4, 0.2998)] == ["60,519", "12", "0.3"]
 
 
 def test_a_fixed_setting_is_not_searched(config):
