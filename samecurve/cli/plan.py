@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
         first_line = f"nothing {'fits' if order[0].job else 'can run'} on {machines.gpus} x {machines.kind}: {hint}"
     print("\n".join([first_line, plan_text.job_size(wanted), *notes, ""]))
     _print_table(choices, lacking, arguments)
-    _print_limits(wanted)
+    _print_limits(wanted, machines)
     if arguments.why or arguments.strategy:
         _print_rejected(choices, wanted, whole)
     _print_details(order[0], wanted, machines, arguments)
@@ -153,9 +153,9 @@ def _nothing_fits(first_line: str, choices: Sequence[Choice], shown: Choice) -> 
     return error
 
 
-def _print_limits(wanted: Wanted) -> None:
+def _print_limits(wanted: Wanted, machines: Cluster) -> None:
     assert wanted.source.recipe
-    limits = left_out(wanted.source.recipe)
+    limits = left_out(wanted.source.recipe, machines.card)
     print("".join(f"\nNot in these numbers: {each}" for each in limits), end="\n" if limits else "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
+from samecurve.planner.hardware import Gpu
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
 
@@ -32,13 +33,15 @@ def refuse(recipe: Recipe) -> None:
         )
 
 
-def left_out(recipe: Recipe) -> list[str]:
-    """List what the prediction does not count, for the reader."""
+def left_out(recipe: Recipe, card: Gpu) -> list[str]:
+    """List what the prediction for a GPU does not count, for the reader."""
     found, checkpointing = [], recipe.memory.activation_checkpointing
     if recipe.precision == "fp32":
-        products = "Products are counted at bf16 rates unless the cluster file has others"
-        models = "activations of models without gated MLPs in 16 bits"
-        found.append(f"precision fp32. {products}, and {models}: expect more memory and time")
+        slower = "products are counted at bf16 rates, for want of others (device.peak_tflops.fp32 of a cluster file)"
+        smaller = "activations of models without gated MLPs are counted in 16 bits"
+        told = smaller if card.fp32_tflops else f"{slower}, and {smaller}"
+        more = "more memory" if card.fp32_tflops else "more memory and time"
+        found.append(f"precision fp32. {told[0].upper()}{told[1:]}: expect {more}")
     if not TASKS[recipe.task].predicts_next_token:
         found.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
     if recipe.task == "dpo" and recipe.dpo.has_reference:

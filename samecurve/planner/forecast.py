@@ -75,7 +75,7 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         "peak_memory_gib": first,
         "peak_memory_gib_interval": [first * each / found.memory_gib for each in found.memory_interval],
         "basis": machines.calibration.describe() if machines.calibration else assumed,
-        "left_out": coverage.left_out(plan.recipe),
+        "left_out": coverage.left_out(plan.recipe, job.card),
         "job": job_record.record(job),
     }
 
