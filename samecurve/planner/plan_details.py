@@ -53,6 +53,5 @@ def _asked(job: Job, arguments: argparse.Namespace) -> Iterator[str]:
         tables = [printing.ledger_table(stage, each) for stage, each in ledger.ledgers(job).items() if each]
         yield "\n".join(tables) or "One process exchanges nothing."
     if arguments.shapes:
-        title = f"Shapes on {job.gpu_kind} with {shape_rules.sms(job.gpu_kind)} SMs:"
         told = "\n".join(shape_rules.complaints(job)) or "Every dimension divides as it should."
-        yield f"{title}\n{printing.table(shape_rules.table(job))}\n{told}"
+        yield f"{shape_rules.title(job)}\n{printing.table(shape_rules.table(job))}\n{told}"

@@ -17,7 +17,13 @@ from samecurve.planner.job import Job
 
 MULTIPLE = 64  # elements of 2 bytes: 128 bytes, which tensor cores want in each dimension of A100 and later
 TILE_ROWS, TILE_COLUMNS = 128, 256
-SMS = ((r"B[23]00|GB[23]00", 148), (r"H100|H200|H800|GH200", 132), (r"H20\b", 78), (r"A100|A800", 108), (r"V100", 80))
+# Data sheets and architecture papers of NVIDIA and AMD, whose compute units stand for SMs. The first that matches.
+SMS = (
+    (r"B[23]00|GB[23]00", 148), (r"H100.*PCIe", 114), (r"H100|H200|H800|GH200", 132), (r"H20\b", 78),
+    (r"A100|A800", 108), (r"MI3(00|25)X", 304), (r"V100", 80), (r"L40", 142), (r"\bL4\b", 58), (r"A6000|A40\b", 84),
+    (r"A10G?\b", 72), (r"RTX.*4090$", 128), (r"RTX.*3090$", 82), (r"T4\b", 40),
+)  # fmt: skip
+ASSUMED_SMS = 108  # of an A100
 GOOD = 0.9  # efficiencies below are worth telling
 
 
@@ -54,14 +60,26 @@ class Product:
         return self.tiles / (self.waves * self.sms)
 
 
-def sms(gpu_kind: str) -> int:
-    """Look up the streaming multiprocessors of a GPU; those of an A100 for an unknown one."""
-    return next((count for pattern, count in SMS if re.search(pattern, gpu_kind, re.IGNORECASE)), 108)
+def known_sms(gpu_kind: str) -> int | None:
+    """Look up the streaming multiprocessors of a GPU; None for an unknown one."""
+    return next((count for pattern, count in SMS if re.search(pattern, gpu_kind, re.IGNORECASE)), None)
+
+
+def title(job: Job) -> str:
+    """Say what the dimensions are judged for, and what is assumed about it."""
+    if _has_no_tiles(job):
+        return f"Shapes on {job.gpu_kind}, whose products have no tiles:"
+    known = known_sms(job.gpu_kind)
+    return f"Shapes on {job.gpu_kind} with {known or ASSUMED_SMS} SMs{'' if known else ', assumed as of an A100'}:"
+
+
+def _has_no_tiles(job: Job) -> bool:
+    return job.card.generation == "cpu"
 
 
 def products(job: Job) -> list[Product]:
     """List the products of a layer, and the output head's."""
-    shape, split, count = job.shape, job.layout.tp, sms(job.gpu_kind)
+    shape, split, count = job.shape, job.layout.tp, known_sms(job.gpu_kind) or ASSUMED_SMS
     rows = int(job.tokens * max(shape.top_k, 1) / max(shape.experts, 1)) or 1
     tokens, hidden = int(job.tokens), shape.hidden
     head = shape.attention_width // shape.heads
@@ -93,7 +111,7 @@ def padded(size: int, multiple: int = MULTIPLE) -> int:
 
 def complaints(job: Job) -> list[str]:
     """Say which dimensions do not divide, with the nearest ones that do, and which products fill the GPU badly."""
-    return [*_heads(job), *_widths(job), *_fill(job)]
+    return [*_heads(job), *_widths(job), *([] if _has_no_tiles(job) else _fill(job))]
 
 
 def _heads(job: Job) -> Iterator[str]:
@@ -136,11 +154,11 @@ def _fill(job: Job) -> Iterator[str]:
 
 
 def table(job: Job) -> list[list[str]]:
-    """Return the header and a row for each product."""
+    """Return the header and a row for each product; on a CPU without the columns of tiles and waves."""
     header = ["forward product", "rows x inputs x outputs", "tiles", "waves", "tile eff.", "wave eff."]
     rows = [
         [each.name, f"{each.rows} x {each.inputs} x {each.outputs}", f"{each.tiles}", f"{each.waves}",
          f"{each.tile_efficiency:.0%}", f"{each.wave_efficiency:.0%}"]
         for each in products(job)
     ]  # fmt: skip
-    return [header, *rows]
+    return [row[:2] if _has_no_tiles(job) else row for row in (header, *rows)]

@@ -8,7 +8,7 @@ import pytest
 from report_cases import missing
 from test_planner_anatomy import a_job
 
-from samecurve.planner import shape_rules
+from samecurve.planner import hardware, shape_rules
 from samecurve.planner.kernels import product_seconds
 from samecurve.planner.layout import Layout
 from samecurve.planner.profiles import Profile
@@ -99,3 +99,28 @@ def test_waves_depend_on_the_kind_of_gpu():
 
 def test_a_good_shape_has_no_complaints():
     assert shape_rules.complaints(job(replace(LLAMA_7B, ffn=14336, vocab=128256), "H100-80GB")) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "title"),
+    [
+        ("MI300X", "Shapes on MI300X with 304 SMs:"),
+        ("L40S", "Shapes on L40S with 142 SMs:"),
+        ("NVIDIA H100 PCIe", "Shapes on NVIDIA H100 PCIe with 114 SMs:"),
+        ("device", "Shapes on device with 108 SMs, assumed as of an A100:"),
+    ],
+)
+def test_the_sms_of_a_gpu_are_its_own_or_said_to_be_assumed(kind, title):
+    assert shape_rules.title(job(kind=kind)) == title
+
+
+def test_all_gpus_with_known_rates_have_their_sms():
+    assert [name for name in hardware.known_names() if name != "cpu" and not shape_rules.known_sms(name)] == []
+
+
+def test_a_cpu_has_neither_tiles_nor_waves():
+    on_cpu = replace(job(replace(LLAMA_7B, ffn=10922), "cpu"), card=hardware.gpu("cpu"))
+    assert shape_rules.title(on_cpu) == "Shapes on cpu, whose products have no tiles:"
+    assert {len(row) for row in shape_rules.table(on_cpu)} == {2}
+    told = shape_rules.complaints(on_cpu)
+    assert any("MLP width 10922" in each for each in told) and not any("tiles" in each for each in told)
