@@ -58,6 +58,9 @@ class _Reader:
         reserved = None
         if "reserved_gib" in self.document.content:
             reserved = self._number(("reserved_gib",), 0, least=0)
+            if reserved >= card.memory_gib:
+                text = f"found {reserved:g}, expected less than the memory of the GPU, {card.memory_gib:g} GiB"
+                self.document.problem(("reserved_gib",), f"{text}; the rest is for the job")
         outer = [each.node_gbit for each in levels[1:] if each.node_gbit]
         network, own = min(outer, default=nominal), Reliability(**numbers)
         return Cluster(kind, card, nodes, per_node, network, tuple(levels), host, reserved, reliability=own)

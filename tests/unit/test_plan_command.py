@@ -343,6 +343,10 @@ def test_cluster_files(config, tmp_path, capsys):
         ),
         ("gpu: h100\nnodes: 1\ngpus_per_node: 8\ngbit_per_s_per_node: .inf\n", "found Infinity, expected a positive"),
         ("- h100\n", "found a list, expected a block of keys"),
+        (
+            "gpu: H100\nnodes: 1\ngpus_per_node: 8\nreserved_gib: 100\n",
+            "reserved_gib: found 100, expected less than the memory of the GPU, 79.1 GiB",
+        ),
     ],
 )
 def test_wrong_cluster_files(text, message, config, tmp_path, capsys):
@@ -373,6 +377,13 @@ def test_a_recipe_is_planned_only_where_it_may_run(tmp_path, capsys):
     assert found["ddp"]["tokens_per_second"] > 0
     shown = capsys.readouterr().out
     assert "Not in these numbers: precision fp32" in shown and "Not in these numbers: task embed" in shown
+    assert "Products are counted at bf16 rates" in shown
+
+
+def test_a_cpu_has_rates_of_fp32(capsys):
+    assert main(["plan", "recipes/embed.yaml", "--cluster", "cpux2", "--strategy", "configs/ddp.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "precision fp32. Activations of models without gated MLPs" in shown and "bf16 rates" not in shown
 
 
 def test_the_data_may_be_elsewhere(tmp_path, capsys):
