@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from samecurve.errors import ConfigurationError
@@ -18,6 +20,8 @@ NEEDED = (
     "fp8_recipe chunked_loss packed_experts activation_checkpointing memory_kind"
 ).split()
 USUAL_HEAD, USUAL_VOCABULARY = 128, 50_257  # width of an attention head; GPT-2's vocabulary
+SURPLUS = "cells without a column"  # contains spaces, unlike the names of columns
+SHOWN = 60  # characters of surplus cells
 UNUSED = (
     "source url model params_b step_s tokens_per_s_per_gpu mfu_pct_published memory_gib status oom_evidence time_ok "
     "memory_ok quality note"
@@ -25,20 +29,41 @@ UNUSED = (
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """Read the rows, in any order of columns. Raises ConfigurationError for an unknown or a missing column."""
+    """Read the rows, in any order of columns.
+
+    Raises:
+        ConfigurationError: columns are unknown, missing or twice there, a row has more cells than there are columns,
+            two rows have one id, or there is no row.
+    """
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file, restval="")  # a row may end early
-            rows, names = list(table), list(table.fieldnames or [])
+            table = csv.DictReader(file, restkey=SURPLUS, restval="")  # a row may end early
+            rows = [(table.line_num, row) for row in table]
+            names = list(table.fieldnames or [])
     except OSError as error:
         raise ConfigurationError(f"--runs {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigurationError(f"--runs {path}: not a CSV file in UTF-8: {error}") from None
     problems = [f"{path}: column {name!r} is missing" for name in NEEDED if name not in names]
     problems += [f"{path}: unknown column {name!r}" for name in names if name not in (*NEEDED, *UNUSED)]
+    problems += [f"{path}: column {name!r} is there twice" for name, count in Counter(names).items() if count > 1]
+    if not problems:  # rows of other columns say nothing
+        problems = [f"{path}:{line}: {text}" for line, text in _row_problems(rows)]
+        problems += [] if rows else [f"{path}: no row below the names of the columns; give a row for each run"]
     if problems:
         raise ConfigurationError("\n".join(problems))
-    return rows
+    return [row for _, row in rows]
+
+
+def _row_problems(rows: Sequence[tuple[int, dict[str, str]]]) -> Iterator[tuple[int, str]]:
+    """Generate (line, problem) of rows that no answer could be told from another's, or that are shifted."""
+    first: dict[str, int] = {}
+    for line, row in rows:
+        if SURPLUS in row:
+            beyond = ", ".join(map(repr, row[SURPLUS]))[:SHOWN]
+            yield line, f"cells beyond the last column: {beyond}; quote a cell with a comma, or remove them"
+        if first.setdefault(row["id"], line) != line:
+            yield line, f"id {row['id']!r} is that of line {first[row['id']]}, too; give each row its own"
 
 
 class _Cells:
