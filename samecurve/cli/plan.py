@@ -257,7 +257,8 @@ def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments
         few = rows if arguments.strategy or arguments.why else plan_text.at_most(SHOWN_SIZES, rows)
         print(plan_text.table(few[: arguments.top or ROWS]))
     if lacking:
-        shown = plan_text.table(lacking[:SHOWN_UNAVAILABLE])
+        few = lacking[:SHOWN_UNAVAILABLE]
+        shown = f"{plan_text.table(few)}\n{plan_text.legend(few)}"
         grey, normal = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
         print(f"\nFor comparison, what this version cannot run and --emit never writes:\n{grey}{shown}{normal}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from samecurve.planner import flops, ledger, memory, printing
+from samecurve.planner import flops, ledger, memory, printing, space
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.search import Choice
@@ -93,8 +93,20 @@ def _row(choice: Choice) -> list[str]:
     return [
         choice.name, sizes(choice.job.layout), batch(choice.job), choice.job.checkpointing,
         rate(choice.tokens_per_s), f"{found.seconds:.3f}", f"{low:.3f}-{high:.3f}",
-        f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", choice.lack or verdict, found.binding,
+        f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", _needs(choice) or verdict, found.binding,
     ]  # fmt: skip
+
+
+def _needs(choice: Choice) -> str:
+    """Name the axes of a shape that this version cannot run; a choice without files is named after them."""
+    return f"needs {choice.name.replace('+', ' + ')}" if choice.lack else ""
+
+
+def legend(lacking: Sequence[Choice]) -> str:
+    """Explain what the verdicts of shapes that this version cannot run say."""
+    used = dict.fromkeys(axis for each in lacking for axis in each.name.split("+"))
+    named = ", ".join(f"{axis}: {space.AXIS_NAMES[axis]}" for axis in used)
+    return f"needs: axes that no file in configs/ has, or has together ({named})"
 
 
 def rejection(choice: Choice, fits_from: int | None) -> str:

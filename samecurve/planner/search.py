@@ -133,7 +133,8 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
     """
     strategy, problems = strategies.describe(wanted, template, sizes, machines.gpus)
     if problems:
-        reason = "; ".join(f"{each.key}: {each.text}" for each in problems)
+        # lists of reasons begin with the strategy's name, which may be that of a block
+        reason = "; ".join(each.text if each.key == template.name else f"{each.key}: {each.text}" for each in problems)
         # a wrong topology may be right on another number of GPUs; other problems stay
         invalid = not all(each.topology for each in problems)
         return Choice(template.name, template, sizes, reason=reason, invalid=invalid)

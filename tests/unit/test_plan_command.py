@@ -116,6 +116,32 @@ def test_a_file_that_is_no_table(tmp_path, capsys):
     assert f"--runs {path}: not a CSV file in UTF-8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("lines", "messages"),
+    [
+        ([], ["runs.csv: no row below the names of the columns"]),
+        (["a,new", "b,new", "a,old"], ["runs.csv:4: id 'a' is that of line 2, too; give each row its own"]),
+        (["a" + 45 * "," + "x,y", "b"], ["runs.csv:2: cells beyond the last column: 'x', 'y'; quote"]),
+        (["a" + 45 * "," + "x", "a"], ["runs.csv:2: cells beyond the last column: 'x'; quote", "runs.csv:3: id 'a'"]),
+    ],
+)
+def test_rows_that_cannot_be_told_apart_or_are_shifted(lines, messages, tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    assert len(runs_file.NEEDED) == 45
+    path.write_text("\n".join([",".join(runs_file.NEEDED), *lines, ""]))
+    assert main(["plan", "--runs", str(path), "--json", str(tmp_path / "x")]) == 2
+    shown = capsys.readouterr().err
+    assert all(each in shown for each in messages) and len(shown.splitlines()) == len(messages)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_column_that_is_there_twice(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    path.write_text(",".join([*runs_file.NEEDED, "seq"]) + "\n")
+    assert main(["plan", "--runs", str(path), "--json", str(tmp_path / "x")]) == 2
+    assert "column 'seq' is there twice" in capsys.readouterr().err
+
+
 def test_a_row_that_ends_early_is_unsupported(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text(",".join(runs_file.NEEDED) + "\nshort,new\n")
@@ -275,7 +301,17 @@ def test_shapes_of_another_version_are_shown_and_never_chosen(config, tmp_path, 
     shown = capsys.readouterr().out
     lacking = [each for each in json.loads(out.read_text())["plans"] if each.get("not_in_this_version")]
     assert lacking and any("context parallelism" in each["not_in_this_version"] for each in lacking)
-    assert shown.index("For comparison, what this version cannot run") > shown.index("strategy ")
+    compared = shown[shown.index("For comparison, what this version cannot run") :].splitlines()
+    assert re.search(r" needs cp \+ tp |needs pp \+ cp", compared[2]) and max(map(len, compared[1:3])) < 180
+    explained = next(each for each in compared if each.startswith("needs: axes that no file in configs/ has"))
+    assert "cp: context parallelism" in explained
+
+
+def test_a_reason_names_its_strategy_once(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "model_type": "gpt_neo"}))
+    assert main(["plan", str(path), "--cluster", "h100x8", "--why"]) == 0
+    assert "\npipeline: a pipeline cannot split a model of model_type gpt_neo" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
