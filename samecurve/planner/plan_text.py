@@ -60,8 +60,11 @@ def answer(best: Choice, others: int) -> str:
     held = f"{found.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
     learnt = job.calibration
     origin = f"80 % intervals; {learnt.describe() if learnt else PUBLIC}"
+    idle = f"; {best.idle_ranks:,} of {job.layout.dp:,} data-parallel ranks get no row" if best.idle_ranks else ""
     ties = f"; {others} more {'is a tie' if others == 1 else 'are ties'}" if others else ""
-    return f"{best.name} ({shape}) on {job.layout.gpus} x {job.gpu_kind}: {speed}, {step}, {held} ({origin}{ties})"
+    return (
+        f"{best.name} ({shape}) on {job.layout.gpus} x {job.gpu_kind}: {speed}, {step}, {held} ({origin}{idle}{ties})"
+    )
 
 
 def job_size(wanted: Wanted) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from samecurve.planner import offload, space, strategies
 from samecurve.planner.answers import Prediction, predict
@@ -74,6 +75,12 @@ class Choice:
         if not self.found.fits:
             return "too large"
         return "fits" if self.memory_interval[1] <= self.job.memory_gib else "tight"
+
+    @property
+    def idle_ranks(self) -> int:
+        """Number of data-parallel ranks that get no row of a step."""
+        assert self.job
+        return max(0, self.job.layout.dp - round(self.tokens / self.job.seq))
 
     @property
     def order(self) -> tuple:
@@ -180,14 +187,17 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:
     """Sort: what fits, then what is tight, then what is too large, then what cannot run; the first two by speed.
 
-    Choices that may be as fast as the fastest one are ties, sorted by simplicity, then by memory headroom.
+    Of what fits, and of what is tight, choices in which some ranks get no row come last. Choices that may be as fast as
+    the fastest one are ties, sorted by simplicity, then by memory headroom.
     """
     choices = list(choices)
     result: list[Choice] = []
-    for verdict in ("fits", "tight"):
-        group = sorted((each for each in choices if each.verdict == verdict), key=lambda each: -each.tokens_per_s)
+    for verdict, idle in product(("fits", "tight"), (False, True)):
+        alike = [each for each in choices if each.verdict == verdict and (each.idle_ranks > 0) == idle]
+        group = sorted(alike, key=lambda each: -each.tokens_per_s)
         ties = [each for each in group if _may_be_fastest(each, group)]
-        marked = [replace(each, tie=len(ties) > 1) for each in ties]
+        # what comes after a better group cannot be as good as the answer
+        marked = [replace(each, tie=len(ties) > 1 and not result) for each in ties]
         result += sorted(marked, key=lambda each: each.order)
         result += [each for each in group if each not in ties]
     large = [each for each in choices if each.verdict == "too large"]

@@ -180,6 +180,21 @@ def test_ties_are_ordered_by_simplicity_then_headroom(wanted):
     assert 1.15 < 2.71828**COMPARED < 1.25
 
 
+def test_ranks_without_a_row_come_last_and_are_counted(wanted):
+    """256 rows of a step on 8 ranks, and on 300, of which 44 get none; neither is a tie of the other."""
+    fed, twin = choice(wanted, "fsdp", 2.0), choice(wanted, "hsdp", 2.0)
+    assert fed.job and fed.idle_ranks == 0
+    layout = replace(fed.job.layout, dp=300, shard=300)
+    idle = replace(fed, name="ddp", job=replace(fed.job, layout=layout), found=choice(wanted, "", 1.0).found)
+    found = search.ranked([idle, replace(idle, name="zero1"), fed, twin])
+    assert [(each.name, each.tie) for each in found] == [
+        ("fsdp", True), ("hsdp", True), ("ddp", False), ("zero1", False),
+    ]  # fmt: skip
+    assert idle.idle_ranks == 44
+    assert "; 44 of 300 data-parallel ranks get no row)" in plan_text.answer(idle, 0)
+    assert "get no row" not in plan_text.answer(fed, 0)
+
+
 def test_another_stack_is_a_tie_within_the_interval(wanted):
     fast, other = choice(wanted, "fsdp", 1.0), choice(wanted, "zero1", 1.35, stack="deepspeed")
     assert [each.name for each in search.ranked([fast, other])] == ["zero1", "fsdp"]
