@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from samecurve.errors import ConfigurationError
 from samecurve.planner.group_links import group_link
@@ -37,12 +38,16 @@ def read_order(text: str) -> Order:
 
 
 def axes(job: Job, order: Order = ORDER) -> list[Axis]:
-    """List the axes that a layout uses, the fastest-varying first; dp as shards and replicas under hybrid sharding."""
+    """List the axes that a layout uses, the fastest-varying first; dp as shards and replicas under hybrid sharding.
+
+    FSDP shards over the ranks of context parallelism, too, so that `shard` counts them.
+    """
     layout, found = job.layout, []
+    own = max(1, layout.shard // layout.cp)
     for name in order:
         size, stride = getattr(layout, name), layout.stride(name, order)
-        if name == "dp" and 1 < layout.shard < size:
-            found += [Axis("shard", layout.shard, stride), Axis("replica", size // layout.shard, stride * layout.shard)]
+        if name == "dp" and 1 < own < size:
+            found += [Axis("shard", own, stride), Axis("replica", size // own, stride * own)]
         elif size > 1:
             found.append(Axis(name, size, stride))
     return found
@@ -68,7 +73,7 @@ def in_common(job: Job, node: int, order: Order = ORDER) -> str:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one axis.
+    """The groups of one axis, or of two whose ranks communicate together.
 
     Attributes:
         nodes: that a group touches.
@@ -84,16 +89,28 @@ class Groups:
 
 
 def groups(job: Job, order: Order = ORDER) -> list[Groups]:
-    """List the groups of every axis, the fastest-varying first; experts are spread over neighbours in dp."""
-    experts = Axis("ep", job.layout.ep, job.layout.stride("dp", order))
-    found = []
-    for each in [*axes(job, order), *([experts] if experts.size > 1 else [])]:
-        ranks = tuple(range(0, each.size * each.stride, each.stride))
-        nodes = len({rank // job.gpus_per_node for rank in ranks})
-        talking = 2 if each.name == "pp" else each.size  # stages talk to their neighbours only
-        link = group_link(job, talking, each.stride, profile(job.stack))
-        found.append(Groups(each.name, each.size, each.stride, ranks, nodes, link))
-    return found
+    """List the groups that communicate, the fastest-varying axis first.
+
+    Gradients are reduced, and FSDP's weights gathered, over the ranks of dp and cp together. Experts are spread over
+    neighbours in dp, and so are the second copies of weights of ZeRO-3 (hpZ).
+    """
+    layout, stride = job.layout, job.layout.stride("dp", order)
+    parts = [Axis("cp", layout.cp, layout.stride("cp", order))] if layout.cp > 1 else []
+    found = [_groups(job, [each, *parts] if each.name in ("dp", "shard") else [each]) for each in axes(job, order)]
+    beside = (("ep", layout.ep), ("second copy", layout.secondary))
+    return found + [_groups(job, [Axis(name, size, stride)]) for name, size in beside if size > 1]
+
+
+def _groups(job: Job, together: Sequence[Axis]) -> Groups:
+    """Describe the groups of ranks that differ in these axes alone."""
+    ranks = sorted(sum(place) for place in product(*(range(0, e.size * e.stride, e.stride) for e in together)))
+    # the distance of neighbours; on average, where the axes have another one between them
+    stride = ranks[-1] // (len(ranks) - 1)
+    name = " x ".join(each.name for each in together)
+    talking = 2 if name == "pp" else len(ranks)  # stages talk to their neighbours only
+    nodes = len({rank // job.gpus_per_node for rank in ranks})
+    link = group_link(job, talking, stride, profile(job.stack))
+    return Groups(name, len(ranks), stride, tuple(ranks), nodes, link)
 
 
 def complaints(job: Job, order: Order = ORDER) -> Iterator[str]:

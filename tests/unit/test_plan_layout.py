@@ -12,7 +12,7 @@ from samecurve.cli.commands import main
 from samecurve.errors import ConfigurationError
 from samecurve.planner import layout_picture, placement
 from samecurve.planner.layout import Layout
-from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.parallel_dims import FSDP, ParallelDims
 
 SIXTEEN = Layout(2, tp=2, pp=4, schedule="1f1b")
 
@@ -20,7 +20,7 @@ SIXTEEN = Layout(2, tp=2, pp=4, schedule="1f1b")
 def test_ranks_are_arranged_as_the_engines_do():
     dims, job = (
         ParallelDims(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2),
-        a_job(layout=Layout(8, 2, 2, 2, zero=3, shard=4)),
+        a_job(layout=Layout(8, 2, 2, 2, zero=3, shard=8)),
     )
     named = {"shard": "dp_shard", "replica": "dp_replicate"}
     axes = placement.axes(job)
@@ -72,6 +72,35 @@ def test_hybrid_sharding_shards_inside_a_node():
     assert (shard.axis, shard.nodes, shard.link.level) == ("shard", 1, "node")
     assert (replica.first, replica.link.level) == ((0, 8), "network")
     assert layout_picture.text(job, 32).splitlines()[2].endswith("s6 s7 |  replica 1")
+
+
+def test_fsdp_gathers_over_the_parts_of_a_row_too():
+    """By hand: dp 8 x cp 2 on two nodes of 8 are one group of 16; the mesh of the engines has the same ranks."""
+    job = a_job(layout=Layout(8, cp=2, zero=3, shard=16))
+    found = {each.axis: each for each in placement.groups(job)}
+    assert found.keys() == {"cp", "dp x cp"}
+    whole = found["dp x cp"]
+    assert (whole.size, whole.first, whole.nodes, whole.link.level) == (16, tuple(range(16)), 2, "network")
+    assert (found["cp"].first, found["cp"].nodes) == ((0, 1), 1)
+    assert whole.link == placement.group_link(job, 16, 1, placement.profile(""))
+    assert "dp x cp 16: over 2 nodes, " in layout_picture.text(job, 32)
+
+
+def test_hybrid_sharding_with_context_parallelism():
+    """2 replicas x 4 shards x 2 parts: weights are sharded over 8 neighbours, and each shard has a copy 8 ranks on."""
+    dims, job = ParallelDims(dp_replicate=2, dp_shard=4, cp=2), a_job(layout=Layout(8, cp=2, zero=3, shard=8))
+    assert dims.size(*FSDP) == 8
+    found = {each.axis: each for each in placement.groups(job)}
+    assert found["shard x cp"].first == tuple(range(8)) and found["replica"].first == (0, 8)
+    apart = {each.axis: each for each in placement.groups(job, placement.read_order("dp,cp,tp,pp"))}
+    assert apart["shard x cp"].first == (0, 1, 2, 3, 8, 9, 10, 11) and apart["shard x cp"].nodes == 2
+
+
+def test_second_copies_of_weights_are_listed():
+    """ZeRO-3 over 16 ranks, whose second gather is among 8 neighbours."""
+    found = {each.axis: each for each in placement.groups(a_job(layout=Layout(16, zero=3, shard=16, secondary=8)))}
+    assert found["dp"].nodes == 2
+    assert (found["second copy"].first, found["second copy"].link.level) == (tuple(range(8)), "node")
 
 
 @pytest.mark.parametrize(
