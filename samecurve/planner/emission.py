@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import yaml
 
@@ -15,11 +14,10 @@ from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.launch import scripts
 from samecurve.launch.target import Target, command, read_back, unnamed
-from samecurve.planner import cluster_file, inputs, layout_picture, model_config, plan_text
+from samecurve.planner import cluster_file, emitted_files, inputs, layout_picture, model_config, plan_text
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice
 from samecurve.planner.wanted import Wanted
-from samecurve.storage.atomic import storage_errors
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def emit(
     """Write everything that starts a choice, and read it back as the run would. Returns the files' paths.
 
     Args:
-        folder: where to write; created if it does not exist.
+        folder: where to write; created if it does not exist. Files of an earlier plan are replaced or removed.
         choice: one that can run, of a strategy with files.
         wanted: the job that was planned.
         machines: the cluster that was planned for.
@@ -44,7 +42,8 @@ def emit(
         launchers: names from target.LAUNCHERS, for which to write start scripts.
 
     Raises:
-        ConfigurationError: the configuration's own check refuses what was written.
+        ConfigurationError: the configuration's own check refuses what was written, or a file of the user's would be
+            lost.
     """
     assert choice.template and choice.sizes is not None  # shapes without files are never emitted
     recipe = request.model if inputs.is_recipe(request.model) else os.path.join(folder, "recipe.yaml")
@@ -62,12 +61,11 @@ def emit(
     record = {"recipe": recipe, "overrides": overrides, "launchers": list(launchers), **plan_text.record(choice)}
     assert choice.job
     texts["layout.svg"] = layout_picture.svg(choice.job, wanted.batch.global_batch_size)
-    texts["plan.json"] = json.dumps(record, indent=1) + "\n"
     for launcher in launchers:
         texts |= scripts.files(launcher, target)
-    _write(folder, texts)
+    names = emitted_files.write(folder, texts, record)
     _check(target, launchers)
-    return [os.path.join(folder, name) for name in texts]
+    return [os.path.join(folder, name) for name in names]
 
 
 def recipe_values(choice: Choice, wanted: Wanted) -> list[str]:
@@ -98,17 +96,6 @@ def _strategy(folder: str, choice: Choice) -> dict[str, str]:
     named = f"{choice.name}, {plan_text.sizes(choice.job.layout)}"
     about = f"# {named}: {choice.template.path} with the sizes of a plan; plan.json says how fast it should be.\n"
     return {"strategy.yaml": about + yaml.safe_dump(accelerate, sort_keys=False), **texts}
-
-
-def _write(folder: str, texts: dict[str, str]) -> None:
-    directory = Path(folder)
-    with storage_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            path = directory / name
-            path.write_text(text, encoding="utf-8")
-            if name.endswith(".sh"):
-                path.chmod(0o755)
 
 
 def _check(target: Target, launchers: Sequence[str]) -> None:

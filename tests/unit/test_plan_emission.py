@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -102,6 +104,66 @@ def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monk
     assert main(["plan", recipe, "--cluster", str(folder / "cluster.yaml"), "--json", str(out)]) == 0
     assert json.loads(out.read_text())["plans"][0] == best
     assert cluster(str(folder / "cluster.yaml")).gpus == 32
+
+
+def emitted(folder: Path, recipe: str, strategy: str, *launchers: str) -> int:
+    command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "16", "--strategy", f"configs/{strategy}.yaml"]
+    return main([*command, "--emit", str(folder), "--launcher", *launchers])
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_files_of_an_earlier_plan_go_and_others_stay(recipe, tmp_path):
+    folder = tmp_path / "plan"
+    assert emitted(folder, recipe, "zero3", "slurm", "deepspeed") == 0
+    assert {"strategy.json", "slurm.sh", "deepspeed.sh", "hostfile", ".deepspeed_env"} <= contents(folder).keys()
+    (folder / "notes.txt").write_text("mine")
+    assert emitted(folder, recipe, "fsdp", "torchrun") == 0
+    found = contents(folder)
+    assert sorted(found) == ["cluster.yaml", "layout.svg", "notes.txt", "plan.json", "strategy.yaml", "torchrun.sh"]
+    assert found["notes.txt"] == "mine" and "FSDP" in found["strategy.yaml"]
+    assert emitted(folder, recipe, "fsdp", "torchrun") == 0 and contents(folder) == found
+
+
+@pytest.mark.parametrize("name", ["hostfile", "strategy.yaml", "plan.json"])
+def test_nothing_that_was_edited_is_lost(name, recipe, tmp_path, capsys):
+    """Neither addresses in a hostfile that goes, nor changes in a strategy that is replaced, nor another plan.json."""
+    folder = tmp_path / "plan"
+    assert emitted(folder, recipe, "zero3", "deepspeed") == 0
+    (folder / name).write_text("[10]\n")
+    before = contents(folder)
+    assert emitted(folder, recipe, "fsdp", "torchrun") == 2
+    shown = capsys.readouterr().err
+    assert re.search(rf"^--emit {folder}: .*\b{name}: not written by an earlier plan, or changed since; move", shown)
+    assert contents(folder) == before
+
+
+def test_a_folder_with_files_of_another_origin(recipe, tmp_path, capsys):
+    (tmp_path / "strategy.yaml").write_text("mine")
+    assert emitted(tmp_path, recipe, "fsdp", "torchrun") == 2
+    assert f"--emit {tmp_path}: strategy.yaml: not written by an earlier plan" in capsys.readouterr().err
+
+
+def test_a_record_names_no_file_elsewhere(recipe, tmp_path):
+    folder, other = tmp_path / "plan", tmp_path / "mine.txt"
+    other.write_text("mine")
+    assert emitted(folder, recipe, "fsdp", "torchrun") == 0
+    record = json.loads((folder / "plan.json").read_text())
+    record["files"]["../mine.txt"] = hashlib.sha256(b"mine").hexdigest()
+    (folder / "plan.json").write_text(json.dumps(record))
+    assert emitted(folder, recipe, "fsdp", "torchrun") == 0
+    assert other.read_text() == "mine"
+
+
+def test_an_emitted_recipe_can_be_planned_into_its_folder(tmp_path):
+    config, folder = tmp_path / "config.json", tmp_path / "plan"
+    config.write_text(json.dumps(LLAMA))
+    assert emitted(folder, str(config), "fsdp", "torchrun") == 0
+    written = (folder / "recipe.yaml").read_text()
+    assert emitted(folder, str(folder / "recipe.yaml"), "zero1", "torchrun") == 0
+    assert (folder / "recipe.yaml").read_text() == written
 
 
 def test_a_model_without_a_recipe_gets_one(tmp_path):
