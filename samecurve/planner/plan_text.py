@@ -127,7 +127,11 @@ def rejection(choice: Choice, fits_from: int | None) -> str:
 
 
 def record(choice: Choice) -> dict:
-    """Return the choice as JSON."""
+    """Return the choice as JSON.
+
+    `peak_memory_gib` is all that the fullest GPU holds, by which `verdict` judges. In `plan --runs` and run.json the
+    key is what a counter shows, by default torch_allocated: tensors alone.
+    """
     if not (choice.job and choice.found):
         return {"strategy": choice.name, "verdict": choice.verdict, "reason": choice.reason}
     job, found = choice.job, choice.found

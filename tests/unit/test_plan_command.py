@@ -456,6 +456,13 @@ def test_a_strategy_that_cannot_run_says_why(capsys):
     assert "nothing can run on 3 x H100-80GB" in shown and "but 3 processes cannot form 2 replicas" in shown
 
 
+def test_the_peak_of_a_plan_is_all_that_a_gpu_holds(config, tmp_path, capsys):
+    """The total below the anatomy; the counter of --runs and run.json shows less (docs/planning.md, Which memory)."""
+    found = plan_of([config, "--strategy", "configs/fsdp.yaml"], tmp_path)["fsdp"]["peak_memory_gib"]
+    total, _ = re.findall(r"^total +(.*)$", capsys.readouterr().out, re.M)
+    assert max(map(float, total.split())) == pytest.approx(found, abs=0.1)
+
+
 def test_states_of_an_optimizer(tmp_path):
     """AdamW keeps 8 bytes per parameter, Lion 4, AdamW in 8 bits 2: by hand on 109,529,856 parameters."""
     data = ["recipes/pretrain.yaml", "data.path=recipes/base.yaml"]
