@@ -27,7 +27,7 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
     if job.sharding.gathers_once:
         return 0, gathered + _exposed(reduced, behind, share)
     if job.layout.zero == 3:  # of each layer, hidden behind the layer before
-        again = _gathered_again(job, stage, gathered, constants)
+        again = gathered_again(job, stage, gathered, constants)
         forward, backward = (_exposed(gathered, stage.layers * one.forward, share), _exposed(again, behind, share))
         with_gradients = _exposed(again + reduced, behind, share)
         if job.sharding.reduces_once:
@@ -43,7 +43,7 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
     return 0, _exposed(reduced + gathered, behind, share)
 
 
-def _gathered_again(job: Job, stage: Stage, gathered: float, constants: Profile) -> float:
+def gathered_again(job: Job, stage: Stage, gathered: float, constants: Profile) -> float:
     """Return the seconds of the second gather, which may be among the ranks of a second copy alone (ZeRO-3's hpZ)."""
     size, layers = job.layout.secondary, max(stage.layers, 1)
     if not job.sharding.reshards:

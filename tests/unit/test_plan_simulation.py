@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -11,12 +14,14 @@ from test_planner_anatomy import GPT, a_job
 
 from samecurve.cli.commands import main
 from samecurve.config.schema import Checkpoint
-from samecurve.planner import cluster_file, events, goodput, simulation, step_time, timeline
+from samecurve.planner import cluster_file, events, goodput, inputs, search, simulation, step_time, timeline
 from samecurve.planner.bubbles import bubble
 from samecurve.planner.cluster import built_in
 from samecurve.planner.events import Lane, Task
 from samecurve.planner.goodput import Failures, Reliability
+from samecurve.planner.job import Sharding
 from samecurve.planner.layout import Layout
+from samecurve.planner.strategy_files import read
 
 HOUR = 3600
 MODEL = "benchmarks/planner/llama_8b.json"
@@ -82,6 +87,68 @@ LAYOUTS = {
 def test_a_simulated_step_takes_as_long_as_the_formulas_say(layout, gbit):
     job = a_job(GPT, layout, seq=2048, grad_accum=8, node_gbit=gbit, stack="fsdp2")
     assert simulation.simulate(job).seconds == pytest.approx(step_time.breakdown(job).total, rel=0.1)
+
+
+SHIPPED = sorted(Path("configs").glob("*.yaml"))
+GPUS = {"single": (1,), "tp": (2,)}  # strategies that take no other number
+
+
+def test_all_strategies_are_simulated():
+    assert len(SHIPPED) > 20 and {*GPUS} < {path.stem for path in SHIPPED}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("settings", [(), ("memory.activation_checkpointing=full", "batch.sequence_length=8192")])
+def test_every_strategy_is_simulated_as_the_formulas_say(path, settings, tmp_path):
+    model = json.loads(Path(MODEL).read_text())
+    if "_ep" in path.stem:
+        model |= {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    for gpus in GPUS.get(path.stem, (8, 64)):
+        wanted = inputs.read(str(tmp_path / "config.json"), list(settings))
+        (choice,) = search.evaluate(wanted, built_in("h100x8").scaled(gpus), [read(str(path))])
+        assert choice.job, choice.reason
+        formula = step_time.breakdown(choice.job).total
+        assert simulation.simulate(choice.job).seconds == pytest.approx(formula, rel=0.1), gpus
+
+
+def count(job, kind: str) -> Counter[str]:
+    """Count the collectives of a kind in front of the pass of each micro-batch, or behind it."""
+    lanes = simulation.simulate(job).lanes
+    passes = [each for each in lanes[Lane("", 0, "compute")] if each.kind in "FB"]
+    found: Counter[str] = Counter()
+    for task in lanes[Lane("", 0, "network")]:
+        if task.kind == kind:
+            beside = [each for each in passes if each.start <= task.start] or passes[:1]
+            found[f"{beside[-1].kind}{beside[-1].label}"] += 1
+    return found
+
+
+def test_sharded_stages_are_gathered_and_reduced_once():
+    """FSDP2 in PyTorch's schedules: in front of the first pass of four micro-batches, and behind the last one."""
+    once = Sharding(gathers_once=True, reduces_once=True, reshards=False, overlaps=False)
+    layout = Layout(8, pp=2, schedule="1F1B", zero=3, shard=8)
+    job = a_job(layout=layout, sharding=once, stack="fsdp2")
+    assert count(job, "G") == {"F0": 1} and count(job, "R") == {"B3": 1}
+
+
+def test_gradients_that_wait_are_reduced_once_and_weights_that_stay_are_gathered_once_a_micro_batch():
+    job = a_job(layout=Layout(16, zero=3, shard=16), stack="fsdp2")
+    assert {name[1] for name in count(job, "R")} == set("0123")
+    later = replace(job, sharding=Sharding(reduces_once=True))
+    assert {name[1] for name in count(later, "R")} == {"3"}
+    kept = replace(job, sharding=Sharding(reshards=False))
+    assert 2 * count(kept, "G").total() == count(job, "G").total()
+
+
+def test_a_forward_pass_waits_for_the_gradients_of_the_pass_before():
+    """FSDP2 and DeepSpeed end a backward pass when its gradients are reduced."""
+    job = a_job(layout=Layout(16, zero=2, shard=16), stack="deepspeed", node_gbit=100)
+    lanes = simulation.simulate(job).lanes
+    reduced = [task.end for task in lanes[Lane("", 0, "network")] if task.kind == "R"]
+    begins = {task.label: task.start for task in reversed(lanes[Lane("", 0, "compute")]) if task.kind == "F"}
+    per_pass = len(reduced) // job.grad_accum
+    assert [begins[str(number)] for number in (1, 2, 3)] == reduced[per_pass - 1 : -1 : per_pass]
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
