@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 from samecurve.planner import collectives
 from samecurve.planner.group_links import axis_link, group_link
+from samecurve.planner.hardware import Link
 from samecurve.planner.job import Job
 from samecurve.planner.kernels import Seconds
 from samecurve.planner.profiles import Profile, syncs_every_micro_batch
 from samecurve.planner.stages import Stage, stage_parameters
 
 _BUCKET_BYTES = 25e6  # of DDP's gradient buckets, torch's default
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The collectives of one kind that a stage needs for one pass.
+
+    Attributes:
+        content: what travels, and by which collective.
+        width: bytes of an element.
+        volume_bytes: that a rank sends.
+        ranks: of the group.
+        over: their link.
+    """
+
+    content: str
+    width: float
+    volume_bytes: float
+    ranks: int
+    over: Link
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Collectives that run beside one computation.
+
+    Attributes:
+        when: the micro-batches in which they do: each one, the last one (once per step) or all others.
+        computation: its name; "" where nothing is computed at that time.
+        behind: its seconds.
+        share: of them that can hide communication.
+    """
+
+    when: Literal["each", "last", "others"]
+    transfers: Sequence[Transfer]
+    computation: str
+    behind: float
+    share: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(each.seconds for each in self.transfers)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of one time that the computation does not hide."""
+        return max(self.seconds - self.share * self.behind, (1 - self.share) * self.seconds)
+
+    def times(self, micro_batches: int) -> int:
+        """Return how often they run in a step."""
+        return {"each": micro_batches, "last": 1, "others": micro_batches - 1}[self.when]
 
 
 def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tuple[float, float]:
@@ -21,39 +77,54 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
         constants: of the strategy's stack.
         one: seconds of one layer's forward and backward, behind which communication may hide.
     """
-    gathered, reduced = data_collectives(job, stage, constants)
-    share = hidden_share(job, constants)
-    behind = stage.layers * one.backward
+    found = beside(job, stage, constants, one)
+    exposed = {when: sum(each.exposed for each in found if each.when == when) for when in ("each", "last", "others")}
+    return exposed["each"] + exposed["others"], exposed["last"] - exposed["others"]
+
+
+def beside(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list[Beside]:
+    """List the data-parallel collectives of a stage by the computation that they run beside.
+
+    Args:
+        job, stage, constants, one: see `data_seconds`.
+    """
+    gathers, reduces = transfers(job, stage, constants)
+    share, layers = hidden_share(job, constants), stage.layers
+    backward = ("backward pass", layers * one.backward, share)
+    alone = ("", 0.0, 0.0)
     if job.sharding.gathers_once:
-        return 0, gathered + _exposed(reduced, behind, share)
+        return [Beside("last", gathers, *alone), Beside("last", reduces, *backward)]
     if job.layout.zero == 3:  # of each layer, hidden behind the layer before
-        again = gathered_again(job, stage, gathered, constants)
-        forward, backward = (_exposed(gathered, stage.layers * one.forward, share), _exposed(again, behind, share))
-        with_gradients = _exposed(again + reduced, behind, share)
-        if job.sharding.reduces_once:
-            return forward + backward, with_gradients - backward
-        return forward + with_gradients, 0
+        again = [each for each in (gathered_again(job, stage, gathers, constants),) if each]
+        forward = Beside("each", gathers, "forward pass", layers * one.forward, share)
+        if not job.sharding.reduces_once:
+            return [forward, Beside("each", [*again, *reduces], *backward)]
+        return [forward, Beside("others", again, *backward), Beside("last", [*again, *reduces], *backward)]
     if syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1):
         # not hidden: published runs of this kind take 3 to 30 times as long
-        return reduced, 0
+        return [Beside("each", reduces, *alone)]
     if reduces_each_micro_batch(job):
-        return _exposed(reduced, behind, share), gathered
+        return [Beside("each", reduces, *backward), Beside("last", gathers, *alone)]
     if job.stack == "deepspeed":  # gathers what it has updated before the next step
-        return 0, _exposed(reduced, behind, share) + gathered
-    return 0, _exposed(reduced + gathered, behind, share)
+        return [Beside("last", reduces, *backward), Beside("last", gathers, *alone)]
+    return [Beside("last", [*reduces, *gathers], *backward)]
 
 
-def gathered_again(job: Job, stage: Stage, gathered: float, constants: Profile) -> float:
-    """Return the seconds of the second gather, which may be among the ranks of a second copy alone (ZeRO-3's hpZ)."""
+def gathered_again(job: Job, stage: Stage, gathers: Sequence[Transfer], constants: Profile) -> Transfer | None:
+    """Return the second gather of a micro-batch, which may be among the ranks of a second copy alone (ZeRO-3's hpZ)."""
     size, layers = job.layout.secondary, max(stage.layers, 1)
-    if not job.sharding.reshards:
-        return 0
+    if not job.sharding.reshards or not gathers:
+        return None
+    (first,) = gathers
+    content = "gather of weights, again"
     if size == 1:
         live = job.live_elements / (job.shape.parameters / job.layout.tp) if job.stack == "deepspeed" else 0
-        return (1 - live) * gathered
+        volume, seconds = (1 - live) * first.volume_bytes, (1 - live) * first.seconds
+        return Transfer(content, first.width, volume, first.ranks, first.over, seconds)
     near = axis_link(job, "dp", constants, size)
     volume = collectives.all_gather_volume(job.gather_bytes * sum(stage_parameters(job, stage)) / layers, size)
-    return layers * collectives.seconds(volume, size, near)
+    seconds = layers * collectives.seconds(volume, size, near)
+    return Transfer(content, first.width, layers * volume, size, near, seconds)
 
 
 def hidden_share(job: Job, constants: Profile) -> float:
@@ -61,19 +132,14 @@ def hidden_share(job: Job, constants: Profile) -> float:
     return 0 if job.card.generation == "cpu" or not job.sharding.overlaps else constants.overlap
 
 
-def _exposed(seconds: float, behind: float, share: float) -> float:
-    """Seconds of communication that computation of `behind` seconds does not hide."""
-    return max(seconds - share * behind, (1 - share) * seconds)
-
-
-def data_collectives(job: Job, stage: Stage, constants: Profile) -> tuple[float, float]:
-    """Return the seconds of data-parallel collectives: to gather a stage's weights once, and to reduce its gradients.
+def transfers(job: Job, stage: Stage, constants: Profile) -> tuple[list[Transfer], list[Transfer]]:
+    """Return the data-parallel collectives: those that gather a stage's weights once, and those of its gradients.
 
     ZeRO-3 gathers and scatters layer by layer, for each pass of each micro-batch.
     """
     layout = job.layout
     if layout.dp * layout.cp == 1:
-        return 0, 0
+        return [], []
     dense, experts = stage_parameters(job, stage)
     # experts travel in smaller groups, at most as slowly; those that no other rank has do not travel at all
     parameters = dense + (0 if layout.ep > 1 and layout.ep == _group_size(job) else experts)
@@ -85,7 +151,7 @@ def _group_size(job: Job) -> int:
     return max(job.layout.shard, 1) if job.layout.zero == 3 else job.layout.dp * job.layout.cp
 
 
-def _of_shards(job: Job, parameters: float, layers: float, constants: Profile) -> tuple[float, float]:
+def _of_shards(job: Job, parameters: float, layers: float, constants: Profile) -> tuple[list[Transfer], list[Transfer]]:
     layout, size = job.layout, _group_size(job)
     # the ranks of dp and cp are one group; cp varies faster, so that its stride is the group's
     stride = layout.stride("dp") // layout.cp
@@ -94,31 +160,46 @@ def _of_shards(job: Job, parameters: float, layers: float, constants: Profile) -
     ahead, bucket = job.sharding.prefetched, job.sharding.bucket_bytes / job.reduce_bytes
     own = parameters / layers
     units = (max(own, ahead), max(own, bucket)) if job.stack == "deepspeed" else (own, own)
-    gathered, reduced = (
-        collectives.seconds(collectives.one_way_volume(width * parameters, size, over), size, over, width * unit)
-        for width, unit in zip((job.gather_bytes, job.reduce_bytes), units, strict=True)
-    )
+
+    def one_way(content: str, width: float, unit: float) -> Transfer:
+        volume = collectives.one_way_volume(width * parameters, size, over)
+        return Transfer(content, width, volume, size, over, collectives.seconds(volume, size, over, width * unit))
+
+    gathered = one_way("gather of weights", job.gather_bytes, units[0])
+    reduced = [one_way("reduce-scatter of gradients", job.reduce_bytes, units[1])]
     copies = layout.dp * layout.cp // size
     if copies > 1:  # HSDP: a shard is also summed over its copies
         across = group_link(job, copies, stride * size, constants)
         volume = collectives.all_reduce_volume(job.reduce_bytes * parameters / size, copies)
-        reduced += collectives.seconds(volume, copies, across, job.reduce_bytes * own / size)
-    return gathered, reduced
+        seconds = collectives.seconds(volume, copies, across, job.reduce_bytes * own / size)
+        name = "all-reduce of shards over replicas"
+        reduced.append(Transfer(name, job.reduce_bytes, volume, copies, across, seconds))
+    return [gathered], reduced
 
 
-def _of_replicas(job: Job, parameters: float, layers: float, constants: Profile) -> tuple[float, float]:
+def _of_replicas(
+    job: Job, parameters: float, layers: float, constants: Profile
+) -> tuple[list[Transfer], list[Transfer]]:
     layout, states, size = job.layout, job.states, _group_size(job)
     over = group_link(job, size, layout.stride("dp") // layout.cp, constants)
     weight_bytes, gradient_bytes = min(states.weights, job.element_bytes), states.accumulators or states.gradients
     bucket = _BUCKET_BYTES if layout.zero < 2 else gradient_bytes * parameters / layers
     bucket = max(bucket, job.sharding.bucket_bytes)
     summed = parameters * gradient_bytes
+
+    def transfer(content: str, width: float, volume: float) -> Transfer:
+        return Transfer(content, width, volume, size, over, collectives.seconds(volume, size, over, bucket))
+
     # DeepSpeed all-reduces whole gradients under ZeRO-1 and 2, where the textbook has a reduce-scatter (ledger.py)
-    whole = not layout.zero or job.stack == "deepspeed"
-    volume = collectives.all_reduce_volume(summed, size) if whole else collectives.one_way_volume(summed, size, over)
-    weights = collectives.one_way_volume(parameters * weight_bytes, size, over) if layout.zero else 0.0
-    reduced, gathered = (collectives.seconds(each, size, over, bucket) for each in (volume, weights))
-    return gathered, reduced
+    if not layout.zero or job.stack == "deepspeed":
+        reduced = transfer("all-reduce of gradients", gradient_bytes, collectives.all_reduce_volume(summed, size))
+    else:
+        volume = collectives.one_way_volume(summed, size, over)
+        reduced = transfer("reduce-scatter of gradients", gradient_bytes, volume)
+    if not layout.zero:
+        return [], [reduced]
+    volume = collectives.one_way_volume(parameters * weight_bytes, size, over)
+    return [transfer("gather of updated weights", weight_bytes, volume)], [reduced]
 
 
 def reduces_each_micro_batch(job: Job) -> bool:

@@ -1,154 +1,258 @@
-"""Ratio of communication to the computation that can hide it, by axis; hidden where it is at most 1.
+"""`plan --overlap`: each exchange of a job beside the computation that can hide it, with inputs and verdict.
 
-The ultra-scale playbook's appendix gives these ratios with three errors, which are corrected here:
-
-- Its data-parallel ratio keeps a factor of the number of parameters P. P cancels: 2 P (n - 1) / (n B) of communication
-  over 4 T P / F of backward pass.
-- What it calls bytes are elements. `element_bytes` stands in each ratio here.
-- It counts Adam's states of a block as 6 h^2 of 2 bytes for 3 h^2 fp32 elements: 12 bytes per parameter.
-
-F: FLOP/s of a GPU. B: bus bandwidth in bytes/s. n: ranks of the group.
+A ratio compares seconds of the step's formulas: those of the exchange with the links' attained rates, and those of the
+computation beside it. The inputs end with the textbook's ratio of the same sizes (overlap_formulas.py), which knows
+neither latencies nor what a product attains. The exposed seconds of an axis add up to its part of the step time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from samecurve.planner.collectives import all_gather_volume, all_reduce_volume
+from samecurve.planner import collectives, kernels, overlap_formulas, step_time
+from samecurve.planner.data_parallel_time import Beside, Transfer, beside
 from samecurve.planner.group_links import axis_link
+from samecurve.planner.hardware import GIB, Link
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import Profile, profile
-
-BLOCK_GATED, BLOCK_PLAIN = 16, 12  # weights of a block in units of h^2, with ffn = 4 h
-
-
-def data_parallel(tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Gradient all-reduce over backward pass: e (n - 1) / n F / (2 T B).
-
-    Args:
-        tokens: T, per rank and step.
-        ranks: n, data-parallel.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of a gradient.
-    """
-    return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
-
-
-def bucket_seconds(bucket_bytes: float, ranks: int, bandwidth: float) -> float:
-    """Seconds to reduce one bucket: 2 (n - 1) / n of its bytes over B."""
-    return all_reduce_volume(bucket_bytes, ranks) / bandwidth
-
-
-def fully_sharded(tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Gathering the next block over this one's forward: e (n - 1) / n F / (2 s b B).
-
-    Args:
-        tokens: s b, per rank and micro-batch.
-        ranks: n, among which weights are sharded.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of a weight.
-    """
-    return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
-
-
-def tensor_parallel(hidden: int, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Gathering the input of a linear layer over its product: e (t - 1) F / (2 h B).
-
-    Args:
-        hidden: h, outputs of the layer on all ranks together.
-        ranks: t, tensor-parallel.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of an activation.
-    """
-    return element_bytes * (ranks - 1) * flops / (2 * hidden * bandwidth)
-
-
-def pipeline(hidden: int, layers: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Sending the hidden state over the next stage's forward: e F / (32 h l B).
-
-    Args:
-        hidden: h, width of the hidden state.
-        layers: l, gated blocks of a stage.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of an activation.
-    """
-    return element_bytes * flops / (2 * BLOCK_GATED * hidden * layers * bandwidth)
-
-
-@dataclass(frozen=True)
-class BlockBytes:
-    """Bytes of one block (gated, ffn = 4 h) in mixed precision: 16-bit weights and gradients, fp32 Adam."""
-
-    weights: float
-    gradients: float
-    adam: float
-
-    @property
-    def total(self) -> float:
-        return sum(getattr(self, each.name) for each in fields(self))
-
-
-def block_bytes(hidden: int, gated: bool = True) -> BlockBytes:
-    parameters = (BLOCK_GATED if gated else BLOCK_PLAIN) * hidden**2
-    return BlockBytes(2 * parameters, 2 * parameters, 12 * parameters)
-
-
-def sharded_block_volume(hidden: int, ranks: int) -> float:
-    """Elements of a gated block that a rank sends per micro-batch under ZeRO-3: two gathers and a reduce-scatter."""
-    return 3 * all_gather_volume(BLOCK_GATED * hidden**2, ranks)
-
-
-def utilization_tflops(
-    parameters_b: float, seq: int, global_batch: int, seconds: float, gpus: int, per_parameter: int = 8
-) -> float:
-    """TFLOP/s of one GPU: 6 FLOPs per parameter and token, 8 with full recomputation.
-
-    Args:
-        parameters_b: parameters in 10^9.
-        seq: tokens of a row.
-        global_batch: rows of a step, over all GPUs.
-        seconds: duration of a step.
-        per_parameter: FLOPs per parameter and token.
-    """
-    return parameters_b * per_parameter * seq * global_batch / (seconds * gpus * 1e3)
+from samecurve.planner.profiles import BY_COST, Profile, profile
+from samecurve.planner.stages import Stage, stages
+from samecurve.planner.step_time import StepTime
+from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One axis of a job: communication over the computation beside it, and the numbers that went in."""
+    """One kind of exchange of a job.
+
+    Attributes:
+        axis: the dimension that exchanges, and what.
+        part: the field of StepTime that counts it.
+        value: seconds of all that runs beside one computation, by the seconds of this computation.
+        seconds: of the exchange in a step.
+        exposed: seconds that it adds to the step. Where it is hidden, a share still is, because it slows the
+            computation down.
+        overlaps: whether it runs beside the computation at all.
+        inputs: the numbers that went in.
+    """
 
     axis: str
+    part: str
     value: float
+    seconds: float
+    exposed: float
+    overlaps: bool
     inputs: str
 
     @property
     def verdict(self) -> str:
-        return "hidden" if self.value <= 1 else "exposed"
+        name = ("hidden" if self.value <= 1 else "exposed") if self.overlaps else "not overlapped"
+        return f"{name}, adds {self.exposed:.3g} of {self.seconds:.3g} s"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank sends at one time: bytes, those of an element, and to how many ranks over which link."""
+
+    num_bytes: float
+    width: float
+    ranks: int
+    over: Link
+
+    def rates(self, job: Job) -> tuple[float, float, float]:
+        """Return the last arguments of the textbook's ratios: F, B and e."""
+        return flops_rate(job), self.over.bus_gb_per_s * 1e9, self.width
+
+    def inputs(self, job: Job, times: str, behind: str, formula: str) -> str:
+        flops, bandwidth, _ = self.rates(job)
+        return (
+            f"{self.num_bytes / GIB:.3g} GiB {times}, e={self.width:g}, n={self.ranks} over the {self.over.level}, "
+            f"{behind}; {formula}, F={flops / 1e12:.0f} TFLOP/s, B={bandwidth / 1e9:.3g} GB/s"
+        )
 
 
 def ratios(job: Job, constants: Profile | None = None) -> list[Ratio]:
-    """Compute the ratio of every axis that the job uses, with the best measured FLOP/s and the attained bandwidth."""
+    """List every exchange of the slowest stage's ranks that the step time counts."""
     constants = constants or profile(job.stack)
-    layout, flops, tokens = job.layout, job.card.matmul_tflops * 1e12, job.tokens
-    found = []
-
-    def add(axis: str, name: str, ranks: int, formula, *inputs: float) -> None:
-        link = axis_link(job, axis, constants, ranks)
-        value = formula(*inputs, flops, link.bus_gb_per_s * 1e9)
-        shown = f"n={ranks}, F={flops / 1e12:.0f} TFLOP/s, B={link.bus_gb_per_s:.0f} GB/s over the {link.level}, e=2"
-        found.append(Ratio(name, value, f"{', '.join(f'{each:,.0f}' for each in inputs)}: {shown}"))
-
-    if layout.dp > 1 and layout.zero < 3:
-        add("dp", "data parallel, T and n", layout.dp, data_parallel, tokens * job.grad_accum, layout.dp)
-    if layout.zero == 3:
-        add("dp", "fully sharded, s b and n", layout.shard, fully_sharded, tokens, layout.shard)
-    if layout.tp > 1:
-        add("tp", "tensor parallel, h and t", layout.tp, tensor_parallel, job.shape.hidden, layout.tp)
-    if layout.pp > 1:
-        layers = job.shape.layers / layout.pp
-        add("pp", "pipeline, h and l", layout.pp, pipeline, job.shape.hidden, layers)
+    whole = step_time.breakdown(job, constants)
+    classes = stages(job, job.stack in BY_COST)
+    stage = next(each for each in classes if step_time.stage_time(job, each, constants) == replace(whole, bubble=0))
+    inner = {"tp": _tensor_parallel, "cp": _context_parallel, "ep": _expert_parallel, "pp": _pipeline}
+    found = [*_data_parallel(job, stage, constants)]
+    for axis, describe in inner.items():
+        if getattr(job.layout, axis) > 1:
+            found += describe(job, stage, constants, whole)
     return found
+
+
+def flops_rate(job: Job) -> float:
+    """Return the FLOP/s of the GPU's best measured product in the job's precision."""
+    tflops = {"fp32": job.card.fp32_tflops, "fp8": job.card.fp8_tflops}.get(job.precision) or job.card.matmul_tflops
+    return tflops * 1e12
+
+
+def _learnt(job: Job, part: str) -> float:
+    return job.calibration.time_factor(part, job.library) if job.calibration else 1.0
+
+
+def _data_parallel(job: Job, stage: Stage, constants: Profile) -> Iterator[Ratio]:
+    one, learnt = kernels.layer(job, constants), _learnt(job, "data_parallel")
+    for group in beside(job, stage, constants, one):
+        times = group.times(job.grad_accum)
+        if not times or not group.seconds:
+            continue
+        for each in group.transfers:
+            seconds = learnt * times * each.seconds
+            sent = Sent(each.volume_bytes, each.width, each.ranks, each.over)
+            yield Ratio(
+                f"data parallel, {each.content}",
+                "data_parallel",
+                # where nothing is computed meanwhile, the ratio is that to the backward pass
+                group.seconds / (group.behind or stage.layers * one.backward),
+                seconds,
+                seconds * group.exposed / group.seconds,
+                group.share > 0 and group.behind > 0,
+                sent.inputs(job, f"x {times} a step", _described(group, each), _data_formula(job, sent, each, group)),
+            )
+
+
+def _described(group: Beside, each: Transfer) -> str:
+    if not group.behind:
+        return f"{each.seconds:.3g} s with nothing beside"
+    together = f" ({group.seconds:.3g} s together)" if len(group.transfers) > 1 else ""
+    relation = "beside" if group.share else "after"
+    return f"{each.seconds:.3g} s{together} {relation} {group.behind:.3g} s of {group.computation}"
+
+
+def _data_formula(job: Job, sent: Sent, each: Transfer, group: Beside) -> str:
+    """Give the textbook's ratio to the 2 T P FLOPs of a forward pass, or to the 4 T P of a backward pass."""
+    rates, once = sent.rates(job), group.when == "last"
+    tokens, name = (job.tokens * job.grad_accum, "T") if once else (job.tokens, "s b")
+    one_way = overlap_formulas.fully_sharded(tokens, sent.ranks, *rates)
+    if each.content == "all-reduce of gradients":
+        return f"e (n - 1) / n F / (2 {name} B) = {overlap_formulas.data_parallel(tokens, sent.ranks, *rates):.3g}"
+    if group.computation == "forward pass":
+        return f"e (n - 1) / n F / (2 {name} B) = {one_way:.3g}"
+    if "replicas" in each.content:  # both ways, of one shard
+        return f"e (n - 1) / n F / (2 {name} B x shards) = {one_way / max(job.layout.shard, 1):.3g}"
+    return f"e (n - 1) / n F / (4 {name} B) = {one_way / 2:.3g}"
+
+
+def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
+    """List the sums of hidden states; under sequence parallelism, each is a reduce-scatter and an all-gather."""
+    size, over = job.layout.tp, axis_link(job, "tp", constants)
+    scale = _learnt(job, "tensor_parallel") * job.grad_accum * stage.layers
+    calls = (2 if job.mlp_split == size else 1) * (3 if job.checkpointing == "full" else 2)
+    volume = collectives.all_reduce_volume(job.element_bytes * job.tokens * job.shape.hidden, size)
+    seconds = step_time.tensor_seconds(replace(job, async_tp=False), constants)
+    waits = whole.tensor_parallel - scale * step_time.tensor_seconds(job, constants)
+    layer = kernels.layer(job, constants).total
+    behind = f"{layer:.3g} s of a layer {'run beside' if job.async_tp else 'wait'}"
+    behind += f", {waits:.3g} s a step for the slowest host" if waits > 1e-9 else ""
+    names = ["all-gather", "reduce-scatter"] if job.layout.sequence_parallel else ["all-reduce"]
+    sent = Sent(calls * volume / len(names), job.element_bytes, size, over)
+    ratio = overlap_formulas.tensor_parallel(job.shape.hidden, size, *sent.rates(job))
+    inputs = sent.inputs(job, "a layer", behind, f"e (n - 1) F / (2 h B) = {ratio:.3g}")
+    return [
+        Ratio(
+            f"tensor parallel, {name} of hidden states",
+            "tensor_parallel",
+            seconds / layer,
+            scale * seconds / len(names),
+            whole.tensor_parallel / len(names),
+            job.async_tp,
+            inputs,
+        )
+        for name in names
+    ]
+
+
+def _context_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
+    if job.layout.exchange == "ring":
+        return [_ring(job, stage, constants, whole)]
+    size, over, shape = job.layout.cp, axis_link(job, "cp", constants), job.shape
+    width, by_heads = shape.attention_width / job.layout.tp, job.layout.exchange == "ulysses"
+    per_token = 2 * width * (1 + shape.kv_share) / size if by_heads else 2 * width * shape.kv_share
+    passes = 3 if job.checkpointing == "full" else 2
+    sent = Sent(passes * job.element_bytes * job.tokens * per_token * (size - 1), job.element_bytes, size, over)
+    name = "queries, keys, values and outputs (Ulysses)" if by_heads else "gathered keys and values"
+    seconds = step_time.context_seconds(job, constants)
+    weights = shape.active_layer_parameters / job.layout.tp
+    exchange = f"context parallel, {name}", "context_parallel", seconds, whole.context_parallel
+    return [_in_a_layer(job, stage, constants, sent, exchange, (per_token, weights))]
+
+
+def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
+    """Compare n - 1 sends of keys and values forward, and twice that backward, with attention to other blocks."""
+    size, over, shape = job.layout.cp, axis_link(job, "cp", constants), job.shape
+    width, sends = shape.attention_width / job.layout.tp, 3 * (size - 1)
+    block = 2 * job.element_bytes * job.tokens * width * shape.kv_share
+    sent = Sent(sends * block, job.element_bytes, size, over)
+    seconds = sends * (block / (over.bus_gb_per_s * 1e9) + over.step_seconds)
+    # as in step_time.context_seconds
+    flops = (1 + kernels.BACKWARD_ATTENTION) * 2 * job.tokens * job.seq * width
+    attention = flops / kernels.fused_attention_rate(job, constants) * (size - 1) / size
+    behind = f"{seconds:.3g} s beside {attention:.3g} s of attention to other blocks"
+    formula = f"e k n F / (s B) = {overlap_formulas.ring(job.seq, size, shape.kv_share, *sent.rates(job)):.3g}"
+    return Ratio(
+        "context parallel, keys and values around the ring",
+        "context_parallel",
+        seconds / attention,
+        _learnt(job, "context_parallel") * job.grad_accum * stage.layers * seconds,
+        whole.context_parallel,
+        True,
+        sent.inputs(job, "a layer", behind, formula),
+    )
+
+
+def _expert_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
+    """List dispatch and combine, forward and backward, of `top_k` copies of each token."""
+    size, over, shape = job.layout.ep, axis_link(job, "dp", constants, job.layout.ep), job.shape
+    calls = 6 if job.checkpointing == "full" else 4
+    copies = shape.top_k * shape.hidden / job.mlp_split / size
+    sent = Sent(calls * job.element_bytes * job.tokens * copies * (size - 1), job.element_bytes, size, over)
+    seconds = step_time.expert_seconds(job, constants)
+    exchange = "expert parallel, dispatch and combine", "expert_parallel", seconds, whole.expert_parallel
+    weights = shape.active_layer_parameters / job.layout.tp
+    return [_in_a_layer(job, stage, constants, sent, exchange, (2 * copies, weights))]
+
+
+def _in_a_layer(
+    job: Job,
+    stage: Stage,
+    constants: Profile,
+    sent: Sent,
+    exchange: tuple[str, str, float, float],
+    sizes: tuple[float, float],
+) -> Ratio:
+    """Compare an exchange for which a layer's computation waits with that computation.
+
+    Args:
+        exchange: its name, its part of the step, its seconds in a layer, and the seconds of that part.
+        sizes: elements per token that a rank sends to each other one, and a layer's weights that a token meets.
+    """
+    name, part, seconds, exposed = exchange
+    layer = kernels.layer(job, constants).total
+    ratio = overlap_formulas.exchanged_layer(*sizes, sent.ranks, *sent.rates(job))
+    scale = _learnt(job, part) * job.grad_accum * stage.layers
+    behind = f"{seconds:.3g} s, for which {layer:.3g} s of a layer wait"
+    inputs = sent.inputs(job, "a layer", behind, f"e w (n - 1) F / (2 P B) = {ratio:.3g}")
+    return Ratio(name, part, seconds / layer, scale * seconds, exposed, False, inputs)
+
+
+def _pipeline(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
+    """List the sends of hidden states and of their gradients to the neighbouring stages."""
+    over, layers = axis_link(job, "pp", constants, 2), stage.layers / job.layout.virtual_stages
+    width = 4 if job.layout.schedule in SCHEDULES else job.element_bytes
+    cut = job.layout.tp if job.layout.sequence_parallel else 1
+    sent = Sent(width * job.tokens * job.shape.hidden / cut, width, 2, over)
+    seconds, forward = step_time.send_seconds(job, constants), layers * kernels.layer(job, constants).forward
+    ratio = overlap_formulas.pipeline(job.shape.hidden, max(layers, 1), *sent.rates(job))
+    sends = 2 * job.layout.virtual_stages * job.grad_accum
+    behind = f"{seconds:.3g} s, for which {forward:.3g} s of the next stage's forward pass wait"
+    name = "pipeline, hidden states and their gradients"
+    inputs = sent.inputs(job, f"x {sends} a step", behind, f"e F / (32 h l B) = {ratio:.3g}, l={layers:g}")
+    scale = _learnt(job, "pipeline_sends")
+    return [
+        Ratio(name, "pipeline_sends", seconds / forward, scale * sends * seconds, whole.pipeline_sends, False, inputs)
+    ]

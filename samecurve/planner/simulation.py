@@ -117,8 +117,9 @@ def _costs(job: Job, stage: Stage) -> Costs:
     exchanged = time.tensor_parallel + time.context_parallel + time.expert_parallel
     forward = one.forward / one.total * time.compute + first * exchanged
     sharded, once = job.layout.zero == 3, job.sharding.gathers_once
-    gather, reduced = data_parallel_time.data_collectives(job, stage, constants)
-    again = data_parallel_time.gathered_again(job, stage, gather, constants)
+    gathers, reduces = data_parallel_time.transfers(job, stage, constants)
+    gather, reduced = (sum(each.seconds for each in found) for found in (gathers, reduces))
+    again = data_parallel_time.gathered_again(job, stage, gathers, constants)
     chunks = SCHEDULES[_schedule(job)].stages_per_rank if job.layout.pp > 1 else 1
     each_pass = sharded and not once
     reduces_each = not job.sharding.reduces_once and (sharded or data_parallel_time.reduces_each_micro_batch(job))
@@ -127,7 +128,7 @@ def _costs(job: Job, stage: Stage) -> Costs:
         backward=(time.compute + exchanged - forward) / count / chunks,
         gather_first=gather if once else 0,
         gather_forward=gather / chunks if each_pass else 0,
-        gather_backward=again / chunks if each_pass else 0,
+        gather_backward=again.seconds / chunks if again and each_pass else 0,
         reduce=reduced / chunks if reduces_each else reduced,
         reduces_each=reduces_each,
         update=time.optimizer + time.offload + time.host,

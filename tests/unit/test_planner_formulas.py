@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from samecurve.planner import collectives, overlap
+from samecurve.planner import collectives, overlap_formulas
 from samecurve.planner.bubbles import bubble
 from samecurve.planner.hardware import GIB, gpu
 from samecurve.planner.layout import Layout, data_parallel_size
@@ -16,36 +16,36 @@ H100, NVLINK, NETWORK = 989e12, 450e9, 50e9
 @pytest.mark.parametrize(("tokens", "ratio"), [(4096, 0.4695), (8192, 0.2347), (16384, 0.1174)])
 def test_data_parallel_overlap(tokens, ratio):
     """The playbook's spurious factor num_params would make it depend on the model's size."""
-    assert overlap.data_parallel(tokens, 8, H100, NVLINK) == pytest.approx(ratio, abs=5e-5)
+    assert overlap_formulas.data_parallel(tokens, 8, H100, NVLINK) == pytest.approx(ratio, abs=5e-5)
 
 
 def test_one_bucket():
-    assert overlap.bucket_seconds(25e6, 8, NVLINK) == pytest.approx(97.2e-6, rel=1e-3)
+    assert overlap_formulas.bucket_seconds(25e6, 8, NVLINK) == pytest.approx(97.2e-6, rel=1e-3)
 
 
 @pytest.mark.parametrize(("ranks", "bandwidth", "ratio"), [(8, NVLINK, 0.4695), (64, NETWORK, 4.754)])
 def test_fully_sharded_overlap(ranks, bandwidth, ratio):
     # The source prints 4.754; e (n - 1) / n F / (2 s b B) is 4.7537 by hand.
-    found = overlap.fully_sharded(4096, ranks, H100, bandwidth)
+    found = overlap_formulas.fully_sharded(4096, ranks, H100, bandwidth)
     assert found == pytest.approx(ratio, rel=2e-4)
 
 
 @pytest.mark.parametrize(("hidden", "ratio"), [(4096, 3.756), (8192, 1.878)])
 def test_tensor_parallel_overlap(hidden, ratio):
-    assert overlap.tensor_parallel(hidden, 8, H100, NVLINK) == pytest.approx(ratio, rel=2e-4)
+    assert overlap_formulas.tensor_parallel(hidden, 8, H100, NVLINK) == pytest.approx(ratio, rel=2e-4)
 
 
 def test_pipeline_overlap():
-    assert overlap.pipeline(4096, 4, H100, NETWORK) == pytest.approx(0.0755, abs=5e-5)
+    assert overlap_formulas.pipeline(4096, 4, H100, NETWORK) == pytest.approx(0.0755, abs=5e-5)
 
 
 def test_sizes_are_bytes_not_elements():
     """The playbook's second erratum: fp32 doubles every ratio. The third: Adam and master take 12 bytes a parameter."""
-    half, single = (overlap.tensor_parallel(4096, 8, H100, NVLINK, size) for size in (2, 4))
+    half, single = (overlap_formulas.tensor_parallel(4096, 8, H100, NVLINK, size) for size in (2, 4))
     assert single == 2 * half
-    block = overlap.block_bytes(1024)
+    block = overlap_formulas.block_bytes(1024)
     assert block.adam == 12 * 16 * 1024**2 and block.total == 16 * 16 * 1024**2
-    assert overlap.block_bytes(1024, gated=False).weights == 2 * 12 * 1024**2
+    assert overlap_formulas.block_bytes(1024, gated=False).weights == 2 * 12 * 1024**2
 
 
 def test_ring_all_reduce():
@@ -88,15 +88,15 @@ def test_a_world_that_does_not_divide_is_an_error():
 
 
 def test_achieved_tflops():
-    assert overlap.utilization_tflops(52, 2048, 1024, 127, 64) == pytest.approx(107.3, abs=0.05)
-    assert overlap.utilization_tflops(52, 2048, 1024, 127, 64, 6) == pytest.approx(80.5, abs=0.05)
+    assert overlap_formulas.utilization_tflops(52, 2048, 1024, 127, 64) == pytest.approx(107.3, abs=0.05)
+    assert overlap_formulas.utilization_tflops(52, 2048, 1024, 127, 64, 6) == pytest.approx(80.5, abs=0.05)
 
 
 def test_communication_of_a_step():
     """2P for DDP, P + P for ZeRO-1 and 3P for ZeRO-3, in parameters (CS336's lectures), with many ranks."""
     gathered, reduced = collectives.all_gather_volume(1, 10**6), collectives.all_reduce_volume(1, 10**6)
     assert reduced == pytest.approx(2, rel=1e-5) and gathered + gathered == pytest.approx(reduced)
-    assert overlap.sharded_block_volume(1024, 10**6) == pytest.approx(3 * 16 * 1024**2, rel=1e-5)
+    assert overlap_formulas.sharded_block_volume(1024, 10**6) == pytest.approx(3 * 16 * 1024**2, rel=1e-5)
 
 
 def test_weights_of_175_billion_parameters():
@@ -111,6 +111,6 @@ def test_accumulation_divides_gradient_traffic():
     replicas = data_parallel_size(8, tp=2, pp=2)
     assert (4 * 8, 4 * replicas, 4 * 4 * replicas) == (32, 8, 32)
     tokens = 4096
-    assert overlap.data_parallel(8 * tokens, 8, H100, NVLINK) * 8 == pytest.approx(
-        overlap.data_parallel(tokens, 8, H100, NVLINK)
+    assert overlap_formulas.data_parallel(8 * tokens, 8, H100, NVLINK) * 8 == pytest.approx(
+        overlap_formulas.data_parallel(tokens, 8, H100, NVLINK)
     )
