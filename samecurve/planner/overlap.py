@@ -67,7 +67,7 @@ class Sent:
         flops, bandwidth, _ = self.rates(job)
         return (
             f"{self.num_bytes / GIB:.3g} GiB {times}, e={self.width:g}, n={self.ranks} over the {self.over.level}, "
-            f"{behind}; {formula}, F={flops / 1e12:.0f} TFLOP/s, B={bandwidth / 1e9:.3g} GB/s"
+            f"{behind}; {formula}, F={flops / 1e12:.4g} TFLOP/s, B={bandwidth / 1e9:.3g} GB/s"
         )
 
 

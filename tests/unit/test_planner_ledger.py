@@ -75,6 +75,95 @@ def test_experts_by_hand():
     assert whole["reduce_scatter"] == 4 * (root + 2 * dense)
 
 
+def exchanged(axis: str, layout: Layout, stage: str = "only", **keys) -> dict[tuple[str, str], int]:
+    """Return the bytes of an axis by collective and content, on LLAMA with 64 tokens of 32 numbers."""
+    keys = {"micro_batch": 2, "seq": 32, "chunked_loss": True, "stack": "fsdp2", **keys}
+    found = ledgers(Job(LLAMA, layout, gpu("H100-80GB"), **keys))[stage]
+    return {(each.collective, each.content): each.num_bytes for each in found if each.axis == axis}
+
+
+# s b h of LLAMA's rows, and its layers. A collective counts its larger side: an all-reduce over t ranks sends 2 (t - 1)
+# / t of that, a reduce-scatter or an all-gather (t - 1) / t.
+SBH, LAYERS = 2 * 32 * 32, 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallelism_sends_8_s_b_h_over_t_to_each_other_rank(size):
+    """Two sums of a block each way, attention's and the MLP's: 4 x 2 (t - 1) / t s b h = (t - 1) 8 s b h / t.
+
+    bf16 forward and fp32 backward. The sum of the embeddings, fp32, and those of the loss come once per step.
+    """
+    found = exchanged("tp", Layout(tp=size), stack="tp")
+    forward = found["all_reduce", "hidden states"] - 4 * SBH
+    backward = found["all_reduce", "gradients of hidden states"]
+    assert (forward, backward) == (2 * 2 * SBH * LAYERS, 4 * 2 * SBH * LAYERS)
+    sent = (forward / 2 + backward / 4) / LAYERS * 2 * (size - 1) / size
+    assert sent == (size - 1) * 8 * SBH / size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequence_parallelism_sends_as_much(size):
+    """Four all-gathers and four reduce-scatters of a block, (t - 1) / t s b h each; and two more at the ends."""
+    found = exchanged("tp", Layout(tp=size, sequence_parallel=True), stack="tp")
+    gathered, scattered = found["all_gather", "hidden states"], found["reduce_scatter", "hidden states"]
+    gathered_back = found["all_gather", "gradients of hidden states"]
+    scattered_back = found["reduce_scatter", "gradients of hidden states"]
+    assert (gathered, scattered_back) == (4 * 2 * SBH * LAYERS + 4 * SBH, 4 * 2 * SBH * LAYERS)
+    assert (scattered, gathered_back) == (2 * 2 * SBH * LAYERS, 2 * 2 * SBH * LAYERS + 4 * SBH)
+    elements = (gathered - 4 * SBH) / 4 + scattered / 2 + (gathered_back - 4 * SBH) / 2 + scattered_back / 4
+    assert elements / LAYERS * (size - 1) / size == (size - 1) * 8 * SBH / size
+
+
+def test_stages_exchange_4_m_s_b_h():
+    """A middle stage of m = 8 micro-batches: hidden states in and out, gradients in and out; fp32 in PyTorch's."""
+    layout = Layout(pp=4, schedule="1F1B")
+    content = "hidden states and their gradients"
+    moved_by = {
+        stage: exchanged("pp", layout, stage, grad_accum=8)["send", content]
+        + exchanged("pp", layout, stage, grad_accum=8)["recv", content]
+        for stage in ("first", "middle", "last")
+    }
+    assert moved_by == {"first": 4 * 2 * 8 * SBH, "middle": 4 * 4 * 8 * SBH, "last": 4 * 2 * 8 * SBH}
+
+
+@pytest.mark.parametrize(("checkpointing", "passes"), [("none", 2), ("full", 3)])
+def test_a_ring_sends_n_1_blocks(checkpointing, passes):
+    """Of 64 tokens each of 4 ranks has 16, with 2 x 16 numbers of keys and values: 512. 3 blocks go each way round.
+
+    In bf16 in each pass, forward, recomputed and backward; and as fp32 gradients.
+    """
+    found = exchanged("cp", Layout(cp=4, zero=3, shard=4, exchange="ring"), checkpointing=checkpointing)
+    for way in ("send", "recv"):
+        assert found[way, "keys and values"] == LAYERS * passes * 3 * 512 * 2
+        assert found[way, "gradients of keys and values"] == LAYERS * 3 * 512 * 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_keys_are_those_of_whole_rows(size):
+    """64 tokens with 2 x 16 numbers in bf16, whatever the number of ranks; their gradients come back."""
+    found = exchanged("cp", Layout(cp=size, zero=3, shard=size, exchange="allgather"))
+    assert found == {
+        ("all_gather", "keys and values"): LAYERS * 64 * 32 * 2,
+        ("reduce_scatter", "gradients of keys and values"): LAYERS * 64 * 32 * 2,
+    }
+
+
+@pytest.mark.parametrize(("size", "keys"), [(2, 16), (4, 32)])
+def test_ulysses_exchanges_queries_keys_values_and_outputs(size, keys):
+    """64 / n tokens with 32 + k + k + 32 numbers, forward and backward; 4 ranks share 2 key heads, each twice."""
+    found = exchanged("cp", Layout(cp=size, zero=3, shard=size, exchange="ulysses"))
+    assert found == {("all_to_all", "heads for sequence"): LAYERS * 2 * (64 // size) * (64 + 2 * keys) * 2}
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [("none", 4), ("full", 6)])
+def test_experts_get_tokens_and_send_them_back(checkpointing, times):
+    """Dispatch and combine, forward, backward and recomputed: 64 tokens x 2 experts x 32 numbers in bf16."""
+    mixture = ModelShape(2, 32, 4, 2, 64, 300, gated=True, tied=True, experts=4, top_k=2)
+    found = moved("fsdp2", Layout(2, zero=3, shard=2, ep=2), mixture, checkpointing=checkpointing)
+    counts = (2 if checkpointing == "full" else 1) * 8 * 4  # int64, of each expert
+    assert found["all_to_all"] == 2 * (times * 64 * 2 * 32 * 2 + counts)
+
+
 def test_replicas_exchange_shards_and_rows_are_padded():
     flat, replicated = (moved("fsdp2", Layout(8, zero=3, shard=shard)) for shard in (8, 4))
     assert replicated["all_reduce"] * 4 == replicated["reduce_scatter"] < flat["reduce_scatter"]  # 300 rows, 8 ranks
