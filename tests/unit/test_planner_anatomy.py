@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from samecurve.planner import fitting, kernels, links, memory, model_config, step_time, tensor_lines
+from samecurve.planner import fitting, kernels, links, memory, model_config, printing, step_time, tensor_lines
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.hardware import GIB, gpu, link
 from samecurve.planner.job import Job, Sharding, StateBytes
@@ -178,12 +179,17 @@ def test_gathered_inputs_under_sequence_parallelism():
     assert all(named(each, "forward")["gathered inputs"] == 0 for each in memory.anatomy(piped, ahead))
 
 
-def test_lines_add_up_and_every_moment_has_its_lines():
-    for layout in (Layout(8), Layout(8, zero=3, shard=8), Layout(2, pp=4, schedule="1f1b")):
-        for each in memory.anatomy(a_job(layout=layout)):
-            for moment in MOMENTS:
-                assert each.total(moment) == sum(getattr(line, moment) for line in each.lines) > 0
-            assert each.peak == max(each.total(moment) for moment in MOMENTS)
+@pytest.mark.parametrize("layout", [Layout(8), Layout(8, zero=3, shard=8), Layout(2, pp=4, schedule="1f1b")])
+def test_printed_lines_add_up_to_what_has_to_fit(layout):
+    """Rounded to 0.01 GiB each, at each moment; the largest total is the one that is compared with the GPU."""
+    for each in memory.anatomy(a_job(layout=layout)):
+        lines = printing.anatomy_table(each, 79).splitlines()
+        rows = [[float(cell) for cell in re.findall(r"(?<=  )\d+\.\d\d(?=  |$)", line)[:3]] for line in lines[1:-2]]
+        *parts, totals = rows
+        assert len(parts) > 8 and all(len(row) == 3 for row in rows) and all(total > 0 for total in totals)
+        for column, total in zip(zip(*parts, strict=True), totals, strict=True):
+            assert sum(column) == pytest.approx(total, abs=0.005 * len(rows))
+        assert max(totals) == pytest.approx(memory.counted(each, "nvidia_smi") / GIB, abs=0.0051)
 
 
 def test_higher_stages_hold_less_and_larger_micro_batches_more():

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from samecurve.planner import collectives, overlap_formulas
+from samecurve.planner import collectives, data_parallel_time, overlap_formulas
 from samecurve.planner.bubbles import bubble
 from samecurve.planner.hardware import GIB, gpu
+from samecurve.planner.job import Job
+from samecurve.planner.kernels import Seconds
 from samecurve.planner.layout import Layout, data_parallel_size
+from samecurve.planner.profiles import Profile
 from samecurve.planner.shape import ModelShape
+from samecurve.planner.stages import stage_parameters, stages
 
 H100, NVLINK, NETWORK = 989e12, 450e9, 50e9
 
 
 @pytest.mark.parametrize(("tokens", "ratio"), [(4096, 0.4695), (8192, 0.2347), (16384, 0.1174)])
 def test_data_parallel_overlap(tokens, ratio):
-    """The playbook's spurious factor num_params would make it depend on the model's size."""
     assert overlap_formulas.data_parallel(tokens, 8, H100, NVLINK) == pytest.approx(ratio, abs=5e-5)
+
+
+@pytest.mark.parametrize("layers", [4, 32])
+def test_the_size_of_the_model_cancels(layers):
+    """The playbook's first erratum: 2 e P (n - 1) / (n B) over 4 T P / F keeps no factor of the parameters P."""
+    shape = ModelShape(layers, 4096, 32, 32, 16384, 32000, gated=True, tied=True)
+    job = Job(shape, Layout(8), gpu("H100-80GB"), 1, 4096)
+    stage = stages(job, False)[0]
+    _, (reduced,) = data_parallel_time.transfers(job, stage, Profile())
+    backward = 4 * job.tokens * sum(stage_parameters(job, stage)) / H100
+    assert reduced.volume_bytes / NVLINK / backward == pytest.approx(0.4695, abs=5e-5)
 
 
 def test_one_bucket():
@@ -92,10 +108,22 @@ def test_achieved_tflops():
     assert overlap_formulas.utilization_tflops(52, 2048, 1024, 127, 64, 6) == pytest.approx(80.5, abs=0.05)
 
 
-def test_communication_of_a_step():
+@pytest.mark.parametrize(
+    ("layout", "passes"), [(Layout(1024), [2]), (Layout(1024, zero=1), [1, 1]), (Layout(1024, zero=3), [1, 1, 1])]
+)
+def test_communication_of_a_step(layout, passes):
     """2P for DDP, P + P for ZeRO-1 and 3P for ZeRO-3, in parameters (CS336's lectures), with many ranks."""
-    gathered, reduced = collectives.all_gather_volume(1, 10**6), collectives.all_reduce_volume(1, 10**6)
-    assert reduced == pytest.approx(2, rel=1e-5) and gathered + gathered == pytest.approx(reduced)
+    shape = ModelShape(4, 4096, 32, 32, 16384, 32000, gated=True, tied=True)
+    shard = 1024 if layout.zero else 1
+    job = Job(shape, replace(layout, shard=shard), gpu("H100-80GB"), 1, 4096, stack="textbook")
+    stage = stages(job, False)[0]
+    parts = data_parallel_time.beside(job, stage, Profile(), Seconds(1, 2))
+    sent = [each.volume_bytes / each.width / shape.parameters for part in parts for each in part.transfers]
+    assert sent == pytest.approx(passes, rel=2e-3)
+
+
+def test_zero_3_moves_three_times_a_block():
+    """Two gathers and a reduce-scatter of 16 h^2 each, with many ranks."""
     assert overlap_formulas.sharded_block_volume(1024, 10**6) == pytest.approx(3 * 16 * 1024**2, rel=1e-5)
 
 
@@ -104,13 +132,3 @@ def test_weights_of_175_billion_parameters():
     weights = 2 * ModelShape(96, 12288, 96, 96, 49152, 50257, gated=False, tied=True, positions=2048).parameters
     assert weights == pytest.approx(350e9, rel=5e-3)
     assert all(gpu(kind).memory_gib * GIB < weights for kind in ("A100-80GB", "B200"))
-
-
-def test_accumulation_divides_gradient_traffic():
-    """4 x 8 rows are a batch of 32; TP 2 and PP 2 on 8 GPUs leave 2 replicas, 8 rows and, four times, 32."""
-    replicas = data_parallel_size(8, tp=2, pp=2)
-    assert (4 * 8, 4 * replicas, 4 * 4 * replicas) == (32, 8, 32)
-    tokens = 4096
-    assert overlap_formulas.data_parallel(8 * tokens, 8, H100, NVLINK) * 8 == pytest.approx(
-        overlap_formulas.data_parallel(tokens, 8, H100, NVLINK)
-    )

@@ -10,14 +10,16 @@ import pytest
 
 from samecurve.cli.commands import main
 from samecurve.models.flops import table_peak
-from samecurve.planner import data_parallel_time, flops, kernels, ledger, memory, step_time
+from samecurve.planner import data_parallel_time, flops, inputs, kernels, ledger, memory, search, step_time
 from samecurve.planner.bubbles import bubble, idle_slots
+from samecurve.planner.cluster import built_in
 from samecurve.planner.hardware import GIB, gpu
 from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.layout import Layout
 from samecurve.planner.profiles import profile
 from samecurve.planner.shape import ModelShape
 from samecurve.planner.stages import stages
+from samecurve.planner.strategy_files import read
 
 GPT_7B = ModelShape(32, 4096, 32, 32, 16384, 50304, gated=False, tied=True)
 LLAMA_7B = ModelShape(32, 4096, 32, 32, 11008, 32000, gated=True, tied=False)
@@ -47,6 +49,34 @@ def test_a_forward_of_12_layers_has_24_all_reduces():
     moved = next(each.num_bytes for each in found if each.content == "hidden states")
     hidden = 2 * 512 * 1024
     assert (moved - 4 * hidden) / (2 * hidden) == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batch", "rows", "forwards"),
+    [("ddp", 4, 32, 1), ("pp_fsdp_tp", 2, 8, 2), ("pp_fsdp_tp", 4, 32, 4), ("ddp", 1, 64, 8)],
+)
+def test_batches_of_8_gpus(name, micro_batch, rows, forwards):
+    """8 replicas of 4 rows are 32; TP 2 and PP 2 leave 2 replicas: 32 rows are 4 micro-batches."""
+    settings = [f"batch.global_batch_size={rows}", f"batch.micro_batch_size={micro_batch}"]
+    wanted = inputs.read("benchmarks/planner/llama_8b.json", settings)
+    (choice,) = search.evaluate(wanted, built_in("h100x8"), [read(f"configs/{name}.yaml")])
+    job = choice.job
+    assert job, choice.reason
+    assert (job.grad_accum, job.micro_batch * job.grad_accum * job.layout.dp) == (forwards, rows)
+
+
+def test_accumulation_divides_gradient_traffic():
+    """A step of 8 micro-batches reduces as many bytes as one of a single one: 8 times fewer for each token."""
+    job = Job(LLAMA_7B, Layout(8), gpu("H100-80GB"), 1, 4096, stack="ddp")
+    stage, constants = stages(job, False)[0], profile("ddp")
+    per_token = []
+    for count in (1, 8):
+        each = replace(job, grad_accum=count)
+        (part,) = data_parallel_time.beside(each, stage, constants, kernels.layer(each, constants))
+        moved = sum(exchange.num_bytes for exchange in ledger.ledger(each, stage) if exchange.content == "gradients")
+        assert part.times(count) == 1 and moved > 0
+        per_token.append((moved / count, part.times(count) * part.seconds / count))
+    assert per_token[0] == pytest.approx([8 * value for value in per_token[1]])
 
 
 def test_400_of_989_teraflops_are_40_percent():
