@@ -7,21 +7,26 @@ from xml.etree import ElementTree
 import pytest
 from test_planner_anatomy import a_job
 
-from benchmarks.planner import figures, fits, page, picture
+from benchmarks.planner import cells, figures, fits, page, picture
 from benchmarks.planner.figures import Case
 from benchmarks.planner.names import short
-from samecurve.planner import fitting, step_time
+from samecurve.planner import fitting, runs_file, step_time
 from samecurve.planner.fitting import Measured
 from samecurve.planner.layout import Layout
 from samecurve.planner.profiles import Profile
 
+# the cells that describe a run; all of one job
+ROW = dict.fromkeys(runs_file.NEEDED, "") | {"id": "1", "model": "M", "stack": "nanotron", "gpu": "H100", "seq": "4096"}
+ROW |= {"global_batch": "256", "layers": "4", "hidden": "512", "heads": "8", "ffn": "2048", "vocab": "1000"}
+ROW |= {"mlp": "gelu", "micro_batch": "1", "grad_accum": "32", "dp": "8", "precision": "bf16", "gpu_memory_gib": "80"}
+
 
 def case(source: str, seconds: float, predicted: float, status: str = "ran", fitting: bool = True, **keys) -> Case:
-    row = {"source": source, "model": "M", "gpus": "8", "gpu": "H100", "seq": "4096", "global_batch": "256"}
+    row = {**ROW, "source": source, "gpus": keys.get("gpus", "8"), "zero": str(keys.get("zero", 1))}
     row |= {"status": status, "oom_evidence": "states" if status == "oom" else ""}
     ran = seconds if status == "ran" else None
     intervals = {"seconds_interval": (0.9 * predicted, 1.1 * predicted), "memory_interval": (30, 50)}
-    return Case(row, source, True, ran, keys.get("held"), ran, predicted, 40, fitting, **intervals)
+    return Case(row, source, True, ran, keys.get("held"), ran, predicted, 40, fitting, total_memory_gib=41, **intervals)
 
 
 CASES = [
@@ -34,8 +39,38 @@ def test_errors_by_source():
     """Of a: 20, 20, 10 and 80 %, the median of which is 20; of b 5 and 65 %, the median 35."""
     assert figures.middle(figures.times(CASES[:4])) == pytest.approx(0.2)
     assert figures.high(figures.times(CASES[:4])) == pytest.approx(0.8)
-    assert figures.mean_of_sources(CASES, figures.times) == pytest.approx((0.2 + 0.35) / 2)
-    assert figures.mean_of_sources(CASES, figures.memories) == pytest.approx((0.2 + 0.5) / 2)
+    assert figures.medians(CASES, figures.times, figures.source) == pytest.approx({"a": 0.2, "b": 0.35})
+    assert figures.medians(CASES, figures.memories, figures.source) == pytest.approx({"a": 0.2, "b": 0.5})
+
+
+def test_errors_by_number_of_gpus():
+    """Of 8 GPUs 10 and 20 %, of 16 40 %, of 2,048 30 %."""
+    sizes = ((8, 11), (8, 12), (16, 6), (2048, 13))
+    found = [case("a", 10, seconds, gpus=str(gpus)) for gpus, seconds in sizes]
+    medians = figures.medians(found, figures.times, figures.band)
+    expected = {"1 to 8 GPUs": 0.15, "9 to 32 GPUs": 0.4, "513 GPUs and more": 0.3}
+    assert medians == pytest.approx(expected)
+
+
+def test_the_figures_of_the_goals():
+    """Worst and mean of the sources; a run out of memory is judged by the bound of its kind, none for `states`."""
+    found = {each.name: each for each in figures.headline(CASES)}
+    expected = {
+        "step time, median error": (20, 15, 10),
+        "step time, 90 % quantile of the errors": (80, 45, 30),
+        "step time, mean of the sources' medians": (27.5, 20, 12),
+        "step time, worst source (b)": (35, 30, 20),
+        "step time, worst number of GPUs (1 to 8 GPUs)": (20, 25, 15),
+        "peak memory, mean of the sources' medians": (35, 12, 7),
+        "peak memory, worst source (b)": (50, 20, 12),
+        "out of memory (states), predicted to fit": (50, 0, 0),
+        "runs that ran, predicted not to fit": (100 / 6, 3, 1),
+        "regret of the first choice, worst cell": (50, 60, 25),
+    }
+    shown = {name: (found[name].value, found[name].bound[1], found[name].aim[1]) for name in expected}
+    assert {name: pytest.approx(values) for name, values in expected.items()} == shown
+    assert found["step time, worst number of GPUs (1 to 8 GPUs)"].verdict == "bound kept"
+    assert found["out of memory (states), predicted to fit"].verdict == "missed"
 
 
 def test_what_is_predicted_to_fit():
@@ -50,9 +85,29 @@ def test_coverage():
 
 def test_regret_of_the_first_choice():
     """The fastest prediction of a takes 10 s, the best run 5; in b, fewer than three ran."""
-    assert figures.regrets(CASES) == {"a, M, 8, H100, 4096, 256": 0.5}
+    for choose in (cells.answered, cells.fastest):
+        assert cells.regrets(CASES, choose) == {"a, M, 8, H100, 4096, 256": 0.5}
     tempting = case("a", 1, 3, "oom")
-    assert list(figures.regrets([*CASES, tempting]).values()) == [figures.MOST]
+    assert list(cells.regrets([*CASES, tempting], cells.fastest).values()) == [cells.MOST]
+
+
+def test_the_first_choice_is_what_plan_answers():
+    """ZeRO-1 comes before FSDP, which is predicted to be 10 % faster: a tie. 30 % are none."""
+    simple, near, far = case("a", 10, 10, zero=1), case("a", 8, 9, zero=3), case("a", 5, 7, zero=3)
+    other = case("a", 20, 20)
+    assert cells.answered([simple, near, other]) is simple and cells.fastest([simple, near, other]) is near
+    assert list(cells.regrets([simple, near, other], cells.answered).values()) == [pytest.approx(0.2)]
+    assert cells.answered([simple, far, other]) is far
+
+
+def test_disorder():
+    """In the same order 0, in reverse 2; of 1 2 3 4 against 2 1 3 4, 6 x 2 / (4 x 15) = 0.2; equal ones share ranks."""
+    pairs = {"a": [(1, 1), (2, 5), (3, 9)], "b": [(1, 9), (2, 5), (3, 1)], "c": [(2, 1), (1, 2), (3, 3), (4, 4)]}
+    found = [case(name, measured, predicted) for name, each in pairs.items() for measured, predicted in each]
+    same, reverse, swapped = cells.disorder(found).values()
+    assert (same, reverse, swapped) == (pytest.approx(0), pytest.approx(2), pytest.approx(0.2))
+    ties = [case("d", measured, predicted) for measured, predicted in ((1, 1), (1, 2), (2, 3))]
+    assert [*cells.disorder(ties).values()] == [pytest.approx(1 - 1.5 / 3**0.5)]
 
 
 def test_the_page_and_the_picture_have_every_source():
