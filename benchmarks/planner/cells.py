@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 from samecurve.planner import runs_file, search
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 FEWEST_OF_A_CELL = 3
 MOST = 1.0  # regret of a choice that runs out of memory
 JOB = ("model", "gpus", "gpu", "seq", "global_batch")
+DIFFERENCES = (0, 0.02, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4)  # of two predicted step times
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")  # by ZeRO's stage, for the order of ties
 
 
@@ -65,6 +67,29 @@ def answered(outcomes: Sequence[Case]) -> Case:
     choices = [_choice(case) for case in outcomes]
     cases = {id(choice.found): case for choice, case in zip(choices, outcomes, strict=True)}
     return cases[id(search.ranked(choices)[0].found)]
+
+
+def order(found: Iterable[Case]) -> list[tuple[float, float, int, float]]:
+    """Count how often the faster one of two runs was predicted to be faster, by how far the predictions differ.
+
+    The runs of a pair have one source, stack, model, batch, row length and number of GPUs.
+
+    Returns:
+        (from, to, pairs, share), the ends as shares of the shorter step; without pairs a row is left out.
+    """
+    groups: dict[tuple[str, ...], list[Case]] = defaultdict(list)
+    for case in found:
+        if case.seconds:
+            groups[(case.source, case.row["stack"], *(case.row[key] for key in JOB))].append(case)
+    right: dict[tuple[float, float], list[bool]] = {ends: [] for ends in pairwise(DIFFERENCES)}
+    for one, other in (pair for group in groups.values() for pair in combinations(group, 2)):
+        ratio = one.predicted_seconds / other.predicted_seconds
+        difference = max(ratio, 1 / ratio) - 1
+        for (low, high), seen in right.items():
+            if low <= difference < high:
+                assert one.seconds and other.seconds
+                seen.append((ratio > 1) == (one.seconds > other.seconds))
+    return [(*ends, len(seen), statistics.mean(seen)) for ends, seen in right.items() if seen]
 
 
 def _choice(case: Case) -> Choice:

@@ -41,6 +41,13 @@ predicted, the simplest. The fastest prediction is slower by {plain:.1f} % (medi
 The difference is the price of simplicity among ties. 1 - Spearman's correlation of predicted and measured speed is 0 %
 for the same order and 200 % for the reverse; its worst cell has {order:.0f} %.
 """
+ORDER = """
+## Which of two is faster
+
+Pairs of runs of one source, software, model, batch, row length and number of GPUs, by how far their predicted step
+times differ, and how often the one that is predicted to be faster was. `plan` calls strategies ties up to a difference
+of 7 %, from which on the order is right in 8 of 10 cases.
+"""
 LIMITS = """
 ## What the constants cannot know
 
@@ -73,6 +80,8 @@ def page(cases: Sequence[Case], inside: Sequence[fits.LeftOut], picture: str) ->
             OUTCOMES,
             _outcomes(cases),
             _regret(cases),
+            ORDER,
+            _order(cases),
             LIMITS.format(
                 time=_inside(fits.timed(inside), "time_error"), memory=_inside(fits.held(inside), "memory_error")
             ).rstrip(),
@@ -89,6 +98,14 @@ def _regret(cases: Sequence[Case]) -> str:
         worst=100 * regret[worst], name=worst, plain=100 * statistics.median(plain.values()),
         plain_worst=100 * max(plain.values()), order=100 * max(order.values()),
     ).rstrip()  # fmt: skip
+
+
+def _order(cases: Sequence[Case]) -> str:
+    rows = [
+        [f"{100 * low:g} to {100 * high:g} %", str(pairs), f"{100 * right:.0f} %"]
+        for low, high, pairs, right in cells.order(cases)
+    ]
+    return table(["predicted difference", "pairs", "in the right order"], rows)
 
 
 def _headline(cases: Sequence[Case]) -> str:

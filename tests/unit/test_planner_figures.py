@@ -92,12 +92,20 @@ def test_regret_of_the_first_choice():
 
 
 def test_the_first_choice_is_what_plan_answers():
-    """ZeRO-1 comes before FSDP, which is predicted to be 10 % faster: a tie. 30 % are none."""
-    simple, near, far = case("a", 10, 10, zero=1), case("a", 8, 9, zero=3), case("a", 5, 7, zero=3)
+    """ZeRO-1 comes before FSDP, which is predicted to be 5 % faster: a tie. 30 % are none."""
+    simple, near, far = case("a", 10, 10, zero=1), case("a", 8, 9.5, zero=3), case("a", 5, 7, zero=3)
     other = case("a", 20, 20)
     assert cells.answered([simple, near, other]) is simple and cells.fastest([simple, near, other]) is near
     assert list(cells.regrets([simple, near, other], cells.answered).values()) == [pytest.approx(0.2)]
     assert cells.answered([simple, far, other]) is far
+
+
+def test_which_of_two_is_faster():
+    """Of 3 pairs with predictions 3 % and 50 % apart, one is in the wrong order."""
+    found = cells.order([case("a", 10, 10), case("a", 11, 10.3), case("a", 9, 15)])
+    assert [(low, pairs, right) for low, _, pairs, right in found] == [(0.02, 1, 1)]
+    found = cells.order([case("a", 10, 10), case("a", 9, 10.3), case("a", 12, 11.5)])
+    assert [(low, pairs, right) for low, _, pairs, right in found] == [(0.02, 1, 0), (0.08, 1, 1), (0.12, 1, 1)]
 
 
 def test_disorder():
