@@ -58,7 +58,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     resident = job.memory_kind == "resident"
     gaps = RESIDENT_GAPS if resident else FRAGMENTATION
     held = 0 if resident else WORKSPACE_GIB * GIB
-    workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", "fitted")
+    workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", "assumed")
     kept = job.reserved_gib if reserved is None else reserved
     found = []
     for stage in stages(job, job.stack in BY_COST):
@@ -92,7 +92,10 @@ def overhead(each: Anatomy) -> list[Line]:
     fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", "assumed")
     if each.reserved_gib is not None:
         reserved = each.reserved_gib * GIB
-        return [fragmentation, Line("reserved", reserved, reserved, reserved, "context and libraries (reserved_gib)")]
+        return [
+            fragmentation,
+            Line("reserved", reserved, reserved, reserved, "context and libraries", "reserved_gib of the cluster"),
+        ]
     context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if each.gpus > 1 else 0
     return [
         fragmentation,

@@ -37,7 +37,7 @@ class Line:
     backward: float
     optimizer: float
     formula: str
-    source: str = ""
+    source: str
 
 
 def states(job: Job, stage: Stage, activations: float) -> list[Line]:
@@ -69,7 +69,7 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
     return [
         Line("weights", weights, weights, weights, f"{sizes.weights:g} B per parameter", table),
         Line("gradients", persist, arrive, gradients, f"{sizes.gradients:g} B per parameter", table),
-        Line("accumulators", accumulators, accumulators, accumulators, "fp32 sums of the micro-batches' gradients"),
+        Line("accumulators", accumulators, accumulators, accumulators, "fp32 sums of micro-batches' gradients", table),
         Line("master weights", master, master, master, f"{sizes.master:g} B per parameter of the shard", table),
         Line("optimizer", optimizer, optimizer, optimizer, f"{sizes.optimizer:g} B per parameter of the shard", table),
         Line("reduce buckets", kept, buckets, kept, "reduce_bucket_size elements, twice if overlapped", "DeepSpeed"),
@@ -109,7 +109,7 @@ def activations(job: Job, stage: Stage) -> list[Line]:
         Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", "torch.distributed.pipelining"),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
         Line("attention mask", mask, mask, 0, "1 B per query and key, before SDPA converts it", "transformers"),
-        Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch"),
+        Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch", "transformers"),
         *_own_lines(job, stage),
         *_received(job, stage),
     ]
@@ -184,7 +184,8 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
     unit = shape.dense_layer_parameters / layout.tp + shape.expert_layer_parameters / (layout.ep * job.mlp_split)
     root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
     elements = 2 * unit + root
-    formula, source = "two layers, embedding and head", "torch's MemTracker under fully_shard"
+    tracked = "torch's MemTracker under fully_shard"
+    formula, source = "two layers, embedding and head", tracked
     if not job.sharding.reshards:
         elements, formula = sum(stage_parameters(job, stage)), "all of the rank's layers"
     elif job.stack == "deepspeed":  # weights that are needed again soon stay until the backward pass
@@ -201,9 +202,9 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
             of_head = job.gather_bytes * shape.head_parameters / layout.tp
     return [
         Line("gathered weights", at_loss, behind, 0, formula, source),
-        Line("gradient of the whole head", 0, of_head, 0, "until the backward pass has come to the embedding"),
+        Line("gradient of the whole head", 0, of_head, 0, "until the backward pass has come to the embedding", tracked),
         _second_copies(job),
-        Line("reduce buffer", 0, reduced, 0, "one layer's gradients, in place of its activations"),
+        Line("reduce buffer", 0, reduced, 0, "one layer's gradients, in place of its activations", tracked),
     ]
 
 
@@ -227,7 +228,7 @@ def _zero3_gathered(job: Job, loss: float) -> list[Line]:
         Line("gathered weights", whole, whole, 0, formula, "DeepSpeed"),
         Line("prefetch buffer", buffer, again, 0, "stage3_prefetch_bucket_size elements", "DeepSpeed"),
         _second_copies(job),
-        Line("reduce buffer", 0, reduced, 0, "one weight's gradient, in place of a layer's activations"),
+        Line("reduce buffer", 0, reduced, 0, "one weight's gradient, in place of a layer's activations", "DeepSpeed"),
     ]
 
 
@@ -249,7 +250,7 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
     layout, name = job.layout, "gathered inputs"
     unit, layers = job.tokens * job.shape.hidden, job.shape.layers / layout.pp
     if layout.tp == 1 or not layout.sequence_parallel:
-        return Line(name, 0, 0, 0, "")
+        return Line(name, 0, 0, 0, "", "")
     if GATHERED.get(job.stack) == "kept":
         of_layer = PRODUCT_INPUTS.get(job.flow, 4) if job.shape.gated else 4
         whole = of_layer * (layers if job.checkpointing == "none" else 1) * unit
@@ -261,4 +262,4 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
     forward, backward = (
         max(0, min(ahead, free - sum(getattr(line, moment) for line in lines))) for moment in MOMENTS[:2]
     )
-    return Line(name, forward, backward, 0, f"{ahead / unit:.0f} s b h launched ahead of the GPU, while memory is free")
+    return Line(name, forward, backward, 0, f"{ahead / unit:.0f} s b h launched ahead, while memory is free", "fitted")

@@ -156,6 +156,22 @@ def test_follows_the_reference(case: Case, workspace, reference):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["tp", "fsdp_tp", "ring"])
+def test_switches_of_a_strategy_in_bf16(name, workspace, reference):
+    """Sequence parallelism, and a ring of keys; tests of their own have them in fp32."""
+    path = workspace.ring if name == "ring" else workspace.sequence_parallel(name)
+    world = 4 if name == "fsdp_tp" else 2
+    run = workspace.run(path, world, f"batch.micro_batch_size={8 // world}", "precision=bf16")
+    assert run.returncode == 0, run.output
+    facts = run.facts
+    assert (facts["precision"], facts["context_parallel"] == "ring") == ("bf16", name == "ring")
+    assert facts["tp_sequence_parallel"] == (name != "ring")
+    for key, limits in (("loss", LOSS), ("grad_norm", NORM)):
+        assert largest_relative_difference(run.column(key), reference.column(key)) < limits["bf16"], key
+    assert relative_l2(run.weights, reference.weights) < WEIGHTS["bf16"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
 def test_in_bf16_copies_of_weights_have_one_curve(strategy, world, workspace):
     """With the same micro-batches: products of other shapes round otherwise."""

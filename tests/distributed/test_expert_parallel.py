@@ -159,7 +159,7 @@ def test_experts_in_four_parts(family, world, changes, workspace):
     assert run.metrics[-1]["eval_loss"] == pytest.approx(expected.metrics[-1]["eval_loss"], rel=1e-5)
 
 
-WORLDS = {None: 1, "fsdp": 2, "zero3": 2, "fsdp_ep": 2, "fsdp_ep on 4": 4, "hsdp": 4, "zero1": 2, "ddp": 2}
+WORLDS = {None: 1, "fsdp": 2, "zero3": 2, "fsdp_ep": 2, "fsdp_ep on 4": 4, "hsdp": 4, "zero1": 2, "zero2": 2, "ddp": 2}
 WORLDS |= {"fsdp_ep_tp": 4}
 
 
@@ -174,6 +174,8 @@ WORLDS |= {"fsdp_ep_tp": 4}
             (("zero1", "fsdp_ep", "hsdp"),),
             (("fsdp_ep_tp", "fsdp_ep", "fsdp_ep_tp"),),
             (("zero3", "fsdp_ep_tp", None),),
+            (("ddp", "fsdp_ep", "zero2"),),
+            (("zero2", "fsdp_ep_tp", "ddp"),),
         ),
     ],
 )

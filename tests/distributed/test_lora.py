@@ -137,8 +137,14 @@ def test_sequences_that_are_cut(workspace, base, plain):
     assert largest_relative_difference(run.column("loss"), plain[0]) > LOSS
 
 
-@pytest.mark.parametrize("variant", [*long("dora", "rslora")])
-@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero2", "zero2_offload", "pipeline", *CONTEXT, *SCHEDULES])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    long(
+        *product(["single", "ddp", "fsdp", "zero2", "zero2_offload", "pipeline", *CONTEXT, *SCHEDULES], VARIANTS),
+        *product(["pipeline_fsdp"], VARIANTS),
+        *(("tp", "rslora"), ("fsdp_tp", "rslora"), ("pp_fsdp_tp", "rslora")),  # DoRA needs whole rows
+    ),
+)
 def test_variants_follow_the_plain_loop(name, variant, workspace, base):
     run = run_lora(workspace, base, name, f"adapter.{variant}=true", extra=DORA_EXTRA if variant == "dora" else 0)
     assert_follows(run, plain_loop(workspace, base, **{f"use_{variant}": True}))

@@ -29,7 +29,8 @@ RATES = {
 }
 ELEMENTWISE = ("adamw", "lion", "sgd")
 BY_MATRIX = (*ELEMENTWISE, "adafactor", "muon")
-TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline", "pipeline_1f1b", "tp", "fsdp_tp"], ELEMENTWISE)
+SCHEDULES = ("pipeline_1f1b", "pipeline_interleaved", "pipeline_zbv", "pipeline_fsdp")
+TAKEN = dict.fromkeys(["zero1", "zero2", "zero3", "pipeline", "tp", "fsdp_tp", *SCHEDULES], ELEMENTWISE)
 TAKEN |= dict.fromkeys(["ddp", "fsdp", "hsdp", "fsdp_ulysses", "fsdp_cp"], BY_MATRIX)
 TAKEN["ddp"] = (*TAKEN["ddp"], "adamw_8bit")
 CUT_ROWS = (("fsdp_ulysses", 2), ("fsdp_cp", 4))
@@ -81,7 +82,8 @@ def test_all_optimizers_are_covered():
     ("strategy", "world"),
     [
         *(("fsdp", 2), ("zero1", 2)),
-        *long(("ddp", 2), ("zero3", 2), ("hsdp", 4), ("zero2", 2), ("pipeline", 2), ("pipeline_1f1b", 2)),
+        *long(("ddp", 2), ("zero3", 2), ("hsdp", 4), ("zero2", 2), ("pipeline", 2)),
+        *long(*((name, 4 if name == "pipeline_fsdp" else 2) for name in SCHEDULES)),
         *long(("tp", 2), ("fsdp_tp", 4), *CUT_ROWS),
     ],
 )

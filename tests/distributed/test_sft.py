@@ -109,6 +109,8 @@ CASES += long(
     ("packed", "ddp"),
     ("packed", "zero2"),
     ("packed", "tp"),
+    ("packed", "tp, sequence-parallel"),
+    ("packed", "fsdp_cp, in a ring"),
     ("packed", "pipeline_1f1b"),
     ("packed", "fsdp_ulysses"),
     ("grouped", "pipeline_1f1b"),
@@ -122,9 +124,13 @@ CASES += long(
 @pytest.mark.parametrize(("mode", "strategy"), CASES)
 def test_follows_the_plain_loop(mode, strategy, workspace, overrides, plain):
     losses, norms, tokens, weights = plain[mode]
-    run = workspace.run(strategy, 1 if strategy is None else 2, *overrides, *MODES[mode])
+    name, _, switch = (strategy or "single").partition(", ")
+    path = {"": strategy, "in a ring": workspace.ring, "sequence-parallel": workspace.sequence_parallel("tp")}[switch]
+    run = workspace.run(path, 1 if strategy is None else 2, *overrides, *MODES[mode])
     assert run.returncode == 0, run.output
-    assert (run.facts["strategy"], run.facts["recipe"]["task"]) == (strategy or "single", "sft")
+    assert (run.facts["strategy"], run.facts["recipe"]["task"]) == (name, "sft")
+    assert run.facts["tp_sequence_parallel"] == (switch == "sequence-parallel")
+    assert (run.facts["context_parallel"] == "ring") == (switch == "in a ring")
     assert run.column("tokens") == tokens
     assert largest_relative_difference(run.column("loss"), losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-4
