@@ -92,10 +92,8 @@ def overhead(each: Anatomy) -> list[Line]:
     fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", "assumed")
     if each.reserved_gib is not None:
         reserved = each.reserved_gib * GIB
-        return [
-            fragmentation,
-            Line("reserved", reserved, reserved, reserved, "context and libraries", "reserved_gib of the cluster"),
-        ]
+        source = "the cluster's reserved_gib"
+        return [fragmentation, Line("reserved", reserved, reserved, reserved, "context and libraries", source)]
     context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if each.gpus > 1 else 0
     return [
         fragmentation,

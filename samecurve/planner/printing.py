@@ -30,7 +30,7 @@ def anatomy_table(each: Anatomy, gpu_gib: float) -> str:
     rows += [[line.name, *(f"{getattr(line, moment) / GIB:.2f}" for moment in MOMENTS)] for line in shown]
     rows.append(["total", *(f"{sum(getattr(line, moment) for line in shown) / GIB:.2f}" for moment in MOMENTS)])
     texts = table(rows).splitlines()
-    notes = ["", *(f"{line.formula}{f' ({line.source})' if line.source else ''}" for line in shown), ""]
+    notes = ["", *(f"{line.formula} ({line.source})" for line in shown), ""]
     described = [f"{text}  {note}".rstrip() for text, note in zip(texts, notes, strict=True)]
     parts = [(line.name, getattr(line, each.moment) / GIB) for line in shown]
     return "\n".join([*described, bar(parts, max(gpu_gib, sum(value for _, value in parts)), f"of {gpu_gib:.0f} GiB")])
