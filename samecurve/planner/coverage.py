@@ -52,10 +52,12 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
         found.append(f"memory.activation_checkpointing {checkpointing}. It is counted as {APPROXIMATED[checkpointing]}")
     if recipe.optimizer.name == "adamw_bf16":
         found.append("optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory")
-    if recipe.fp8 != "off":
-        found.append(f"fp8 {recipe.fp8}. Products are those of bf16")
-    if recipe.compile != "off":
-        found.append(f"compile {recipe.compile}. The layers are counted uncompiled: expect less time and memory")
+    if recipe.fp8 != "off" and not card.fp8_tflops:
+        found.append(f"fp8 {recipe.fp8}. Products are those of bf16, because no rate of this GPU is known")
+    if recipe.compile == "auto":
+        found.append(
+            "compile auto. The layers are counted uncompiled: expect less time and memory where a run compiles"
+        )
     if recipe.model.attention == "eager":
         found.append("model.attention eager. The attention scores are counted as a fused kernel's: expect more memory")
     return found

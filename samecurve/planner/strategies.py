@@ -101,7 +101,8 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
     return Job(
         wanted.shape, layout, machines.card, rows, wanted.batch.sequence_length,
         wanted.batch.accumulation_steps(layout.dp), states, machines.kind, gpus_per_node=machines.gpus_per_node,
-        node_gbit=machines.node_gbit, precision=wanted.precision,
+        node_gbit=machines.node_gbit, precision="fp8" if wanted.fp8 else wanted.precision,
+        fp8_recipe=wanted.fp8, compile=wanted.compile,
         chunked_loss=wanted.chunked_loss and (layout.pp == 1 or stack != "deepspeed"),
         checkpointing=wanted.checkpointing, stack=stack,
         levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,

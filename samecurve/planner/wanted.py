@@ -11,6 +11,7 @@ from samecurve.config.schema_training import Batch
 from samecurve.config.source import RecipeSource
 from samecurve.planner import coverage, model_config
 from samecurve.planner.shape import ModelShape
+from samecurve.specs.compilation import COMPILED
 from samecurve.specs.model_families import VARLEN, WHOLE_LOGITS, attention_dropout
 from samecurve.specs.tasks import TASKS
 
@@ -26,6 +27,8 @@ class Wanted:
         optimizer_bytes: of its states, per parameter.
         fixed: of "micro_batch" and "checkpointing", those that a search must leave as they are.
         attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
+        fp8: as the recipe's `fp8`; "" for none.
+        compile: whether layers are compiled; not where `auto` has still to decide.
     """
 
     shape: ModelShape
@@ -37,6 +40,8 @@ class Wanted:
     optimizer_bytes: int = ADAM
     fixed: frozenset[str] = frozenset()
     attention: str = "sdpa"
+    fp8: str = ""
+    compile: bool = False
 
     @classmethod
     def of_recipe(
@@ -71,6 +76,8 @@ class Wanted:
             coverage.optimizer_bytes(recipe),
             fixed,
             _attention(recipe, fields),
+            "" if recipe.fp8 == "off" else recipe.fp8,
+            recipe.compile in COMPILED,
         )
 
     def with_memory(self, micro_batch: int, checkpointing: str) -> Wanted:
