@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.losses.chunkable import is_chunkable
-from samecurve.planner import inputs, strategies
+from samecurve.planner import inputs, step_time, strategies
+from samecurve.planner.activations import layer_bytes
 from samecurve.planner.cluster import built_in
 from samecurve.planner.strategy_files import read
 from samecurve.specs.model_families import PACKED, WHOLE_LOGITS
@@ -80,6 +81,20 @@ def test_a_mask(strategy, overrides, cluster, masked, tmp_path):
     job = wanted(tmp_path, "llama", *overrides)
     described, problems = strategies.describe(job, read(f"configs/{strategy}.yaml"), {}, 8)
     assert not problems and strategies.job(job, described, built_in(cluster)).masked == masked
+
+
+def test_compiled_layers_and_fp8_products():
+    """Both together are faster than either; compiled layers keep less."""
+    strategy, seconds, bytes_kept = read("configs/fsdp.yaml"), {}, {}
+    for settings in ((), ("compile=regional",), ("fp8=rowwise",), ("compile=regional", "fp8=rowwise")):
+        job = inputs.read("benchmarks/planner/llama_8b.json", settings)
+        described, problems = strategies.describe(job, strategy, {}, 8)
+        assert not problems
+        planned = strategies.job(job, described, built_in("h100x8"))
+        assert (planned.compile, planned.fp8_recipe) == ("compile=regional" in settings, job.fp8)
+        seconds[settings], bytes_kept[settings] = step_time.breakdown(planned).total, layer_bytes(planned)
+    assert min(seconds, key=lambda settings: seconds[settings]) == ("compile=regional", "fp8=rowwise")
+    assert bytes_kept[("compile=regional",)] < bytes_kept[()] == bytes_kept[("fp8=rowwise",)]
 
 
 def test_attention_with_dropout_has_a_mask(tmp_path):
