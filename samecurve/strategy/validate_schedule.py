@@ -76,12 +76,12 @@ def _recomputation(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]
 
 
 def _loss(value: Value, strategy: Strategy) -> Iterator[tuple[str, str]]:
-    found, spec = value("loss.implementation"), TASKS.get(value("task"))
+    found = value("loss.implementation")
     allowed, why = ["auto", "chunked", "full"], f"Liger's kernel {_UNTESTED}"
     if found == "full" and strategy.tensor_parallel_size > 1:
         allowed.remove("full")
         why = "no rank of the last stage has whole logits"
-    elif found == "chunked" and spec and spec.has_teacher:
+    elif found == "chunked" and (spec := TASKS.get(value("task"))) and spec.has_teacher:
         allowed.remove("chunked")
         why = "the last stage needs the teacher's whole logits"
     if _applies(strategy) and found not in allowed:

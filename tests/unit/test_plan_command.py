@@ -413,7 +413,7 @@ def test_a_recipe_is_planned_only_where_it_may_run(tmp_path, capsys):
     assert found["ddp"]["tokens_per_second"] > 0
     shown = capsys.readouterr().out
     assert "Not in these numbers: precision fp32" in shown and "Not in these numbers: task embed" in shown
-    assert "Products are counted at bf16 rates" in shown
+    assert "Activations of models without gated MLPs are counted in 16 bits" in shown
 
 
 def test_a_cpu_has_rates_of_fp32(capsys):
