@@ -38,8 +38,8 @@ the first choice is slower than the best published run by {middle:.1f} % (median
 worst cell: {name}.
 The first choice is what `plan` would print first: among the runs that may be as fast as the fastest, as far as can be
 predicted, the simplest. The fastest prediction is slower by {plain:.1f} % (median) and {plain_worst:.0f} % (worst).
-The difference is the price of simplicity among ties. 1 - Spearman's correlation of predicted and measured speed is 0 %
-for the same order and 200 % for the reverse; its worst cell has {order:.0f} %.
+1 - Spearman's correlation of predicted and measured speed is 0 % for the same order and 200 % for the reverse; its
+worst cell has {order:.0f} %.
 """
 ORDER = """
 ## Which of two is faster
