@@ -33,7 +33,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
     Raises:
         ConfigurationError: columns are unknown, missing or twice there, a row has more cells than there are columns,
-            two rows have one id, or there is no row.
+            or there is no row.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -56,14 +56,11 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def _row_problems(rows: Sequence[tuple[int, dict[str, str]]]) -> Iterator[tuple[int, str]]:
-    """Generate (line, problem) of rows that no answer could be told from another's, or that are shifted."""
-    first: dict[str, int] = {}
+    """Generate (line, problem) of rows whose cells may be shifted."""
     for line, row in rows:
         if SURPLUS in row:
             beyond = ", ".join(map(repr, row[SURPLUS]))[:SHOWN]
             yield line, f"cells beyond the last column: {beyond}; quote a cell with a comma, or remove them"
-        if first.setdefault(row["id"], line) != line:
-            yield line, f"id {row['id']!r} is that of line {first[row['id']]}, too; give each row its own"
 
 
 class _Cells:
