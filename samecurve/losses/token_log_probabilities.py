@@ -60,16 +60,18 @@ class _LogProbabilities(torch.autograd.Function):
     ) -> Tensor:
         """Compute (n,) of hidden (n, hidden_size); with `columns`, weight and bias are this rank's part."""
         computed, shift = as_dtype_of(hidden, weight, bias)
-        found, normalizers = (torch.zeros(len(labels), device=hidden.device) for _ in range(2))
+        found, greatest, totals = (torch.zeros(len(labels), device=hidden.device) for _ in range(3))
         for at in slices(len(labels), computed):
             logits = logits_of(hidden[at], computed, shift).float()
             index, is_own = _own(labels[at], logits, columns)
             target = torch.where(is_own, logits.gather(-1, index[:, None]).squeeze(-1), 0.0)
-            normalizers[at] = normalizer = _normalizer(logits, columns)
+            greatest[at], totals[at] = _normalizers(logits, columns)
             if columns is not None:
                 dist.all_reduce(target, group=columns.group)
-            found[at] = torch.where(labels[at] == IGNORE_INDEX, 0.0, target - normalizer)
-        ctx.save_for_backward(hidden, weight, bias, labels, normalizers)
+            # the greatest logit first: the difference of two large numbers would be rounded as they are
+            of_chunk = target - greatest[at] - totals[at].log()
+            found[at] = torch.where(labels[at] == IGNORE_INDEX, 0.0, of_chunk)
+        ctx.save_for_backward(hidden, weight, bias, labels, greatest, totals)
         ctx.columns = columns
         return found
 
@@ -77,14 +79,14 @@ class _LogProbabilities(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients; `factor` is (n,), the loss's gradient of each log-probability."""
-        hidden, weight, bias, labels, normalizers = ctx.saved_tensors
+        hidden, weight, bias, labels, greatest, totals = ctx.saved_tensors
         computed, shift = as_dtype_of(hidden, weight, bias)
         gradients = HeadGradients.of(hidden, weight, bias)
         factor = factor.masked_fill(labels == IGNORE_INDEX, 0.0)
         for at in slices(len(labels), computed):
             logits = logits_of(hidden[at], computed, shift).float()
             index, is_own = _own(labels[at], logits, ctx.columns)
-            of_logits = logits.sub_(normalizers[at, None]).exp_().mul_(-factor[at, None])
+            of_logits = logits.sub_(greatest[at, None]).exp_().mul_(-(factor[at] / totals[at])[:, None])
             of_logits.scatter_add_(-1, index[:, None], torch.where(is_own, factor[at], 0.0)[:, None])
             gradients.add(at, of_logits.to(hidden.dtype), hidden[at], computed)
         if ctx.columns is not None:  # each rank's columns give one term
@@ -100,13 +102,12 @@ def _own(labels: Tensor, logits: Tensor, columns: Columns | None) -> tuple[Tenso
     return index.clamp(0, logits.shape[-1] - 1), is_own
 
 
-def _normalizer(logits: Tensor, columns: Columns | None) -> Tensor:
-    """Logarithm of the sum of all columns' exponentials, (n,)."""
-    own = logits.logsumexp(dim=-1)
-    if columns is None:
-        return own
-    greatest = own.clone()
-    dist.all_reduce(greatest, dist.ReduceOp.MAX, group=columns.group)
-    total = (own - greatest).exp_()
-    dist.all_reduce(total, group=columns.group)
-    return greatest + total.log_()
+def _normalizers(logits: Tensor, columns: Columns | None) -> tuple[Tensor, Tensor]:
+    """Return the greatest of all columns' logits, and the sum of the exponentials of all less that one, (n,) each."""
+    greatest = logits.amax(dim=-1)
+    if columns is not None:
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=columns.group)
+    totals = (logits - greatest[:, None]).exp_().sum(dim=-1)
+    if columns is not None:
+        dist.all_reduce(totals, group=columns.group)
+    return greatest, totals
