@@ -63,7 +63,7 @@ def _per_token(job: Job) -> tuple[float, float]:
 def _attention_width(job: Job) -> float:
     """Elements of queries, keys, values and outputs that attention keeps of a token, of all heads."""
     shape, layout = job.shape, job.layout
-    exchange = layout.exchange if layout.cp > 1 else ""
+    exchange = layout.row_exchange
     by_heads = exchange == "ulysses"
     heads = shape.kv_heads / layout.tp / (layout.cp if by_heads else 1)
     # a single head is repeated without a copy
@@ -83,7 +83,7 @@ def mask_elements(job: Job) -> float:
     Tensor parallelism and an exchange of sequence for heads leave them whole.
     """
     layout, pairs = job.layout, job.seq**2
-    if layout.cp > 1 and layout.exchange == "allgather":
+    if layout.row_exchange == "allgather":
         pairs *= (2 * layout.cp + 1) / (4 * layout.cp**2)  # two chunks of s / 2 cp, and the keys up to their ends
     return job.micro_batch * pairs if job.masked else 0
 

@@ -133,7 +133,7 @@ def _attention(job: Job, constants: Profile) -> float:
     """Seconds of the forward between tokens: 4 s a FLOPs per token, half of them under the causal mask if fused."""
     shape, split = job.shape, job.layout.tp
     flops = 4 * job.tokens * job.seq * shape.attention_width / split
-    tiles = job.flow and job.layout.cp > 1 and job.layout.exchange == "ring"
+    tiles = job.flow and job.layout.row_exchange == "ring"
     if job.flash and not tiles:
         return flops / 2 / fused_attention_rate(job, constants)
     rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation) * constants.matmul_share * 0.6

@@ -36,6 +36,11 @@ class Layout:
     exchange: str = "ring"
 
     @property
+    def row_exchange(self) -> str:
+        """`exchange` where rows are divided over ranks, else ""."""
+        return self.exchange if self.cp > 1 else ""
+
+    @property
     def gpus(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 

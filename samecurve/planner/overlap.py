@@ -185,13 +185,9 @@ def _context_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTim
 def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
     """Compare n - 1 sends of keys and values forward, and twice that backward, with attention to other blocks."""
     size, over, shape = job.layout.cp, axis_link(job, "cp", constants), job.shape
-    width, sends = shape.attention_width / job.layout.tp, 3 * (size - 1)
-    block = 2 * job.element_bytes * job.tokens * width * shape.kv_share
-    sent = Sent(sends * block, job.element_bytes, size, over)
-    seconds = sends * (block / (over.bus_gb_per_s * 1e9) + over.step_seconds)
-    # as in step_time.context_seconds
-    flops = (1 + kernels.BACKWARD_ATTENTION) * 2 * job.tokens * job.seq * width
-    attention = flops / kernels.fused_attention_rate(job, constants) * (size - 1) / size
+    sends = step_time.RING_PASSES * (size - 1)
+    sent = Sent(sends * step_time.key_bytes(job), job.element_bytes, size, over)
+    seconds, attention = step_time.ring_seconds(job, constants)
     behind = f"{seconds:.3g} s beside {attention:.3g} s of attention to other blocks"
     formula = f"e k n F / (s B) = {overlap_formulas.ring(job.seq, size, shape.kv_share, *sent.rates(job)):.3g}"
     return Ratio(

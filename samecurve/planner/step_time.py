@@ -16,6 +16,7 @@ from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 HIDDEN_TENSOR_PARALLEL = 0.5  # exposed share with overlapped products
 SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage
+RING_PASSES = 3  # of a block's n - 1 sends: forward, and twice that backward
 COLLECTIVE_SECONDS = 20e-6  # host time of one collective inside a layer
 
 
@@ -155,22 +156,32 @@ def context_seconds(job: Job, constants: Profile) -> float:
     size = job.layout.cp
     if size == 1:
         return 0
-    over = axis_link(job, "cp", constants)
-    sent = job.element_bytes * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
-    if job.layout.exchange != "ring":
-        by_heads = job.layout.exchange == "ulysses"
-        # `sent` is keys and values, sent / kv_share queries and outputs
-        volume = (size - 1) * (sent / job.shape.kv_share * (1 + job.shape.kv_share) / size if by_heads else sent)
-        passes = 3 if job.checkpointing == "full" else 2
-        calls = 2 if by_heads else 1
-        waits = calls * (over.step_seconds * (size - 1) + COLLECTIVE_SECONDS)
-        return passes * (volume / (over.bus_gb_per_s * 1e9) + waits)
-    steps = 3 * (size - 1)
-    communication = steps * (sent / (over.bus_gb_per_s * 1e9) + over.step_seconds)
+    if job.layout.exchange == "ring":
+        communication, attention = ring_seconds(job, constants)
+        return max(0.0, communication - attention) + RING_PASSES * (size - 1) * COLLECTIVE_SECONDS
+    over, sent = axis_link(job, "cp", constants), key_bytes(job)
+    by_heads = job.layout.exchange == "ulysses"
+    # `sent` is keys and values, sent / kv_share queries and outputs
+    volume = (size - 1) * (sent / job.shape.kv_share * (1 + job.shape.kv_share) / size if by_heads else sent)
+    passes = 3 if job.checkpointing == "full" else 2
+    calls = 2 if by_heads else 1
+    waits = calls * (over.step_seconds * (size - 1) + COLLECTIVE_SECONDS)
+    return passes * (volume / (over.bus_gb_per_s * 1e9) + waits)
+
+
+def key_bytes(job: Job) -> float:
+    """Return the bytes of a rank's keys and values in one layer."""
+    return job.element_bytes * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
+
+
+def ring_seconds(job: Job, constants: Profile) -> tuple[float, float]:
+    """Return the seconds of a layer's sends around the ring, and of the attention to other ranks' keys beside them."""
+    size, over = job.layout.cp, axis_link(job, "cp", constants)
+    sends = RING_PASSES * (size - 1)
+    communication = sends * (key_bytes(job) / (over.bus_gb_per_s * 1e9) + over.step_seconds)
     # attention forward and backward (1 + 2.5), with half of its 4 s a FLOPs under the causal mask
     flops = (1 + kernels.BACKWARD_ATTENTION) * 2 * job.tokens * job.seq * job.shape.attention_width / job.layout.tp
-    hidden = flops / kernels.fused_attention_rate(job, constants)
-    return max(0.0, communication - hidden * (size - 1) / size) + steps * COLLECTIVE_SECONDS
+    return communication, flops / kernels.fused_attention_rate(job, constants) * (size - 1) / size
 
 
 def expert_seconds(job: Job, constants: Profile) -> float:

@@ -122,8 +122,8 @@ def _flow(stack: str, precision: str) -> str:
 
 def _masked(attention: str, layout: Layout, machines: Cluster) -> bool:
     """Decide `Job.masked`. The ring has no mask, and gathered keys are computed by SDPA in place of varlen."""
-    if layout.cp > 1 and layout.exchange != "ulysses":
-        return layout.exchange == "allgather"
+    if layout.row_exchange in ("ring", "allgather"):
+        return layout.row_exchange == "allgather"
     return attention == "sdpa" or (attention == "auto" and machines.kind != "cpu")
 
 
