@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def processor(about: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+@cache  # rules name versions when their modules are imported
 def version(package: str) -> str | None:
     """Return the installed version of a package; None if it is missing."""
     try:
