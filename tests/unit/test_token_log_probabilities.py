@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from test_chunked_head import small_chunks  # noqa: F401  a fixture, for every test here
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.losses.token_log_probabilities import (
@@ -20,18 +20,8 @@ from samecurve.losses.token_log_probabilities import (
     chunked_log_probabilities,
 )
 from samecurve.losses.vocabulary_parallel import Columns
-from samecurve.specs import loss_chunks
 
 ROWS, LENGTH, HIDDEN, VOCABULARY = 4, 9, 8, 12
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(loss_chunks, "SMALLEST", 7)
-    monkeypatch.setattr(loss_chunks, "CPU_BYTES", 1)
-    chunked_cross_entropy.chunk_size.cache_clear()
-    yield
-    chunked_cross_entropy.chunk_size.cache_clear()
 
 
 def sample(dtype=torch.float32, bias=True):
