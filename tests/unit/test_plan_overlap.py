@@ -10,11 +10,13 @@ import pytest
 from test_planner_anatomy import LLAMA, a_job
 
 from samecurve.cli.commands import main
-from samecurve.planner import inputs, overlap, overlap_formulas, search, step_time
+from samecurve.planner import inputs, kernels, overlap, overlap_formulas, search, step_time
 from samecurve.planner.cluster import built_in
+from samecurve.planner.group_links import axis_link
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.overlap import Ratio
+from samecurve.planner.profiles import Profile
 from samecurve.planner.strategy_files import read
 
 MODEL = "benchmarks/planner/llama_8b.json"
@@ -36,6 +38,20 @@ def planned(tmp_path: Path, path: Path, gpus: int, *settings: str) -> Job:
 
 def rows(job: Job) -> dict[str, Ratio]:
     return {each.axis: each for each in overlap.ratios(job)}
+
+
+def test_keys_around_a_ring_by_hand():
+    """Each of 4 ranks has 1,024 tokens: 2 x 2,048 numbers of 2 bytes each, 3 times forward and twice 3 times backward.
+
+    Beside them, three quarters of attention: 2 s a FLOPs per token under the causal mask, forward and 2.5 times that.
+    """
+    job = a_job(layout=Layout(cp=4), gpu_kind="H100-80GB")
+    constants, link = Profile(), axis_link(job, "cp", Profile())
+    assert step_time.key_bytes(job) == 1024 * 2 * 2048 * 2
+    sends, attention = step_time.ring_seconds(job, constants)
+    assert sends == pytest.approx(9 * (8_388_608 / (link.bus_gb_per_s * 1e9) + link.step_seconds))
+    rate = kernels.fused_attention_rate(job, constants)
+    assert attention == pytest.approx(3 / 4 * 3.5 * 1024 * 2 * 4096 * 2048 / rate)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
