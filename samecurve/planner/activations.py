@@ -43,9 +43,10 @@ def layer_bytes(job: Job) -> float:
 def _per_token(job: Job) -> tuple[float, float]:
     """Return (bytes that tensor parallelism divides, other bytes) of one token in one layer."""
     shape, experts = job.shape, max(job.shape.top_k, 1) * expert_imbalance(job)
-    # inputs and outputs of the experts, permuted before and behind an all-to-all
-    copies = 2 if job.layout.ep > 1 else 1
-    dispatched = 4 * copies * shape.hidden * experts if shape.experts else 0
+    # inputs and outputs of the experts; other stacks keep both before and behind an all-to-all
+    copies = 2 if job.layout.ep > 1 and not job.flow else 1
+    width = 4 if job.flow == "fp32" else 2
+    dispatched = 2 * width * copies * shape.hidden * experts if shape.experts else 0
     whole = job.layout.tp / job.mlp_split  # undoes the caller's division
     # MemTracker's numbers are of gated models; others are counted as a GPT in 16 bits (coverage.left_out)
     if shape.gated and job.flow:
@@ -90,7 +91,8 @@ def mask_elements(job: Job) -> float:
 
 def expert_imbalance(job: Job) -> float:
     """Tokens of the rank whose experts get the most, by the mean, where experts are on different ranks (assumed)."""
-    return EXPERT_IMBALANCE if job.shape.experts and job.layout.ep > 1 else 1
+    chooses = job.shape.top_k < job.shape.experts
+    return EXPERT_IMBALANCE if chooses and job.layout.ep > 1 else 1
 
 
 def score_bytes(job: Job) -> float:

@@ -44,6 +44,9 @@ class Sharding:
         reuse_distance: elements of other weights, used before a gathered one is used again, from which on DeepSpeed
             frees it (`stage3_max_reuse_distance`).
         prefetched: elements that DeepSpeed gathers ahead (`stage3_prefetch_bucket_size`).
+        weight_buffers: elements in host memory through which a rank reads weights from a disk (`offload_param`).
+        state_buffers: buffers for optimizer states on a disk (`offload_optimizer`), one subgroup each.
+        subgroup: elements of the largest part of a rank's weights that is updated at once (`sub_group_size`).
     """
 
     gather_bytes: float = 0
@@ -56,6 +59,9 @@ class Sharding:
     persistent: float = 100_000
     reuse_distance: float = 1e9
     prefetched: float = 50_000_000
+    weight_buffers: float = 5e8
+    state_buffers: int = 4
+    subgroup: float = 1e9
 
 
 @dataclass(frozen=True)

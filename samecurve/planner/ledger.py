@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from samecurve.planner import zero3_gathers
+from samecurve.planner import offload, zero3_gathers
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
@@ -111,7 +111,7 @@ def _numbers(job: Job) -> Iterator[Exchange]:
     if job.stack == "fsdp2" or layout.tp > 1:
         doubles = 1  # norm of gradients of which each rank has a part
     elif job.stack == "deepspeed":
-        offloaded = any(each.startswith("optimizer:") for each in job.offload)
+        offloaded = offload.moves_optimizer(job)
         if layout.zero == 3 and not offloaded:
             doubles = 2
         elif not (layout.zero == 1 and job.precision == "bf16"):  # where every rank has all gradients

@@ -66,7 +66,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
         loss = tensor_lines.loss_lines(job, constants) if stage.head else []
         states = tensor_lines.states(job, stage, activations[0].backward)
         gathered = tensor_lines.gathered(job, stage, sum(line.forward for line in loss))
-        lines = [*states, *_on_the_host(job), *activations, *loss, *gathered, workspaces]
+        lines = [*states, *_offloaded(job), *activations, *loss, *gathered, workspaces]
         # last, because it fills what the other lines leave free
         lines.append(tensor_lines.gathered_inputs(job, constants, lines))
         factor = learnt.memory_factor(job.library) if learnt else 1
@@ -77,12 +77,15 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     return found
 
 
-def _on_the_host(job: Job) -> list[Line]:
-    """List what a process on a CPU offloads: the host's memory is that of its processes."""
-    per_host = min(job.gpus_per_node, job.layout.gpus)
-    held = offload.kept(job, "cpu") * GIB / per_host if job.card.generation == "cpu" else 0
+def _offloaded(job: Job) -> list[Line]:
+    """List the buffer of what is offloaded, and on a CPU, whose processes have the host's memory, all of it."""
+    moved = offload.buffers(job)
+    lines = [Line("offload buffer", moved, moved, moved, "the largest weight's gradient", "DeepSpeed")] if moved else []
+    if job.card.generation != "cpu":
+        return lines
+    held = offload.kept(job, "cpu") * GIB / min(job.gpus_per_node, job.layout.gpus) + moved  # which the host has, too
     formula = "a process's share of what the host keeps; on a CPU the memory is the same"
-    return [Line("offloaded states", held, held, held, formula, "offload.py")] if held else []
+    return lines + [Line("offloaded states", held, held, held, formula, "offload.py")] if held else lines
 
 
 def overhead(each: Anatomy) -> list[Line]:

@@ -10,6 +10,7 @@ from samecurve.strategy.plan import Strategy
 
 SIXTEEN, THIRTY_TWO = 2, 4
 # DeepSpeed 0.19's defaults, and what Accelerate puts in place of "auto" for a hidden size h
+BUFFERS, BUFFER_SIZE, STATE_BUFFERS, SUBGROUP = 5, 1e8, 4, 1e9
 BUCKET, PREFETCHED, PERSISTENT, REUSE_DISTANCE = 5e8, 5e7, 1e5, 1e9
 AUTO = {
     "reduce_bucket_size": lambda hidden: hidden**2,
@@ -48,6 +49,7 @@ def _deepspeed(strategy: Strategy, precision: str, hidden: int) -> Sharding:
         found = keys.get(key, default)
         return AUTO[key](hidden) if found == "auto" else found
 
+    weights, states = (keys.get(f"offload_{part}") or {} for part in ("param", "optimizer"))
     is_16_bit = precision != "fp32"
     reduce_bytes = SIXTEEN if is_16_bit and content.get("communication_data_type") != "fp32" else THIRTY_TWO
     beside = keys.get("overlap_comm")
@@ -66,4 +68,7 @@ def _deepspeed(strategy: Strategy, precision: str, hidden: int) -> Sharding:
         prefetched=min(
             number("stage3_prefetch_bucket_size", PREFETCHED), number("stage3_max_live_parameters", REUSE_DISTANCE)
         ),
+        weight_buffers=weights.get("buffer_count", BUFFERS) * weights.get("buffer_size", BUFFER_SIZE),
+        state_buffers=states.get("buffer_count", STATE_BUFFERS),
+        subgroup=number("sub_group_size", SUBGROUP),
     )

@@ -29,6 +29,8 @@ TWO = ("ddp", "zero1", "zero2", "zero3", "pipeline", "tp", "fsdp_cp", "fsdp_ulys
 TWO += ("pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev")
 FOUR = ("hsdp", "fsdp_tp", "fsdp_tp_cp", "pipeline_fsdp", "zero3_hpz")
 CASES = [("fsdp", 2), *long(*((name, 2) for name in TWO), *((name, 4) for name in FOUR), ("pp_fsdp_tp", 8))]
+# Every expert gets every token, so that their shares do not depend on the router.
+EXPERTS = CONFIG | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 4}
 # Nothing is gathered ahead, and nothing stays until the backward pass, as in large models.
 GATHERS_AGAIN = tuple(
     f"zero_optimization.stage3_{key}=0" for key in ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size")
@@ -58,8 +60,24 @@ def test_the_bytes_of_whole_logits(strategy, world, workspace):
     compare_bytes(strategy, world, workspace.strategy(strategy), workspace, 0.05, "loss.implementation=full")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("fsdp", 2), ("fsdp_ep", 2), ("fsdp_ep_tp", 4)])
+def test_the_bytes_of_experts(strategy, world, workspace):
+    more = f"model.config={json.dumps(EXPERTS)}"
+    compare_bytes(strategy, world, workspace.strategy(strategy), workspace, 0.05, more)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload", "zero3_nvme"])
+def test_the_bytes_of_what_is_offloaded_are_the_processes_own_on_a_cpu(strategy, workspace):
+    """FSDP offloads through pinned memory, which a CPU has not."""
+    path = write_changed(workspace.strategy(strategy), SMALL_BUCKETS, workspace.folder / f"small_{strategy}")
+    compare_bytes(strategy, 2, path, workspace)
+
+
 def compare_bytes(strategy: str, world: int, path: Path, workspace: Workspace, limit: float = 0.05, *more: str) -> None:
-    output_dir = workspace.folder / "_".join(["bytes", path.parent.name, path.stem, *more])
+    changed = (each.partition("=")[0] for each in more)
+    output_dir = workspace.folder / "_".join(["bytes", path.parent.name, path.stem, *changed])
     program = str(Path(__file__).with_name("tensor_bytes_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, program)
     arguments = [f"model.config={json.dumps(CONFIG)}", f"output_dir={output_dir}", *SETTINGS, *more]

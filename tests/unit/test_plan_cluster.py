@@ -109,9 +109,14 @@ def test_a_wrong_key_or_value_is_named_with_its_line(path, change, message):
 
 def test_offloading_takes_host_memory_and_time():
     """7.5e9 parameters on 8 GPUs: optimizer states 16 bytes each, 111.8 GiB; gradients of 2 bytes over 50 GB/s."""
-    job = a_job(layout=Layout(8, zero=2, shard=8), offload=("optimizer:cpu",))
+    job = a_job(layout=Layout(8, zero=2, shard=8), offload=("optimizer:cpu",), stack="fsdp2")
     scale = 7.5e9 / job.shape.parameters
     assert offload.kept(job, "cpu") * scale == pytest.approx(16 * 7.5e9 / GIB)
+    # DeepSpeed's ZeRO-2 has 16-bit weights, too, and with accumulation 16-bit sums; ZeRO-3 fp32 sums
+    two = replace(job, stack="deepspeed", grad_accum=1)
+    three = replace(two, layout=Layout(8, zero=3, shard=8), offload=("optimizer:cpu", "param:cpu"))
+    for each, size in ((two, 18), (replace(two, grad_accum=2), 20), (three, 22)):
+        assert offload.kept(each, "cpu") * scale == pytest.approx(size * 7.5e9 / GIB)
     assert offload.kept(job, "nvme") == 0
     shard = 1e9
     transfers = 2 * 2 * shard / (job.host.pcie_gb_per_s * 1e9)
