@@ -23,6 +23,7 @@ CPU_HOST_US = {
 }
 ALIGNED = 8  # elements, 16 bytes in 16 bits, by which tensor cores want widths to be divisible
 UNALIGNED = 272.73 / 398.38  # rate of an MLP of width 10,922 by that of 10,944 on an H100 (ml-engineering)
+UNFUSED = 0.6  # rate of unfused attention's products by that of large ones (assumed)
 SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward
 # Bytes that the single operations of models/attention/ring.py move per visible score, forward: two products, and in
 # fp32 a scale, a log-sum-exp (6 passes), a difference and an exponential. Counted in the code, not measured on a GPU.
@@ -74,9 +75,10 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
 
 def layer(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of one layer, the recomputed forward included in the backward."""
-    products, attention, traffic = _products(job, constants), _attention(job, constants), _traffic(job, constants)
-    factor = BACKWARD_ATTENTION if job.flash else 2
-    forward, backward = products + attention + traffic, 2 * products + factor * attention + 1.5 * traffic
+    products, traffic = _products(job, constants), _traffic(job, constants)
+    attention = attention_seconds(job, constants)
+    forward = products + attention.forward + traffic
+    backward = 2 * products + attention.backward + 1.5 * traffic
     floor = _launches(job, constants)
     if job.card.generation == "cpu":
         forward, backward = forward + floor, backward + 1.5 * floor
@@ -85,7 +87,7 @@ def layer(job: Job, constants: Profile) -> Seconds:
     if job.checkpointing == "full":
         backward += forward
     elif job.checkpointing == "selective":
-        backward += attention
+        backward += attention.forward
     return Seconds(forward, backward)
 
 
@@ -129,31 +131,36 @@ def _products(job: Job, constants: Profile) -> float:
     return attention + calls * (up + down)
 
 
-def _attention(job: Job, constants: Profile) -> float:
-    """Seconds of the forward between tokens: 4 s a FLOPs per token, half of them under the causal mask if fused."""
-    shape, split = job.shape, job.layout.tp
+def attention_seconds(job: Job, constants: Profile) -> Seconds:
+    """Return the seconds of one layer's attention between tokens, without its linear products.
+
+    Forward 4 s a FLOPs per token, half of them under the causal mask if fused.
+
+    Args:
+        job: gives the sizes and the GPU.
+        constants: of the strategy's stack.
+    """
+    shape, split, generation = job.shape, job.layout.tp, job.card.generation
     flops = 4 * job.tokens * job.seq * shape.attention_width / split
     tiles = job.flow and job.layout.row_exchange == "ring"
+    factor = BACKWARD_ATTENTION if job.flash else 2
+    peak = job.card.matmul_tflops * 1e12 * sustained(generation)
     if job.flash and not tiles:
-        return flops / 2 / fused_attention_rate(job, constants)
-    rate = job.card.matmul_tflops * 1e12 * sustained(job.card.generation) * constants.matmul_share * 0.6
+        forward = flops / 2 / (peak * constants.attention_share * attention_rate(generation, job.stack))
+        return Seconds(forward, factor * forward)
     scores = shape.heads * job.seq * job.tokens / split
     if tiles:  # those that no query sees are left out
         flops, moved = flops / 2, RING_TRAFFIC * scores / 2
     else:
         moved = SCORE_TRAFFIC * 5 * scores
-    return flops / rate + constants.traffic * moved / (job.card.hbm_gb_per_s * 1e9)
-
-
-def fused_attention_rate(job: Job, constants: Profile) -> float:
-    """Return the FLOP/s of fused attention."""
-    peak, generation = job.card.matmul_tflops * 1e12, job.card.generation
-    return peak * sustained(generation) * constants.attention_share * attention_rate(generation, job.stack)
+    forward = flops / (peak * constants.matmul_share * UNFUSED)
+    forward += constants.traffic * moved / (job.card.hbm_gb_per_s * 1e9)
+    return Seconds(forward, factor * forward)
 
 
 def _traffic(job: Job, constants: Profile) -> float:
     """Seconds of the element-wise operations, forward: twice the bytes that they keep, read and written."""
-    kept = layer_bytes(job) - job.tokens * score_bytes(job)  # whose traffic is in `_attention`
+    kept = layer_bytes(job) - job.tokens * score_bytes(job)  # whose traffic is in `attention_seconds`
     return constants.traffic * 2 * kept / (job.card.hbm_gb_per_s * 1e9)
 
 

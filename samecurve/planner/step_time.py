@@ -179,9 +179,8 @@ def ring_seconds(job: Job, constants: Profile) -> tuple[float, float]:
     size, over = job.layout.cp, axis_link(job, "cp", constants)
     sends = RING_PASSES * (size - 1)
     communication = sends * (key_bytes(job) / (over.bus_gb_per_s * 1e9) + over.step_seconds)
-    # attention forward and backward (1 + 2.5), with half of its 4 s a FLOPs under the causal mask
-    flops = (1 + kernels.BACKWARD_ATTENTION) * 2 * job.tokens * job.seq * job.shape.attention_width / job.layout.tp
-    return communication, flops / kernels.fused_attention_rate(job, constants) * (size - 1) / size
+    # a rank computes its own block's attention without waiting
+    return communication, kernels.attention_seconds(job, constants).total * (size - 1) / size
 
 
 def expert_seconds(job: Job, constants: Profile) -> float:
