@@ -273,7 +273,7 @@ def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -
         first = next(each for each in choices if each.name == name)
         more = None
         if first.job and first.template:
-            more = remedies.fewest_gpus(wanted, whole, [first.template], first.job.layout.gpus)
+            more = remedies.more_gpus(wanted, whole, [first.template], first.job.layout.gpus)
         print(plan_text.rejection(first, more))
 
 

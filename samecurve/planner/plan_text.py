@@ -112,17 +112,22 @@ def legend(lacking: Sequence[Choice]) -> str:
     return f"needs: axes that no file in configs/ has, or has together ({named})"
 
 
-def rejection(choice: Choice, fits_from: int | None) -> str:
-    """Say in one line why a family of strategies is out, and from how many GPUs on it would fit."""
+def rejection(choice: Choice, more: tuple[Choice, str] | None) -> str:
+    """Say in one line why a family of strategies is out, and from how many GPUs on it would fit.
+
+    Args:
+        more: the fewest GPUs on which it does, and what else has to change (`remedies.more_gpus`).
+    """
     if not (choice.job and choice.found):
         return f"{choice.name}: {choice.reason}"
     fullest = max(memory.anatomy(choice.job), key=lambda each: each.peak)
     line = next(each for each in fullest.lines if each.name == fullest.binding)
     held = getattr(line, fullest.moment) / memory.GIB
-    more = f"from {fits_from} GPUs on it fits" if fits_from else "more GPUs do not help"
+    fitting = more[0].job if more else None
+    helps = f"from {fitting.layout.gpus} GPUs on it fits{more[1]}" if more and fitting else "more GPUs do not help"
     return (
         f"{choice.name} ({sizes(choice.job.layout)}): {choice.found.total_memory_gib:.0f} GiB of "
-        f"{choice.job.memory_gib:.0f}, {fullest.binding} {held:.0f}; {more}"
+        f"{choice.job.memory_gib:.0f}, {fullest.binding} {held:.0f}; {helps}"
     )
 
 

@@ -16,21 +16,53 @@ SCANNED = 64  # numbers of GPUs that are tried one by one for the smallest
 SHORTEST = 128  # tokens of a row that is worth proposing
 
 
-def fewest_gpus(
+def more_gpus(
     wanted: Wanted, machines: Cluster, templates: Sequence[Template], more_than: int, as_written: bool = False
+) -> tuple[Choice, str] | None:
+    """Find the fewest GPUs above `more_than` on which one of the strategies fits, if need be with more rows.
+
+    Args:
+        wanted, machines, templates, more_than, as_written: see `fewest_gpus`.
+
+    Returns:
+        The first choice that fits there, and what else has to change, as `", with ..."`; None if nothing fits.
+    """
+    arguments = wanted, machines, templates
+    least = fewest_gpus(*arguments, more_than, as_written)
+    if not least:
+        return None
+    # on fewer GPUs nothing fits, so that only there, or on more, every rank may have a row, too
+    choice = _first_fitting(wanted, machines.scaled(least), templates, as_written, fed=True)
+    if not choice and (gpus := fewest_gpus(*arguments, least, as_written, fed=True)):
+        choice = _first_fitting(wanted, machines.scaled(gpus), templates, as_written, fed=True)
+    if choice:
+        return choice, ""
+    choice = _first_fitting(wanted, machines.scaled(least), templates, as_written)
+    assert choice and choice.job  # `fewest_gpus` has found it
+    return choice, f", with batch.global_batch_size={choice.job.layout.dp} for a row per rank"
+
+
+def fewest_gpus(
+    wanted: Wanted,
+    machines: Cluster,
+    templates: Sequence[Template],
+    more_than: int,
+    as_written: bool = False,
+    fed: bool = False,
 ) -> int | None:
     """Find the smallest number of GPUs above `more_than` on which one of the strategies fits, up to MOST_GPUS.
 
     Args:
         machines: with nodes of full size; a part of one node counts, too.
         as_written: whether only the files' own sizes count.
+        fed: whether every rank has to get a row (`Choice.idle_ranks`).
     """
     node = machines.gpus_per_node
     counts = [*range(1, node), *range(node, MOST_GPUS + 1, node)]
     counts = [each for each in counts if each > more_than]
 
     def fit(gpus: int) -> bool:
-        return _first_fitting(wanted, machines.scaled(gpus), templates, as_written) is not None
+        return _first_fitting(wanted, machines.scaled(gpus), templates, as_written, fed) is not None
 
     # No number up to counts[low - 1] is known to fit. Only numbers are tried that parallel sizes divide.
     low, high = 0, 0
@@ -83,18 +115,18 @@ def smallest_change(
     if not found[0] and wanted.attention == "auto":  # sdpa on a GPU, whose masks grow with the square of a row's length
         other = replace(wanted, attention="varlen")
         found = [_setting(other, machines, templates, shipped, ("model.attention=varlen",))]
-    gpus = fewest_gpus(wanted, whole, templates, machines.gpus, as_written)
-    if gpus and (choice := _first_fitting(wanted, whole.scaled(gpus), templates, as_written)):
-        found.append(f"{choice.name} fits on {gpus} GPUs")
+    more = more_gpus(wanted, whole, templates, machines.gpus, as_written)
+    if more and (choice := more[0]).job:
+        found.append(f"{choice.name} fits on {choice.job.layout.gpus} GPUs{more[1]}")
     return ", or ".join(filter(None, found)) or _shorter(wanted, machines, shipped)
 
 
 def _first_fitting(
-    wanted: Wanted, machines: Cluster, templates: Iterable[Template], as_written: bool = False
+    wanted: Wanted, machines: Cluster, templates: Iterable[Template], as_written: bool = False, fed: bool = False
 ) -> Choice | None:
-    """Return the first strategy that fits, with sizes."""
+    """Return the first strategy that fits, with sizes; fed: with a row for every rank."""
     found = (each for template in templates for each in _smallest(wanted, machines, template, as_written))
-    return next((each for each in found if each.found and each.found.fits), None)
+    return next((each for each in found if each.found and each.found.fits and not (fed and each.idle_ranks)), None)
 
 
 def _setting(

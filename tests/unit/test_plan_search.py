@@ -220,3 +220,24 @@ def test_the_fewest_gpus_are_the_fewest(wanted, monkeypatch):
     assert found == fitting[0] > 1
     monkeypatch.setattr(remedies, "SCANNED", 1)  # bisection, as among thousands of GPUs
     assert remedies.fewest_gpus(wanted, whole, templates, 0) == found
+
+
+@pytest.mark.parametrize(("rows", "changed"), [(40, ""), (32, ", with batch.global_batch_size=40 for a row per rank")])
+def test_more_gpus_than_rows_are_proposed_with_more_rows(rows, changed):
+    """2 replicas of 70 billion parameters fit on 40 GPUs, of which 8 would get none of 32 rows."""
+    wanted = inputs.read("benchmarks/planner/llama_70b.json", [f"batch.global_batch_size={rows}"])
+    whole, templates = cluster("h100x8"), [read("configs/hsdp.yaml")]
+    found = remedies.more_gpus(wanted, whole, templates, 16)
+    assert found and found[0].job and found[0].job.layout.dp == 40
+    assert (found[0].idle_ranks, found[1]) == (40 - rows, changed)
+    assert remedies.fewest_gpus(wanted, whole, templates, 40, fed=True) is None
+    first = search.search(wanted, whole.scaled(16), templates)[0]
+    assert plan_text.rejection(first, found).endswith(f"; from 40 GPUs on it fits{changed}")
+
+
+def test_a_strategy_with_rows_for_all_ranks_is_proposed_first():
+    wanted = inputs.read("benchmarks/planner/llama_70b.json", ["batch.global_batch_size=32"])
+    whole = cluster("h100x8")
+    both = [read("configs/hsdp.yaml"), read("configs/zero3.yaml")]
+    found = remedies.more_gpus(wanted, whole, both, 16)
+    assert found and (found[0].name, found[0].idle_ranks, found[1]) == ("zero3", 0, "")
