@@ -29,6 +29,7 @@ from samecurve.planner import (
     calibration,
     emission,
     inputs,
+    origins,
     placement,
     plan_details,
     plan_options,
@@ -120,13 +121,15 @@ def run(arguments: argparse.Namespace) -> int | Work:
     best = order[0] if order[0].found and order[0].found.fits else None
     if arguments.json:
         plans = [plan_text.record(each) for each in [*choices, *lacking]]
-        _write(arguments.json, {"plans": plans, "constants": shipped_constants()})
+        _write(
+            arguments.json, {"plans": plans, "constants": shipped_constants() | {"hardware": origins.record(machines)}}
+        )
     first_line = plan_text.answer(best, sum(each.tie for each in order) - best.tie) if best else ""
     if not best:
         fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
         hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
         first_line = f"nothing {'fits' if order[0].job else 'can run'} on {machines.gpus} x {machines.kind}: {hint}"
-    print("\n".join([first_line, plan_text.job_size(wanted), *notes, ""]))
+    print("\n".join([first_line, plan_text.job_size(wanted), origins.summary(machines), *notes, ""]))
     _print_table(choices, lacking, arguments)
     _print_limits(wanted, machines)
     if arguments.why or arguments.strategy:

@@ -17,6 +17,7 @@ keeps keys and values repeated to as many heads as the queries have.
 
 from __future__ import annotations
 
+from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import FUSED_NORMS
 
@@ -24,8 +25,10 @@ NORMS = {"16-bit": 16, "copies": 16, "autocast": 26, "fp32": 24}  # by Job.flow;
 # Of these, inputs of products. Sequence parallelism gathers and keeps them whole (tensor_lines.gathered_inputs).
 PRODUCT_INPUTS = {"16-bit": 4, "copies": 4, "autocast": 10, "fp32": 8}
 LAST_NORM = 24  # of the last norm, and of gradients on their way back, tracked as above
-EXPERT_IMBALANCE = 1.2
-COMPILED = 0.75  # torch.compile recomputes cheap element-wise results in the backward pass
+EXPERT_IMBALANCE = Constant(1.2, "busiest by average expert", ASSUMED, "routers do not balance their tokens fully")
+COMPILED = Constant(
+    0.75, "share of kept bytes", ASSUMED, "torch.compile recomputes cheap element-wise results in the backward pass"
+)
 
 
 def layer_bytes(job: Job) -> float:

@@ -8,18 +8,23 @@ from pathlib import Path
 
 from samecurve.errors import ConfigurationError
 from samecurve.planner.calibration import Calibration
+from samecurve.planner.constants import ASSUMED, DATA_SHEET, Constant
 from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import PROCESS_GIB, Gpu, gpu
 from samecurve.planner.links import Level
 
-# Kind of GPU and nominal Gbit/s of a node's network cards: NVIDIA's DGX data sheets.
+_DGX_A100, _DGX_H100 = "DGX A100", "DGX H100, H200 and B200"
+_CARDS_A100 = Constant(1600, "Gbit/s of a node", DATA_SHEET, f"network cards of a {_DGX_A100}")
+_CARDS_H100 = Constant(3200, "Gbit/s of a node", DATA_SHEET, f"network cards of {_DGX_H100}")
+# Kind of GPU and nominal rate of a node's network cards.
 KINDS = {
-    "a100": ("A100-80GB", 1600.0),
-    "a100_40gb": ("A100-40GB", 1600.0),
-    "h100": ("H100-80GB", 3200.0),
-    "h200": ("H200", 3200.0),
-    "b200": ("B200", 3200.0),
-    "cpu": ("cpu", 100.0),  # each process is one device; see CPU in hardware.py
+    "a100": ("A100-80GB", _CARDS_A100),
+    "a100_40gb": ("A100-40GB", _CARDS_A100),
+    "h100": ("H100-80GB", _CARDS_H100),
+    "h200": ("H200", _CARDS_H100),
+    "b200": ("B200", _CARDS_H100),
+    # each process is one device; see CPU in hardware.py
+    "cpu": ("cpu", Constant(100, "Gbit/s of a host", ASSUMED, "one network card of a server")),
 }
 
 
@@ -27,15 +32,18 @@ KINDS = {
 class Host:
     """A node beside its GPUs: memory, cores, and GB/s between a GPU and host memory, and to a local disk."""
 
-    memory_gib: float = 2000
-    cpu_cores: float = 112
-    pcie_gb_per_s: float = 55
-    nvme_gb_per_s: float = 6
+    memory_gib: float = Constant(2000, "GiB", DATA_SHEET, f"2 TB of {_DGX_H100}")
+    cpu_cores: float = Constant(112, "cores", DATA_SHEET, f"2 x 56 of {_DGX_H100}")
+    pcie_gb_per_s: float = Constant(55, "GB/s of a GPU", ASSUMED, "87 % of PCIe 5's nominal 63")
+    nvme_gb_per_s: float = Constant(6, "GB/s of a node", ASSUMED, "one drive")
 
 
-# NVIDIA's DGX data sheets: DGX A100 has 1 or 2 TB, 2 x 64 cores and PCIe 4; H100, H200 and B200 have 2 TB, 2 x 56 cores
-# and PCIe 5. Of a link's nominal rate (32 and 63 GB/s) 87 % is assumed, of the disks that of one drive.
-HOSTS = {"A100-40GB": Host(1000, 128, 27), "A100-80GB": Host(2000, 128, 27)}
+_LANES_A100 = Constant(27, "GB/s of a GPU", ASSUMED, "87 % of PCIe 4's nominal 32")
+_CORES_A100 = Constant(128, "cores", DATA_SHEET, f"2 x 64 of a {_DGX_A100}")
+HOSTS = {
+    "A100-40GB": Host(Constant(1000, "GiB", DATA_SHEET, f"1 TB of a {_DGX_A100}"), _CORES_A100, _LANES_A100),
+    "A100-80GB": Host(Constant(2000, "GiB", DATA_SHEET, f"2 TB of a {_DGX_A100}"), _CORES_A100, _LANES_A100),
+}
 
 
 @dataclass(frozen=True)

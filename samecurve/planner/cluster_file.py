@@ -12,6 +12,7 @@ import yaml
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, is_file
+from samecurve.planner.constants import FILE, Constant, plain
 from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, MEASURED_SHARE, Gpu, gpu, known_gpu, known_names
 from samecurve.planner.links import Level
@@ -24,6 +25,10 @@ PEAKS = ("bf16", "fp8", "fp32")
 LINK = ("level", "size", "bus_gb_per_s", "gbit_per_s_per_node", "latency_us")
 HOST = tuple(each.name for each in fields(Host))
 RELIABILITY = tuple(each.name for each in fields(Reliability))
+UNITS = {
+    "_gib": "GiB", "tflops": "TFLOP/s", "gb_per_s": "GB/s", "gb_per_s_per_node": "GB/s of a node",
+    "gbit_per_s_per_node": "Gbit/s of a node", "_us": "us", "_hours": "h", "_seconds": "s",
+}  # fmt: skip
 
 
 def cluster(text: str) -> Cluster:
@@ -95,7 +100,13 @@ class _Reader:
             found = "missing" if value is None else f"found {describe(value)}"
             self.document.problem(path, f"{found}, expected {expected}")
             return default
-        return value
+        return Constant(value, _unit(path), FILE, str(self.document.place(path)))
+
+    def _derived(self, value: float, found: float, text: str) -> Constant:
+        """Give a value the origin of the number that it was computed from, which the file or a default gave."""
+        assert isinstance(found, Constant)
+        unit = found.unit if found.unit == UNITS["tflops"] else UNITS["gb_per_s"]
+        return Constant(value, unit, found.origin, f"{found.source}, {text}")
 
     def _card(self) -> tuple[str, Gpu]:
         name, device = self.document.get("gpu"), self.document.get("device")
@@ -119,7 +130,8 @@ class _Reader:
 
         def peak(kind: str, optional: bool = True) -> float:
             # the file has the data sheet's peak, `Gpu` what products reach
-            return MEASURED_SHARE * self._number(("device", "peak_tflops", kind), 0, optional)
+            found = self._number(("device", "peak_tflops", kind), 0, optional)
+            return found and self._derived(MEASURED_SHARE * found, found, f"{MEASURED_SHARE:g} (assumed) of the peak")
 
         memory, hbm = (self._number(("device", key), 1) for key in ("memory_gib", "hbm_gb_per_s"))
         # no NVLink is known: without `links`, the GPUs of a node communicate over PCIe
@@ -152,7 +164,9 @@ class _Reader:
         measured = self._measured((*path, "bus_gb_per_s"))
         gbit = self._number((*path, "gbit_per_s_per_node"), nominal if index else 0, optional=True)
         if not index and not measured:
-            measured = ((1, gbit / 8),) if gbit else ((1, card.bus_gb_per_s),)
+            measured = (
+                ((1, self._derived(gbit / 8, gbit, "an eighth of Gbit/s")),) if gbit else ((1, card.bus_gb_per_s),)
+            )
         latency = self._number((*path, "latency_us"), 0, optional=True)
         return Level(str(block.get("level", "network" if index else "node")), size, measured, gbit, latency)
 
@@ -164,6 +178,12 @@ class _Reader:
         for key in value.keys() - set(ranks):
             self.document.problem((*path, str(key)), "expected a number of ranks, such as {32: 65, 64: 33}")
         return tuple(sorted((int(key), self._number((*path, key), 1)) for key in ranks))
+
+
+def _unit(path: KeyPath) -> str:
+    """Find the unit in the key, or in that of its block."""
+    named = [UNITS[end] for key in reversed(path) for end in UNITS if key.endswith(end)]
+    return named[0] if named else path[-1].replace("_", " ")
 
 
 def text(machines: Cluster) -> str:
@@ -178,22 +198,22 @@ def text(machines: Cluster) -> str:
         }
         content = {
             "device": {
-                "memory_gib": machines.card.memory_gib,
-                "peak_tflops": {key: value / MEASURED_SHARE for key, value in peaks.items() if value},
-                "hbm_gb_per_s": machines.card.hbm_gb_per_s,
+                "memory_gib": plain(machines.card.memory_gib),
+                "peak_tflops": {key: plain(value / MEASURED_SHARE) for key, value in peaks.items() if value},
+                "hbm_gb_per_s": plain(machines.card.hbm_gb_per_s),
             }
         }
     content |= {"nodes": machines.nodes, "gpus_per_node": machines.gpus_per_node}
-    content["gbit_per_s_per_node"] = machines.node_gbit
+    content["gbit_per_s_per_node"] = plain(machines.node_gbit)
     if machines.levels:
         content["links"] = [_level_content(each) for each in machines.levels]
         # `Cluster.scaled` may have shrunk the node, whose size the first level must have
         content["links"][0]["size"] = machines.gpus_per_node
-    content["host"] = {key: getattr(machines.host, key) for key in HOST}
+    content["host"] = {key: plain(getattr(machines.host, key)) for key in HOST}
     if machines.reliability != Reliability():
-        content["reliability"] = {key: getattr(machines.reliability, key) for key in RELIABILITY}
+        content["reliability"] = {key: plain(getattr(machines.reliability, key)) for key in RELIABILITY}
     if machines.reserved_gib is not None:
-        content["reserved_gib"] = machines.reserved_gib
+        content["reserved_gib"] = plain(machines.reserved_gib)
     return yaml.safe_dump(content, sort_keys=False)
 
 
@@ -203,9 +223,10 @@ def _level_content(level: Level) -> dict[str, Any]:
         content["size"] = level.size
     if level.measured:
         single = len(level.measured) == 1 and level.measured[0][0] == 1
-        content["bus_gb_per_s"] = level.measured[0][1] if single else dict(level.measured)
+        rates = {ranks: plain(rate) for ranks, rate in level.measured}
+        content["bus_gb_per_s"] = rates[1] if single else rates
     if level.node_gbit:
-        content["gbit_per_s_per_node"] = level.node_gbit
+        content["gbit_per_s_per_node"] = plain(level.node_gbit)
     if level.latency_us:
-        content["latency_us"] = level.latency_us
+        content["latency_us"] = plain(level.latency_us)
     return content

@@ -13,6 +13,8 @@ import math
 import random
 from dataclasses import dataclass
 
+from samecurve.planner.constants import ASSUMED, MEASURED, Constant
+
 LEAST_PROGRESS = 1e-6  # below, a simulated job is given up
 
 
@@ -22,18 +24,18 @@ class Reliability:
 
     Attributes:
         node_mtbf_hours: mean time between failures of one node. Llama 3's 16,384 H100s had 419 unexpected interruptions
-            in 54 days (arXiv:2407.21783, section 3.3.4): 2,048 nodes x 1,296 h / 419.
-        restart_seconds: from a failure until the job trains again: noticing, another node, start, reading (assumed).
-        checkpoint_gb_per_s_per_node: rate at which training waits for its state to be saved (assumed).
+            in 54 days: 2,048 nodes x 1,296 h / 419.
+        restart_seconds: from a failure until the job trains again.
+        checkpoint_gb_per_s_per_node: rate at which training waits for its state to be saved.
         slow_nodes: number of stragglers.
         slow_factor: their time for the same work, as a multiple of the others'.
     """
 
-    node_mtbf_hours: float = 6334
-    restart_seconds: float = 600
-    checkpoint_gb_per_s_per_node: float = 1
+    node_mtbf_hours: float = Constant(6334, "h", MEASURED, "Llama 3 (arXiv:2407.21783, section 3.3.4)")
+    restart_seconds: float = Constant(600, "s", ASSUMED, "noticing, another node, start, reading")
+    checkpoint_gb_per_s_per_node: float = Constant(1, "GB/s", ASSUMED, "rate of writing")
     slow_nodes: float = 0
-    slow_factor: float = 1.1
+    slow_factor: float = Constant(1.1, "multiple of the others' time", ASSUMED, "of a slow node")
 
 
 @dataclass(frozen=True)

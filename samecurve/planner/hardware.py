@@ -9,11 +9,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from samecurve.planner.constants import ASSUMED, DATA_SHEET, HARDWARE_JSON, MEASURED, Constant
+
 MIB, GIB = 2**20, 2**30
-NIC_SHARE = 0.73  # of the nominal rate, large payloads; hardware.json: per_accelerator_nic_rate
-UNCROWDED_NODES = 16
-MEASURED_SHARE = 0.8  # best measured product by the data sheet's peak: 794 of 989 TFLOP/s on an H100, assumed elsewhere
-PROCESS_GIB = 0.6  # resident memory of a process on a CPU beside its tensors: Python, torch and libraries (assumed)
+NIC_SHARE = Constant(
+    0.73, "share of the nominal rate, large payloads", MEASURED, f"{HARDWARE_JSON}: per_accelerator_nic_rate"
+)
+UNCROWDED_NODES = Constant(16, "nodes", ASSUMED, f"{HARDWARE_JSON}: h100_efa_256MB_by_nodes_GBps, see `crowding`")
+MEASURED_SHARE = Constant(
+    0.8, "best product by the data sheet's peak", ASSUMED, "as 794 of 989 TFLOP/s, measured on an H100"
+)
+PROCESS_GIB = Constant(0.6, "GiB of a process on a CPU", ASSUMED, "Python, torch and libraries beside its tensors")
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,21 @@ def measured() -> dict:
     return json.loads(Path(__file__).with_name("hardware.json").read_text(encoding="utf-8"))
 
 
-def _nvlink(reference_gb_per_s: float) -> float:
-    """Scale the all-gather bandwidth measured on 8 H200s by the all-reduce rates of two NVLink generations."""
+def _nvlink(generation: str, share: float = 1, why: str = "") -> Constant:
+    """Scale the all-gather bandwidth measured on 8 H200s by the all-reduce rates of two NVLink generations.
+
+    Args:
+        share: of that rate which the GPU's links have.
+        why: reason of a share.
+    """
     buses = measured()["bus_bandwidth_GBps"]
-    gathered = buses["h200_8gpu_16GiB_by_collective"]["all_gather"]
-    return gathered * reference_gb_per_s / buses["nvidia_gtc_slide_allreduce_busbw_GBps"]["NVLink4"]
+    gathered, slides = buses["h200_8gpu_16GiB_by_collective"]["all_gather"], buses[_SLIDES]
+    rate = gathered * slides[generation] / slides["NVLink4"] * share
+    own = share == 1 and generation == "NVLink4"
+    text = f"{HARDWARE_JSON}: all_gather of 8 H200s" + (
+        "" if own else f", scaled by {why or f'{_SLIDES}, {generation}'}"
+    )
+    return Constant(rate, "GB/s", MEASURED if own else ASSUMED, text)
 
 
 def gpu(kind: str) -> Gpu:
@@ -76,6 +92,7 @@ def _readable(pattern: str) -> str:
     return pattern.replace(".*", "-").replace(r"\b", "").strip("^$").replace("?", "")
 
 
+_SLIDES = "nvidia_gtc_slide_allreduce_busbw_GBps"
 # TFLOP/s of fp32 on the data sheets, without TF32, which torch leaves off.
 FP32 = {
     **{"GB200|GB300": 80, "B300": 75, "B200": 75, "GH200": 67, "H200": 67, "H800": 67, r"H20\b": 44},
@@ -89,53 +106,80 @@ FP32 = {
 def _rows() -> dict[str, Gpu]:
     """GPUs by the regular expression of their names; the first that matches counts."""
     return {
-        name: replace(each, fp32_tflops=MEASURED_SHARE * FP32[name]) if name in FP32 else each
+        name: replace(each, fp32_tflops=_of_peak(FP32[name])) if name in FP32 else each
         for name, each in _cards().items()
     }
 
 
+def _pcie(generation: str) -> Constant:
+    rate = measured()["bus_bandwidth_GBps"]["pcie"][f"allreduce_pcie{generation}"]
+    return Constant(rate, "GB/s", MEASURED, f"{HARDWARE_JSON}: allreduce_pcie{generation}")
+
+
+def _best(name: str, kind: str = "bf16") -> Constant:
+    table = f"MAMF_{kind}_measured"
+    return Constant(measured()["matmul_TFLOPs"][table][name], "TFLOP/s", MEASURED, f"{HARDWARE_JSON}: {table}, {name}")
+
+
+def _of_peak(tflops: float) -> Constant:
+    """Estimate the best product from the data sheet's dense peak."""
+    return Constant(MEASURED_SHARE * tflops, "TFLOP/s", ASSUMED, f"{MEASURED_SHARE:g} of the data sheet's {tflops:g}")
+
+
+def _card(
+    tflops: float | Constant,
+    fp8: float | Constant,
+    hbm_gb_per_s: float,
+    bus: Constant,
+    memory_gib: float,
+    generation: str = "other",
+) -> Gpu:
+    """Describe a GPU. Products that are not measured (plain numbers) are the data sheet's dense peaks; 0: none."""
+    best, low = (each if isinstance(each, Constant) or not each else _of_peak(each) for each in (tflops, fp8))
+    memory = Constant(memory_gib, "GiB", MEASURED, "memory of the device as torch reports it")
+    return Gpu(best, low, Constant(hbm_gb_per_s, "GB/s", DATA_SHEET, "memory bandwidth"), bus, memory, generation)
+
+
 def _cards() -> dict[str, Gpu]:
-    rates = measured()["matmul_TFLOPs"]
-    best, fp8 = rates["MAMF_bf16_measured"], rates["MAMF_fp8_measured"]
-    h100, slides = best["H100 SXM"], measured()["bus_bandwidth_GBps"]["nvidia_gtc_slide_allreduce_busbw_GBps"]
-    # NVLink 5 has twice the rate of NVLink 4, with which NVIDIA's slide ends
-    nvlink3, nvlink4, nvlink5 = _nvlink(slides["NVLink3"]), _nvlink(slides["NVLink4"]), 2 * _nvlink(slides["NVLink4"])
-    pcie4, pcie5 = measured()["bus_bandwidth_GBps"]["pcie"]["allreduce_pcie4"], 48.0
-
-    def card(tflops: float, hbm_gb_per_s: float, bus_gb_per_s: float, memory_gib: float, fp8: float = 0) -> Gpu:
-        """Describe a GPU of which only the data sheet's dense peaks are known."""
-        peak, low = MEASURED_SHARE * tflops, MEASURED_SHARE * fp8
-        return Gpu(peak, low, hbm_gb_per_s, bus_gb_per_s, memory_gib, "other")
-
+    h100, h100_fp8, a100 = _best("H100 SXM"), _best("H100", "fp8"), _best("A100 SXM")
+    by_peak = "an H100's by the data sheets' peaks"
+    h20, h20_fp8 = (Constant(each * 148 / 989.5, "TFLOP/s", ASSUMED, by_peak) for each in (h100, h100_fp8))
+    nvlink3, nvlink4, pcie4, pcie5 = _nvlink("NVLink3"), _nvlink("NVLink4"), _pcie("4"), _pcie("5")
+    nvlink5 = _nvlink("NVLink4", 2, "2, the data sheets' rates of NVLink 5 and 4")  # the slides end with NVLink 4
+    h800 = _nvlink("NVLink4", 400 / 900, "the data sheets' 400 of 900 GB/s")
+    a800 = _nvlink("NVLink3", 400 / 600, f"{_SLIDES}, NVLink3, and the data sheets' 400 of 600 GB/s")
+    mi300x = Constant(312.9, "GB/s", MEASURED, f"{HARDWARE_JSON}: mi300x, 8gpu")
+    mi325x = Constant(312.9, "GB/s", ASSUMED, "as an MI300X's")
+    pcie3 = Constant(pcie4 / 2, "GB/s", ASSUMED, "PCIe 3: half of PCIe 4")
     return {
-        r"GB200|GB300": Gpu(best["GB200"], fp8["GB200"], 8000, nvlink5, 184, "blackwell"),
-        r"B300": Gpu(best["B300"], fp8["B300"], 8000, nvlink5, 268, "blackwell"),
-        r"B200": Gpu(best["B200"], fp8["B200"], 8000, nvlink5, 178, "blackwell"),
-        r"GH200": Gpu(best["GH200"], fp8["GH200"], 4000, nvlink4, 94.5, "hopper"),
-        r"H200": Gpu(h100, fp8["H200"], 4800, nvlink4, 139.8, "hopper"),
+        r"GB200|GB300": _card(_best("GB200"), _best("GB200", "fp8"), 8000, nvlink5, 184, "blackwell"),
+        r"B300": _card(_best("B300"), _best("B300", "fp8"), 8000, nvlink5, 268, "blackwell"),
+        r"B200": _card(_best("B200"), _best("B200", "fp8"), 8000, nvlink5, 178, "blackwell"),
+        r"GH200": _card(_best("GH200"), _best("GH200", "fp8"), 4000, nvlink4, 94.5, "hopper"),
+        r"H200": _card(h100, _best("H200", "fp8"), 4800, nvlink4, 139.8, "hopper"),
         # export versions: links of 400 GB/s (H800, A800), or fewer products per second (H20)
-        r"H800": Gpu(h100, fp8["H100"], 3350, nvlink4 * 400 / 900, 79.1, "hopper"),
-        r"H20\b": Gpu(h100 * 148 / 989.5, fp8["H100"] * 148 / 989.5, 4000, nvlink4, 95.6, "hopper"),
-        r"H100.*NVL": card(835, 3900, pcie5, 93.1, 1671),
-        r"H100.*PCIe": card(756, 2000, pcie5, 79.1, 1513),
-        r"H100": Gpu(h100, fp8["H100"], 3350, nvlink4, 79.1, "hopper"),
-        r"A800": Gpu(best["A100 SXM"], 0, 2039, nvlink3 * 400 / 600, 79.2, "ampere"),
-        r"A100.*40": Gpu(best["A100 SXM"], 0, 1555, nvlink3, 39.4, "ampere"),
-        r"A100.*PCIe": Gpu(best["A100 PCIe"], 0, 1935, pcie4, 79.2, "ampere"),
-        r"A100": Gpu(best["A100 SXM"], 0, 2039, nvlink3, 79.2, "ampere"),
-        r"MI325X": Gpu(best["MI325X"], 0, 6000, 312.9, 255, "other"),
-        r"MI300X": Gpu(best["MI300X"], 0, 5300, 312.9, 191, "other"),
-        r"V100": Gpu(100, 0, 900, _nvlink(slides["NVLink2"]), 31.7, "other"),
-        r"L40S": card(362, 864, pcie4, 44.4, 733),
-        r"L40\b": card(181, 864, pcie4, 44.4, 362),
-        r"\bL4\b": card(121, 300, pcie4, 22.0, 242),
-        r"A6000": card(155, 768, pcie4, 47.4),
-        r"A40\b": card(150, 696, pcie4, 44.4),
-        r"A10G?\b": card(125, 600, pcie4, 22.0),
+        r"H800": _card(h100, h100_fp8, 3350, h800, 79.1, "hopper"),
+        r"H20\b": _card(h20, h20_fp8, 4000, nvlink4, 95.6, "hopper"),
+        r"H100.*NVL": _card(835, 1671, 3900, pcie5, 93.1),
+        r"H100.*PCIe": _card(756, 1513, 2000, pcie5, 79.1),
+        r"H100": _card(h100, h100_fp8, 3350, nvlink4, 79.1, "hopper"),
+        r"A800": _card(a100, 0, 2039, a800, 79.2, "ampere"),
+        r"A100.*40": _card(a100, 0, 1555, nvlink3, 39.4, "ampere"),
+        r"A100.*PCIe": _card(_best("A100 PCIe"), 0, 1935, pcie4, 79.2, "ampere"),
+        r"A100": _card(a100, 0, 2039, nvlink3, 79.2, "ampere"),
+        r"MI325X": _card(_best("MI325X"), 0, 6000, mi325x, 255),
+        r"MI300X": _card(_best("MI300X"), 0, 5300, mi300x, 191),
+        r"V100": _card(125, 0, 900, _nvlink("NVLink2"), 31.7),
+        r"L40S": _card(362, 733, 864, pcie4, 44.4),
+        r"L40\b": _card(181, 362, 864, pcie4, 44.4),
+        r"\bL4\b": _card(121, 242, 300, pcie4, 22.0),
+        r"A6000": _card(155, 0, 768, pcie4, 47.4),
+        r"A40\b": _card(150, 0, 696, pcie4, 44.4),
+        r"A10G?\b": _card(125, 0, 600, pcie4, 22.0),
         # the end of the name excludes the slower 4090 D and GPUs of laptops
-        r"RTX.*4090$": card(165, 1008, pcie4, 23.5, 330),
-        r"RTX.*3090$": card(71, 936, pcie4, 23.5),
-        r"T4\b": card(65, 320, pcie4 / 2, 14.6),  # PCIe 3
+        r"RTX.*4090$": _card(165, 330, 1008, pcie4, 23.5),
+        r"RTX.*3090$": _card(71, 0, 936, pcie4, 23.5),
+        r"T4\b": _card(65, 0, 320, pcie3, 14.6),
         r"^cpu$": CPU,
     }
 
@@ -149,12 +193,22 @@ class Link:
     step_seconds: float
 
 
-# One core of a server (AMD EPYC of 2023, fp32; memory by a copy of 64 MiB) and Gloo between processes of its host, as
-# `bench matmul` and `bench collectives` measured them on 2026-11-26. Runs calibrate them for other processors.
-CPU = Gpu(0.1, 0, 20, 1.3, 64, "cpu", 0.1)
-NODE_STEP_SECONDS = 4e-6
-CPU_STEP_SECONDS = 5e-4  # of Gloo over the loopback interface, half of an all-reduce of some KiB
-DEFAULT_NODE_GBIT = 1600
+_EPYC = "one core of a server (AMD EPYC of 2023), 2026-11-26"  # runs calibrate it for other processors
+_CORE = Constant(0.1, "TFLOP/s", MEASURED, f"bench matmul in fp32, {_EPYC}")
+CPU = Gpu(
+    _CORE,
+    0,
+    Constant(20, "GB/s", MEASURED, f"a copy of 64 MiB, {_EPYC}"),
+    Constant(1.3, "GB/s", MEASURED, f"bench collectives, Gloo between processes of a host, {_EPYC}"),
+    Constant(64, "GiB", ASSUMED, "memory of a host; a run reads its own"),
+    "cpu",
+    _CORE,
+)
+NODE_STEP_SECONDS = Constant(4e-6, "s of a ring step inside a node", ASSUMED, "latency of NVLink and a kernel")
+CPU_STEP_SECONDS = Constant(
+    5e-4, "s of a ring step", MEASURED, f"half of an all-reduce of some KiB, Gloo over the loopback interface, {_EPYC}"
+)
+DEFAULT_NODE_GBIT = Constant(1600, "Gbit/s of a node", ASSUMED, "the network cards of a DGX A100 (data sheet)")
 
 
 def link(card: Gpu, gpus_per_node: int, node_gbit: float, ranks: int, stride: int, step_seconds: float) -> Link:
@@ -202,7 +256,13 @@ def ramp(payload_bytes: float) -> float:
 
 @lru_cache(maxsize=1)
 def _curve() -> tuple[tuple[float, float], ...]:
-    points = measured()["bus_bandwidth_GBps"]["h200_8gpu_allreduce_busbw_GBps_by_payload"]
     units = {"KiB": 2**10, "MiB": MIB, "GiB": GIB}
+    return tuple((math.log2(int(name[:-3]) * units[name[-3:]]), share) for name, share in node_curve().items())
+
+
+def node_curve() -> dict[str, Constant]:
+    """Return the shares of a node's peak bus bandwidth by payload, in ascending order, such as 32KiB."""
+    table = "h200_8gpu_allreduce_busbw_GBps_by_payload"
+    points, source = measured()["bus_bandwidth_GBps"][table], f"{HARDWARE_JSON}: {table}"
     top = max(points.values())
-    return tuple((math.log2(int(name[:-3]) * units[name[-3:]]), value / top) for name, value in points.items())
+    return {name: Constant(value / top, "share of the peak", MEASURED, source) for name, value in points.items()}

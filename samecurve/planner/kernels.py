@@ -5,30 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samecurve.planner.activations import layer_bytes, score_bytes
+from samecurve.planner.constants import ASSUMED, MEASURED, Constant
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile, attention_rate, sustained
 
 BACKWARD_ATTENTION = 2.5  # five products instead of two, as the fused kernel recomputes the scores
-COMPILED_FLOOR = 0.5  # share of the launches that remain
-EXPERT_LAUNCH_US = 100  # of the ten kernels of an expert that takes its turn: selection, products, addition (assumed)
+COMPILED_FLOOR = Constant(0.5, "share of launches that remain", ASSUMED, "compiled layers launch fewer kernels")
+EXPERT_LAUNCH_US = Constant(
+    100, "us", ASSUMED, "ten kernels of an expert that takes its turn: selection, products, addition"
+)
 # Host time on a CPU, whose core also computes, of a layer's forward pass and of a step without its layers: what a layer
-# of width 32 adds to a step, by 2.5, and what 4 of them leave, without collectives (AMD EPYC, torch 2.13.0, deepspeed
-# 0.19.8, 2026-11-26). Hooks are part of it: DTensor's, FSDP2's, and ZeRO-3's on each module.
+# of width 32 adds to a step, by 2.5, and what 4 of them leave, without collectives. Hooks are part of it: DTensor's,
+# FSDP2's, and ZeRO-3's on each module.
+_EPYC = "AMD EPYC, torch 2.13.0, deepspeed 0.19.8, 2026-11-26"
 CPU_HOST_US = {
-    "": (310, 12_000),
-    "fsdp2": (820, 23_000),
-    "tp": (2_460, 25_000),
-    "deepspeed": (550, 16_000),
-    "zero3": (2_790, 22_000),
+    name: (Constant(layer, "us of a layer", MEASURED, _EPYC), Constant(step, "us of a step", MEASURED, _EPYC))
+    for name, layer, step in (
+        ("", 310, 12_000),
+        ("fsdp2", 820, 23_000),
+        ("tp", 2_460, 25_000),
+        ("deepspeed", 550, 16_000),
+        ("zero3", 2_790, 22_000),
+    )
 }
 ALIGNED = 8  # elements, 16 bytes in 16 bits, by which tensor cores want widths to be divisible
-UNALIGNED = 272.73 / 398.38  # rate of an MLP of width 10,922 by that of 10,944 on an H100 (ml-engineering)
-UNFUSED = 0.6  # rate of unfused attention's products by that of large ones (assumed)
-SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, forward
-# Bytes that the single operations of models/attention/ring.py move per visible score, forward: two products, and in
-# fp32 a scale, a log-sum-exp (6 passes), a difference and an exponential. Counted in the code, not measured on a GPU.
-RING_TRAFFIC = 64
-FP8_CASTS = {"tensorwise": 6, "rowwise": 8, "": 6}  # bytes moved per element of a product's inputs and outputs
+UNALIGNED = Constant(
+    272.73 / 398.38, "share of the rate", MEASURED, "MLPs of width 10,922 and 10,944 on an H100 (ml-engineering)"
+)
+UNFUSED = Constant(0.6, "share of the rate of large products", ASSUMED, "products of attention without a fused kernel")
+SCORE_TRAFFIC = Constant(2.0, "bytes moved per byte of kept scores", ASSUMED, "written and read once, forward")
+# The single operations of models/attention/ring.py, forward: two products, and in fp32 a scale, a log-sum-exp (6
+# passes), a difference and an exponential.
+RING_TRAFFIC = Constant(64, "bytes moved per visible score", ASSUMED, "counted in models/attention/ring.py")
+FP8_CASTS = {
+    recipe: Constant(moved, "bytes moved per element of a product's matrices", ASSUMED, "counted in the casts")
+    for recipe, moved in (("tensorwise", 6), ("rowwise", 8), ("", 6))
+}
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,29 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from samecurve.planner import offload, tensor_lines
+from samecurve.planner.constants import ASSUMED, MEASURED, Constant
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
 
-CONTEXT_GIB = 0.9  # CUDA context with torch's kernels on recent versions
-NCCL_GIB = 1.2  # channels and buffers of a job with several communicators
-FRAGMENTATION = 0.08  # of what is allocated; torch_reserved over torch_allocated
-# The same of a process's resident memory: the C library keeps some of what tensors give back. One layer of width 512 on
-# 16,384 tokens (AMD EPYC, torch 2.13.0, 2026-11-24): 0.51 GiB of tensors, and 0.63 to 0.73 GiB more than without.
-RESIDENT_GAPS = 0.3
-BLOCK_ROUNDING = 1.01  # the allocator rounds blocks up
-WORKSPACE_GIB = 0.1  # of cuBLAS, up to 32 MiB for each stream (torch's CUBLAS_WORKSPACE_CONFIG)
+CONTEXT_GIB = Constant(0.9, "GiB", ASSUMED, "CUDA context with torch's kernels; ml-engineering: 0.90 and 0.92 GB")
+NCCL_GIB = Constant(
+    1.2, "GiB", ASSUMED, "buffers of several communicators; ml-engineering: 1.45 GB at the first barrier"
+)
+FRAGMENTATION = Constant(0.08, "share of allocated memory", ASSUMED, "torch_reserved over torch_allocated")
+# The C library keeps some of what tensors give back: 0.51 GiB of tensors, and 0.63 to 0.73 GiB more than without.
+RESIDENT_GAPS = Constant(
+    0.3,
+    "share of a process's tensors",
+    MEASURED,
+    "a layer of width 512 on 16,384 tokens (AMD EPYC, torch 2.13.0, 2026-11-24)",
+)
+BLOCK_ROUNDING = Constant(1.01, "allocated by requested bytes", ASSUMED, "the allocator rounds blocks up")
+WORKSPACE_GIB = Constant(
+    0.1, "GiB", ASSUMED, "cuBLAS: up to 32 MiB for each stream (torch's CUBLAS_WORKSPACE_CONFIG), some streams"
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Anatomy:
     lines: tuple[Line, ...]
     reserved_gib: float | None = None
     gpus: int = 1
-    gaps: float = FRAGMENTATION
+    gaps: Constant = FRAGMENTATION
 
     def total(self, moment: str) -> float:
         return sum(getattr(line, moment) for line in self.lines)
@@ -58,7 +67,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     resident = job.memory_kind == "resident"
     gaps = RESIDENT_GAPS if resident else FRAGMENTATION
     held = 0 if resident else WORKSPACE_GIB * GIB
-    workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", "assumed")
+    workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", WORKSPACE_GIB.origin)
     kept = job.reserved_gib if reserved is None else reserved
     found = []
     for stage in stages(job, job.stack in BY_COST):
@@ -92,7 +101,7 @@ def overhead(each: Anatomy) -> list[Line]:
     """List what a GPU holds beside tensors: the allocator's rounding and gaps, the CUDA context and NCCL's buffers."""
     share = BLOCK_ROUNDING * (1 + each.gaps) - 1
     end, middle, update = (each.total(moment) * share for moment in MOMENTS)
-    fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", "assumed")
+    fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", each.gaps.origin)
     if each.reserved_gib is not None:
         reserved = each.reserved_gib * GIB
         source = "the cluster's reserved_gib"
@@ -100,8 +109,8 @@ def overhead(each: Anatomy) -> list[Line]:
     context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if each.gpus > 1 else 0
     return [
         fragmentation,
-        Line("context", context, context, context, "CUDA context with torch's kernels", "assumed"),
-        Line("NCCL", nccl, nccl, nccl, "buffers of several communicators", "assumed"),
+        Line("context", context, context, context, "CUDA context with torch's kernels", CONTEXT_GIB.origin),
+        Line("NCCL", nccl, nccl, nccl, "buffers of several communicators", NCCL_GIB.origin),
     ]
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 
+from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 
 UPDATE_BYTES = 40  # of fp32 master weight, gradient and moments that Adam reads and writes per parameter
-CORE_GB_PER_S = 2  # host memory traffic of one core in the update, assumed
+CORE_GB_PER_S = Constant(2, "GB/s", ASSUMED, "host memory traffic of one core in the update")
 STATES = 16  # bytes per parameter of what Adam updates: fp32 weight, gradient and two moments
 SUMS = 4  # bytes per parameter of gradients that ZeRO-3 sums in host memory until the update, beside Adam's copy
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
+from samecurve.planner.constants import ASSUMED, MEASURED, Constant
+
 PATH = Path(__file__).with_name("profiles.json")
 
 
@@ -47,11 +49,20 @@ class Profile:
 
 
 CONSTANTS = tuple(each.name for each in fields(Profile))
-SUSTAINED = {"ampere": 1.0, "hopper": 0.88, "blackwell": 0.8, "other": 0.7, "cpu": 1.0}
-# Fused attention of 2023 (FlashAttention 1 and 2) was written for Ampere and reaches a smaller part of newer GPUs.
-# FlashAttention 2 is about twice as fast as the first, with which llm-foundry was measured (arXiv:2307.08691).
-ATTENTION = {"ampere": 1.0, "hopper": 0.75, "blackwell": 0.6, "other": 0.6, "cpu": 1.0}
-FIRST_FLASH_ATTENTION = {"llm-foundry-fsdp": 0.5}
+SUSTAINED = {
+    generation: Constant(share, "share of the best product's rate", ASSUMED, "under a power limit, for minutes")
+    for generation, share in {"ampere": 1.0, "hopper": 0.88, "blackwell": 0.8, "other": 0.7, "cpu": 1.0}.items()
+}
+ATTENTION = {
+    generation: Constant(
+        share, "share of an A100's efficiency", ASSUMED, "fused kernels of 2023 were written for Ampere"
+    )
+    for generation, share in {"ampere": 1.0, "hopper": 0.75, "blackwell": 0.6, "other": 0.6, "cpu": 1.0}.items()
+}
+# FlashAttention 2 is about twice as fast as the first, with which llm-foundry was measured.
+FIRST_FLASH_ATTENTION = {
+    "llm-foundry-fsdp": Constant(0.5, "share of FlashAttention 2's rate", MEASURED, "arXiv:2307.08691")
+}
 ALIASES = {
     "megatron-core": "megatron",
     "megatron-lm": "megatron",

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from samecurve.planner import collectives, kernels, offload
 from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.bubbles import idle_slots
+from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.data_parallel_time import data_seconds
 from samecurve.planner.group_links import axis_link
 from samecurve.planner.job import Job
@@ -14,10 +15,10 @@ from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
-HIDDEN_TENSOR_PARALLEL = 0.5  # exposed share with overlapped products
-SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage
+HIDDEN_TENSOR_PARALLEL = Constant(0.5, "share of collectives that is exposed", ASSUMED, "with overlapped products")
+SEND_SECONDS = Constant(100e-6, "s", ASSUMED, "host time of one send to a neighbouring stage")
 RING_PASSES = 3  # of a block's n - 1 sends: forward, and twice that backward
-COLLECTIVE_SECONDS = 20e-6  # host time of one collective inside a layer
+COLLECTIVE_SECONDS = Constant(20e-6, "s", ASSUMED, "host time of one collective inside a layer")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from samecurve.planner.activations import (
     layer_bytes,
     mask_elements,
 )
+from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import GATHERED, Profile
@@ -25,7 +26,7 @@ from samecurve.strategy.pipeline_schedules import SCHEDULES
 # Bytes per logit of a loss from whole logits: their logarithms of probabilities, and two gradients, all fp32 (torch's
 # profiler, 2.13.0).
 FULL_LOSS = 12
-AHEAD_SHARE = 0.8  # of a GPU's memory, up to which the host runs ahead
+AHEAD_SHARE = Constant(0.8, "share of a GPU's memory", ASSUMED, "up to which the host runs ahead")
 MOMENTS = ("forward", "backward", "optimizer")
 
 

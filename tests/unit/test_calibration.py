@@ -161,7 +161,7 @@ def test_the_command_writes_what_later_plans_read(tmp_path, cache, capsys):
     out = ["--json", f"{tmp_path}/plan.json"]
     assert main(["plan", RECIPE, "precision=fp32", "--cluster", "cpux2", "--strategy", "configs/fsdp.yaml", *out]) == 0
     shown = capsys.readouterr().out
-    answered, _, *notes = shown.splitlines()
+    answered, _, _, *notes = shown.splitlines()
     assert "calibrated on 2 runs, 20" in answered and "none measured here" not in shown
     assert notes[0].startswith("warning: ") and "measured on some processor, this is " in notes[0]
     planned = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["step_seconds"]
@@ -194,7 +194,7 @@ def test_what_was_learnt_elsewhere_is_not_applied(tmp_path, cache, capsys):
     assert planned("--calibrate", str(path)) == before
     shown = capsys.readouterr().out.splitlines()
     assert "none measured here" in shown[0]
-    assert shown[2] == f"warning: {path}: measured on cpu, not on H100: its factors are not used"
+    assert shown[3] == f"warning: {path}: measured on cpu, not on H100: its factors are not used"
     assert planned("--calibrate", str(recorded(tmp_path, "ddp"))) == before
     calibration.write(Calibration("H100", time=dict.fromkeys(calibration.GROUPS, 2.0)), cache / "H100.json")
     assert planned("--calibrate", str(path)) == pytest.approx(2 * before)

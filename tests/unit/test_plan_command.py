@@ -203,7 +203,7 @@ def test_one_job(config, tmp_path, capsys):
     command = ["plan", config, "--cluster", "h100x8", "--gpus", "16", "--why", "--overlap", "--json", str(out)]
     assert main([*command, "--top", "99", "batch.micro_batch_size=2"]) == 0
     shown = capsys.readouterr().out
-    first, _, _, header, best, *_ = shown.splitlines()
+    first, _, _, _, header, best, *_ = shown.splitlines()
     assert len(re.findall(r"\([\d.,]+ to [\d.,]+\)", first)) == 3 and "tokens/s" in first and "more are ties" in first
     assert header.split()[:2] == ["strategy", "sizes"] and first.split()[0] == best.split()[0]
     assert re.search(r"^ddp \(dp 16\): 1\d\d GiB of 79, optimizer 60; more GPUs do not help$", shown, re.M)
@@ -270,7 +270,7 @@ def test_the_answer_is_the_best_of_the_named_strategies(config, tmp_path, capsys
     """The table keeps their order."""
     files = ["configs/zero3_nvme.yaml", "configs/fsdp.yaml"]
     assert main(["plan", config, "--cluster", "h100x8", "--gpus", "16", "--strategy", *files]) == 0
-    first, _, _, _, *rows = capsys.readouterr().out.splitlines()
+    first, _, _, _, _, *rows = capsys.readouterr().out.splitlines()
     assert first.startswith("fsdp (dp 16") and [row.split()[0] for row in rows[:2]] == ["zero3_nvme", "fsdp"]
     assert "ties" not in first
 
