@@ -52,12 +52,13 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends at one time: bytes, those of an element, and to how many ranks over which link."""
+    """What a rank sends at one time: bytes, those of an element, to how many ranks over which link, and seconds."""
 
     num_bytes: float
     width: float
     ranks: int
     over: Link
+    seconds: float
 
     def rates(self, job: Job) -> tuple[float, float, float]:
         """Return the last arguments of the textbook's ratios: F, B and e."""
@@ -65,8 +66,10 @@ class Sent:
 
     def inputs(self, job: Job, times: str, behind: str, formula: str) -> str:
         flops, bandwidth, _ = self.rates(job)
+        attained = self.num_bytes / self.seconds / 1e9
         return (
-            f"{self.num_bytes / GIB:.3g} GiB {times}, e={self.width:g}, n={self.ranks} over the {self.over.level}, "
+            f"{self.num_bytes / GIB:.3g} GiB {times} at {attained:.3g} GB/s, e={self.width:g}, n={self.ranks} "
+            f"over the {self.over.level}, "
             f"{behind}; {formula}, F={flops / 1e12:.4g} TFLOP/s, B={bandwidth / 1e9:.3g} GB/s"
         )
 
@@ -103,7 +106,7 @@ def _data_parallel(job: Job, stage: Stage, constants: Profile) -> Iterator[Ratio
             continue
         for each in group.transfers:
             seconds = learnt * times * each.seconds
-            sent = Sent(each.volume_bytes, each.width, each.ranks, each.over)
+            sent = Sent(each.volume_bytes, each.width, each.ranks, each.over, each.seconds)
             yield Ratio(
                 f"data parallel, {each.content}",
                 "data_parallel",
@@ -150,7 +153,7 @@ def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime
     behind = f"{layer:.3g} s of a layer {'run beside' if job.async_tp else 'wait'}"
     behind += f", {waits:.3g} s a step for the slowest host" if waits > 1e-9 else ""
     names = ["all-gather", "reduce-scatter"] if job.layout.sequence_parallel else ["all-reduce"]
-    sent = Sent(calls * volume / len(names), job.element_bytes, size, over)
+    sent = Sent(calls * volume / len(names), job.element_bytes, size, over, seconds / len(names))
     ratio = overlap_formulas.tensor_parallel(job.shape.hidden, size, *sent.rates(job))
     inputs = sent.inputs(job, "a layer", behind, f"e (n - 1) F / (2 h B) = {ratio:.3g}")
     return [
@@ -174,9 +177,9 @@ def _context_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTim
     width, by_heads = shape.attention_width / job.layout.tp, job.layout.exchange == "ulysses"
     per_token = 2 * width * (1 + shape.kv_share) / size if by_heads else 2 * width * shape.kv_share
     passes = 3 if job.checkpointing == "full" else 2
-    sent = Sent(passes * job.element_bytes * job.tokens * per_token * (size - 1), job.element_bytes, size, over)
+    seconds, moved = step_time.context_seconds(job, constants), passes * job.element_bytes * job.tokens * per_token
+    sent = Sent(moved * (size - 1), job.element_bytes, size, over, seconds)
     name = "queries, keys, values and outputs (Ulysses)" if by_heads else "gathered keys and values"
-    seconds = step_time.context_seconds(job, constants)
     weights = shape.active_layer_parameters / job.layout.tp
     exchange = f"context parallel, {name}", "context_parallel", seconds, whole.context_parallel
     return [_in_a_layer(job, stage, constants, sent, exchange, (per_token, weights))]
@@ -186,8 +189,8 @@ def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
     """Compare n - 1 sends of keys and values forward, and twice that backward, with attention to other blocks."""
     size, over, shape = job.layout.cp, axis_link(job, "cp", constants), job.shape
     sends = step_time.RING_PASSES * (size - 1)
-    sent = Sent(sends * step_time.key_bytes(job), job.element_bytes, size, over)
     seconds, attention = step_time.ring_seconds(job, constants)
+    sent = Sent(sends * step_time.key_bytes(job), job.element_bytes, size, over, seconds)
     behind = f"{seconds:.3g} s beside {attention:.3g} s of attention to other blocks"
     formula = f"e k n F / (s B) = {overlap_formulas.ring(job.seq, size, shape.kv_share, *sent.rates(job)):.3g}"
     return Ratio(
@@ -206,8 +209,8 @@ def _expert_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime
     size, over, shape = job.layout.ep, axis_link(job, "dp", constants, job.layout.ep), job.shape
     calls = 6 if job.checkpointing == "full" else 4
     copies = shape.top_k * shape.hidden / job.mlp_split / size
-    sent = Sent(calls * job.element_bytes * job.tokens * copies * (size - 1), job.element_bytes, size, over)
-    seconds = step_time.expert_seconds(job, constants)
+    seconds, moved = step_time.expert_seconds(job, constants), calls * job.element_bytes * job.tokens * copies
+    sent = Sent(moved * (size - 1), job.element_bytes, size, over, seconds)
     exchange = "expert parallel, dispatch and combine", "expert_parallel", seconds, whole.expert_parallel
     weights = shape.active_layer_parameters / job.layout.tp
     return [_in_a_layer(job, stage, constants, sent, exchange, (2 * copies, weights))]
@@ -241,8 +244,8 @@ def _pipeline(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> li
     over, layers = axis_link(job, "pp", constants, 2), stage.layers / job.layout.virtual_stages
     width = 4 if job.layout.schedule in SCHEDULES else job.element_bytes
     cut = job.layout.tp if job.layout.sequence_parallel else 1
-    sent = Sent(width * job.tokens * job.shape.hidden / cut, width, 2, over)
     seconds, forward = step_time.send_seconds(job, constants), layers * kernels.layer(job, constants).forward
+    sent = Sent(width * job.tokens * job.shape.hidden / cut, width, 2, over, seconds)
     ratio = overlap_formulas.pipeline(job.shape.hidden, max(layers, 1), *sent.rates(job))
     sends = 2 * job.layout.virtual_stages * job.grad_accum
     behind = f"{seconds:.3g} s, for which {forward:.3g} s of the next stage's forward pass wait"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,21 @@ def test_exchanges_inside_layers_wait_or_hide():
         assert found.axis.startswith("context parallel") and found.verdict.startswith(verdict)
     mixture = a_job(replace(LLAMA, experts=8, top_k=2), Layout(8, ep=8))
     assert overlap.ratios(mixture)[-1].verdict.startswith("not overlapped")
+
+
+def test_small_payloads_attain_less_of_a_link():
+    """The sum of 2,048 numbers for 1,024 tokens in bf16, 4 MiB, on 8 ranks: 7/8 of it twice, each after 7 x 4 us.
+
+    At 4 MiB a node attains 107.16 of 482.26 GB/s. Of 64 MiB it attains more.
+    """
+    small, large = (
+        overlap.ratios(a_job(layout=Layout(1, tp=8), seq=seq, async_tp=True))[0].inputs for seq in (1024, 16384)
+    )
+    attained = [float(re.findall(r" a layer at (\S+) GB/s", each)[0]) for each in (small, large)]
+    sent = 2 * 7 / 8 * 4 * 2**20
+    seconds = sent / (361.4e9 * 107.16 / 482.26) + 2 * 7 * 4e-6 + step_time.COLLECTIVE_SECONDS
+    assert attained[0] == pytest.approx(sent / seconds / 1e9, rel=0.01)
+    assert attained[0] < attained[1] < 361.4 and all("B=361 GB/s" in each for each in (small, large))
 
 
 def test_ratios_of_exchanges_inside_layers_by_hand():
