@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from samecurve.planner import collectives, data_parallel_time, overlap_formulas
+from samecurve.planner import collectives, data_parallel_time, hardware, overlap_formulas
 from samecurve.planner.bubbles import bubble
-from samecurve.planner.hardware import GIB, gpu
+from samecurve.planner.hardware import GIB, MIB, gpu
 from samecurve.planner.job import Job
 from samecurve.planner.kernels import Seconds
 from samecurve.planner.layout import Layout, data_parallel_size
@@ -68,6 +68,17 @@ def test_ring_all_reduce():
     assert collectives.all_reduce_volume(5, 5) == 8
     assert collectives.all_gather_volume(5, 5) == 4
     assert collectives.all_reduce_volume(1, 10**6) == pytest.approx(2, rel=1e-5)
+
+
+def test_latency_times_steps_is_the_curve_between_nodes():
+    """All-reduce of 32 B200s on 4 nodes: 62 steps of 7 us and 381.8 GB/s, from 1 MiB to 16 GiB."""
+    curve = hardware.measured()["bus_bandwidth_GBps"]["b200_allreduce_busbw_by_payload"]["4_nodes_EFAv4"]
+    units, over = {"MiB": MIB, "GiB": GIB}, hardware.Link("network", 381.8, 7e-6)
+    payloads = {int(name[:-3]) * units[name[-3:]]: rate for name, rate in curve.items() if name[-3:] in units}
+    assert len(payloads) == 15
+    for payload, rate in payloads.items():
+        volume = collectives.all_reduce_volume(payload, 32)
+        assert collectives.seconds(volume, 32, over, payload) == pytest.approx(volume / rate / 1e9, rel=0.22), payload
 
 
 @pytest.mark.parametrize(("count", "formula", "published"), [(24, 22.6, 24.3), (32, 17.9, 19.9), (64, 9.9, 12.4)])
