@@ -8,16 +8,31 @@ from dataclasses import dataclass, replace
 
 from samecurve.planner import memory, runs_file, step_time
 from samecurve.planner.calibration import Calibration
+from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.fitting import predicted_memory_gib
 from samecurve.planner.hardware import canonical
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known, shipped
 
 ONE_NODE, LARGE = 8, 128
-# Interval's width where no public run is near: experts, fp8, fp32, context parallelism, offloading, other GPUs, more.
-UNMEASURED = 1.6
-DEFAULT_WIDTHS = (-0.35, 0.35)  # logarithms, where profiles.json has no residuals
-CPU_WIDTHS = {"time": (-1.4, 1.4), "memory": (-0.3, 0.3)}  # no public run is one on a CPU: a factor of 4, assumed
+UNMEASURED = Constant(
+    1.6,
+    "multiple of an interval's width",
+    ASSUMED,
+    "where no public run is near: experts, fp8, fp32, context parallelism, offloading, other GPUs, more GPUs",
+)
+
+
+def _widths(width: float, why: str) -> tuple[Constant, Constant]:
+    low, high = (Constant(end, "logarithm of measured by predicted", ASSUMED, why) for end in (-width, width))
+    return low, high
+
+
+DEFAULT_WIDTHS = _widths(0.35, "where profiles.json has no residuals")
+CPU_WIDTHS = {
+    "time": _widths(1.4, "a factor of 4, as no public run is one on a CPU"),
+    "memory": _widths(0.3, "no public run is one on a CPU"),
+}
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,20 @@ from typing import Any
 
 from samecurve.planner import (
     activations,
+    answers,
     hardware,
     kernels,
     memory,
     offload,
     profiles,
+    search,
     step_time,
     tensor_lines,
 )
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.constants import CALIBRATED, FITTED, ORIGINS, Constant, flat
 
-FORMULAS = (hardware, kernels, step_time, memory, tensor_lines, activations, offload, profiles)
+FORMULAS = (hardware, kernels, step_time, memory, tensor_lines, activations, offload, profiles, answers, search)
 
 
 def constants(machines: Cluster) -> dict[str, Constant]:

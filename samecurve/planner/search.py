@@ -10,6 +10,7 @@ from itertools import product
 from samecurve.planner import offload, space, strategies
 from samecurve.planner.answers import Prediction, predict
 from samecurve.planner.cluster import Cluster
+from samecurve.planner.constants import FITTED, Constant
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known
 from samecurve.planner.space import Sizes
@@ -18,8 +19,10 @@ from samecurve.planner.strategy_files import Template, simplicity
 from samecurve.planner.wanted import Wanted
 
 # Of two public runs that differ in nothing but the shape, and whose predicted step times differ by this much, the one
-# that is predicted to be faster was so in 8 of 10 cases (logarithm; benchmarks/planner.md, "Which of two is faster").
-COMPARED = 0.07
+# that is predicted to be faster was so in 8 of 10 cases.
+COMPARED = Constant(
+    0.07, "logarithm of two step times", FITTED, 'public runs (benchmarks/planner.md, "Which of two is faster")'
+)
 
 
 @dataclass(frozen=True)

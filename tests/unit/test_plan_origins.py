@@ -35,6 +35,7 @@ EXACT = {
     "tensor_lines": {"FULL_LOSS"},
     "offload": {"UPDATE_BYTES", "KEPT"},
     "goodput": {"LEAST_PROGRESS"},
+    "answers": {"ONE_NODE", "LARGE"},
 }
 
 
