@@ -87,12 +87,12 @@ class Choice:
 
     @property
     def order(self) -> tuple:
-        """Return the sort key of ties: few moving parts, then memory headroom."""
+        """Return the sort key of ties: few moving parts, small groups, then memory headroom."""
         assert self.job and self.found
         layout = self.job.layout
         parts = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep)) + layout.sequence_parallel
-        recomputes = self.job.checkpointing != "none"
-        return simplicity(self.name), parts, recomputes, self.found.total_memory_gib
+        recomputes, ranks = self.job.checkpointing != "none", layout.tp * layout.pp * layout.cp
+        return simplicity(self.name), parts, recomputes, ranks, self.found.total_memory_gib
 
 
 def evaluate(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
@@ -191,7 +191,7 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
     """Sort: what fits, then what is tight, then what is too large, then what cannot run; the first two by speed.
 
     Of what fits, and of what is tight, choices in which some ranks get no row come last. Choices that may be as fast as
-    the fastest one are ties, sorted by simplicity, then by memory headroom.
+    the fastest one are ties, the simplest first (see `Choice.order`).
     """
     choices = list(choices)
     result: list[Choice] = []

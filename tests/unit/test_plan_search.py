@@ -180,6 +180,17 @@ def test_ties_are_ordered_by_simplicity_then_headroom(wanted):
     assert 1.05 < 2.71828**COMPARED < 1.1
 
 
+def test_of_equally_simple_ties_the_one_with_smaller_groups_comes_first(wanted):
+    """Tensor parallelism of 2 before 8, although 8 need less memory."""
+    pair, eight = (choice(wanted, "fsdp_tp", 1.0, gib) for gib in (50, 20))
+    pair, eight = (
+        replace(each, job=replace(each.job, layout=replace(each.job.layout, tp=size, dp=8 // size)))
+        for each, size in ((pair, 2), (eight, 8))
+        if each.job
+    )
+    assert [each.found for each in search.ranked([eight, pair])] == [pair.found, eight.found]
+
+
 def test_ranks_without_a_row_come_last_and_are_counted(wanted):
     """256 rows of a step on 8 ranks, and on 300, of which 44 get none; neither is a tie of the other."""
     fed, twin = choice(wanted, "fsdp", 2.0), choice(wanted, "hsdp", 2.0)
