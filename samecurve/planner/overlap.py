@@ -186,11 +186,10 @@ def _context_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTim
 
 
 def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
-    """Compare n - 1 sends of keys and values forward, and twice that backward, with attention to other blocks."""
+    """Compare the sends of keys, values and their gradients with the attention to other blocks."""
     size, over, shape = job.layout.cp, axis_link(job, "cp", constants), job.shape
-    sends = step_time.RING_PASSES * (size - 1)
     seconds, attention = step_time.ring_seconds(job, constants)
-    sent = Sent(sends * step_time.key_bytes(job), job.element_bytes, size, over, seconds)
+    sent = Sent(step_time.ring_sends(job)[1], job.element_bytes, size, over, seconds)
     behind = f"{seconds:.3g} s beside {attention:.3g} s of attention to other blocks"
     formula = f"e k n F / (s B) = {overlap_formulas.ring(job.seq, size, shape.kv_share, *sent.rates(job)):.3g}"
     return Ratio(

@@ -17,7 +17,7 @@ from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 HIDDEN_TENSOR_PARALLEL = Constant(0.5, "share of collectives that is exposed", ASSUMED, "with overlapped products")
 SEND_SECONDS = Constant(100e-6, "s", ASSUMED, "host time of one send to a neighbouring stage")
-RING_PASSES = 3  # of a block's n - 1 sends: forward, and twice that backward
+GRADIENT_BYTES = 4  # of keys' and values' gradients on their way around a ring
 COLLECTIVE_SECONDS = Constant(20e-6, "s", ASSUMED, "host time of one collective inside a layer")
 
 
@@ -151,7 +151,7 @@ def tensor_seconds(job: Job, constants: Profile) -> float:
 def context_seconds(job: Job, constants: Profile) -> float:
     """Exposed seconds of the exchange of keys in one layer.
 
-    Around a ring: n - 1 sends of keys and values forward, twice that backward. Gathered keys travel once each way, not
+    Around a ring see `ring_sends`. Gathered keys travel once each way, not
     hidden; so do queries, keys, values and outputs under Ulysses, of which a rank keeps 1 / n.
     """
     size = job.layout.cp
@@ -159,7 +159,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
         return 0
     if job.layout.exchange == "ring":
         communication, attention = ring_seconds(job, constants)
-        return max(0.0, communication - attention) + RING_PASSES * (size - 1) * COLLECTIVE_SECONDS
+        return max(0.0, communication - attention) + ring_sends(job)[0] * COLLECTIVE_SECONDS
     over, sent = axis_link(job, "cp", constants), key_bytes(job)
     by_heads = job.layout.exchange == "ulysses"
     # `sent` is keys and values, sent / kv_share queries and outputs
@@ -175,13 +175,24 @@ def key_bytes(job: Job) -> float:
     return job.element_bytes * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
 
 
+def ring_sends(job: Job) -> tuple[int, float]:
+    """Return how often a rank sends on a block around the ring in one layer, and the bytes of all that.
+
+    Keys and values go n - 1 times forward, and again backward and in full recomputation; their gradients once, in fp32.
+    """
+    steps, passes = job.layout.cp - 1, 3 if job.checkpointing == "full" else 2
+    of_gradients = key_bytes(job) * GRADIENT_BYTES / job.element_bytes
+    return steps * (passes + 1), steps * (passes * key_bytes(job) + of_gradients)
+
+
 def ring_seconds(job: Job, constants: Profile) -> tuple[float, float]:
     """Return the seconds of a layer's sends around the ring, and of the attention to other ranks' keys beside them."""
     size, over = job.layout.cp, axis_link(job, "cp", constants)
-    sends = RING_PASSES * (size - 1)
-    communication = sends * (key_bytes(job) / (over.bus_gb_per_s * 1e9) + over.step_seconds)
+    sends, sent = ring_sends(job)
+    attention = kernels.attention_seconds(job, constants)
+    seconds = attention.total + (attention.forward if job.checkpointing == "full" else 0)
     # a rank computes its own block's attention without waiting
-    return communication, kernels.attention_seconds(job, constants).total * (size - 1) / size
+    return sent / (over.bus_gb_per_s * 1e9) + sends * over.step_seconds, seconds * (size - 1) / size
 
 
 def expert_seconds(job: Job, constants: Profile) -> float:

@@ -11,13 +11,14 @@ import pytest
 from test_planner_anatomy import LLAMA, a_job
 
 from samecurve.cli.commands import main
-from samecurve.planner import inputs, kernels, overlap, overlap_formulas, search, step_time
+from samecurve.planner import inputs, kernels, ledger, overlap, overlap_formulas, search, step_time
 from samecurve.planner.cluster import built_in
 from samecurve.planner.group_links import axis_link
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.overlap import Ratio
 from samecurve.planner.profiles import Profile
+from samecurve.planner.stages import stages
 from samecurve.planner.strategy_files import read
 
 MODEL = "benchmarks/planner/llama_8b.json"
@@ -42,17 +43,25 @@ def rows(job: Job) -> dict[str, Ratio]:
 
 
 def test_keys_around_a_ring_by_hand():
-    """Each of 4 ranks has 1,024 tokens: 2 x 2,048 numbers of 2 bytes each, 3 times forward and twice 3 times backward.
+    """Each of 4 ranks has 1,024 tokens: 2 x 2,048 numbers each, 3 times forward and backward in 2 bytes, 3 times in 4.
 
     Beside them, three quarters of attention: 2 s a FLOPs per token under the causal mask, forward and 2.5 times that.
+    Full recomputation repeats the forward's. The bytes are those of the ledger, which real runs equal.
     """
     job = a_job(layout=Layout(cp=4), gpu_kind="H100-80GB")
     constants, link = Profile(), axis_link(job, "cp", Profile())
     assert step_time.key_bytes(job) == 1024 * 2 * 2048 * 2
     sends, attention = step_time.ring_seconds(job, constants)
-    assert sends == pytest.approx(9 * (8_388_608 / (link.bus_gb_per_s * 1e9) + link.step_seconds))
+    assert sends == pytest.approx((6 + 3 * 2) * 8_388_608 / (link.bus_gb_per_s * 1e9) + 9 * link.step_seconds)
     rate = 0.5 * 0.75 * 0.88 * 794.5e12  # a fused kernel's share, less on an H100, of its sustained products
     assert attention == pytest.approx(3 / 4 * 3.5 * 1024 * 2 * 4096 * 2048 / rate)
+    recomputed = replace(job, checkpointing="full")
+    assert step_time.ring_seconds(recomputed, constants)[1] == pytest.approx(attention * 4.5 / 3.5)
+    for each in (job, recomputed):
+        of_a_layer = each.shape.layers * each.grad_accum
+        exchanges = ledger.ledger(each, stages(each, False)[0])
+        sent = sum(one.num_bytes for one in exchanges if (one.axis, one.collective) == ("cp", "send")) / of_a_layer
+        assert step_time.ring_sends(each)[1] == pytest.approx(sent)
 
 
 def test_a_ring_hides_its_sends_behind_the_attention_that_the_step_counts():
