@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,8 +60,14 @@ class Anatomy:
         return max(self.lines, key=lambda line: getattr(line, self.moment)).name
 
 
-def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
-    """Compute the memory of each class of ranks. nanotron's counter is the first stage's (README of the runs)."""
+def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] = ()) -> list[Anatomy]:
+    """Compute the memory of each class of ranks. nanotron's counter is the first stage's (README of the runs).
+
+    Args:
+        job: the job.
+        constants: of its software; default: those that are shipped.
+        chosen: the stages; default: one of each class.
+    """
     constants = constants or profile(job.stack)
     learnt = job.calibration
     reserved = learnt.process(job.library) if learnt else None
@@ -70,7 +77,7 @@ def anatomy(job: Job, constants: Profile | None = None) -> list[Anatomy]:
     workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", WORKSPACE_GIB.origin)
     kept = job.reserved_gib if reserved is None else reserved
     found = []
-    for stage in stages(job, job.stack in BY_COST):
+    for stage in chosen or stages(job, job.stack in BY_COST):
         activations = tensor_lines.activations(job, stage)
         loss = tensor_lines.loss_lines(job, constants) if stage.head else []
         states = tensor_lines.states(job, stage, activations[0].backward)

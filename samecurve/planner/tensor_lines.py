@@ -19,9 +19,9 @@ from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import GATHERED, Profile
+from samecurve.planner.schedule_memory import cast_weights, is_scheduled, kept_until_next_step
 from samecurve.planner.stages import Stage, in_flight, shard_sizes, stage_parameters
 from samecurve.specs import loss_chunks
-from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 # Bytes per logit of a loss from whole logits: their logarithms of probabilities, and two gradients, all fp32 (torch's
 # profiler, 2.13.0).
@@ -59,6 +59,7 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
         gradients = accumulators = 0.0  # they follow the optimizer as soon as they are reduced
     master = held(sizes.master, 1)
     persist, arrive = _gradients(job, stage, gradients, activations)
+    reduced = gradients and held(sizes.gradients, 2)
     upcast = 4 * master / max(sizes.master, 1) * min(sizes.master, 4) / 4 if job.stack == "deepspeed" and zero else 0
     buckets, filled = job.sharding.bucket_bytes, min(job.sharding.bucket_bytes, 4 * sum(parameters))
     if job.memory_kind == "resident":  # pages of a buffer that no gradient reaches never become resident
@@ -70,7 +71,7 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
     table = "ZeRO, arXiv:1910.02054, section 3"
     return [
         Line("weights", weights, weights, weights, f"{sizes.weights:g} B per parameter", table),
-        Line("gradients", persist, arrive, gradients, f"{sizes.gradients:g} B per parameter", table),
+        Line("gradients", persist, arrive, reduced, f"{sizes.gradients:g} B per parameter", table),
         Line("accumulators", accumulators, accumulators, accumulators, "fp32 sums of micro-batches' gradients", table),
         Line("master weights", master, master, master, f"{sizes.master:g} B per parameter of the shard", table),
         Line("optimizer", optimizer, optimizer, optimizer, f"{sizes.optimizer:g} B per parameter of the shard", table),
@@ -85,9 +86,8 @@ def _gradients(job: Job, stage: Stage, gradients: float, activations: float) -> 
 
     Those of the first micro-batches come as activations go, unless DeepSpeed or DDP keep their memory.
     """
-    is_schedule = job.layout.schedule in SCHEDULES and job.layout.pp > 1
     is_first = in_flight(job, stage)[0] >= job.grad_accum
-    if job.flow and is_first and (is_schedule or job.stack == "fsdp2"):
+    if job.flow and is_first and (is_scheduled(job) or job.stack == "fsdp2"):
         return 0, max(0.0, gradients - activations)
     stay = job.grad_accum > 1 or job.layout.zero or job.states.master
     return gradients if stay else 0, gradients
@@ -104,30 +104,32 @@ def activations(job: Job, stage: Stage) -> list[Line]:
     activations = _kept(job) * stage.layers * count
     working = whole if full else 0
     mask = mask_elements(job) * count if full else 0  # an input of each layer, and else gone before the loss
-    boundary = 2 * tokens * hidden * count if stage.embedding else 0
+    scheduled = is_scheduled(job)
+    # a stage of PyTorch's schedules keeps what it sends, in fp32; other stages' inputs are received
+    of_hidden = (0 if stage.head else 4) if scheduled else 2
+    boundary = of_hidden * tokens * hidden * count if stage.embedding else 0
     formula = "kept bytes per layer x layers x micro-batches"
     return [
         Line("activations", activations, activations, 0, formula, "activations.py"),
         Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", "torch.distributed.pipelining"),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
         Line("attention mask", mask, mask, 0, "1 B per query and key, before SDPA converts it", "transformers"),
-        Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch", "transformers"),
-        *_own_lines(job, stage),
+        Line("embedding output", boundary, boundary, 0, f"{of_hidden} s b h per micro-batch", "transformers"),
+        *_own_lines(job, stage, count),
         *_received(job, stage),
     ]
 
 
 def _received(job: Job, stage: Stage) -> list[Line]:
-    """Return the buffers of PyTorch's schedules: of each micro-batch, for what comes from the stages of other ranks."""
-    layout = job.layout
-    if layout.schedule not in SCHEDULES or layout.pp == 1:
+    """Return what PyTorch's schedules keep of each micro-batch until the next step."""
+    if not is_scheduled(job):
         return []
-    schedule, ranks = SCHEDULES[layout.schedule], layout.pp
-    own = schedule.stages(stage.index, ranks)
-    neighbours = [each + side for each in own for side in (-1, 1) if 0 <= each + side < schedule.num_stages(ranks)]
-    sources = sum(each not in own for each in neighbours)
-    held = 4 * job.tokens * job.shape.hidden * job.grad_accum * sources
-    return [Line("received", held, held, held, f"{sources} x 4 s b h per micro-batch", "torch.distributed.pipelining")]
+    held, arrived, gradients = kept_until_next_step(job, stage)
+    source = "torch.distributed.pipelining"
+    return [
+        Line("received", held, held, held, "4 s b h per neighbour and micro-batch", source),
+        Line("gradients of inputs", 0, arrived, gradients, "4 s b h per micro-batch after I", source),
+    ]
 
 
 def _kept(job: Job) -> float:
@@ -158,18 +160,31 @@ def loss_lines(job: Job, constants: Profile) -> list[Line]:
     ]
 
 
-def _own_lines(job: Job, stage: Stage) -> list[Line]:
-    """Return what transformers' models hold beside the layers' activations under this project's engines."""
+def _own_lines(job: Job, stage: Stage, count: float) -> list[Line]:
+    """Return what transformers' models hold beside the layers' activations under this project's engines.
+
+    Args:
+        count: micro-batches whose activations are kept.
+    """
     if not job.flow:
         return []
-    if job.flow == "copies" and job.checkpointing == "full":
-        stage = replace(stage, layers=1)  # a recomputed layer casts its weights again
-    copies = 2 * sum(stage_parameters(job, stage)) if job.flow in ("copies", "autocast") else 0
     last = LAST_NORM * job.tokens * job.shape.hidden if stage.head else 0
+    forward, backward = _cast_weights(job, stage, count)
     return [
-        Line("16-bit weights", copies, copies, 0, "2 B per parameter, until the backward pass", "bf16_copies.py"),
+        Line("16-bit weights", forward, backward, 0, "2 B per parameter, until the backward pass", "bf16_copies.py"),
         Line("last norm", 0, last, 0, f"{LAST_NORM} s b h with gradients of the layers' inputs", "activations.py"),
     ]
+
+
+def _cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
+    """Return the bytes of 16-bit copies of weights that are there after the forward and in the backward pass."""
+    if job.flow not in ("copies", "autocast"):
+        return 0, 0
+    if is_scheduled(job):
+        return cast_weights(job, stage, count)
+    is_recomputed = job.flow == "copies" and job.checkpointing == "full"  # such a layer casts its weights again
+    copies = 2 * sum(stage_parameters(job, replace(stage, layers=1) if is_recomputed else stage))
+    return copies, copies
 
 
 def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:

@@ -1,0 +1,53 @@
+"""What PyTorch's pipeline schedules hold beside states and activations (torch 2.13).
+
+Counted by torch's MemTracker in a schedule of one rank (bench/fake_pipeline.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from samecurve.planner.job import Job
+from samecurve.planner.stages import Stage, in_flight, stage_parameters
+from samecurve.planner.timetables import order
+from samecurve.strategy.pipeline_schedules import SCHEDULES
+
+
+def is_scheduled(job: Job) -> bool:
+    """Whether the job runs one of PyTorch's pipeline schedules."""
+    return job.layout.schedule in SCHEDULES and job.layout.pp > 1
+
+
+def kept_until_next_step(job: Job, stage: Stage) -> tuple[float, float, float]:
+    """Count what a rank keeps of each micro-batch, always in fp32.
+
+    Stages have buffers for what comes from their neighbours, also from one on the same rank. A backward pass in halves
+    leaves the gradients of a stage's inputs. One that is passed on within the rank is in a buffer already.
+
+    Returns:
+        Bytes of the buffers; of the inputs' gradients in the backward pass, while other micro-batches keep their
+        activations; of these gradients after it.
+    """
+    schedule, ranks, count = SCHEDULES[job.layout.schedule], job.layout.pp, job.grad_accum
+    own, hidden = schedule.stages(stage.index, ranks), 4 * job.tokens * job.shape.hidden
+    neighbours = [each + side for each in own for side in (-1, 1) if 0 <= each + side < schedule.num_stages(ranks)]
+    passes = [work for entry in order(job.layout.schedule, stage.index, ranks, count) for work in entry]
+    cut = [work for work in passes if work.kind == "I" and work.stage and work.stage - 1 not in own]
+    arrived = [work for work in cut if work.micro_batch < count - in_flight(job, stage)[0]]
+    return len(neighbours) * count * hidden, len(arrived) * hidden, len(cut) * hidden
+
+
+def cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
+    """Count the bytes of 16-bit copies of weights after the forward and in the backward pass, under autocast.
+
+    Each micro-batch casts the layers' weights for itself, because its pass of a stage enters autocast anew.
+
+    Args:
+        count: micro-batches whose activations are kept.
+    """
+    of_layers = replace(stage, embedding=False, head=False)
+    layers = 2 * sum(stage_parameters(job, of_layers))
+    head = 2 * job.shape.head_parameters / job.layout.tp if stage.head else 0
+    if job.checkpointing == "full":
+        return layers + head, 2 * sum(stage_parameters(job, replace(of_layers, layers=1)))
+    return layers * count + head, layers * count
