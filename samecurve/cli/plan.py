@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
         written = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
         print(f"\nwritten and read back: {', '.join(written)}")
     if arguments.dry_run and order[0].job:
-        return _dry_run(order[0], wanted, machines, arguments.rank or 0)._replace(failure=failure)
+        return _dry_run(order[0], wanted, machines, arguments.rank)._replace(failure=failure)
     if failure:
         raise failure
     return 0
@@ -162,10 +162,10 @@ def _print_limits(wanted: Wanted, machines: Cluster) -> None:
     print("".join(f"\nNot in these numbers: {each}" for each in limits), end="\n" if limits else "")
 
 
-def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int) -> Work:
+def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int | None) -> Work:
     """Return the work of tracking a rank of a choice, with its micro-batch size and recomputation."""
     assert chosen.job and chosen.template and wanted.source.recipe
-    _check_rank(chosen, rank)
+    _check_rank(chosen, rank or 0)
     changed = wanted.with_memory(chosen.job.micro_batch, chosen.job.checkpointing)
     strategy, _ = strategies.describe(changed, chosen.template, chosen.sizes or {}, machines.gpus)
     recipe = wanted.source.recipe

@@ -128,7 +128,7 @@ class Dispatch:
     """
 
     def __init__(self, experts: nn.Module, count: int, group: dist.ProcessGroup):
-        self._module, self._compute, self._count, self._group = experts, experts.forward, count, group
+        self._module, self._compute, self._count, self.group = experts, experts.forward, count, group
 
     def __call__(self, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute the weighted sum of the chosen experts' outputs for each token. Collective.
@@ -142,24 +142,24 @@ class Dispatch:
             (tokens, width).
         """
         places = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
-        numbers, sent, received = self._announce(chosen.flatten())
-        arrived = _Exchange.apply(states[places // chosen.shape[1]], sent, received, self._group)
-        outputs = _Exchange.apply(self._own_outputs(arrived, numbers), received, sent, self._group)
+        numbers, sent, received = self.announce(chosen.flatten())
+        arrived = _Exchange.apply(states[places // chosen.shape[1]], sent, received, self.group)
+        outputs = _Exchange.apply(self._own_outputs(arrived, numbers), received, sent, self.group)
         by_token = outputs[places.argsort()].view(*chosen.shape, -1)
         return (by_token * weights[..., None]).sum(dim=1).to(states.dtype)
 
-    def _announce(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    def announce(self, chosen: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """Exchange with the other ranks how many tokens each expert gets. Collective; synchronizes with the device.
 
         Returns:
             The experts of the tokens that arrive here, numbered from this rank's first; tokens sent to each rank;
             tokens received from each.
         """
-        ranks = self._group.size()
+        ranks = self.group.size()
         counts = chosen.new_zeros(ranks * self._count).scatter_add_(0, chosen, torch.ones_like(chosen))
         counts = counts.view(ranks, self._count)
         arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self._group)
+        dist.all_to_all_single(arriving, counts, group=self.group)
         # the layer's only wait for the device
         sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()
         numbers = torch.arange(self._count, device=chosen.device).repeat(ranks)

@@ -52,7 +52,8 @@ ROOMS_OF_STRATEGIES = {
 _PACKAGE = "the version of a package that is installed"
 _LAUNCHER = "a launcher has this name, too"
 STRATEGIES_ELSEWHERE = {
-    "bench.dry_run": ("family fsdp ddp zero pipeline", "builds one rank of a strategy without the other ranks"),
+    "bench.dry_run": ("family ddp zero pipeline", "says what was left out, and which strategies are refused"),
+    "bench.fake_model": ("family fsdp", "builds one rank of a strategy without the other ranks"),
     "bench.step": ("deepspeed", _PACKAGE),
     "bench.strategy_variants": ("deepspeed", "changes keys of the strategy's two files"),
     "cli.bench.step": ("single", "the default of --strategy"),

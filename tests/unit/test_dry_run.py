@@ -75,9 +75,52 @@ def test_a_layer_on_a_part_of_the_sequence(strategy, precision):
     assert_layers_agree(dry_run(*arguments, "--strategy", f"configs/{strategy}.yaml"))
 
 
+def assert_stages_agree(done: subprocess.CompletedProcess, *titles: str) -> None:
+    """Activations of a layer within 1 %, the peak within 5 %; states beside the positions' masks and angles."""
+    assert done.returncode == 0, done.stderr
+    tables = done.stdout.split("dry run: ")[1:]
+    assert [each.partition("\n")[0] for each in tables] == [*titles]
+    for each in tables:
+        rows = formulas_and_tracked(each)
+        for name, share in (("weights, gradients, optimizer", 0.01), ("activations of a layer", 0.01), ("peak", 0.05)):
+            predicted, tracked = next(value for key, value in rows.items() if key.startswith(name))
+            assert predicted == pytest.approx(tracked, rel=share, abs=0.008 if share == 0.01 else 0), (name, each)
+
+
+def test_a_pipeline_tracks_one_rank_of_each_class():
+    """Under autocast, with as many micro-batches as the whole step keeps at once."""
+    done = dry_run("--cluster", "h100x8", "--gpus", "2", "--strategy", "configs/pipeline_1f1b.yaml")
+    titles = ("rank 0 of 2, 2 and 4 of 6 layers, first", "rank 1 of 2, 2 and 4 of 6 layers, last")
+    assert_stages_agree(done, *(f"{each} stage, 3 of 16 micro-batches" for each in titles))
+
+
+def test_a_rank_with_both_sides_of_a_v():
+    """The backward pass is in halves, and one stage hands on to the other."""
+    strategy = ("--strategy", "configs/pipeline_zbv.yaml", "--rank", "1")
+    done = dry_run("--cluster", "h100x8", "--gpus", "2", *strategy)
+    assert_stages_agree(done, "rank 1 of 2, 2 and 4 of 6 layers, middle stage, 3 of 16 micro-batches")
+
+
+def test_a_stage_that_is_cut_and_sharded():
+    strategy = ("--strategy", "configs/pp_fsdp_tp.yaml", "--rank", "5")
+    done = dry_run("--cluster", "h100x8", "--gpus", "8", *strategy)
+    assert_stages_agree(done, "rank 5 of 8, 2 and 4 of 6 layers, last stage, 3 of 8 micro-batches")
+
+
+def test_experts_on_several_ranks():
+    """Each rank computes 1.2 times its share of the tokens, as the formulas assume."""
+    experts = "model.config={model_type: qwen3_moe, hidden_size: 512, moe_intermediate_size: 512, num_experts: 8, "
+    experts += "num_experts_per_tok: 2, num_attention_heads: 8, num_key_value_heads: 4, num_hidden_layers: 8}"
+    done = dry_run(experts, "--cluster", "h100x8", "--gpus", "4", "--strategy", "configs/fsdp_ep.yaml")
+    rows = formulas_and_tracked(done.stdout.partition("dry run: ")[2])
+    assert len(rows) == 3, done.stderr
+    for name, (predicted, tracked) in rows.items():
+        assert predicted == pytest.approx(tracked, rel=0.03) and tracked > 0, name
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
-    [("zero3", "DeepSpeed (zero3) has buffers"), ("pipeline_1f1b", "waits for what other ranks send")],
+    [("zero3", "DeepSpeed (zero3) has buffers"), ("pipeline", "DeepSpeed (pipeline) has buffers")],
 )
 def test_what_cannot_run_on_fake_tensors_says_so(strategy, message):
     done = dry_run("--cluster", "h100x8", "--strategy", f"configs/{strategy}.yaml")
@@ -88,7 +131,7 @@ def test_a_model_that_needs_values_of_tensors_says_so(monkeypatch, capsys):
     def needs_values(*_):
         raise DynamicOutputShapeException(torch.ops.aten.nonzero.default)
 
-    monkeypatch.setattr(samecurve.bench.dry_run, "_track", needs_values)
+    monkeypatch.setattr(samecurve.bench.dry_run, "track", needs_values)
     command = ["plan", "recipes/pretrain.yaml", MODEL, "--cluster", "h100x8", "--strategy", "configs/fsdp.yaml"]
     assert main([*command, "--dry-run"]) == 2
     assert "fsdp needs the values of tensors (aten.nonzero.default)" in capsys.readouterr().err
