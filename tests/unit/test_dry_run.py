@@ -21,9 +21,9 @@ MODEL = "model.config={model_type: llama, hidden_size: 512, intermediate_size: 1
 MODEL += "num_key_value_heads: 4, num_hidden_layers: 12, tie_word_embeddings: true}"
 
 
-def dry_run(*arguments: str) -> subprocess.CompletedProcess:
+def dry_run(*arguments: str, model: str = MODEL) -> subprocess.CompletedProcess:
     """Runs in a process of its own, because of its process group."""
-    command = [sys.executable, "-m", "samecurve", "plan", "recipes/pretrain.yaml", MODEL, *arguments, "--dry-run"]
+    command = [sys.executable, "-m", "samecurve", "plan", "recipes/pretrain.yaml", model, *arguments, "--dry-run"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -102,16 +102,16 @@ def test_a_rank_with_both_sides_of_a_v():
 
 
 def test_a_stage_that_is_cut_and_sharded():
-    strategy = ("--strategy", "configs/pp_fsdp_tp.yaml", "--rank", "5")
+    strategy = ("--strategy", "configs/pp_fsdp_tp.yaml", "--rank", "1")
     done = dry_run("--cluster", "h100x8", "--gpus", "8", *strategy)
-    assert_stages_agree(done, "rank 5 of 8, 2 and 4 of 6 layers, last stage, 3 of 8 micro-batches")
+    assert_stages_agree(done, "rank 1 of 8, 2 and 4 of 6 layers, first stage, 3 of 8 micro-batches")
 
 
 def test_experts_on_several_ranks():
     """Each rank computes 1.2 times its share of the tokens, as the formulas assume."""
     experts = "model.config={model_type: qwen3_moe, hidden_size: 512, moe_intermediate_size: 512, num_experts: 8, "
     experts += "num_experts_per_tok: 2, num_attention_heads: 8, num_key_value_heads: 4, num_hidden_layers: 8}"
-    done = dry_run(experts, "--cluster", "h100x8", "--gpus", "4", "--strategy", "configs/fsdp_ep.yaml")
+    done = dry_run("--cluster", "h100x8", "--gpus", "4", "--strategy", "configs/fsdp_ep.yaml", model=experts)
     rows = formulas_and_tracked(done.stdout.partition("dry run: ")[2])
     assert len(rows) == 3, done.stderr
     for name, (predicted, tracked) in rows.items():
