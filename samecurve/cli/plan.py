@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
     )
     parser.add_argument("--dry-run", action="store_true", help="also track the memory of one rank on fake tensors")
-    text = "the rank of --ranks and --dry-run (default: 0)"
+    text = "the rank of --ranks and --dry-run (default: 0, and of a pipeline's dry run one of each class)"
     parser.add_argument("--rank", type=whole_number("--rank"), metavar="R", help=text)
     parser.add_argument("--emit", metavar="DIR", help="write the files that start the best plan to this folder")
     listed = f"for --emit: {', '.join(LAUNCHERS)} (default: all)"

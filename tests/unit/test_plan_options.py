@@ -69,7 +69,7 @@ def test_a_dry_run_where_nothing_fits(refusal, monkeypatch, capsys):
         lambda name, *more: fake if name == "samecurve.bench.dry_run" else found(name, *more),
     )
     assert main([*TOO_SMALL, "--dry-run"]) == 6
-    assert tracked == [("single", 1, 0)]
+    assert tracked == [("single", 1, None)]
     *told, message = capsys.readouterr().err.splitlines()
     assert message.startswith("nothing fits on 1 x A100-40GB: ") and told == ([str(refusal)] if refusal else [])
 
