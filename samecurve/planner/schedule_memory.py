@@ -18,6 +18,13 @@ def is_scheduled(job: Job) -> bool:
     return job.layout.schedule in SCHEDULES and job.layout.pp > 1
 
 
+def outputs(job: Job, stage: Stage) -> float:
+    """Count the bytes that a micro-batch's outputs of a rank's stages keep until its backward pass, in fp32."""
+    schedule, ranks = SCHEDULES[job.layout.schedule], job.layout.pp
+    sends = [each for each in schedule.stages(stage.index, ranks) if each + 1 < schedule.num_stages(ranks)]
+    return 4 * job.tokens * job.shape.hidden * len(sends)
+
+
 def kept_until_next_step(job: Job, stage: Stage) -> tuple[float, float, float]:
     """Count what a rank keeps of each micro-batch, always in fp32.
 

@@ -19,7 +19,7 @@ from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import GATHERED, Profile
-from samecurve.planner.schedule_memory import cast_weights, is_scheduled, kept_until_next_step
+from samecurve.planner.schedule_memory import cast_weights, is_scheduled, kept_until_next_step, outputs
 from samecurve.planner.stages import Stage, in_flight, shard_sizes, stage_parameters
 from samecurve.specs import loss_chunks
 
@@ -104,17 +104,18 @@ def activations(job: Job, stage: Stage) -> list[Line]:
     activations = _kept(job) * stage.layers * count
     working = whole if full else 0
     mask = mask_elements(job) * count if full else 0  # an input of each layer, and else gone before the loss
-    scheduled = is_scheduled(job)
-    # a stage of PyTorch's schedules keeps what it sends, in fp32; other stages' inputs are received
-    of_hidden = (0 if stage.head else 4) if scheduled else 2
-    boundary = of_hidden * tokens * hidden * count if stage.embedding else 0
+    boundary = 2 * tokens * hidden * count if stage.embedding else 0
+    output = Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch", "transformers")
+    if is_scheduled(job):
+        sent = outputs(job, stage) * count
+        output = Line("stage output", sent, sent, 0, "4 s b h per micro-batch", "torch.distributed.pipelining")
     formula = "kept bytes per layer x layers x micro-batches"
     return [
         Line("activations", activations, activations, 0, formula, "activations.py"),
         Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", "torch.distributed.pipelining"),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
         Line("attention mask", mask, mask, 0, "1 B per query and key, before SDPA converts it", "transformers"),
-        Line("embedding output", boundary, boundary, 0, f"{of_hidden} s b h per micro-batch", "transformers"),
+        output,
         *_own_lines(job, stage, count),
         *_received(job, stage),
     ]
