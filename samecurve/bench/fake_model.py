@@ -94,7 +94,7 @@ class FakeModel:
         for _ in range(min(self._job.grad_accum, 2)):
             with context:
                 inputs = {"input_ids": self._tokens, "position_ids": self._positions}
-                if recipe.loss.implementation == "full" or recipe.precision == "fp16":
+                if not self._job.chunked_loss:
                     loss = token_loss_sum(self.module(**inputs).logits, self._tokens)
                 else:
                     loss = self.module(**inputs, sums=TokenSums(token_loss_sum, {"labels": self._tokens}, None))

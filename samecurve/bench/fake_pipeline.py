@@ -52,8 +52,7 @@ class FakePipeline:
         recipe, dims = plan.recipe, self._mesh.dims
         summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False) if dims.tp > 1 else []
         checkpoint_layers(whole, recipe.memory)
-        is_full = recipe.loss.implementation == "full" or recipe.precision == "fp16"
-        self._chunks = HeadChunks(token_loss_sum) if dims.tp > 1 or not is_full else None
+        self._chunks = HeadChunks(token_loss_sum) if dims.tp > 1 or job.chunked_loss else None
         autocast = compute_dtype(recipe.precision)
         self._stages = LocalStages(split_layers(whole), plan.strategy, autocast, self._mesh, self._chunks)
         weights = self._stages.weights

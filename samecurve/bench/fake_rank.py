@@ -99,7 +99,7 @@ class FakeRank(Protocol):
 
 def track(plan: Plan, job: Job, rank: int, build: Callable[[Mesh], FakeRank]) -> Tracked:
     """Train two steps of a rank on fake tensors; the second one is tracked."""
-    with _real_meshes(), _world(job.layout.gpus, rank):
+    with _real_meshes(), _single_products(), _world(job.layout.gpus, rank):
         fake = build(Mesh(plan.strategy.dims, rank, CPU))
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake.allocate()
@@ -147,6 +147,22 @@ def _real_meshes() -> Iterator[None]:
         yield
     finally:
         DeviceMesh._concatenate = staticmethod(join)
+
+
+@contextmanager
+def _single_products() -> Iterator[None]:
+    """Let experts compute their products one by one: torch knows the shapes of grouped ones in bf16 alone."""
+    from transformers.integrations import moe
+
+    name = "_can_use_grouped_mm"
+    found = getattr(moe, name, None)  # of transformers 5.23
+    if found:
+        setattr(moe, name, lambda *_: False)
+    try:
+        yield
+    finally:
+        if found:
+            setattr(moe, name, found)
 
 
 @contextmanager

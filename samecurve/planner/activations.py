@@ -24,6 +24,8 @@ from samecurve.planner.profiles import FUSED_NORMS
 NORMS = {"16-bit": 16, "copies": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
 # Of these, inputs of products. Sequence parallelism gathers and keeps them whole (tensor_lines.gathered_inputs).
 PRODUCT_INPUTS = {"16-bit": 4, "copies": 4, "autocast": 10, "fp32": 8}
+HEAD_NORM = {"16-bit": 6, "copies": 6, "autocast": 6, "fp32": 8}  # per element of queries and keys
+POST_NORM = {"16-bit": 12, "copies": 12, "autocast": 16, "fp32": 16}  # of both, which are no inputs of products
 LAST_NORM = 24  # of the last norm, and of gradients on their way back, tracked as above
 EXPERT_IMBALANCE = Constant(1.2, "busiest by average expert", ASSUMED, "routers do not balance their tokens fully")
 COMPILED = Constant(
@@ -54,14 +56,29 @@ def _per_token(job: Job) -> tuple[float, float]:
     # MemTracker's numbers are of gated models; others are counted as a GPT in 16 bits (coverage.left_out)
     if shape.gated and job.flow:
         attention = job.element_bytes * _attention_width(job)
+        if shape.head_norms:
+            attention += _head_norm_bytes(job) * (1 + shape.kv_share) * shape.attention_width
         inner = (16 if job.flow == "fp32" else 8) * shape.ffn * experts
-        return attention + (inner + dispatched) * whole, NORMS[job.flow] * shape.hidden
+        return attention + (inner + dispatched) * whole, _norm_bytes(job) * shape.hidden
     if shape.gated:
         attention = (8 + 10 * shape.kv_share) * shape.attention_width
         norms = 4 if job.stack in FUSED_NORMS else 10
         return attention + (8 * shape.ffn * experts + dispatched) * whole, norms * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
     return (4 + 4 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
+
+
+def _head_norm_bytes(job: Job) -> float:
+    """Return the bytes that norms of queries and keys keep per element of these."""
+    return HEAD_NORM["fp32" if job.shape.fp32_norms else job.flow]
+
+
+def _norm_bytes(job: Job) -> float:
+    """Return the bytes that a layer's norms keep per element of a hidden state."""
+    found = NORMS[job.flow] + (POST_NORM[job.flow] if job.shape.post_norms else 0)
+    # the scaled numbers in fp32, before they are cast
+    scaled = 4 if job.shape.fp32_norms and job.flow in ("16-bit", "copies") else 0
+    return found + scaled * (2 if job.shape.post_norms else 1)
 
 
 def _attention_width(job: Job) -> float:
@@ -102,7 +119,8 @@ def score_bytes(job: Job) -> float:
     """Return the bytes of one token's attention scores; 0 with a fused kernel or selective recomputation."""
     if job.flash or job.checkpointing == "selective":
         return 0
-    return 5 * job.shape.heads * job.seq / job.layout.tp
+    each = job.shape.score_bytes[job.flow == "fp32"] if job.flow else 5
+    return each * job.shape.heads * job.seq / job.layout.tp
 
 
 def checkpoint_bytes(job: Job) -> float:

@@ -56,8 +56,6 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
         found.append(f"fp8 {recipe.fp8}. Products are those of bf16, because no rate of this GPU is known")
     if recipe.compile == "auto":
         found.append("compile auto. The layers are counted uncompiled; a run that compiles them needs less")
-    if recipe.model.attention == "eager":
-        found.append("model.attention eager. The attention scores are counted as a fused kernel's: expect more memory")
     return found
 
 

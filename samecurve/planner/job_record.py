@@ -23,7 +23,8 @@ def record(job: Job) -> dict[str, Any]:
 
 def job(content: Mapping[str, Any]) -> Job:
     """Read a job again. Raises TypeError, KeyError or ValueError for one that this version does not know."""
-    parts = {name: kind(**content[name]) for name, kind in PARTS.items()}
     # JSON has lists in place of tuples, and a job must equal the one that was recorded
+    shape = {key: tuple(value) if isinstance(value, list) else value for key, value in content["shape"].items()}
+    parts = {name: kind(**({**content, "shape": shape}[name])) for name, kind in PARTS.items()}
     levels = tuple(Level(**{**each, "measured": tuple(map(tuple, each["measured"]))}) for each in content["levels"])
     return Job(**{**content, **parts, "levels": levels, "offload": tuple(content["offload"])})

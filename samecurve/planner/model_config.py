@@ -10,6 +10,7 @@ from typing import Any
 
 from samecurve.errors import ConfigurationError
 from samecurve.planner.shape import ModelShape
+from samecurve.specs.model_families import EAGER, FP32_NORMS, HEAD_NORMS, POST_NORMS
 
 # The first name is Llama's, the others are those of older families.
 NAMES = {
@@ -89,7 +90,10 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
     if not found["head_dim"] and found["hidden"] % found["heads"]:
         raise ConfigurationError(f"{name}: {found['heads']} heads do not divide a hidden size of {found['hidden']}")
     tied = fields.get("tie_word_embeddings", family in TIED)
-    return ModelShape(**found, gated=gated, tied=bool(tied))
+    norms = {"head_norms": HEAD_NORMS, "post_norms": POST_NORMS, "fp32_norms": FP32_NORMS}
+    has_norms = {key: family in families for key, families in norms.items()}
+    score_bytes = EAGER.get(str(family), ModelShape.score_bytes)
+    return ModelShape(**found, gated=gated, tied=bool(tied), **has_norms, score_bytes=score_bytes)
 
 
 def read(path: str, source: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ Counted by torch's MemTracker in a schedule of one rank (bench/fake_pipeline.py)
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, in_flight, stage_parameters
@@ -38,10 +39,17 @@ def kept_until_next_step(job: Job, stage: Stage) -> tuple[float, float, float]:
     schedule, ranks, count = SCHEDULES[job.layout.schedule], job.layout.pp, job.grad_accum
     own, hidden = schedule.stages(stage.index, ranks), 4 * job.tokens * job.shape.hidden
     neighbours = [each + side for each in own for side in (-1, 1) if 0 <= each + side < schedule.num_stages(ranks)]
-    passes = [work for entry in order(job.layout.schedule, stage.index, ranks, count) for work in entry]
-    cut = [work for work in passes if work.kind == "I" and work.stage and work.stage - 1 not in own]
-    arrived = [work for work in cut if work.micro_batch < count - in_flight(job, stage)[0]]
+    cut = _cut_micro_batches(job.layout.schedule, stage.index, ranks, count) if schedule.folded else ()
+    arrived = [each for each in cut if each < count - in_flight(job, stage)[0]]
     return len(neighbours) * count * hidden, len(arrived) * hidden, len(cut) * hidden
+
+
+@lru_cache(maxsize=512)
+def _cut_micro_batches(schedule: str, rank: int, ranks: int, count: int) -> tuple[int, ...]:
+    """List the micro-batches that leave the gradient of an input that another rank sent."""
+    own = SCHEDULES[schedule].stages(rank, ranks)
+    passes = (work for entry in order(schedule, rank, ranks, count) for work in entry if work.kind == "I")
+    return tuple(work.micro_batch for work in passes if work.stage and work.stage - 1 not in own)
 
 
 def cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:

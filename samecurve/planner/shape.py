@@ -17,6 +17,10 @@ class ModelShape:
         top_k: experts that a token visits.
         positions: learned positions, 0 for rotary ones.
         head_dim: width of one attention head where it is not hidden / heads, else 0.
+        head_norms: whether queries and keys are normalized.
+        post_norms: whether attention and MLP have norms behind them, too.
+        fp32_norms: whether norms scale in fp32, as Gemma's.
+        score_bytes: what eager attention keeps of a score in 16 bits and in fp32; softmax is fp32, and then cast.
     """
 
     layers: int
@@ -31,6 +35,10 @@ class ModelShape:
     top_k: int = 0
     positions: int = 0
     head_dim: int = 0
+    head_norms: bool = False
+    post_norms: bool = False
+    fp32_norms: bool = False
+    score_bytes: tuple[int, int] = (6, 4)
 
     @property
     def kv_share(self) -> float:

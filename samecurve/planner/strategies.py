@@ -107,6 +107,7 @@ def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: Stat
         checkpointing=wanted.checkpointing, stack=stack,
         levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
         memory_kind="resident" if machines.kind == "cpu" else "", calibration=machines.calibration,
+        flash=wanted.attention != "eager",
         flow=_flow(stack, wanted.precision), masked=_masked(wanted.attention, layout, machines),
     )  # fmt: skip
 

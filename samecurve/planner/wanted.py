@@ -12,7 +12,7 @@ from samecurve.config.source import RecipeSource
 from samecurve.planner import coverage, model_config
 from samecurve.planner.shape import ModelShape
 from samecurve.specs.compilation import COMPILED
-from samecurve.specs.model_families import VARLEN, WHOLE_LOGITS, attention_dropout
+from samecurve.specs.model_families import EAGER, VARLEN, WHOLE_LOGITS, attention_dropout
 from samecurve.specs.tasks import TASKS
 
 ADAM = 8
@@ -101,6 +101,8 @@ def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
     asked = recipe.model.attention
     if asked != "auto":
         return asked
+    if fields.get("model_type") in EAGER:
+        return "eager"
     has_varlen = fields.get("model_type") in VARLEN and not attention_dropout(fields)
     gains = recipe.precision == "bf16" and TASKS[recipe.task].auto_class == "AutoModelForCausalLM"
     return "auto" if has_varlen and gains else "sdpa"

@@ -97,6 +97,19 @@ WHOLE_LOGITS = frozenset(
     """.split()
 )
 
+# What a layer keeps for the backward pass beside what Llama's keeps, by torch's MemTracker (transformers 5.23): norms
+# of queries and keys; norms behind attention and MLP, before the residual is added; norms that scale in fp32.
+HEAD_NORMS = frozenset(
+    """
+    exaone4 flex_olmo gemma3_text hunyuan_v1_dense olmo2 olmo3 olmoe qwen3 qwen3_moe
+    """.split()
+)
+POST_NORMS = frozenset(("gemma2", "gemma3_text", "glm4"))
+FP32_NORMS = frozenset(("gemma", "gemma2", "gemma3_text", "helium", "olmo2", "olmo3"))
+
+# Families without sdpa: the bytes that a layer keeps of an attention score, in 16 bits and in fp32.
+EAGER = {"gemma2": (8, 8), "gpt_oss": (4, 8), "vaultgemma": (8, 8)}
+
 # Config fields for dropout of attention probabilities.
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 

@@ -31,7 +31,7 @@ EXACT = {
     "hardware": {"MIB", "GIB", "FP32"},
     "kernels": {"BACKWARD_ATTENTION", "ALIGNED"},
     "step_time": {"GRADIENT_BYTES"},
-    "activations": {"NORMS", "PRODUCT_INPUTS", "LAST_NORM"},
+    "activations": {"NORMS", "PRODUCT_INPUTS", "HEAD_NORM", "POST_NORM", "LAST_NORM"},
     "tensor_lines": {"FULL_LOSS"},
     "offload": {"UPDATE_BYTES", "STATES", "SUMS"},
     "goodput": {"LEAST_PROGRESS"},

@@ -17,6 +17,7 @@ from samecurve.planner.profiles import Profile
 from samecurve.planner.shape import ModelShape
 from samecurve.planner.stages import shard_sizes, stage_parameters, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
+from samecurve.specs.model_families import EAGER, EXPERT_PARALLEL
 
 GPT = ModelShape(32, 4096, 32, 32, 16384, 50257, gated=False, tied=False, positions=512)
 LLAMA = ModelShape(16, 2048, 32, 32, 8192, 131072, gated=True, tied=True)
@@ -119,6 +120,35 @@ def test_activations_of_a_transformers_layer(flow):
         held = lines["activations"] / 4
         held += lines["16-bit weights"] * shape.layer_parameters / shape.parameters
         assert held / 1024 / 512 == pytest.approx(tracked, rel=0.01)
+
+
+# GiB that torch's MemTracker counts for a layer of width 512 on 16 rows of 1,024 tokens, in 16 bits with a mask.
+OF_FAMILIES = {
+    "llama": 0.391,
+    "qwen3": 0.462,
+    "gemma": 0.422,
+    "gemma2": 1.516,
+    "gemma3_text": 0.642,
+    "glm4": 0.503,
+    "helium": 0.426,
+    "olmo2": 0.520,
+    "phi3": 0.407,
+    "granite": 0.391,
+    "mixtral": 0.625,
+    "qwen3_moe": 0.698,
+    "gpt_oss": 1.135,
+}
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_activations_of_a_familys_layer(family):
+    """Norms of queries and keys, norms behind attention and MLP, norms in fp32, scores without a fused kernel."""
+    fields = {"model_type": family, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+    fields |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "head_dim": 64, "vocab_size": 300}
+    if family in EXPERT_PARALLEL:
+        fields |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+    job = a_job(model_config.shape(fields, family), Layout(1), micro_batch=16, seq=1024, flow="16-bit", masked=True)
+    assert layer_bytes(replace(job, flash=family not in EAGER)) / GIB == pytest.approx(OF_FAMILIES[family], rel=0.05)
 
 
 def test_masks_are_whole_on_each_rank():
