@@ -18,7 +18,6 @@ from samecurve.planner.job import Job
 from samecurve.storage.atomic import read_json, utc_timestamp
 from samecurve.storage.jsonl import read_lines
 
-NOTHING: Mapping[str, float] = {}
 FEWEST_STEPS = 3  # behind the session's first one, which compiles, allocates and connects
 # Expected: runs vary by 7 %, parts of a step differ by e^0.5 from their common factor and libraries by e^0.4. A factor
 # that strays so far costs as much as one run's usual error: the squares of 0.07 / 0.5 and of 0.07 / 0.4.
@@ -107,13 +106,14 @@ def learn(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] = ()) -> C
     """Fit the factors to runs of one kind of hardware, with intervals from the runs left out one at a time.
 
     Args:
-        benches: measurements of the hardware, from whose factors those of the runs stray with caution.
+        benches: measurements of the hardware, from whose factors those of the runs stray with caution. Memory that a
+            run measured replaces that of its library: it also counts what a whole run keeps, such as its data.
     """
-    kinds = sorted({*(canonical(each.job.gpu_kind) for each in runs), *(each.kind for each in benches)})
+    kinds = sorted({*(canonical(each.job.gpu_kind) for each in runs), *(each.learnt.kind for each in benches)})
     if len(kinds) != 1:
         raise ConfigurationError(f"--calibrate: the runs are of different hardware: {', '.join(kinds)}; give one kind")
     facts = runs[-1].facts if runs else benches[-1].facts
-    measured = bench_results.together(benches)
+    measured = bench_results.together(kinds[0], benches)
     origin = {
         "device": facts.get("device"),
         "processor": facts.get("hardware", {}).get("processor") if runs else facts["device"],
@@ -122,9 +122,9 @@ def learn(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] = ()) -> C
         "runs": [str(each.folder) for each in runs],
         "bench": [str(each.path) for each in benches],
     }
-    left_out = errors_left_out(runs, measured)
+    left_out = errors_left_out(runs, benches)
     return replace(
-        _fitted(kinds[0], runs, measured) if runs else Calibration(kinds[0], time=measured),
+        _fitted(runs, measured) if runs else measured,
         origin=origin,
         time_interval=_interval([time for time, _ in left_out]),
         memory_interval=_interval([held for _, held in left_out]),
@@ -136,13 +136,13 @@ def errors(runs: Sequence[FinishedRun], learnt: Calibration | None = None) -> li
     return [(_time_error(run, learnt), _memory_error(run, learnt)) for run in runs]
 
 
-def errors_left_out(runs: Sequence[FinishedRun], measured: Mapping[str, float] = NOTHING) -> list[tuple[float, float]]:
-    """Return the errors of each run, predicted with what the other runs teach; none of fewer than two runs."""
+def errors_left_out(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] = ()) -> list[tuple[float, float]]:
+    """Return the errors of each run, predicted with what the others and bench teach; none of fewer than two runs."""
     if len(runs) < 2:
         return []
     others = [[*runs[:index], *runs[index + 1 :]] for index in range(len(runs))]
-    kind = canonical(runs[0].job.gpu_kind)
-    return [errors([run], _fitted(kind, rest, measured))[0] for run, rest in zip(runs, others, strict=True)]
+    measured = bench_results.together(canonical(runs[0].job.gpu_kind), benches)
+    return [errors([run], _fitted(rest, measured))[0] for run, rest in zip(runs, others, strict=True)]
 
 
 def _time_error(run: FinishedRun, learnt: Calibration | None) -> float:
@@ -167,12 +167,13 @@ def _interval(left_out: Sequence[float]) -> tuple[float, float] | None:
     return -width, width
 
 
-def _fitted(kind: str, runs: Sequence[FinishedRun], measured: Mapping[str, float]) -> Calibration:
-    time, stack_time = _time_factors(runs, measured)
-    found = Calibration(kind, time=time, stack_time=stack_time)
+def _fitted(runs: Sequence[FinishedRun], measured: Calibration) -> Calibration:
+    time, stack_time = _time_factors(runs, measured.time)
+    found = replace(measured, time=time, stack_time=stack_time)
     # the counter is the process's resident memory, of which Python and libraries are a fixed amount
-    if kind == "cpu":
-        return replace(found, process_gib=_by_library(runs, _process_gib, statistics.fmean))
+    if found.kind == "cpu":
+        of_runs = _by_library(runs, _process_gib, statistics.fmean)
+        return replace(found, process_gib={**found.process_gib, **of_runs})
     ratios = _by_library(runs, lambda run: math.exp(_memory_error(run, None)), statistics.geometric_mean)
     return replace(found, memory=ratios)
 
@@ -240,7 +241,7 @@ def _by_library(
 
 def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[BenchResult] = ()) -> str:
     """Format predicted against measured: as shipped, with all runs' factors, and with those of the other runs."""
-    columns = [errors(runs), errors(runs, learnt), errors_left_out(runs, bench_results.together(benches))]
+    columns = [errors(runs), errors(runs, learnt), errors_left_out(runs, benches)]
     header = ["run", "strategy", "step s", "before", "after", "left out", "memory GiB", "before", "after", "left out"]
     rows = [header]
     for index, run in enumerate(runs):
@@ -250,7 +251,7 @@ def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[B
         rows.append([str(run.folder), strategy, f"{run.seconds:.3f}", *shown[0], f"{run.memory_gib:.2f}", *shown[1]])
     factors = ", ".join(f"{name} {value:.3f}" for name, value in learnt.time.items())
     stacks = ", ".join(f"{name} {value:.3f}" for name, value in learnt.stack_time.items())
-    beside = ", ".join(f"{name or 'others'} {value:.2f} GiB" for name, value in learnt.process_gib.items())
+    beside = bench_results.held_text(learnt.process_gib)
     slack = ", ".join(f"{name or 'others'} {value:.3f}" for name, value in learnt.memory.items())
     named = {"time": factors, "whole step": stacks, "process without tensors": beside, "tensors": slack}
     lines = [f"{name}: {text}" for name, text in named.items() if text]

@@ -1,4 +1,4 @@
-"""Lessons of finished runs about a machine: factors of the predicted parts of a step, and slack of the memory."""
+"""Lessons of runs and of bench about a machine: factors of the predicted parts of a step, and memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ GROUPS: tuple[str, ...] = ("compute", "communication", "host")
 LARGEST_FACTOR = 1e9  # of a part of a step or of memory; a file with a larger one, or its inverse, is damaged
 WIDEST = 50.0  # the same as a logarithm, for intervals
 SHOWN = 60  # characters of a damaged value
+ALONE = "one process"  # key of a GPU's process_gib without communicators
 
 
 def group(part: str) -> str:
@@ -27,7 +28,7 @@ def group(part: str) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Corrections for one kind of hardware, learnt from runs.
+    """Corrections for one kind of hardware, learnt from runs or results of bench.
 
     Attributes:
         kind: the GPU's kind, or cpu.
@@ -35,7 +36,8 @@ class Calibration:
         time: factor by group of the parts of a step.
         stack_time: factor of the whole step by Job.library; empty where the runs are all of one.
         memory: measured over predicted tensors by library, "" for the others.
-        process_gib: resident memory beside the tensors by library, "" for the others; empty on a GPU.
+        process_gib: memory of a process beside its tensors by library, "" for the others, and on a GPU ALONE for a
+            process that has no others to communicate with.
         time_interval, memory_interval: 80 % interval, as logarithms of measured over predicted; None: as shipped.
         path: of the file that it was read from.
     """
@@ -56,15 +58,18 @@ class Calibration:
     def memory_factor(self, library: str) -> float:
         return self.memory.get(library, self.memory.get("", 1.0))
 
-    def process(self, library: str) -> float | None:
-        return self.process_gib.get(library, self.process_gib.get(""))
+    def process(self, library: str, processes: int) -> float | None:
+        """Return the GiB beside the tensors of one of a job's processes; None if nothing has measured it."""
+        names = [*([ALONE] if processes == 1 else []), library, ""]
+        return next((self.process_gib[name] for name in names if name in self.process_gib), None)
 
     def describe(self) -> str:
         """Say in a few words what the constants come from."""
         counts = {"run": len(self.origin.get("runs", ())), "result of bench": len(self.origin.get("bench", ()))}
         plural = {"run": "runs", "result of bench": "results of bench"}
         named = [f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items() if count]
-        return f"calibrated on {' and '.join(named)}, {str(self.origin.get('date', ''))[:10]}: {self.path}"
+        what = "" if self.time or self.memory or not self.process_gib else "only the memory beside tensors "
+        return f"{what}calibrated on {' and '.join(named)}, {str(self.origin.get('date', ''))[:10]}: {self.path}"
 
     def warnings(self, kind: str, processor: str, versions: Mapping[str, str | None]) -> list[str]:
         """List how the machine and the libraries that are planned for differ from those of the runs."""

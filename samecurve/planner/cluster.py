@@ -53,7 +53,7 @@ class Cluster:
     Attributes:
         node_gbit: nominal Gbit/s of a node's network cards together.
         levels: links from the inside outwards; empty: the GPU's own, and the network cards.
-        reserved_gib: of a GPU, for context, NCCL and other processes; None: the planner's own estimate.
+        reserved_gib: of a GPU, for context, NCCL and other processes; None: measured, or the planner's own estimate.
         calibration: corrections learnt from runs on such machines.
         reliability: failures and slow nodes, for --simulate.
     """
@@ -89,9 +89,16 @@ def built_in(text: str) -> Cluster:
         legal = ", ".join(f"{name}x8" for name in KINDS if name != "cpu") + ", or cpux2 (processes)"
         raise ConfigurationError(f"--cluster {text}: expected a cluster file (.yaml) or a kind such as {legal}")
     kind, gbit = KINDS[match[1]]
-    # a process on a CPU has Python and its libraries in place of a CUDA context and NCCL
-    reserved = PROCESS_GIB if kind == "cpu" else None
-    return Cluster(kind, gpu(kind), 1, int(match[2]), gbit, host=HOSTS.get(kind, Host()), reserved_gib=reserved)
+    host, reserved = HOSTS.get(kind, Host()), default_reserved(kind)
+    return Cluster(kind, gpu(kind), 1, int(match[2]), gbit, host=host, reserved_gib=reserved)
+
+
+def default_reserved(kind: str) -> Constant | None:
+    """Return `reserved_gib` of machines for which none is given.
+
+    A process on a CPU has Python and its libraries in place of a CUDA context and NCCL.
+    """
+    return PROCESS_GIB if kind == "cpu" else None
 
 
 def is_file(text: str) -> bool:

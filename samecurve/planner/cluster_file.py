@@ -11,7 +11,7 @@ import yaml
 
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.errors import ConfigurationError
-from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, is_file
+from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, default_reserved, is_file
 from samecurve.planner.constants import FILE, Constant, plain
 from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, MEASURED_SHARE, Gpu, gpu, known_gpu, known_names
@@ -60,7 +60,7 @@ class _Reader:
         self._known(("reliability",), RELIABILITY)
         block, usual = "reliability", Reliability()
         numbers = {key: self._number((block, key), getattr(usual, key), optional=True, least=0) for key in RELIABILITY}
-        reserved = None
+        reserved = default_reserved(kind)
         if "reserved_gib" in self.document.content:
             reserved = self._number(("reserved_gib",), 0, least=0)
             if reserved >= card.memory_gib:
@@ -212,7 +212,7 @@ def text(machines: Cluster) -> str:
     content["host"] = {key: plain(getattr(machines.host, key)) for key in HOST}
     if machines.reliability != Reliability():
         content["reliability"] = {key: plain(getattr(machines.reliability, key)) for key in RELIABILITY}
-    if machines.reserved_gib is not None:
+    if machines.reserved_gib is not None and machines.reserved_gib is not default_reserved(machines.kind):
         content["reserved_gib"] = plain(machines.reserved_gib)
     return yaml.safe_dump(content, sort_keys=False)
 

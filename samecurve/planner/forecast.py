@@ -116,7 +116,8 @@ def _machines(device: Device, world_size: int) -> Cluster:
     per_node = min(device.per_node, world_size)
     if device.name == "cpu":
         machines = built_in(f"cpux{per_node}")
-        if device.peak_tflops and not learnt:  # a calibration is relative to the assumed rates
+        # a calibration of step times is relative to the assumed rates
+        if device.peak_tflops and not (learnt and learnt.time):
             card = replace(card, matmul_tflops=device.peak_tflops, fp32_tflops=device.peak_tflops)
         machines = replace(machines, card=replace(card, memory_gib=device.memory_gib))
     else:

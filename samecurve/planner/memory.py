@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from samecurve.planner import offload, tensor_lines
-from samecurve.planner.constants import ASSUMED, MEASURED, Constant
+from samecurve.planner.constants import ASSUMED, CALIBRATED, FILE, MEASURED, Constant
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import BY_COST, Profile, profile
@@ -34,11 +34,17 @@ WORKSPACE_GIB = Constant(
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Memory of one class of ranks."""
+    """Memory of one class of ranks.
+
+    Attributes:
+        reserved_gib: of a process beside its tensors; None: the assumed context and NCCL.
+        reserved_source: where that number comes from.
+    """
 
     stage: Stage
     lines: tuple[Line, ...]
     reserved_gib: float | None = None
+    reserved_source: str = ""
     gpus: int = 1
     gaps: Constant = FRAGMENTATION
 
@@ -70,12 +76,11 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
     """
     constants = constants or profile(job.stack)
     learnt = job.calibration
-    reserved = learnt.process(job.library) if learnt else None
     resident = job.memory_kind == "resident"
     gaps = RESIDENT_GAPS if resident else FRAGMENTATION
     held = 0 if resident else WORKSPACE_GIB * GIB
     workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", WORKSPACE_GIB.origin)
-    kept = job.reserved_gib if reserved is None else reserved
+    kept, source = reserved(job)
     found = []
     for stage in chosen or stages(job, job.stack in BY_COST):
         activations = tensor_lines.activations(job, stage)
@@ -89,8 +94,22 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
         if factor != 1:  # what runs on these machines measured is more, or less, than the other lines
             end, middle, update = ((factor - 1) * sum(getattr(line, moment) for line in lines) for moment in MOMENTS)
             lines.append(Line("measured slack", end, middle, update, f"{factor:.3f} x the lines above", "calibration"))
-        found.append(Anatomy(stage, tuple(lines), kept, job.layout.gpus, gaps))
+        found.append(Anatomy(stage, tuple(lines), kept, source, job.layout.gpus, gaps))
     return found
+
+
+def reserved(job: Job) -> tuple[float | None, str]:
+    """Find what a process of the job holds beside its tensors, in GiB, and the origin of this number.
+
+    A cluster file's own number comes first, because it also counts what others hold on those machines.
+    """
+    given, learnt = job.reserved_gib, job.calibration
+    if isinstance(given, Constant) and given.origin == FILE:
+        return given, "the cluster's reserved_gib"
+    measured = learnt.process(job.library, job.layout.gpus) if learnt else None
+    if measured is not None:
+        return measured, CALIBRATED
+    return given, given.origin if isinstance(given, Constant) else "the cluster's reserved_gib"
 
 
 def _offloaded(job: Job) -> list[Line]:
@@ -110,9 +129,8 @@ def overhead(each: Anatomy) -> list[Line]:
     end, middle, update = (each.total(moment) * share for moment in MOMENTS)
     fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", each.gaps.origin)
     if each.reserved_gib is not None:
-        reserved = each.reserved_gib * GIB
-        source = "the cluster's reserved_gib"
-        return [fragmentation, Line("reserved", reserved, reserved, reserved, "context and libraries", source)]
+        held = each.reserved_gib * GIB
+        return [fragmentation, Line("reserved", held, held, held, "context and libraries", each.reserved_source)]
     context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if each.gpus > 1 else 0
     return [
         fragmentation,

@@ -18,8 +18,9 @@ from samecurve.planner import (
     step_time,
     tensor_lines,
 )
+from samecurve.planner.calibration import ALONE
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.constants import CALIBRATED, FITTED, ORIGINS, Constant, flat
+from samecurve.planner.constants import CALIBRATED, FILE, FITTED, ORIGINS, Constant, flat
 
 FORMULAS = (hardware, kernels, step_time, memory, tensor_lines, activations, offload, profiles, answers, search)
 
@@ -88,11 +89,16 @@ def summary(machines: Cluster) -> str:
         by_origin[each.origin].append(f"{name} {each:,.4g} {each.unit}")
     by_origin[FITTED].append("efficiencies, latencies, overlap")
     held = [("CUDA context", memory.CONTEXT_GIB), ("NCCL", memory.NCCL_GIB)]
-    if isinstance(machines.reserved_gib, Constant):
-        held = [("reserved memory", machines.reserved_gib)]
+    given, learnt = machines.reserved_gib, machines.calibration
+    if isinstance(given, Constant):
+        held = [("reserved memory", given)]
+    measured = learnt.process_gib.keys() - ({ALONE} if machines.gpus > 1 else set()) if learnt else set()
+    if measured and not (isinstance(given, Constant) and given.origin == FILE):  # as memory.reserved
+        held = []
+        by_origin[CALIBRATED].append("reserved memory")
     gaps = memory.RESIDENT_GAPS if machines.kind == "cpu" else memory.FRAGMENTATION
     for name, each in (*held, ("fragmentation", gaps)):
         by_origin[each.origin].append(name)
-    if machines.calibration:
+    if learnt and (learnt.time or learnt.memory):
         by_origin[CALIBRATED].append("factors of all these")
     return "Inputs: " + "; ".join(f"{', '.join(names)} ({each})" for each, names in by_origin.items() if names)

@@ -274,7 +274,7 @@ def test_bench_helps_a_run_to_tell_the_parts_of_a_step_apart(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"benchmark": "dataloader", **BENCH}, "bench dataloader measures no rate that the planner uses"),
+        ({"benchmark": "dataloader", **BENCH}, "planner uses; give results of bench matmul, collectives or memory"),
         (collectives_of(*SMALL[:0]), "not what bench writes"),
         ({**MATMUL, "device": "NVIDIA H100 PCIe", "tflops": {"bf16": {"2048": 500}}}, "H100-PCIe, cpu"),
     ],
