@@ -38,7 +38,7 @@ COMMANDS = {
     "evaluate": "evaluate a trained model on held-out data",
     "lm_eval": "evaluate a trained model on public benchmarks",
     "export": "export a run or a checkpoint as a folder to share, with a model card",
-    "bench": "measure matrix products, collectives, data loading and a recipe's step",
+    "bench": "measure matrix products, collectives, memory, data loading and a recipe's step",
     "merge": "merge an adapter into its base model, and check that the result is the same",
 }
 

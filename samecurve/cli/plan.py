@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--emit", metavar="DIR", help="write the files that start the best plan to this folder")
     listed = f"for --emit: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
-    text = "learn from these finished runs and results of bench, or read this calibration file"
+    text = "learn from finished runs and results of bench matmul, collectives and memory, or read a calibration file"
     parser.add_argument("--calibrate", action="extend", nargs="+", type=Path, metavar="PATH", help=text)
     parser.add_argument("--runs", type=Path, metavar="RUNS.csv", help="predict every row of this table of runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the predictions to this file")

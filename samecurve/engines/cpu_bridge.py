@@ -53,13 +53,13 @@ def prepare(strategy: Strategy) -> None:
     os.environ.pop("ACCELERATE_CPU_AFFINITY", None)  # binds to a GPU's NUMA node; Accelerate 1.15 fails without a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns on every rank that it found no GPU
     if strategy.deepspeed is not None:
-        _leave_out_shared_memory()
+        leave_out_shared_memory()
     if strategy.family in _KINDS:
         PartialState(backend="gloo", timeout=TIMEOUT)
         PartialState._shared_state["distributed_type"] = _KINDS[strategy.family]
 
 
-def _leave_out_shared_memory() -> None:
+def leave_out_shared_memory() -> None:
     """Disable DeepSpeed's all-reduce over shared memory; gloo does the same.
 
     DeepSpeed compiles the all-reduce at its first start on a CPU, which takes minutes and needs a C++ compiler. The

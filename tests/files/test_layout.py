@@ -54,6 +54,8 @@ _LAUNCHER = "a launcher has this name, too"
 STRATEGIES_ELSEWHERE = {
     "bench.dry_run": ("family ddp zero pipeline", "says what was left out, and which strategies are refused"),
     "bench.fake_model": ("family fsdp", "builds one rank of a strategy without the other ranks"),
+    "bench.memory": ("deepspeed", _PACKAGE),
+    "bench.memory_probe": ("deepspeed zero", "measures a process with it beside one without"),
     "bench.step": ("deepspeed", _PACKAGE),
     "bench.strategy_variants": ("deepspeed", "changes keys of the strategy's two files"),
     "cli.bench.step": ("single", "the default of --strategy"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from functools import cache
 from importlib.util import find_spec
 
@@ -17,8 +18,10 @@ from harness import LLAMA, RECIPE, ROOT, Run, Workspace, launch_command
 from test_equal_curves import ENGINES as ON_A_CPU
 from test_equal_curves import SCHEDULES
 
+from samecurve.bench.memory_probe import CONTEXT, KERNELS
 from samecurve.engines import shared_gpu
 from samecurve.optim import adamw_bf16
+from samecurve.planner.bench_results import COMMUNICATORS
 from samecurve.strategy.placement import place_strategy
 
 ON_GPU = torch.cuda.is_available()
@@ -187,6 +190,19 @@ def test_a_checkpoint_of_a_gpu_goes_on_under_another_strategy_and_on_a_cpu(strat
     ended = workspace.resume(begun, 10, None, 1, *OVERRIDES, rows_at_once("single", 1), launcher="python")
     assert ended.returncode == 0 and ended.facts["device"] == "cpu", ended.output
     assert ended.column("loss")[10:] == pytest.approx(whole.column("loss")[10:], rel=1e-3)
+
+
+def test_the_memory_beside_tensors(workspace):
+    """Published: 0.9 GB of context, and 1.45 GB at the first barrier; a CPU's process has libraries instead."""
+    file = workspace.folder / "memory.json"
+    command = [sys.executable, "-m", "samecurve", "bench", "memory", "--json", str(file)]
+    found = workspace.execute(command, workspace.folder)
+    assert found.returncode == 0, found.output
+    parts = json.loads(file.read_text())["parts_gib"]["torch"]
+    assert list(parts)[:2] == ([CONTEXT, KERNELS] if ON_GPU else ["Python, torch", *list(parts)[1:2]])
+    assert (COMMUNICATORS in parts) == (ON_GPU and torch.cuda.device_count() > 1)
+    assert 0.2 < sum(parts.values()) - parts.get(COMMUNICATORS, 0) < 2
+    assert 0 <= parts.get(COMMUNICATORS, 0) < 4
 
 
 def test_what_is_measured_on_a_gpu(workspace):

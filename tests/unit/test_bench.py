@@ -76,7 +76,7 @@ def test_commands_of_a_command_are_listed():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     from samecurve.cli.bench.commands import COMMANDS
 
-    assert set(COMMANDS) == {"matmul", "collectives", "dataloader", "shapes", "step"}
+    assert set(COMMANDS) == {"matmul", "collectives", "memory", "dataloader", "shapes", "step"}
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
     assert "no.yaml: cannot be read" in done.stderr
 

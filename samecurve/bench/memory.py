@@ -1,0 +1,91 @@
+"""Benchmark of the memory that a process holds beside its tensors, measured in processes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from samecurve.bench import jobs, printing, timing
+from samecurve.distributed.cpu_workers import num_cores
+from samecurve.errors import ConfigurationError, SamecurveError
+
+PROBE = "samecurve.bench.memory_probe"
+LIBRARIES = ("torch", "deepspeed")  # as the planner's Job.library
+PROCESSES_PER_CORE = 8  # as in collectives.py
+LOG_LINES = 10  # of a probe that fails
+
+Parts = Mapping[str, float]
+"""GiB that each step of a process's start adds, in order."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command `bench memory`."""
+    if "RANK" in os.environ:
+        raise ConfigurationError("bench memory: starts its processes itself, on one machine; leave out the launcher")
+    num_gpus = torch.cuda.device_count()
+    processes = _processes(arguments.processes, num_gpus)
+    # DeepSpeed adds nothing on a GPU but tensors
+    libraries = LIBRARIES[:1] if num_gpus or not find_spec("deepspeed") else LIBRARIES
+    parts = {library: measure(library, processes) for library in libraries}
+    # not earlier: what this process has on a GPU would have counted
+    facts = timing.describe_environment(timing.default_device())
+    printing.print_line(timing.environment_line(facts, ("torch", "transformers", "accelerate", "deepspeed")))
+    report(parts, processes, num_gpus)
+    printing.write_json_file(arguments.json, "memory", facts, processes=processes, parts_gib=parts)
+    return 0
+
+
+def _processes(asked: int | None, num_gpus: int) -> int:
+    """Return the number of processes. Raises ConfigurationError for more than there are GPUs, or than cores can run."""
+    most = num_gpus or PROCESSES_PER_CORE * num_cores()
+    if asked and asked > most:
+        why = "one per GPU" if num_gpus else f"{PROCESSES_PER_CORE} per core"
+        raise ConfigurationError(f"--processes: found {asked}, but at most {most} can be started here, {why}")
+    return asked or num_gpus or 2
+
+
+def measure(library: str, processes: int) -> Parts:
+    """Start the processes and return the parts of the one that holds the most.
+
+    Raises:
+        ConfigurationError: a GPU is not idle.
+        SamecurveError: a process failed; the message has the end of its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", PROBE, library, folder]
+        with log.open("w", encoding="utf-8") as stream, jobs.processes(start, stream, processes) as process:
+            code = process.wait()
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+    problems = [each["problem"] for each in found if "problem" in each]
+    if problems:
+        raise ConfigurationError(problems[0])
+    if code or len(found) != processes:
+        raise SamecurveError(f"bench memory: a process with {library} failed with exit code {code}:\n{tail}")
+    return max((each["parts_gib"] for each in found), key=lambda each: sum(each.values()))
+
+
+def report(parts: Mapping[str, Parts], processes: int, num_gpus: int) -> None:
+    """Print a column for each library."""
+    names = list(dict.fromkeys(name for each in parts.values() for name in each))
+    rows = [[name, *(f"{each[name]:.3f}" if name in each else "" for each in parts.values())] for name in names]
+    rows.append(["together", *(f"{sum(each.values()):.3f}" for each in parts.values())])
+    columns = ["after", *(["GPU"] if num_gpus else parts)]
+    kind = "memory of a GPU" if num_gpus else "resident memory of a process"
+    plural = "es" if processes > 1 else ""
+    printing.print_table(columns, rows, f"GiB that each step adds to the {kind}, {processes} process{plural}")
+    if num_gpus:
+        printing.print_line(
+            "without torch's allocator, which also has cuBLAS's workspaces; the GPU must be idle otherwise"
+        )
+    if num_gpus and processes == 1:
+        printing.print_line("communicators: not measured, because they take two GPUs")
