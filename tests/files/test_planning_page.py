@@ -38,3 +38,11 @@ def test_the_page_shows_a_simulated_step(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(command)[3:]) == 0
     assert capsys.readouterr().out.rstrip().endswith(f"\n{shown}")
+
+
+def test_the_readme_has_the_errors_of_the_benchmark():
+    every = re.search(r"^\| all runs \|(.*)\|$", (ROOT / "benchmarks" / "planner.md").read_text(), re.M)
+    assert every
+    timed, time_error, _, _, held, memory_error, *_ = (cell.strip() for cell in every[1].split("|"))
+    claim = f"{timed} published step times are predicted within {time_error} %, and half of {held} memory peaks within"
+    assert f"Half of {claim} {memory_error} %" in text("README.md")
