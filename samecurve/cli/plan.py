@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
         fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
         hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
         first_line = f"nothing {'fits' if order[0].job else 'can run'} on {machines.gpus} x {machines.kind}: {hint}"
-    print("\n".join([first_line, plan_text.job_size(wanted), origins.summary(machines), *notes, ""]))
+    print("\n".join([first_line, plan_text.job_size(wanted), origins.summary(machines, order[0].job), *notes, ""]))
     _print_table(choices, lacking, arguments)
     _print_limits(wanted, machines)
     if arguments.why or arguments.strategy:

@@ -36,19 +36,37 @@ def _known_family(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _keys(value: Callable[[str], Any]) -> Iterator[Finding]:
     fields = _fields(value)
-    model_type = fields.get("model_type")
-    made_as = family(model_type) if isinstance(model_type, str) else None
-    legal = [("model", "config", name) for name in (*made_as.fields, *made_as.aliases)] if made_as else []
+    made_as, refused = _class_of(fields), _refused(fields)
+    yield from refused.items()
     for key, found in fields.items():
+        name = f"model.config.{key}"
+        if made_as and name not in refused and (text := _complaint(made_as, made_as.aliases.get(key, key), found)):
+            yield name, text
+
+
+def _class_of(fields: dict[str, Any]) -> ConfigClass | None:
+    model_type = fields.get("model_type")
+    return family(model_type) if isinstance(model_type, str) else None
+
+
+def _refused(fields: dict[str, Any]) -> dict[str, str]:
+    """Return why keys are refused, whatever their values are."""
+    made_as, found = _class_of(fields), {}
+    legal = [("model", "config", name) for name in (*made_as.fields, *made_as.aliases)] if made_as else []
+    for key in fields:
         path = ("model", "config", key)
         if key in OWNED:
-            yield ".".join(path), f"the recipe's {OWNED[key]} sets it; remove it here"
+            found[".".join(path)] = f"the recipe's {OWNED[key]} sets it; remove it here"
         elif made_as and path not in legal and key not in made_as.also and key != "model_type":
-            text = f"the config of {model_type} has no such key{suggest(path, legal) or '; remove it'}"
-            yield ".".join(path), text
-        elif made_as:
-            text = _complaint(made_as, made_as.aliases.get(key, key), found)
-            yield from [(".".join(path), text)] if text else []
+            text = f"the config of {fields['model_type']} has no such key{suggest(path, legal) or '; remove it'}"
+            found[".".join(path)] = text
+    return found
+
+
+def accepted(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a published config.json whose keys a recipe's `model.config` may have."""
+    refused = _refused(fields)
+    return {key: value for key, value in fields.items() if f"model.config.{key}" not in refused}
 
 
 def _numbers(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ def _per_token(job: Job) -> tuple[float, float]:
         attention = job.element_bytes * _attention_width(job)
         if shape.head_norms:
             attention += _head_norm_bytes(job) * (1 + shape.kv_share) * shape.attention_width
-        inner = (16 if job.flow == "fp32" else 8) * shape.ffn * experts
+        inner = shape.mlp_bytes[job.flow == "fp32"] * shape.ffn * experts
         return attention + (inner + dispatched) * whole, _norm_bytes(job) * shape.hidden
     if shape.gated:
         attention = (8 + 10 * shape.kv_share) * shape.attention_width
@@ -119,8 +119,20 @@ def score_bytes(job: Job) -> float:
     """Return the bytes of one token's attention scores; 0 with a fused kernel or selective recomputation."""
     if job.flash or job.checkpointing == "selective":
         return 0
-    each = job.shape.score_bytes[job.flow == "fp32"] if job.flow else 5
-    return each * job.shape.heads * job.seq / job.layout.tp
+    return bytes_per_score(job) * job.shape.heads * job.seq / job.layout.tp
+
+
+def bytes_per_score(job: Job) -> int:
+    """Return the bytes that attention without a fused kernel keeps of one score."""
+    return job.shape.score_bytes[job.flow == "fp32"] if job.flow else 5
+
+
+def score_gradient_bytes(job: Job) -> float:
+    """Return the bytes of one layer's gradients of scores in the backward pass: in fp32, and what is cast of them."""
+    if job.flash or not job.flow:
+        return 0
+    each = 4 if job.flow == "fp32" else 6
+    return each * job.tokens * job.shape.heads * job.seq / job.layout.tp
 
 
 def checkpoint_bytes(job: Job) -> float:

@@ -50,7 +50,9 @@ def read(folder: Path) -> FinishedRun:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--calibrate {folder}: not the files of a run: {error}") from None
     if not facts:
-        raise ConfigurationError(f"--calibrate {folder}: no run here (run.json); give the output_dir of a run")
+        lack = "no run here (run.json)" if folder.exists() else "no such file or folder"
+        fix = "give the output_dir of a run, a result of bench or a calibration file"
+        raise ConfigurationError(f"--calibrate {folder}: {lack}; {fix}")
     predicted = facts.get("predicted", {})
     if "job" not in predicted:
         reason = predicted.get("reason", "it is of an earlier version")
@@ -256,4 +258,4 @@ def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[B
     named = {"time": factors, "whole step": stacks, "process without tensors": beside, "tensors": slack}
     lines = [f"{name}: {text}" for name, text in named.items() if text]
     tables = ["predicted against measured:", printing.table(rows), ""] if runs else []
-    return "\n".join([*(f"{each.path}: {each.note}" for each in benches), *tables, "factors learnt:", *lines])
+    return "\n".join([*(f"{each.path}: {each.note}" for each in benches), *tables, "learnt:", *lines])

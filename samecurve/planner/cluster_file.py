@@ -12,7 +12,7 @@ import yaml
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, default_reserved, is_file
-from samecurve.planner.constants import FILE, Constant, plain
+from samecurve.planner.constants import ASSUMED, FILE, Constant, plain
 from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, MEASURED_SHARE, Gpu, gpu, known_gpu, known_names
 from samecurve.planner.links import Level
@@ -103,10 +103,11 @@ class _Reader:
         return Constant(value, _unit(path), FILE, str(self.document.place(path)))
 
     def _derived(self, value: float, found: float, text: str) -> Constant:
-        """Give a value the origin of the number that it was computed from, which the file or a default gave."""
+        """Give a value the origin of the number that it was computed from; that of a peak is assumed."""
         assert isinstance(found, Constant)
-        unit = found.unit if found.unit == UNITS["tflops"] else UNITS["gb_per_s"]
-        return Constant(value, unit, found.origin, f"{found.source}, {text}")
+        is_peak = found.unit == UNITS["tflops"]
+        unit, origin = (found.unit, ASSUMED) if is_peak else (UNITS["gb_per_s"], found.origin)
+        return Constant(value, unit, origin, f"{found.source}, {text}")
 
     def _card(self) -> tuple[str, Gpu]:
         name, device = self.document.get("gpu"), self.document.get("device")

@@ -34,8 +34,9 @@ class Constant(float):
 
 
 def plain(value: float) -> float:
-    """Return a number as YAML shows it best: without its origin, and whole where it is."""
-    return int(value) if float(value).is_integer() else float(value)
+    """Return a number as YAML shows it best: without its origin, whole where it is, without errors of rounding."""
+    rounded = float(f"{value:.12g}")
+    return int(rounded) if rounded.is_integer() else rounded
 
 
 def flat(name: str, value: Any) -> Iterator[tuple[str, Constant]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from samecurve.planner.activations import layer_bytes, score_bytes
+from samecurve.planner.activations import bytes_per_score, layer_bytes, score_bytes
 from samecurve.planner.constants import ASSUMED, MEASURED, Constant
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile, attention_rate, sustained
@@ -167,7 +167,7 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
     if tiles:  # those that no query sees are left out
         flops, moved = flops / 2, RING_TRAFFIC * scores / 2
     else:
-        moved = SCORE_TRAFFIC * 5 * scores
+        moved = SCORE_TRAFFIC * bytes_per_score(job) * scores
     forward = flops / (peak * constants.matmul_share * UNFUSED)
     forward += constants.traffic * moved / (job.card.hbm_gb_per_s * 1e9)
     return Seconds(forward, factor * forward)

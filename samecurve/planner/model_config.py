@@ -10,7 +10,7 @@ from typing import Any
 
 from samecurve.errors import ConfigurationError
 from samecurve.planner.shape import ModelShape
-from samecurve.specs.model_families import EAGER, FP32_NORMS, HEAD_NORMS, POST_NORMS
+from samecurve.specs.model_families import EAGER, FP32_NORMS, HEAD_NORMS, MLP_BYTES, POST_NORMS
 
 # The first name is Llama's, the others are those of older families.
 NAMES = {
@@ -93,7 +93,8 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
     norms = {"head_norms": HEAD_NORMS, "post_norms": POST_NORMS, "fp32_norms": FP32_NORMS}
     has_norms = {key: family in families for key, families in norms.items()}
     score_bytes = EAGER.get(str(family), ModelShape.score_bytes)
-    return ModelShape(**found, gated=gated, tied=bool(tied), **has_norms, score_bytes=score_bytes)
+    mlp_bytes = MLP_BYTES.get(str(family), ModelShape.mlp_bytes)
+    return ModelShape(**found, gated=gated, tied=bool(tied), **has_norms, score_bytes=score_bytes, mlp_bytes=mlp_bytes)
 
 
 def read(path: str, source: str = "") -> dict[str, Any]:

@@ -18,9 +18,9 @@ from samecurve.planner import (
     step_time,
     tensor_lines,
 )
-from samecurve.planner.calibration import ALONE
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.constants import CALIBRATED, FILE, FITTED, ORIGINS, Constant, flat
+from samecurve.planner.constants import CALIBRATED, FITTED, ORIGINS, Constant, flat
+from samecurve.planner.job import Job
 
 FORMULAS = (hardware, kernels, step_time, memory, tensor_lines, activations, offload, profiles, answers, search)
 
@@ -75,14 +75,20 @@ def record(machines: Cluster) -> dict[str, dict[str, Any]]:
     }
 
 
-def summary(machines: Cluster) -> str:
-    """Say in one line where the numbers behind a plan come from, with the values of the most important ones."""
+def summary(machines: Cluster, job: Job | None) -> str:
+    """Say in one line where the numbers behind a plan come from, with the values of the most important ones.
+
+    Args:
+        machines: the cluster.
+        job: of the answer, None if nothing can run.
+    """
     card, outer = machines.card, machines.levels[1:]
     near = machines.levels[0].measured[-1][1] if machines.levels else card.bus_gb_per_s
     shown = [("products", card.matmul_tflops), ("GPU memory", card.hbm_gb_per_s), ("links in a node", near)]
     if machines.nodes > 1:
         far = [each.measured[-1][1] if each.measured else each.node_gbit for each in outer] or [machines.node_gbit]
-        shown += [("network", each) for each in far]
+        names = [each.name for each in outer] or ["network"]
+        shown += list(zip(names, far, strict=True))
     by_origin: dict[str, list[str]] = {each: [] for each in ORIGINS}
     for name, each in shown:
         assert isinstance(each, Constant)
@@ -92,8 +98,7 @@ def summary(machines: Cluster) -> str:
     given, learnt = machines.reserved_gib, machines.calibration
     if isinstance(given, Constant):
         held = [("reserved memory", given)]
-    measured = learnt.process_gib.keys() - ({ALONE} if machines.gpus > 1 else set()) if learnt else set()
-    if measured and not (isinstance(given, Constant) and given.origin == FILE):  # as memory.reserved
+    if job and memory.reserved(job)[1] == CALIBRATED:
         held = []
         by_origin[CALIBRATED].append("reserved memory")
     gaps = memory.RESIDENT_GAPS if machines.kind == "cpu" else memory.FRAGMENTATION

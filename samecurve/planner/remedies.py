@@ -31,7 +31,7 @@ def more_gpus(
     least = fewest_gpus(*arguments, more_than, as_written)
     if not least:
         return None
-    # on fewer GPUs nothing fits, so that only there, or on more, every rank may have a row, too
+    # Fewer GPUs than `least` never fit. Look for one where every rank has a row, first at `least`, then above.
     choice = _first_fitting(wanted, machines.scaled(least), templates, as_written, fed=True)
     if not choice and (gpus := fewest_gpus(*arguments, least, as_written, fed=True)):
         choice = _first_fitting(wanted, machines.scaled(gpus), templates, as_written, fed=True)
@@ -39,7 +39,10 @@ def more_gpus(
         return choice, ""
     choice = _first_fitting(wanted, machines.scaled(least), templates, as_written)
     assert choice and choice.job  # `fewest_gpus` has found it
-    return choice, f", with batch.global_batch_size={choice.job.layout.dp} for a row per rank"
+    return (
+        choice,
+        f", with batch.global_batch_size={choice.job.layout.dp} for a row per rank, which changes what is trained",
+    )
 
 
 def fewest_gpus(

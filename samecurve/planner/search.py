@@ -87,7 +87,7 @@ class Choice:
 
     @property
     def order(self) -> tuple:
-        """Return the sort key of ties: few moving parts, small groups, then memory headroom."""
+        """Return the sort key of ties: few moving parts, no recomputation, small groups, then memory headroom."""
         assert self.job and self.found
         layout = self.job.layout
         parts = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep)) + layout.sequence_parallel

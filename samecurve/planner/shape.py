@@ -20,7 +20,8 @@ class ModelShape:
         head_norms: whether queries and keys are normalized.
         post_norms: whether attention and MLP have norms behind them, too.
         fp32_norms: whether norms scale in fp32, as Gemma's.
-        score_bytes: what eager attention keeps of a score in 16 bits and in fp32; softmax is fp32, and then cast.
+        score_bytes: what eager attention keeps of a score in 16 bits and in fp32.
+        mlp_bytes: what a gated MLP keeps per element of its width, in 16 bits and in fp32.
     """
 
     layers: int
@@ -39,6 +40,7 @@ class ModelShape:
     post_norms: bool = False
     fp32_norms: bool = False
     score_bytes: tuple[int, int] = (6, 4)
+    mlp_bytes: tuple[int, int] = (8, 16)
 
     @property
     def kv_share(self) -> float:

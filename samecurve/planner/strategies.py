@@ -14,6 +14,13 @@ from samecurve.planner.shape import ModelShape
 from samecurve.planner.sharding_settings import sharding
 from samecurve.planner.strategy_files import AXES, Template
 from samecurve.planner.wanted import ADAM, Wanted
+from samecurve.specs.model_families import (
+    CONTEXT_PARALLEL,
+    EXPERT_AND_TENSOR_PARALLEL,
+    EXPERT_PARALLEL,
+    FAMILIES,
+    TENSOR_PARALLEL,
+)
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.parallel_dims import FSDP
@@ -42,7 +49,27 @@ def describe(
     validate.check_strategy(source, files, strategy, launch)
     problems = [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
     problems += _experts_problem(wanted.shape, files.accelerate, strategy.dims.ep)
+    problems += _family_problems(wanted, template, strategy)
     return strategy, problems + _stages_problem(wanted.shape, files.deepspeed, strategy)
+
+
+def _family_problems(wanted: Wanted, template: Template, strategy: Strategy) -> list[ConfigProblem]:
+    """Judge which engines take the model's family, which a run finds out when it builds the model."""
+    dims, family = strategy.dims, wanted.family
+    spreads = dims.ep > 1 and wanted.shape.experts > 0
+    known = {
+        "pp": FAMILIES if strategy.family == "schedule" else (),
+        "tp": EXPERT_AND_TENSOR_PARALLEL if spreads else TENSOR_PARALLEL,
+        "cp": CONTEXT_PARALLEL,
+        "ep": EXPERT_PARALLEL if spreads else (),
+    }
+    found = []
+    for axis, families in known.items():
+        if family and families and dims.size(axis) > 1 and family not in families:
+            file, key = template.place(axis)
+            text = f"found {dims.size(axis)}, but a {family} is not among the families {', '.join(sorted(families))}"
+            found.append(ConfigProblem(getattr(template.files, file).place(key), ".".join(key), text))
+    return found
 
 
 def _experts_problem(shape: ModelShape, document: Document, size: int) -> list[ConfigProblem]:

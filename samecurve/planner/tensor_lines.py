@@ -14,6 +14,7 @@ from samecurve.planner.activations import (
     cut_gradient_bytes,
     layer_bytes,
     mask_elements,
+    score_gradient_bytes,
 )
 from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.hardware import GIB
@@ -102,7 +103,7 @@ def activations(job: Job, stage: Stage) -> list[Line]:
     count, cut_count = in_flight(job, stage, cut / _kept(job))
     cut *= stage.layers * cut_count
     activations = _kept(job) * stage.layers * count
-    working = whole if full else 0
+    working, scores = whole if full else 0, score_gradient_bytes(job)
     mask = mask_elements(job) * count if full else 0  # an input of each layer, and else gone before the loss
     boundary = 2 * tokens * hidden * count if stage.embedding else 0
     output = Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch", "transformers")
@@ -114,6 +115,7 @@ def activations(job: Job, stage: Stage) -> list[Line]:
         Line("activations", activations, activations, 0, formula, "activations.py"),
         Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", "torch.distributed.pipelining"),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
+        Line("gradients of scores", 0, scores, 0, "of one layer, 6 B per query and key, 4 in fp32", "transformers"),
         Line("attention mask", mask, mask, 0, "1 B per query and key, before SDPA converts it", "transformers"),
         output,
         *_own_lines(job, stage, count),

@@ -26,6 +26,7 @@ class Wanted:
         source: the recipe as written, by which the strategies' own rules judge.
         optimizer_bytes: of its states, per parameter.
         fixed: of "micro_batch" and "checkpointing", those that a search must leave as they are.
+        family: the model's `model_type`, "" if it is not known.
         attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
         fp8: as the recipe's `fp8`; "" for none.
         compile: whether layers are compiled; not where `auto` has still to decide.
@@ -42,6 +43,7 @@ class Wanted:
     attention: str = "sdpa"
     fp8: str = ""
     compile: bool = False
+    family: str = ""
 
     @classmethod
     def of_recipe(
@@ -78,6 +80,7 @@ class Wanted:
             _attention(recipe, fields),
             "" if recipe.fp8 == "off" else recipe.fp8,
             recipe.compile in COMPILED,
+            str(fields.get("model_type") or ""),
         )
 
     def with_memory(self, micro_batch: int, checkpointing: str) -> Wanted:

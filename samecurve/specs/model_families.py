@@ -108,7 +108,11 @@ POST_NORMS = frozenset(("gemma2", "gemma3_text", "glm4"))
 FP32_NORMS = frozenset(("gemma", "gemma2", "gemma3_text", "helium", "olmo2", "olmo3"))
 
 # Families without sdpa: the bytes that a layer keeps of an attention score, in 16 bits and in fp32.
-EAGER = {"gemma2": (8, 8), "gpt_oss": (4, 8), "vaultgemma": (8, 8)}
+EAGER = {"gemma2": (8, 8), "gpt_oss": (2, 4), "vaultgemma": (8, 8)}
+
+# Bytes that an MLP keeps per element of its width, in 16 bits and in fp32, if they are not 8 and 16: clamps and a
+# sigmoid of its own.
+MLP_BYTES = {"gpt_oss": (14, 28)}
 
 # Config fields for dropout of attention probabilities.
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")

@@ -70,7 +70,7 @@ def test_the_bytes_of_experts(strategy, world, workspace):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload", "zero3_nvme"])
 def test_the_bytes_of_what_is_offloaded_are_the_processes_own_on_a_cpu(strategy, workspace):
-    """FSDP offloads through pinned memory, which a CPU has not."""
+    """FSDP offloads through pinned memory, which a CPU does not have."""
     path = write_changed(workspace.strategy(strategy), SMALL_BUCKETS, workspace.folder / f"small_{strategy}")
     compare_bytes(strategy, 2, path, workspace)
 

@@ -176,7 +176,7 @@ def test_what_a_plan_learns_follows_the_answer(tmp_path, capsys):
     assert main(["plan", RECIPE, "precision=fp32", "--cluster", "cpux2", "--calibrate", *runs]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "calibrated on 2 runs" in shown[0] and shown[1].endswith("tokens per step")
-    assert shown.index("predicted against measured:") < shown.index("factors learnt:")
+    assert shown.index("predicted against measured:") < shown.index("learnt:")
 
 
 def test_what_was_learnt_elsewhere_is_not_applied(tmp_path, cache, capsys):
@@ -300,6 +300,8 @@ def test_a_run_that_teaches_nothing_says_why(change, message, tmp_path, capsys):
 
 def test_a_folder_without_a_run_and_a_damaged_file(tmp_path, cache, capsys):
     assert main(["plan", "--calibrate", str(tmp_path / "none")]) == 2
+    assert "none: no such file or folder; give the output_dir of a run" in capsys.readouterr().err
+    assert main(["plan", "--calibrate", str(tmp_path)]) == 2
     assert "no run here (run.json)" in capsys.readouterr().err
     cache.mkdir(parents=True)
     (cache / "cpu.json").write_text('{"kind": "cpu", "time": {"compute": -1}}')
@@ -344,7 +346,7 @@ def test_what_is_wrong_beside_a_calibration_file_is_named(tmp_path, capsys):
     path.write_text('{"kind": "cpu"}')
     nothing = tmp_path / "nothing"
     assert main(["plan", "--calibrate", str(path), str(nothing)]) == 2
-    assert f"--calibrate {nothing}: no run here" in capsys.readouterr().err
+    assert f"--calibrate {nothing}: no such file or folder" in capsys.readouterr().err
     assert main(["plan", "--calibrate", str(path), str(recorded(tmp_path, "ddp"))]) == 2
     assert f"--calibrate {path}: a calibration file cannot be combined" in capsys.readouterr().err
 

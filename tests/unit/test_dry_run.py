@@ -84,7 +84,8 @@ def assert_stages_agree(done: subprocess.CompletedProcess, *titles: str) -> None
         rows = formulas_and_tracked(each)
         for name, share in (("weights, gradients, optimizer", 0.01), ("activations of a layer", 0.01), ("peak", 0.05)):
             predicted, tracked = next(value for key, value in rows.items() if key.startswith(name))
-            assert predicted == pytest.approx(tracked, rel=share, abs=0.008 if share == 0.01 else 0), (name, each)
+            beside = 0.008 if name.startswith("weights") else 0.0011  # positions' masks and angles; digits
+            assert predicted == pytest.approx(tracked, rel=share, abs=beside), (name, each)
 
 
 def test_a_pipeline_tracks_one_rank_of_each_class():

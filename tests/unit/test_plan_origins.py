@@ -122,7 +122,7 @@ def test_a_device_of_a_file_is_assumed_to_reach_a_share_of_its_peak(tmp_path):
     path.write_text(device + "nodes: 1\ngpus_per_node: 4\nlinks: [{level: node, gbit_per_s_per_node: 800}]\n")
     found = origins.constants(cluster(str(path)))
     products = found["gpu.matmul_tflops"]
-    assert (products, products.unit, products.origin) == (240, "TFLOP/s", OF_FILE)
+    assert (products, products.unit, products.origin) == (240, "TFLOP/s", ASSUMED)
     assert products.source == f"{path}:1, 0.8 (assumed) of the peak"
     assert (found["links.0.bus_gb_per_s.1"], found["links.0.bus_gb_per_s.1"].unit) == (100, "GB/s")
     assert found["gpu.bus_gb_per_s"].origin == ASSUMED  # of PCIe
@@ -136,7 +136,7 @@ def test_what_was_learnt_is_listed():
     found = origins.record(machines)["calibration.time.compute"]
     assert (found["value"], found["origin"], found["source"]) == (1.2, CALIBRATED, learnt.describe())
     assert origins.record(machines)["calibration.memory.others"]["value"] == 1.1
-    assert origins.summary(machines).endswith("factors of all these (calibration)")
+    assert origins.summary(machines, None).endswith("factors of all these (calibration)")
 
 
 def test_the_command_says_where_its_numbers_come_from(tmp_path, capsys):

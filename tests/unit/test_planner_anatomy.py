@@ -151,6 +151,18 @@ def test_activations_of_a_familys_layer(family):
     assert layer_bytes(replace(job, flash=family not in EAGER)) / GIB == pytest.approx(OF_FAMILIES[family], rel=0.05)
 
 
+@pytest.mark.parametrize(("family", "each"), [("gpt_oss", 2), ("gemma2", 8), ("llama", 6)])
+def test_scores_without_a_fused_kernel(family, each):
+    """Bytes of a score that a layer keeps in 16 bits, by MemTracker at two lengths; 6 more in the backward pass."""
+    fields = {"model_type": family, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+    shape = model_config.shape({**fields, "num_hidden_layers": 8, "head_dim": 64, "vocab_size": 300}, family)
+    short, long = (a_job(shape, Layout(1), seq=length, flow="16-bit", flash=False) for length in (512, 1024))
+    fused = [layer_bytes(replace(job, flash=True)) for job in (short, long)]
+    assert [layer_bytes(short) - fused[0], layer_bytes(long) - fused[1]] == [each * 8 * 512**2, each * 8 * 1024**2]
+    assert named(memory.anatomy(long)[0], "backward")["gradients of scores"] == 6 * 8 * 1024**2
+    assert named(memory.anatomy(replace(long, flash=True))[0], "backward")["gradients of scores"] == 0
+
+
 def test_masks_are_whole_on_each_rank():
     """2 bytes for each query and key of 2 rows of 4,096 tokens; gathered keys need those up to a chunk's end.
 
