@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from samecurve.planner import memory, runs_file, step_time
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.constants import ASSUMED, Constant
-from samecurve.planner.fitting import shown_gib
+from samecurve.planner.fitting import fullest_gib
 from samecurve.planner.hardware import canonical
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known, shipped
@@ -96,7 +96,7 @@ def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:
 def predict(job: Job) -> Prediction:
     """Predict one job."""
     time, held = step_time.breakdown(job), memory.anatomy(job)
-    shown = shown_gib(job, held)
+    shown = fullest_gib(job, held)
     # what fits is judged by all that a GPU holds, whichever counter `shown` is of
     fullest = max(held, key=lambda each: each.peak)
     total = memory.counted(fullest, "nvidia_smi") / memory.GIB

@@ -56,11 +56,11 @@ def time_error(run: Measured, constants: Profile) -> float:
 
 
 def predicted_memory_gib(job: Job, constants: Profile | None = None) -> float:
-    """Return the peak that the job's counter shows, in GiB (see `shown_gib`)."""
-    return shown_gib(job, memory.anatomy(job, constants))
+    """Return the peak that the job's counter shows, in GiB (see `fullest_gib`)."""
+    return fullest_gib(job, memory.anatomy(job, constants))
 
 
-def shown_gib(job: Job, found: Sequence[memory.Anatomy]) -> float:
+def fullest_gib(job: Job, found: Sequence[memory.Anatomy]) -> float:
     """Return the GiB that the job's counter shows of the rank with the most; in nanotron's grid of the first stage."""
     shown = found[:1] if job.stack in BY_COST else found
     return max(memory.counted(each, job.memory_kind) for each in shown) / memory.GIB

@@ -1,7 +1,7 @@
 """States kept outside of a GPU: their bytes in host memory or on a disk, and the seconds to move them.
 
-The transfers are not hidden behind computation, and the host's cores share the update of all GPUs of a node. None of it
-is measured yet, so that the interval of a job that offloads is wider.
+The bytes are those of runs on a CPU (test_tensor_bytes.py). The transfers are not hidden behind computation, and the
+host's cores share the update of all GPUs of a node; no time is measured yet, so that intervals are wider.
 """
 
 from __future__ import annotations
