@@ -51,7 +51,7 @@ def start(plan: Plan) -> Accelerator:
     if cpu_bridge.needed():
         allocator.keep_freed_memory()
         cpu_bridge.prepare(strategy)
-    if cpu_bridge.needed() or any(part.startswith("optimizer:") for part in strategy.offload):
+    if cpu_bridge.needed() or strategy.offloads_optimizer:
         torch.set_num_threads(num_threads())
     if strategy.family in ("zero", "pipeline"):
         # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and would warn on every rank

@@ -164,7 +164,7 @@ def _states(strategy: Strategy, wanted: Wanted) -> StateBytes:
     else:
         states = StateBytes(SIXTEEN, SIXTEEN, THIRTY_TWO, THIRTY_TWO, ADAM)
     states = replace(states, optimizer=wanted.optimizer_bytes)
-    if any(each.startswith("optimizer:") for each in strategy.offload):
+    if strategy.offloads_optimizer:
         states = replace(states, master=0, optimizer=0)
     if any(each.startswith("param:") for each in strategy.offload):
         states = replace(states, weights=0)

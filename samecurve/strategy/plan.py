@@ -74,6 +74,11 @@ class Strategy:
         return f"parallelism_config.parallelism_config_{'sp' if self.context_parallel == 'ulysses' else 'cp'}_size"
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's states are outside of the device."""
+        return any(each.startswith("optimizer:") for each in self.offload)
+
+    @property
     def replicate_size(self) -> int:
         """Number of replicas of a sharded model (HSDP); 1 otherwise."""
         return self.dims.dp_replicate if self.family == "fsdp" else 1

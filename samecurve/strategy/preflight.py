@@ -204,7 +204,7 @@ def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
 def operators(strategy: Strategy) -> set[str]:
     """Return the DeepSpeed operators that the run will compile, or load from DeepSpeed's own build."""
     needed = set()
-    if any(target.startswith("optimizer:") for target in strategy.offload) and strategy.deepspeed is not None:
+    if strategy.offloads_optimizer and strategy.deepspeed is not None:
         needed.add("cpu_adam")
     if any(target.endswith(":nvme") for target in strategy.offload):
         needed.add("async_io")

@@ -24,7 +24,7 @@ def _name(value: Callable[[str], Any], strategy: Strategy) -> Iterator[tuple[str
 
 def _implementation(value: Callable[[str], Any], strategy: Strategy) -> Iterator[tuple[str, str]]:
     implementation = value("optimizer.implementation")
-    if strategy.family in _DEEPSPEED and _offloaded(strategy) and implementation != "fused":
+    if strategy.family in _DEEPSPEED and strategy.offloads_optimizer and implementation != "fused":
         why = "DeepSpeed updates an offloaded optimizer with its own CPU Adam"
         yield "optimizer.implementation", f"found {implementation}, but {why}; remove it"
 
@@ -33,7 +33,7 @@ RULES = _name, _implementation
 
 
 def _refusal(name: str, strategy: Strategy) -> str | None:
-    offloaded = _offloaded(strategy)
+    offloaded = strategy.offloads_optimizer
     if offloaded and strategy.family in _DEEPSPEED and name != "adamw":
         return (
             "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever is configured; use adamw, "
@@ -55,10 +55,6 @@ def _refusal(name: str, strategy: Strategy) -> str | None:
     if whole and offloaded:
         return f"it {whole}, which ranks would have to exchange from host memory; use configs/fsdp.yaml, or adamw"
     return None
-
-
-def _offloaded(strategy: Strategy) -> bool:
-    return any(part.startswith("optimizer:") for part in strategy.offload)
 
 
 def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int) -> None:

@@ -14,7 +14,9 @@ from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import TIMEOUT
 from samecurve.engines.accelerator import start
 
-strategy = SimpleNamespace(family="ddp", name="ddp", world_size=1, offload=(), deepspeed=None, launcher="accelerate")
+strategy = SimpleNamespace(
+    family="ddp", name="ddp", world_size=1, offload=(), offloads_optimizer=False, deepspeed=None, launcher="accelerate"
+)
 recipe = SimpleNamespace(
     precision="fp32", output_dir=".", seed=0, fp8="off",
     model=SimpleNamespace(kernels="torch"), loss=SimpleNamespace(implementation="auto"),
