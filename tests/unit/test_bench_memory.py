@@ -223,9 +223,12 @@ def test_a_gpu_has_communicators_where_there_are_others(tmp_path):
 def test_a_single_gpu_says_nothing_about_communicators(tmp_path):
     read = bench_results.read(on_h100(tmp_path, {"torch": {CONTEXT: 0.5, KERNELS: 0.25}}))
     assert read and read.learnt.process_gib == {ALONE: 0.75} and read.note.endswith("assumed 0.90 GiB")
-    assert held(replace(job_of("ddp", "h100x2"), calibration=read.learnt)).keys() == {"context", "NCCL"}
-    for count, text in ((1, "reserved memory (calibration)"), (2, "CUDA context, NCCL, fragmentation (assumed)")):
-        assert text in origins.summary(replace(built_in(f"h100x{count}"), calibration=read.learnt))
+    two = replace(job_of("ddp", "h100x2"), calibration=read.learnt)
+    one = replace(two, layout=replace(two.layout, dp=1))
+    assert held(two).keys() == {"context", "NCCL"}
+    machines = replace(built_in("h100x2"), calibration=read.learnt)
+    assert "reserved memory (calibration)" in origins.summary(machines, one)
+    assert "CUDA context, NCCL, fragmentation (assumed)" in origins.summary(machines, two)
 
 
 def test_a_runs_own_measurement_wins(tmp_path):
