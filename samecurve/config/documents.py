@@ -86,7 +86,10 @@ class Document:
     incomplete: bool = False
 
     def place(self, path: KeyPath) -> Place:
-        """The place of the key, or of the nearest block around it."""
+        """The place of the key; else of what the command line has set in it, else of the nearest block around it."""
+        if path not in self.places:
+            inside = [known for known in self.places if len(known) > len(path) > 0 and known[: len(path)] == path]
+            path = inside[0] if inside else path
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, Place(self.name))

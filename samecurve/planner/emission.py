@@ -33,6 +33,8 @@ def emit(
 ) -> list[str]:
     """Write everything that starts a choice, and read it back as the run would. Returns the files' paths.
 
+    Nothing of this plan stays in the folder if the run would refuse it.
+
     Args:
         folder: where to write; created if it does not exist. Files of an earlier plan are replaced or removed.
         choice: one that can run, of a strategy with files.
@@ -64,7 +66,11 @@ def emit(
     for launcher in launchers:
         texts |= scripts.files(launcher, target)
     names = emitted_files.write(folder, texts, record)
-    _check(target, launchers)
+    try:
+        _check(target, launchers)
+    except ConfigurationError:
+        emitted_files.remove(folder, names)
+        raise
     return [os.path.join(folder, name) for name in names]
 
 

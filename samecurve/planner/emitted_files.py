@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,13 @@ def write(folder: str, texts: Mapping[str, str], record: Mapping[str, Any]) -> l
             if name.endswith(".sh"):
                 path.chmod(0o755)
     return [*whole]
+
+
+def remove(folder: str, names: Iterable[str]) -> None:
+    """Remove files that `write` has written, so that nobody starts what turned out to be refused."""
+    with storage_errors(Path(folder)):
+        for name in names:
+            (Path(folder) / name).unlink(missing_ok=True)
 
 
 def _stale(directory: Path, digests: Mapping[str, str]) -> list[Path]:

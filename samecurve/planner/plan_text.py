@@ -56,7 +56,8 @@ def answer(best: Choice, others: int) -> str:
     least, most = best.memory_interval
     shape = f"{sizes(job.layout)}, micro-batch {batch(job)}, recompute {job.checkpointing}"
     speed = f"{rate(best.tokens_per_s)} tokens/s ({rate(slow)} to {rate(fast)})"
-    step = f"a step in {found.seconds:.3g} s ({low:.3g} to {high:.3g})"
+    shown = printing.seconds
+    step = f"a step in {shown(found.seconds)} s ({shown(low)} to {shown(high)})"
     held = f"{found.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
     learnt = job.calibration
     origin = f"80 % intervals; {learnt.describe() if learnt else PUBLIC}"
@@ -90,14 +91,19 @@ def table(choices: Sequence[Choice]) -> str:
 def _row(choice: Choice) -> list[str]:
     assert choice.found and choice.job
     found = choice.found
-    low, high = found.seconds_interval
+    low, high = map(_step_seconds, found.seconds_interval)
     least, most = choice.memory_interval
     verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
     return [
         choice.name, sizes(choice.job.layout), batch(choice.job), choice.job.checkpointing,
-        rate(choice.tokens_per_s), f"{found.seconds:.3f}", f"{low:.3f}-{high:.3f}",
+        rate(choice.tokens_per_s), _step_seconds(found.seconds), f"{low}-{high}",
         f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", _needs(choice) or verdict, found.binding,
     ]  # fmt: skip
+
+
+def _step_seconds(value: float) -> str:
+    """Format for a column: comparable down to milliseconds, also where a step takes hours."""
+    return f"{value:.3f}" if value < 1000 else f"{value:,.0f}"
 
 
 def _needs(choice: Choice) -> str:

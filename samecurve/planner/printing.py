@@ -23,6 +23,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def seconds(value: float) -> str:
+    """Format seconds with three figures, 1,000 and more without an exponent: 0.139, 15.7, 86,400."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def anatomy_table(each: Anatomy, gpu_gib: float) -> str:
     """Format one class of ranks: GiB of every line at every moment, its formula and source, and a bar of the peak."""
     rows = [[f"{each.stage.name} stage, GiB", *MOMENTS]]

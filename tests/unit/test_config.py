@@ -555,6 +555,13 @@ def test_a_recipe_replaces_what_its_base_says(tmp_path, monkeypatch):
     assert (recipe.model.path, recipe.model.config) == (None, {"model_type": "gpt2"})
 
 
+def test_an_unknown_block_of_the_command_line_is_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    found, code = message(tmp_path, ["r.yaml", "dta.path=x"], {})
+    assert code == 2 and "command line: dta: unknown key" in found
+
+
 def test_a_new_tokenizer_for_a_pretrained_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {})

@@ -194,6 +194,7 @@ def test_files_that_the_configuration_refuses_are_reported(recipe, tmp_path, cap
     monkeypatch.setattr(strategies, "describe", lambda *given: (describe(*given)[0], []))
     assert main(["plan", recipe, "--cluster", "h100x8", "--strategy", str(broken), "--emit", str(folder)]) == 2
     assert "pipeline.stage: unknown key" in capsys.readouterr().err
+    assert not [*folder.iterdir()]  # nothing that would be refused can be started
 
 
 def test_hosts_that_are_known_are_written(tmp_path):
