@@ -10,6 +10,7 @@ from samecurve.planner.bubbles import idle_slots
 from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.data_parallel_time import data_seconds
 from samecurve.planner.group_links import axis_link
+from samecurve.planner.hardware import Link
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
@@ -160,14 +161,17 @@ def context_seconds(job: Job, constants: Profile) -> float:
     if job.layout.exchange == "ring":
         communication, attention = ring_seconds(job, constants)
         return max(0.0, communication - attention) + ring_sends(job)[0] * COLLECTIVE_SECONDS
-    over, sent = axis_link(job, "cp", constants), key_bytes(job)
-    by_heads = job.layout.exchange == "ulysses"
-    # `sent` is keys and values, sent / kv_share queries and outputs
-    volume = (size - 1) * (sent / job.shape.kv_share * (1 + job.shape.kv_share) / size if by_heads else sent)
+    over, keys = axis_link(job, "cp", constants), key_bytes(job)
+    queries = keys / job.shape.kv_share / 2
+    # under Ulysses one call for queries, keys and values, one for outputs
+    payloads = [queries + keys, queries] if job.layout.exchange == "ulysses" else [size * keys]
     passes = 3 if job.checkpointing == "full" else 2
-    calls = 2 if by_heads else 1
-    waits = calls * (over.step_seconds * (size - 1) + COLLECTIVE_SECONDS)
-    return passes * (volume / (over.bus_gb_per_s * 1e9) + waits)
+    return passes * sum(_exchange_seconds(each, size, over) + COLLECTIVE_SECONDS for each in payloads)
+
+
+def _exchange_seconds(payload_bytes: float, ranks: int, over: Link) -> float:
+    """Seconds of an all-gather to so many bytes, or of an all-to-all in which each rank holds so many."""
+    return collectives.seconds(collectives.all_gather_volume(payload_bytes, ranks), ranks, over)
 
 
 def key_bytes(job: Job) -> float:
@@ -203,9 +207,9 @@ def expert_seconds(job: Job, constants: Profile) -> float:
     if size == 1 or not job.shape.experts:
         return 0
     over = axis_link(job, "dp", constants, size)
-    volume = job.element_bytes * job.tokens * job.shape.top_k * job.shape.hidden * (size - 1) / size / job.mlp_split
+    payload = job.element_bytes * job.tokens * job.shape.top_k * job.shape.hidden / job.mlp_split
     calls = 6 if job.checkpointing == "full" else 4
-    return calls * expert_imbalance(job) * (volume / (over.bus_gb_per_s * 1e9) + over.step_seconds * (size - 1))
+    return calls * expert_imbalance(job) * _exchange_seconds(payload, size, over)
 
 
 def pipeline_seconds(job: Job, constants: Profile) -> float:

@@ -14,6 +14,7 @@ from samecurve.cli.commands import main
 from samecurve.planner import inputs, kernels, ledger, overlap, overlap_formulas, search, step_time
 from samecurve.planner.cluster import built_in
 from samecurve.planner.group_links import axis_link
+from samecurve.planner.hardware import MIB
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.overlap import Ratio
@@ -62,6 +63,22 @@ def test_keys_around_a_ring_by_hand():
         exchanges = ledger.ledger(each, stages(each, False)[0])
         sent = sum(one.num_bytes for one in exchanges if (one.axis, one.collective) == ("cp", "send")) / of_a_layer
         assert step_time.ring_sends(each)[1] == pytest.approx(sent)
+
+
+def test_exchanges_inside_a_node_attain_the_bandwidth_of_their_payload():
+    """Keys and values of 4 ranks are 32 MiB when gathered, and each rank's copies for 8 experts are 32 MiB, too."""
+    share = 275.84 / 482.26  # hardware.json, 32 MiB by 16 GiB
+    gathered = a_job(layout=Layout(cp=4), gpu_kind="H100-80GB")
+    link, passes = axis_link(gathered, "cp", Profile()), 2
+    expected = 3 * 8 * MIB / (share * link.bus_gb_per_s * 1e9) + 3 * link.step_seconds + step_time.COLLECTIVE_SECONDS
+    gathered = replace(gathered, layout=replace(gathered.layout, exchange="allgather"))
+    assert step_time.context_seconds(gathered, Profile()) == pytest.approx(passes * expected)
+    mixture = a_job(layout=Layout(dp=8, ep=8), gpu_kind="H100-80GB")
+    mixture = replace(mixture, shape=replace(mixture.shape, experts=8, top_k=2))
+    link, calls = axis_link(mixture, "dp", Profile(), 8), 4
+    expected = 7 / 8 * 32 * MIB / (share * link.bus_gb_per_s * 1e9) + 7 * link.step_seconds
+    imbalance = step_time.expert_imbalance(mixture)
+    assert step_time.expert_seconds(mixture, Profile()) == pytest.approx(calls * imbalance * expected)
 
 
 def test_a_ring_hides_its_sends_behind_the_attention_that_the_step_counts():
