@@ -38,7 +38,6 @@ def _uniform(count: int, parts: int) -> list[int]:
     return [part * size + min(part, rest) for part in range(parts + 1)]
 
 
-@lru_cache(maxsize=64)
 def _balanced(weights: tuple[int, ...], parts: int) -> list[int]:
     """Find where parts start and end so that the largest and the smallest sum differ least, as DeepSpeed does.
 
@@ -46,20 +45,30 @@ def _balanced(weights: tuple[int, ...], parts: int) -> list[int]:
     """
     if len(weights) <= parts:
         return [min(part, len(weights)) for part in range(parts + 1)]
-    sums = [0, *accumulate(weights)]
-    # by number of items: largest and smallest part, and where the last part starts
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0, float("inf"), 0)}]
-    for part in range(1, parts + 1):
-        found: dict[int, tuple[float, float, int]] = {}
-        for end in range(part, len(weights) + 1):
-            for start, (most, least, _) in best[-1].items():
-                if start < end:
-                    own = sums[end] - sums[start]
-                    largest, smallest = max(most, own), min(least, own)
-                    if end not in found or found[end][0] - found[end][1] >= largest - smallest:
-                        found[end] = largest, smallest, start
-        best.append(found)
+    tables = [_table(weights, part) for part in range(1, parts + 1)]
     ends = [len(weights)]
-    for found in reversed(best[1:]):
+    for found in reversed(tables):
         ends.append(found[ends[-1]][2])
     return ends[::-1]
+
+
+@lru_cache(maxsize=1024)
+def _table(weights: tuple[int, ...], parts: int) -> dict[int, tuple[int, int, int]]:
+    """Divide the first items, of every number, into parts: the largest and the smallest, and where the last starts."""
+    sums = [0, *accumulate(weights)]
+    if parts == 1:
+        return {end: (sums[end], sums[end], 0) for end in range(1, len(sums))}
+    before, found = _table(weights, parts - 1), {}
+    for end in range(parts, len(sums)):
+        least_cost = None
+        for start in range(end - 1, parts - 2, -1):
+            own = sums[end] - sums[start]
+            # the smallest of the parts before is at most their mean, so all further ones cost more
+            if least_cost is not None and (own - least_cost) * (parts - 1) > sums[start]:
+                break
+            most, least, _ = before[start]
+            largest, smallest = most if most > own else own, least if least < own else own
+            if least_cost is None or largest - smallest < least_cost:
+                least_cost = largest - smallest
+                found[end] = largest, smallest, start
+    return found
