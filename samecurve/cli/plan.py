@@ -44,7 +44,7 @@ from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.cluster_file import cluster
 from samecurve.planner.coverage import CHECKPOINTING, left_out
-from samecurve.planner.hardware import canonical
+from samecurve.planner.hardware import canonical, is_unknown
 from samecurve.planner.layout import ORDER
 from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
@@ -236,6 +236,8 @@ def _answer_table(path: Path, target: Path, paths: Sequence[Path]) -> int:
     _write(target, {"runs": found})
     unsupported = sum("unsupported" in each for each in found)
     print(f"{len(found)} runs answered{f', {unsupported} of them unsupported' if unsupported else ''}: {target}")
+    strange = dict.fromkeys(kind for row in rows if is_unknown(kind := row["gpu"].strip()))
+    print(f"unknown GPUs, counted as an A100 (column gpu): {', '.join(strange)}\n" if strange else "", end="")
     print(f"\n{text}" if text else "", end="\n" if text else "")
     return 0
 

@@ -10,7 +10,7 @@ from samecurve.planner import memory, runs_file, step_time
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.fitting import fullest_gib
-from samecurve.planner.hardware import canonical
+from samecurve.planner.hardware import canonical, is_unknown
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import is_known, shipped
 
@@ -21,6 +21,7 @@ UNMEASURED = Constant(
     ASSUMED,
     "where no public run is near: experts, fp8, fp32, context parallelism, offloading, other GPUs, more GPUs",
 )
+UNKNOWN_GPU = Constant(math.log(2), "logarithm of measured by predicted", ASSUMED, "a GPU counted as an A100, by name")
 
 
 def _widths(width: float, why: str) -> tuple[Constant, Constant]:
@@ -90,7 +91,10 @@ def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:
     if learnt or job.gpu_kind == "cpu":
         low, high = learnt or CPU_WIDTHS[quantity]
         return value * math.exp(low), value * math.exp(high)
-    return interval(value, job, shipped().get("residuals", {}).get(quantity, {}))
+    low, high = interval(value, job, shipped().get("residuals", {}).get(quantity, {}))
+    if quantity == "time" and is_unknown(job.gpu_kind):
+        return min(low, value * math.exp(-UNKNOWN_GPU)), max(high, value * math.exp(UNKNOWN_GPU))
+    return low, high
 
 
 def predict(job: Job) -> Prediction:

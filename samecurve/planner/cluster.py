@@ -23,7 +23,7 @@ KINDS = {
     "h100": ("H100-80GB", _CARDS_H100),
     "h200": ("H200", _CARDS_H100),
     "b200": ("B200", _CARDS_H100),
-    # each process is one device; see CPU in hardware.py
+    # each process is one device; see CPU in cards.py
     "cpu": ("cpu", Constant(100, "Gbit/s of a host", ASSUMED, "one network card of a server")),
 }
 

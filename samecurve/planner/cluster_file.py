@@ -11,10 +11,11 @@ import yaml
 
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.errors import ConfigurationError
+from samecurve.planner.cards import MEASURED_SHARE
 from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, default_reserved, is_file
 from samecurve.planner.constants import ASSUMED, FILE, Constant, plain
 from samecurve.planner.goodput import Reliability
-from samecurve.planner.hardware import DEFAULT_NODE_GBIT, MEASURED_SHARE, Gpu, gpu, known_gpu, known_names
+from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Gpu, gpu, known_gpu, known_names
 from samecurve.planner.links import Level
 
 KEYS = (

@@ -9,6 +9,7 @@ from typing import Any
 from samecurve.planner import (
     activations,
     answers,
+    cards,
     hardware,
     kernels,
     memory,
@@ -22,7 +23,7 @@ from samecurve.planner.cluster import Cluster
 from samecurve.planner.constants import CALIBRATED, FITTED, ORIGINS, Constant, flat
 from samecurve.planner.job import Job
 
-FORMULAS = (hardware, kernels, step_time, memory, tensor_lines, activations, offload, profiles, answers, search)
+FORMULAS = (cards, hardware, kernels, step_time, memory, tensor_lines, activations, offload, profiles, answers, search)
 
 
 def constants(machines: Cluster) -> dict[str, Constant]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from samecurve.planner import gpu_names
 from samecurve.planner.job import Job
 
 MULTIPLE = 64  # elements of 2 bytes: 128 bytes, which tensor cores want in each dimension of A100 and later
@@ -20,8 +21,9 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 # Data sheets and architecture papers of NVIDIA and AMD, whose compute units stand for SMs. The first that matches.
 SMS = (
     (r"B[23]00|GB[23]00", 148), (r"H100.*PCIe", 114), (r"H100|H200|H800|GH200", 132), (r"H20\b", 78),
-    (r"A100|A800", 108), (r"MI3(00|25)X", 304), (r"V100", 80), (r"L40", 142), (r"\bL4\b", 58), (r"A6000|A40\b", 84),
-    (r"A10G?\b", 72), (r"RTX.*4090$", 128), (r"RTX.*3090$", 82), (r"T4\b", 40),
+    (r"A100|A800", 108), (r"A30\b", 56), (r"MI3(00|25)X", 304), (r"MI355X", 256), (r"MI250X", 110), (r"MI2[15]0", 104),
+    (r"P100", 56), (r"V100", 80), (r"L40|6000.*Ada", 142), (r"\bL4\b", 58), (r"A6000|A40\b", 84), (r"A10G?\b", 72),
+    (r"4090", 128), (r"3090", 82), (r"2080\W?Ti", 68), (r"T4\b", 40),
 )  # fmt: skip
 ASSUMED_SMS = 108  # of an A100
 GOOD = 0.9  # efficiencies below are worth telling
@@ -62,6 +64,8 @@ class Product:
 
 def known_sms(gpu_kind: str) -> int | None:
     """Look up the streaming multiprocessors of a GPU; None for an unknown one."""
+    if gpu_names.is_variant(gpu_kind):
+        return None
     return next((count for pattern, count in SMS if re.search(pattern, gpu_kind, re.IGNORECASE)), None)
 
 
@@ -74,7 +78,7 @@ def title(job: Job) -> str:
 
 
 def _has_no_tiles(job: Job) -> bool:
-    return job.card.generation == "cpu"
+    return job.card.generation == "cpu" or "gaudi" in job.gpu_kind.lower()  # which has a few large matrix engines
 
 
 def products(job: Job) -> list[Product]:

@@ -180,8 +180,29 @@ def test_an_unknown_gpu_gets_a_wider_interval(rows):
     row = {**next(row for row in rows if row["gpu"] == "A100-80GB"), "gpu_memory_gib": "24"}
     known, unknown = answer(row), answer({**row, "gpu": "RTX 9999"})
     assert known["step_seconds"] == unknown["step_seconds"]
-    assert known["step_seconds_high"] < unknown["step_seconds_high"]
+    for end, factor in (("low", 0.5), ("high", 2)):  # of rates that are an A100's, the true ones may differ as much
+        assert unknown[f"step_seconds_{end}"] == pytest.approx(factor * unknown["step_seconds"])
+    assert known["step_seconds_high"] / known["step_seconds_low"] < 2
+    assert known["peak_memory_gib"] == unknown["peak_memory_gib"]
     assert "column gpu: missing" in answer({**row, "gpu": ""})["unsupported"]
+
+
+def test_a_row_without_memory_takes_it_from_the_kind(rows):
+    row = {**next(row for row in rows if row["gpu"] == "A100-80GB"), "gpu_memory_gib": ""}
+    found = [runs_file.job({**row, "gpu": kind}).memory_gib for kind in ("V100-16GB", "V100-32GB", "V100")]
+    assert found == pytest.approx([15.76, 31.7, 31.7])
+    assert runs_file.job({**row, "gpu": "V100-16GB", "gpu_memory_gib": "15.5"}).memory_gib == 15.5
+
+
+def test_a_table_names_the_gpus_whose_rates_are_guessed(rows, tmp_path, capsys):
+    source, out = tmp_path / "runs.csv", str(tmp_path / "out.json")
+    with source.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({**rows[0], "gpu": kind} for kind in ("RTX 9999", "H100-80GB", "TPU", "RTX 9999"))
+    assert main(["plan", "--runs", str(source), "--json", out]) == 0
+    told = capsys.readouterr().out
+    assert "unknown GPUs, counted as an A100 (column gpu): RTX 9999, TPU" in told
 
 
 def test_a_bad_cell_is_unsupported_and_named(rows):
