@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from samecurve.config.schema import Recipe
+import json
+
+from samecurve.config.documents import Document
+from samecurve.config.schema import Adapter, Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.planner.hardware import Gpu
 from samecurve.specs.optimizers import OPTIMIZERS
@@ -17,20 +20,36 @@ APPROXIMATED = {
 }
 
 
-def refuse(recipe: Recipe) -> None:
-    """Raise ConfigurationError for a recipe that needs a small part of the predicted memory, or much more."""
+def refuse(recipe: Recipe, document: Document | None = None) -> None:
+    """Raise ConfigurationError for a recipe that needs a small part of the predicted memory, or much more.
+
+    Args:
+        recipe: without errors.
+        document: where it was read, for the place of the key.
+    """
+
+    def place(*path: str) -> str:
+        return f"{document.place(path)}: " if document else ""
+
     if recipe.adapter.name:
         raise ConfigurationError(
-            f"adapter.name: found {recipe.adapter.name}, but the formulas are those of training all weights; "
-            "adapter.name=null plans that, an upper bound"
+            f"{place('adapter', 'name')}adapter.name: found {recipe.adapter.name}, but the formulas are those of "
+            f"training all weights; {' '.join(_without_adapter(recipe.adapter))} plans that, an upper bound"
         )
     if TASKS[recipe.task].has_teacher:
-        raise ConfigurationError(f"task: found {recipe.task}, but the formulas do not cover a teacher")
+        raise ConfigurationError(f"{place('task')}task: found {recipe.task}, but the formulas do not cover a teacher")
     if recipe.batch.is_auto:
         raise ConfigurationError(
-            "batch.micro_batch_size: found auto, but only train.py and rehearse look for the number; give one, or "
-            "leave the key out of the recipe to search over it"
+            f"{place('batch', 'micro_batch_size')}batch.micro_batch_size: found auto, but only train.py and rehearse "
+            "look for the number; give one, or leave the key out of the recipe to search over it"
         )
+
+
+def _without_adapter(adapter: Adapter) -> list[str]:
+    """Return the overrides that take an adapter out of a recipe: every key goes back to its default."""
+    changed = {key: getattr(Adapter(), key) for key, value in adapter if value != getattr(Adapter(), key)}
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
+    return [f"adapter.{key}={value}" for key, value in shown.items()]
 
 
 def left_out(recipe: Recipe, card: Gpu) -> list[str]:

@@ -68,7 +68,7 @@ def _recipe(name: str, overrides: Sequence[str]) -> RecipeSource:
     if problems:
         raise ConfigurationError(format_problems(problems))
     assert source.recipe is not None
-    refuse(source.recipe)
+    refuse(source.recipe, source.document)
     return source
 
 
@@ -96,5 +96,5 @@ def _bare(name: str, fields: dict[str, Any], overrides: Sequence[str]) -> Recipe
     for override in overrides:
         apply_override(document, override)
     recipe = loader.validate_recipe(document)
-    refuse(recipe)
+    refuse(recipe, document)
     return RecipeSource(document, recipe, frozenset())

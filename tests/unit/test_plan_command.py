@@ -463,9 +463,19 @@ def test_a_micro_batch_of_one_is_not_reduced(config, capsys):
     assert "fsdp_cp fits on 8 GPUs" in shown and "micro_batch_size" not in shown
 
 
-def test_adapters_are_refused(capsys):
-    assert main(["plan", "recipes/lora.yaml", "--cluster", "h100x8"]) == 2
-    assert "adapter.name: found lora" in capsys.readouterr().err
+@pytest.mark.parametrize(("recipe", "changed"), [("lora", []), ("qlora", ["quantization=null", "rank=16", "alpha=32"])])
+def test_an_adapter_is_refused_with_all_that_takes_it_out(recipe, changed, config, capsys):
+    """The overrides that the message names, given together, plan the whole model."""
+    path = f"recipes/{recipe}.yaml"
+    arguments = ["plan", path, "--cluster", "h100x1", f"model.path={Path(config).parent}"]
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    line = Path(path).read_text().splitlines().index("  name: lora") + 1
+    assert told.startswith(f"{path}:{line}: adapter.name: found lora, but the formulas are those of training all")
+    overrides = re.findall(r"adapter\.\w+=\S+", told)
+    assert {*overrides} == {f"adapter.{each}" for each in ["name=null", *changed]}
+    assert main([*arguments, *overrides]) == 0
+    assert "training all weights" not in capsys.readouterr().err
 
 
 def test_a_strategy_that_cannot_run_says_why(capsys):
