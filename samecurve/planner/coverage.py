@@ -73,6 +73,10 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
         found.append("optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory")
     if recipe.fp8 != "off" and not card.fp8_tflops:
         found.append(f"fp8 {recipe.fp8}. Products are those of bf16, because no rate of this GPU is known")
+    if recipe.model.kernels == "liger":
+        found.append("model.kernels liger. Norms, rotary positions and gated activations are counted as PyTorch's")
+    if recipe.loss.implementation == "liger":
+        found.append("loss.implementation liger. It is counted as chunked, head and loss a few tokens at a time")
     if recipe.compile == "auto":
         found.append("compile auto. The layers are counted uncompiled; a run that compiles them needs less")
     return found

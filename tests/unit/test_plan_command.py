@@ -14,8 +14,9 @@ import pytest
 
 from samecurve.cli import plan
 from samecurve.cli.commands import main
-from samecurve.planner import runs_file
+from samecurve.planner import coverage, inputs, runs_file
 from samecurve.planner.answers import answer
+from samecurve.planner.hardware import gpu
 
 RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "planner" / "runs.csv"
 CONFIG = {
@@ -433,6 +434,14 @@ def test_a_recipe_is_planned_only_where_it_may_run(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Not in these numbers: precision fp32" in shown and "Not in these numbers: task embed" in shown
     assert "Activations of models without gated MLPs are counted in 16 bits" in shown
+
+
+def test_kernels_of_liger_are_said_to_be_left_out():
+    liger = ["model.kernels=liger", "loss.implementation=liger"]
+    recipes = [inputs.read("recipes/pretrain.yaml", each).source.recipe for each in ([], liger)]
+    usual, found = (" ".join(coverage.left_out(each, gpu("H100"))) for each in recipes)
+    assert "liger" not in usual
+    assert "model.kernels liger. Norms" in found and "loss.implementation liger. It is counted as chunked" in found
 
 
 def test_a_cpu_has_rates_of_fp32(capsys):
