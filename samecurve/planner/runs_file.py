@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,12 +73,20 @@ class _Cells:
     def text(self, name: str) -> str:
         return self.row[name].strip()
 
+    def word(self, name: str) -> str:
+        """Return a word of a list, in small letters: a table may say Megatron."""
+        return self.text(name).lower()
+
     def number(self, name: str, default: float = 0) -> float:
         text = self.text(name)
         try:
-            return float(text) if text else default
+            found = float(text) if text else default
         except ValueError:
             raise ValueError(f"column {name}: {text!r} is not a number") from None
+        if not math.isfinite(found) or found < 0:
+            told = "a finite number" if found > 0 or math.isnan(found) else "no negative number"
+            raise ValueError(f"column {name}: found {text!r}, expected {told}; leave the cell empty if it is unknown")
+        return found
 
     def count(self, name: str, default: int = 1) -> int:
         return int(self.number(name, default)) or default
@@ -98,14 +107,15 @@ def job(row: dict[str, str]) -> Job:
     What a row leaves out follows from its other cells where they imply it, and is what is usual where they do not.
 
     Raises:
-        ValueError: a cell is no number, or one without which nothing is known is missing; it names the column.
+        ValueError: a cell is no number, or negative, or one without which nothing is known is missing, or the parallel
+            sizes are not those of the GPUs; it names the column.
     """
     cells = _Cells(row)
     shape, layout = _shape(cells), _layout(cells)
     rows = max(1, cells.count("global_batch") // layout.dp)  # of a step on one data-parallel rank
     micro_batch = cells.size("micro_batch", max(1, rows // cells.count("grad_accum")))
     sizes = [cells.number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")]
-    kind, precision = cells.text("gpu"), cells.text("precision")
+    kind, precision = cells.text("gpu"), cells.word("precision")
     if not kind:
         raise ValueError("column gpu: missing; give a kind such as H100-80GB")
     return Job(
@@ -113,14 +123,14 @@ def job(row: dict[str, str]) -> Job:
         cells.count("grad_accum", max(1, rows // micro_batch)),
         StateBytes(*sizes) if any(sizes) else StateBytes(), kind, cells.number("gpu_memory_gib"),
         cells.count("gpus_per_node", 8), cells.number("inter_node_gbit"), "fp8" if "fp8" in precision else precision,
-        cells.text("fp8_recipe"), cells.flag("flash"), cells.flag("compile"), cells.flag("async_tp"),
-        cells.flag("chunked_loss"), cells.text("activation_checkpointing") or "none", cells.text("stack"),
-        cells.text("memory_kind"), packed_experts=cells.flag("packed_experts"),
+        cells.word("fp8_recipe"), cells.flag("flash"), cells.flag("compile"), cells.flag("async_tp"),
+        cells.flag("chunked_loss"), cells.word("activation_checkpointing") or "none", cells.word("stack"),
+        cells.word("memory_kind"), packed_experts=cells.flag("packed_experts"),
     )  # fmt: skip
 
 
 def _shape(cells: _Cells) -> ModelShape:
-    gated, hidden = cells.text("mlp") != "gelu", cells.size("hidden")
+    gated, hidden = cells.word("mlp") != "gelu", cells.size("hidden")
     heads = cells.size("heads", max(1, hidden // USUAL_HEAD))
     ffn = cells.size("ffn", round(8 * hidden / 3) if gated else 4 * hidden)
     return ModelShape(
@@ -133,6 +143,11 @@ def _shape(cells: _Cells) -> ModelShape:
 def _layout(cells: _Cells) -> Layout:
     sizes = {name: cells.count(name) for name in ("tp", "pp", "cp", "ep", "virtual_stages")}
     replicas = cells.count("dp", max(1, cells.count("gpus") // (sizes["tp"] * sizes["pp"] * sizes["cp"])))
+    product, gpus = replicas * sizes["tp"] * sizes["pp"] * sizes["cp"], cells.count("gpus")
+    if product != gpus and all(map(cells.text, ("gpus", "dp", "tp", "pp", "cp"))):
+        named = " x ".join(f"{name} {size}" for name, size in [("dp", replicas), *sizes.items()][:4])
+        told = f"column gpus: found {cells.text('gpus')!r}, but {named} = {product}"
+        raise ValueError(f"{told}; correct one of them, or leave gpus or dp empty")
     zero = int(cells.number("zero"))
     return Layout(
         replicas, **sizes, schedule=cells.text("schedule"), zero=zero,
