@@ -8,9 +8,10 @@ from pathlib import Path
 
 from samecurve.errors import ConfigurationError
 from samecurve.planner.calibration import Calibration
+from samecurve.planner.cards import CPU, Gpu
 from samecurve.planner.constants import ASSUMED, DATA_SHEET, Constant
 from samecurve.planner.goodput import Reliability
-from samecurve.planner.hardware import PROCESS_GIB, Gpu, gpu
+from samecurve.planner.hardware import DEFAULT_NODE_GBIT, PROCESS_GIB, gpu, known_gpu, known_names
 from samecurve.planner.links import Level
 
 _DGX_A100, _DGX_H100 = "DGX A100", "DGX H100, H200 and B200"
@@ -23,6 +24,7 @@ KINDS = {
     "h100": ("H100-80GB", _CARDS_H100),
     "h200": ("H200", _CARDS_H100),
     "b200": ("B200", _CARDS_H100),
+    "mi300x": ("MI300X", Constant(3200, "Gbit/s of a node", ASSUMED, "8 cards of 400, as of Azure's ND MI300X v5")),
     # each process is one device; see CPU in cards.py
     "cpu": ("cpu", Constant(100, "Gbit/s of a host", ASSUMED, "one network card of a server")),
 }
@@ -43,6 +45,7 @@ _CORES_A100 = Constant(128, "cores", DATA_SHEET, f"2 x 64 of a {_DGX_A100}")
 HOSTS = {
     "A100-40GB": Host(Constant(1000, "GiB", DATA_SHEET, f"1 TB of a {_DGX_A100}"), _CORES_A100, _LANES_A100),
     "A100-80GB": Host(Constant(2000, "GiB", DATA_SHEET, f"2 TB of a {_DGX_A100}"), _CORES_A100, _LANES_A100),
+    "cpu": Host(CPU.memory_gib),
 }
 
 
@@ -76,21 +79,35 @@ class Cluster:
     def scaled(self, gpus: int) -> Cluster:
         """Return the cluster with as many nodes as `gpus` need; fewer GPUs than a node has make one smaller node."""
         if gpus <= self.gpus_per_node:
-            return replace(self, nodes=1, gpus_per_node=gpus)
+            return replace(self, nodes=1, gpus_per_node=gpus, card=shared(self.card, self.host, gpus))
         if gpus % self.gpus_per_node:
             raise ConfigurationError(f"--gpus {gpus}: nodes have {self.gpus_per_node} GPUs; give a multiple")
         return replace(self, nodes=gpus // self.gpus_per_node)
 
 
+def shared(card: Gpu, host: Host, processes: int) -> Gpu:
+    """Give each process on a CPU its share of the host's memory; a GPU has its own."""
+    whole = host.memory_gib
+    if card.generation != "cpu":
+        return card
+    assert isinstance(whole, Constant)
+    source = whole.source if processes == 1 else f"{whole.source}; shared by {processes} processes"
+    return replace(card, memory_gib=Constant(whole / processes, whole.unit, whole.origin, source))
+
+
 def built_in(text: str) -> Cluster:
-    """Return one node of a kind such as h100x8. Raises ConfigurationError."""
-    match = re.fullmatch(r"(\w+?)x(\d+)", text.lower(), re.ASCII)
-    if not match or match[1] not in KINDS or not int(match[2]):
-        legal = ", ".join(f"{name}x8" for name in KINDS if name != "cpu") + ", or cpux2 (processes)"
-        raise ConfigurationError(f"--cluster {text}: expected a cluster file (.yaml) or a kind such as {legal}")
-    kind, gbit = KINDS[match[1]]
-    host, reserved = HOSTS.get(kind, Host()), default_reserved(kind)
-    return Cluster(kind, gpu(kind), 1, int(match[2]), gbit, host=host, reserved_gib=reserved)
+    """Return one node of a kind such as h100x8, or of any GPU with known rates. Raises ConfigurationError."""
+    match = re.fullmatch(r"([\w-]+?)x(\d+)", text.lower(), re.ASCII)
+    if not match or not (match[1] in KINDS or known_gpu(match[1])) or not int(match[2]):
+        usual = ", ".join(f"{name}x8" for name in KINDS if name != "cpu") + ", or cpux2 (processes)"
+        others = ", ".join(known_names())
+        raise ConfigurationError(
+            f"--cluster {text}: expected a cluster file (.yaml, see Cluster files in docs/planning.md) or a kind "
+            f"of GPU and the number in a node, such as {usual}; kinds with known rates: {others}"
+        )
+    kind, gbit = KINDS.get(match[1], (match[1].upper(), DEFAULT_NODE_GBIT))
+    count, host, reserved = int(match[2]), HOSTS.get(kind, Host()), default_reserved(kind)
+    return Cluster(kind, shared(gpu(kind), host, count), 1, count, gbit, host=host, reserved_gib=reserved)
 
 
 def default_reserved(kind: str) -> Constant | None:

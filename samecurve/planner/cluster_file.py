@@ -12,7 +12,7 @@ import yaml
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.errors import ConfigurationError
 from samecurve.planner.cards import MEASURED_SHARE
-from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, default_reserved, is_file
+from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, default_reserved, is_file, shared
 from samecurve.planner.constants import ASSUMED, FILE, Constant, plain
 from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Gpu, gpu, known_gpu, known_names
@@ -58,6 +58,7 @@ class _Reader:
         own = HOSTS.get(kind, Host())
         self._known(("host",), HOST)
         host = Host(**{key: self._number(("host", key), getattr(own, key), optional=True) for key in HOST})
+        card = shared(card, host, per_node)
         self._known(("reliability",), RELIABILITY)
         block, usual = "reliability", Reliability()
         numbers = {key: self._number((block, key), getattr(usual, key), optional=True, least=0) for key in RELIABILITY}

@@ -10,6 +10,7 @@ from samecurve.config import loader
 from samecurve.config.documents import Document, format_problems, merge_blocks, read_document
 from samecurve.config.overrides import apply_override
 from samecurve.config.rules_model_config import accepted
+from samecurve.config.schema_data import SMALLEST_VOCABULARY
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
 from samecurve.planner import model_config
@@ -95,6 +96,19 @@ def _bare(name: str, fields: dict[str, Any], overrides: Sequence[str]) -> Recipe
     document.content = merge_blocks(document.content, merge_blocks(bare_recipe(name, fields), data))
     for override in overrides:
         apply_override(document, override)
+    if name.endswith(".json") and not document.typed.keys() & {("tokenizer",), ("tokenizer", "vocabulary_size")}:
+        _check_vocabulary(name)
     recipe = loader.validate_recipe(document)
     refuse(recipe, document)
     return RecipeSource(document, recipe, frozenset())
+
+
+def _check_vocabulary(name: str) -> None:
+    """Raise ConfigurationError for a config.json with fewer tokens than a trained tokenizer can have."""
+    config = read_document(name)
+    block = ("text_config",) if config.get("text_config") else ()
+    size = config.get(*block, "vocab_size")
+    if isinstance(size, int) and size < SMALLEST_VOCABULARY:
+        least = f"expected at least {SMALLEST_VOCABULARY}, the bytes and two tokens of a tokenizer that is trained"
+        config.problem((*block, "vocab_size"), f"found {size}, {least}; give more tokens")
+        raise ConfigurationError(format_problems(config.problems))

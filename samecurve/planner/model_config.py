@@ -88,7 +88,10 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
     found.setdefault("ffn", 4 * found["hidden"])
     found.setdefault("head_dim", HEAD_DIMS.get(str(family), 0))
     if not found["head_dim"] and found["hidden"] % found["heads"]:
-        raise ConfigurationError(f"{name}: {found['heads']} heads do not divide a hidden size of {found['hidden']}")
+        wide, heads = (next(each for each in NAMES[key] if fields.get(each)) for key in ("hidden", "heads"))
+        near = max(round(found["hidden"] / found["heads"]), 1) * found["heads"]
+        told = f"{name}: {wide}: found {found['hidden']}, expected a multiple of {heads}, {found['heads']}"
+        raise ConfigurationError(f"{told}, such as {near}; or give head_dim, the width of a head")
     tied = fields.get("tie_word_embeddings", family in TIED)
     norms = {"head_norms": HEAD_NORMS, "post_norms": POST_NORMS, "fp32_norms": FP32_NORMS}
     has_norms = {key: family in families for key, families in norms.items()}

@@ -10,7 +10,7 @@ from test_planner_anatomy import a_job
 from samecurve.errors import ConfigurationError
 from samecurve.planner import cluster_file, links, memory, offload, step_time
 from samecurve.planner.cluster_file import cluster
-from samecurve.planner.hardware import GIB
+from samecurve.planner.hardware import GIB, gpu
 from samecurve.planner.layout import Layout
 from samecurve.planner.links import Level
 
@@ -125,3 +125,44 @@ def test_offloading_takes_host_memory_and_time():
     assert offload.seconds(replace(job, offload=()), shard) == 0
     slower = replace(job, offload=("optimizer:nvme", "param:nvme"))
     assert offload.seconds(slower, shard) > offload.seconds(job, shard)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "row", "count"),
+    [
+        ("mi300xx8", "MI300X", "MI300X", 8),
+        ("v100x4", "V100", "V100-32GB", 4),
+        ("v100-16gbx8", "V100-16GB", "V100-16GB", 8),
+        ("L40Sx8", "L40S", "L40S", 8),
+        ("rtx-4090x2", "RTX-4090", "RTX 4090", 2),
+        ("a100_40gbx8", "A100-40GB", "A100-40GB", 8),
+    ],
+)
+def test_any_gpu_with_known_rates_is_a_kind(text, kind, row, count, tmp_path):
+    machines = cluster(text)
+    assert (machines.kind, machines.gpus_per_node, machines.card) == (kind, count, gpu(row))
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_file.text(machines))
+    assert replace(cluster(str(path)), levels=()) == machines
+
+
+@pytest.mark.parametrize("text", ["q100x8", "v100", "v100x0", "rtx-4090-dx2"])
+def test_an_unknown_kind_is_told_what_else_there_is(text):
+    with pytest.raises(ConfigurationError) as raised:
+        cluster(text)
+    for each in (f"--cluster {text}: expected a cluster file (.yaml, see Cluster files in docs/planning.md)", "L40S"):
+        assert each in str(raised.value)
+
+
+def test_processes_share_the_memory_of_their_host(tmp_path):
+    four = cluster("cpux4")
+    assert (cluster("cpux1").card.memory_gib, four.card.memory_gib, four.host.memory_gib) == (64, 16, 64)
+    assert (four.scaled(2).card.memory_gib, four.scaled(8).card.memory_gib) == (32, 16)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_file.text(four))
+    assert cluster(str(path)).card.memory_gib == 16
+    path.write_text("gpu: cpu\nnodes: 1\ngpus_per_node: 8\nhost: {memory_gib: 256}\n")
+    found = cluster(str(path))
+    assert found.card.memory_gib == 32 and found.card.memory_gib.source == f"{path}:4; shared by 8 processes"
+    # a GPU has its own
+    assert cluster("h100x4").card.memory_gib == cluster("h100x8").card.memory_gib

@@ -384,7 +384,19 @@ def test_bad_arguments(config, arguments, message, capsys):
     [
         ("[1]", "expected a JSON object"),
         ('{"text_config": 3}', "expected a JSON object"),
-        (json.dumps(CONFIG | {"hidden_size": 4100}), "32 heads do not divide a hidden size of 4100"),
+        (
+            json.dumps(CONFIG | {"hidden_size": 4100}),
+            "hidden_size: found 4100, expected a multiple of num_attention_heads, 32, such as 4096; or give head_dim",
+        ),
+        (
+            json.dumps({"model_type": "gpt2", "n_embd": 100, "n_head": 12, "n_layer": 2, "vocab_size": 50257}),
+            "n_embd: found 100, expected a multiple of n_head, 12, such as 96",
+        ),
+        (
+            json.dumps(CONFIG | {"vocab_size": 100}, indent=1),
+            "config.json:8: vocab_size: found 100, expected",
+        ),
+        (json.dumps({"text_config": CONFIG | {"vocab_size": 9}}), "text_config.vocab_size: found 9, expected at least"),
         (json.dumps(CONFIG | {"kv_lora_rank": 512}), "kv_lora_rank: the formulas do not cover latent attention"),
         (json.dumps(CONFIG | {"n_shared_experts": 1}), "n_shared_experts: the formulas do not cover shared experts"),
     ],
@@ -393,7 +405,17 @@ def test_a_config_that_the_formulas_do_not_cover(content, message, tmp_path, cap
     path = tmp_path / "config.json"
     path.write_text(content)
     assert main(["plan", str(path), "--cluster", "h100x8"]) == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown and "base.yaml" not in shown
+
+
+def test_a_small_vocabulary_may_be_replaced(tmp_path, capsys):
+    """A tokenizer of its own counts, not the config's number."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {"vocab_size": 100}))
+    assert main(["plan", str(path), "--cluster", "h100x8", "tokenizer.vocabulary_size=300"]) == 0
+    assert main(["plan", str(path), "--cluster", "h100x8", "tokenizer.vocabulary_size=200"]) == 2
+    assert "command line: tokenizer.vocabulary_size: found 200" in capsys.readouterr().err
 
 
 def test_a_name_that_the_hub_cannot_have(capsys):
