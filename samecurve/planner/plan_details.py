@@ -35,9 +35,10 @@ def sections(shown: Choice, wanted: Wanted, machines: Cluster, arguments: argpar
     tables = [printing.anatomy_table(each, job.memory_gib) for each in memory.anatomy(job)]
     memory_of = f"Memory of {shown.name}; torch_allocated counts the lines above fragmentation:"
     found = ["\n".join([memory_of, *tables]), printing.step_table(step_time.breakdown(job)), *_asked(job, arguments)]
+    drawn = ""
     if arguments.layout:
         found.append(layout_picture.text(job, rows, arguments.order))
-    drawn = layout_picture.svg(job, rows, arguments.order) if arguments.svg else ""
+        drawn = layout_picture.svg(job, rows, arguments.order) if arguments.svg else ""
     if arguments.simulate:
         text, drawn = timeline.report(job, machines, wanted.source.recipe.checkpoint)
         found.append(text)

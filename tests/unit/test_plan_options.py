@@ -31,7 +31,12 @@ TOO_SMALL = ("plan", MODEL, "--cluster", "a100_40gbx1", "--strategy", "configs/s
             (*JOB, "--rank", "3", "--launcher", "slurm"),
             ["--rank 3: it has", "--launcher slurm: it has no effect alone; add --emit"],
         ),
-        ((*JOB, "--order", "tp,cp,dp,pp"), ["--order tp,cp,dp,pp: it has no effect alone; add --layout or --svg"]),
+        ((*JOB, "--order", "tp,cp,dp,pp"), ["--order tp,cp,dp,pp: it has no effect alone; add --layout"]),
+        ((*JOB, "--svg", "x.svg"), ["--svg x.svg: it has no effect alone; add --layout or --simulate"]),
+        (
+            (*JOB, "--order", "tp,cp,dp,pp", "--svg", "x"),
+            ["--order tp,cp,dp,pp: it has", "--svg x: it has no effect alone"],
+        ),
         ((*JOB, "--order", "tp,cp,dp,pp", "--simulate", "--svg", "x"), ["picture of --simulate has no such order"]),
         ((*JOB, "--gpus", "abc"), ["--gpus: found abc, but it must be a whole number, such as --gpus 8"]),
         ((*JOB, "--top", "2.5"), ["--top: found 2.5, but it must be a whole number"]),
@@ -41,6 +46,7 @@ def test_options_without_effect_are_errors(arguments, messages, capsys):
     assert main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and not shown.err.startswith("usage")
+    assert shown.err.count("it has no effect alone") == sum("it has" in each for each in messages)
     for message in messages:
         assert message in shown.err
 
