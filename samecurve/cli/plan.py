@@ -43,7 +43,7 @@ from samecurve.planner import (
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.cluster_file import cluster
-from samecurve.planner.coverage import CHECKPOINTING, left_out
+from samecurve.planner.coverage import checkpointing, left_out
 from samecurve.planner.hardware import canonical, is_unknown
 from samecurve.planner.layout import ORDER
 from samecurve.planner.profiles import shipped as shipped_constants
@@ -169,7 +169,7 @@ def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int | None
     changed = wanted.with_memory(chosen.job.micro_batch, chosen.job.checkpointing)
     strategy, _ = strategies.describe(changed, chosen.template, chosen.sizes or {}, machines.gpus)
     recipe = wanted.source.recipe
-    kept = CHECKPOINTING[recipe.memory.activation_checkpointing] == chosen.job.checkpointing
+    kept = checkpointing(recipe.memory) == chosen.job.checkpointing
     kind = {} if kept else {"activation_checkpointing": chosen.job.checkpointing}
     memory_block = recipe.memory.model_copy(update=kind)
     recipe = recipe.model_copy(update={"batch": changed.batch, "memory": memory_block, "compile": "off"})

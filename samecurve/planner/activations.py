@@ -48,10 +48,9 @@ def layer_bytes(job: Job) -> float:
 def _per_token(job: Job) -> tuple[float, float]:
     """Return (bytes that tensor parallelism divides, other bytes) of one token in one layer."""
     shape, experts = job.shape, max(job.shape.top_k, 1) * expert_imbalance(job)
-    # inputs and outputs of the experts; other stacks keep both before and behind an all-to-all
-    copies = 2 if job.layout.ep > 1 and not job.flow else 1
     width = 4 if job.flow == "fp32" else 2
-    dispatched = 2 * width * copies * shape.hidden * experts if shape.experts else 0
+    # inputs and outputs of the experts; an all-to-all needs neither for its own backward pass
+    dispatched = 2 * width * shape.hidden * experts if shape.experts else 0
     whole = job.layout.tp / job.mlp_split  # undoes the caller's division
     # MemTracker's numbers are of gated models; others are counted as a GPT in 16 bits (coverage.left_out)
     if shape.gated and job.flow:
@@ -116,8 +115,8 @@ def expert_imbalance(job: Job) -> float:
 
 
 def score_bytes(job: Job) -> float:
-    """Return the bytes of one token's attention scores; 0 with a fused kernel or selective recomputation."""
-    if job.flash or job.checkpointing == "selective":
+    """Return the bytes of one token's attention scores; 0 with a fused kernel or where they alone are recomputed."""
+    if job.flash or (job.checkpointing == "selective" and not job.keeps_products):
         return 0
     return bytes_per_score(job) * job.shape.heads * job.seq / job.layout.tp
 
@@ -135,10 +134,34 @@ def score_gradient_bytes(job: Job) -> float:
     return each * job.tokens * job.shape.heads * job.seq / job.layout.tp
 
 
-def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes that one layer keeps when it is recomputed: its input, 2 s b h."""
+def kept_bytes(job: Job) -> float:
+    """Return the bytes that one layer keeps of a micro-batch on one rank, by the kind of recomputation."""
+    if job.checkpointing == "full":
+        return _input_bytes(job)
+    return _products_bytes(job) if job.keeps_products else layer_bytes(job)
+
+
+def _input_bytes(job: Job) -> float:
+    """Return the bytes of a layer's input: 2 s b h; 4 s b h where residuals are fp32."""
     ranks = job.layout.tp if job.layout.sequence_parallel else 1
-    return 2 * job.tokens * job.shape.hidden / ranks
+    return (4 if job.flow in ("fp32", "autocast") else 2) * job.tokens * job.shape.hidden / ranks
+
+
+def _products_bytes(job: Job) -> float:
+    """Return what selective recomputation by operator keeps: results of products and attention, and the input.
+
+    Products of experts are none of torch's `mm`. Where every second product is kept, keys' is not, nor the last of
+    attention, nor one of a gated MLP.
+    """
+    shape, width = job.shape, job.shape.attention_width
+    ffn = 0 if shape.experts else shape.ffn
+    inputs = int(shape.gated)  # products of a gated MLP beside the two of any MLP
+    if job.flow:
+        split, whole = (2 + 2 * shape.kv_share) * width + (1 + inputs) * ffn, (1 if shape.experts else 2) * shape.hidden
+    else:
+        split, whole = (2 + shape.kv_share) * width + ffn, (inputs if ffn else 0) * shape.hidden
+    ranks = job.layout.tp if job.layout.sequence_parallel and not job.flow else 1
+    return _input_bytes(job) + job.element_bytes * job.tokens * (split / job.layout.tp + whole / ranks)
 
 
 def cut_gradient_bytes(job: Job) -> float:

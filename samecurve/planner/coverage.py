@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 
 from samecurve.config.documents import Document
-from samecurve.config.schema import Adapter, Recipe
+from samecurve.config.schema import Adapter, Memory, Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.planner.hardware import Gpu
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
 
-# How kinds of memory.activation_checkpointing are counted, and what that leaves out.
-CHECKPOINTING = {"none": "none", "full": "full", "offload": "full", "selective": "selective", "every_n_layers": "none"}
+# Kinds of memory.activation_checkpointing that are counted as another one, and what to tell of it.
 APPROXIMATED = {
-    "offload": "full, with the inputs on the device",
-    "selective": "a recomputation of the attention scores alone",
-    "every_n_layers": "none",
+    "offload": ("full", "full, with the inputs on the device"),
+    "every_n_layers": ("none", "none"),
+    "selective, attention": ("full", "full, without the results of attention"),
 }
 
 
@@ -54,7 +53,7 @@ def _without_adapter(adapter: Adapter) -> list[str]:
 
 def left_out(recipe: Recipe, card: Gpu) -> list[str]:
     """List what the prediction for a GPU does not count, for the reader."""
-    found, checkpointing = [], recipe.memory.activation_checkpointing
+    found: list[str] = []
     if recipe.precision == "fp32":
         slower = "products are counted at bf16 rates, for want of others (device.peak_tflops.fp32 of a cluster file)"
         smaller = "activations of models without gated MLPs are counted in 16 bits"
@@ -67,8 +66,9 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
         found.append(
             "task dpo. The reference's log-probabilities, computed once before the first step, are not counted"
         )
-    if checkpointing in APPROXIMATED:
-        found.append(f"memory.activation_checkpointing {checkpointing}. It is counted as {APPROXIMATED[checkpointing]}")
+    if kind := APPROXIMATED.get(_kind(recipe.memory)):
+        asked = f"memory.activation_checkpointing {recipe.memory.activation_checkpointing}"
+        found.append(f"{asked}. It is counted as {kind[1]}")
     if recipe.optimizer.name == "adamw_bf16":
         found.append("optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory")
     if recipe.fp8 != "off" and not card.fp8_tflops:
@@ -80,6 +80,16 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
     if recipe.compile == "auto":
         found.append("compile auto. The layers are counted uncompiled; a run that compiles them needs less")
     return found
+
+
+def checkpointing(memory: Memory) -> str:
+    """Return how the formulas count a recipe's activation checkpointing: as none, selective or full."""
+    return APPROXIMATED.get(_kind(memory), (memory.activation_checkpointing, ""))[0]
+
+
+def _kind(memory: Memory) -> str:
+    kind = memory.activation_checkpointing
+    return f"{kind}, attention" if kind == "selective" and memory.selective_save == "attention" else kind
 
 
 def optimizer_bytes(recipe: Recipe) -> int:

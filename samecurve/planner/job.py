@@ -9,6 +9,7 @@ from samecurve.planner.cluster import Host
 from samecurve.planner.hardware import Gpu
 from samecurve.planner.layout import Layout
 from samecurve.planner.links import Level
+from samecurve.planner.profiles import ATTENTION_ALONE
 from samecurve.planner.shape import ModelShape
 
 
@@ -71,7 +72,7 @@ class Job:
     Attributes:
         grad_accum: forwards per step; with a pipeline, the micro-batches in it.
         node_gbit: nominal Gbit/s of a node's network cards together; 0 if unknown.
-        checkpointing: none, selective (attention's scores only) or full.
+        checkpointing: none, selective (see `keeps_products`) or full.
         stack: the software that runs the job, a key of profiles.json or any other word.
         memory_kind: the counter whose peak is predicted; "" means torch_allocated.
         levels: links of a cluster file; empty: the GPU's own and the network cards.
@@ -148,6 +149,23 @@ class Job:
         return self.sharding.reduce_bytes or self.element_bytes
 
     @property
+    def keeps_products(self) -> bool:
+        """Whether selective recomputation is by operator: it keeps what products return, elsewhere every second's.
+
+        Megatron's, and any without a fused kernel, repeats attention alone.
+        """
+        elsewhere = self.flash and self.stack not in ATTENTION_ALONE
+        return self.checkpointing == "selective" and (bool(self.flow) or elsewhere)
+
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether the backward pass runs a layer's forward pass once more, with its exchanges.
+
+        This project's selective recomputation keeps results of products, not what ranks have exchanged of them.
+        """
+        return self.checkpointing == "full" or (self.keeps_products and bool(self.flow))
+
+    @property
     def live_elements(self) -> float:
         """Elements of a rank's weights that DeepSpeed's ZeRO-3 does not gather again for the backward pass.
 
@@ -157,7 +175,7 @@ class Job:
         elements = self.shape.parameters / self.layout.tp
         if elements <= self.sharding.prefetched:
             return elements
-        passes = 3 if self.checkpointing == "full" else 2
+        passes = 3 if self.repeats_layers else 2
         return min(elements, self.sharding.reuse_distance / passes)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from samecurve.planner.activations import bytes_per_score, layer_bytes, score_bytes
+from samecurve.planner.activations import bytes_per_score, layer_bytes, mask_elements, score_bytes
 from samecurve.planner.constants import ASSUMED, MEASURED, Constant
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile, attention_rate, sustained
@@ -35,6 +35,7 @@ UNALIGNED = Constant(
     272.73 / 398.38, "share of the rate", MEASURED, "MLPs of width 10,922 and 10,944 on an H100 (ml-engineering)"
 )
 UNFUSED = Constant(0.6, "share of the rate of large products", ASSUMED, "products of attention without a fused kernel")
+MASKED = Constant(0.6, "share of the causal kernel's rate", ASSUMED, "SDPA's memory-efficient kernel, with a mask")
 SCORE_TRAFFIC = Constant(2.0, "bytes moved per byte of kept scores", ASSUMED, "written and read once, forward")
 # The single operations of models/attention/ring.py, forward: two products, and in fp32 a scale, a log-sum-exp (6
 # passes), a difference and an exponential.
@@ -89,7 +90,7 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
 
 def layer(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of one layer, the recomputed forward included in the backward."""
-    products, traffic = _products(job, constants), _traffic(job, constants)
+    products, traffic = sum(_products(job, constants)), _traffic(job, constants)
     attention = attention_seconds(job, constants)
     forward = products + attention.forward + traffic
     backward = 2 * products + attention.backward + 1.5 * traffic
@@ -100,6 +101,9 @@ def layer(job: Job, constants: Profile) -> Seconds:
         forward, backward = max(forward, floor), max(backward, 1.5 * floor)
     if job.checkpointing == "full":
         backward += forward
+    elif job.keeps_products:
+        backward += _repeated_products(job, constants) + traffic + (0 if job.flash else attention.forward)
+        backward += floor if job.card.generation == "cpu" else 0
     elif job.checkpointing == "selective":
         backward += attention.forward
     return Seconds(forward, backward)
@@ -131,7 +135,8 @@ def _host_us(job: Job, constants: Profile) -> tuple[float, float]:
     return CPU_HOST_US.get(kind, CPU_HOST_US[""])
 
 
-def _products(job: Job, constants: Profile) -> float:
+def _products(job: Job, constants: Profile) -> tuple[float, float]:
+    """Return the seconds of the products with weights, forward: those of attention and those of the MLP."""
     shape, split, tokens = job.shape, job.layout.tp, job.tokens
     width, experts = shape.hidden, max(shape.top_k, 1)
     queries = shape.attention_width * (1 + 2 * shape.kv_share) / split
@@ -143,13 +148,24 @@ def _products(job: Job, constants: Profile) -> float:
     down = product_seconds(job, each, inner, width, constants)
     attention = product_seconds(job, tokens, width, queries, constants)
     attention += product_seconds(job, tokens, shape.attention_width / split, width, constants)
-    return attention + calls * (up + down)
+    return attention, calls * (up + down)
+
+
+def _repeated_products(job: Job, constants: Profile) -> float:
+    """Return the seconds of those products that selective recomputation by operator repeats."""
+    attention, mlp = _products(job, constants)
+    if job.shape.experts:  # grouped products, which are not kept
+        repeated = mlp
+    else:
+        repeated = 0 if job.flow else mlp / (3 if job.shape.gated else 2)
+    return repeated + (0 if job.flow else attention / 2)
 
 
 def attention_seconds(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of one layer's attention between tokens, without its linear products.
 
-    Forward 4 s a FLOPs per token, half of them under the causal mask if fused.
+    Forward 4 s a FLOPs per token, half of them under the causal mask if fused; all of them where rows of several
+    documents have a mask of their own.
 
     Args:
         job: gives the sizes and the GPU.
@@ -161,7 +177,11 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
     factor = BACKWARD_ATTENTION if job.flash else 2
     peak = job.card.matmul_tflops * 1e12 * sustained(generation)
     if job.flash and not tiles:
-        forward = flops / 2 / (peak * constants.attention_share * attention_rate(generation, job.stack))
+        rate = peak * constants.attention_share * attention_rate(generation, job.stack)
+        if job.masked and generation != "cpu":
+            forward = 4 * shape.attention_width / split * _masked_pairs(job) / (MASKED * rate)
+        else:
+            forward = flops / 2 / rate
         return Seconds(forward, factor * forward)
     scores = shape.heads * job.seq * job.tokens / split
     if tiles:  # those that no query sees are left out
@@ -171,6 +191,11 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
     forward = flops / (peak * constants.matmul_share * UNFUSED)
     forward += constants.traffic * moved / (job.card.hbm_gb_per_s * 1e9)
     return Seconds(forward, factor * forward)
+
+
+def _masked_pairs(job: Job) -> float:
+    """Return the scores of each head that a rank computes under a mask; Ulysses gives it a part of the heads."""
+    return mask_elements(job) / (job.layout.cp if job.layout.row_exchange == "ulysses" else 1)
 
 
 def _traffic(job: Job, constants: Profile) -> float:

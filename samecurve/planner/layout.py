@@ -13,7 +13,7 @@ class Layout:
 
     Attributes:
         virtual_stages: model chunks of a rank in an interleaved pipeline.
-        schedule: of the pipeline: PyTorch's name of one of its own, else 1f1b, interleaved, zb-1p, zb-2p, or "".
+        schedule: of the pipeline: PyTorch's name of one of its own, else gpipe, 1f1b, interleaved, zb-1p, zb-2p, or "".
         partition: how DeepSpeed's pipeline divides the layers (`pipeline.partition`), or "".
         exchange: how ranks see the keys of a row's other parts: ulysses, allgather or ring.
         zero: what is sharded over `shard` ranks: 1 optimizer, 2 gradients too, 3 weights too.

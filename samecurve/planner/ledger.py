@@ -150,7 +150,7 @@ def _layer(job: Job) -> int:
 
 def _dispatch(job: Job) -> Exchange:
     """Tokens to their experts, outputs back, and the gradients of both, if routers spread tokens evenly."""
-    shape, forwards = job.shape, 2 if job.checkpointing == "full" else 1
+    shape, forwards = job.shape, 2 if job.repeats_layers else 1
     tokens = job.grad_accum * shape.layers * round(job.tokens) * shape.top_k
     counts = forwards * INT64 * job.grad_accum * shape.layers * shape.experts
     sent = 2 * (forwards + 1) * job.element_bytes * tokens * shape.hidden
@@ -192,7 +192,7 @@ def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> li
     blocks = 1 if job.mlp_split < job.layout.tp else 2  # attention, and the MLP if it is cut
     inner = blocks * layers * hidden
     # PyTorch stops to recompute a layer in front of the MLP's sum, which the backward pass does not need
-    gathered, summed = (1, 1 / blocks) if job.checkpointing == "full" else (0, 0)
+    gathered, summed = (1, 1 / blocks) if job.repeats_layers else (0, 0)
     tokens = count * round(job.tokens) if trained_tokens is None or job.layout.pp > 1 else trained_tokens
     embedded = stage.embedding * hidden * FP32
     loss = Exchange("tp", "all_reduce", "loss", stage.head * round(tokens * (3 * FP32 + width * shape.hidden)))
@@ -219,7 +219,7 @@ def _context_parallel(job: Job) -> list[Exchange]:
     Round a ring of n travel n - 1 blocks of keys and values forward, and as many backward with fp32 gradients.
     """
     shape, layout = job.shape, job.layout
-    forwards = 2 if job.checkpointing == "full" else 1
+    forwards = 2 if job.repeats_layers else 1
     each = job.grad_accum * shape.layers * job.element_bytes * round(job.tokens)
     width = shape.attention_width // layout.tp
     keys = width * shape.kv_heads // shape.heads

@@ -145,7 +145,7 @@ def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime
     """List the sums of hidden states; under sequence parallelism, each is a reduce-scatter and an all-gather."""
     size, over = job.layout.tp, axis_link(job, "tp", constants)
     scale = _learnt(job, "tensor_parallel") * job.grad_accum * stage.layers
-    calls = (2 if job.mlp_split == size else 1) * (3 if job.checkpointing == "full" else 2)
+    calls = (2 if job.mlp_split == size else 1) * (3 if job.repeats_layers else 2)
     volume = collectives.all_reduce_volume(job.element_bytes * job.tokens * job.shape.hidden, size)
     seconds = step_time.tensor_seconds(replace(job, async_tp=False), constants)
     waits = whole.tensor_parallel - scale * step_time.tensor_seconds(job, constants)
@@ -176,7 +176,7 @@ def _context_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTim
     size, over, shape = job.layout.cp, axis_link(job, "cp", constants), job.shape
     width, by_heads = shape.attention_width / job.layout.tp, job.layout.exchange == "ulysses"
     per_token = 2 * width * (1 + shape.kv_share) / size if by_heads else 2 * width * shape.kv_share
-    passes = 3 if job.checkpointing == "full" else 2
+    passes = 3 if job.repeats_layers else 2
     seconds, moved = step_time.context_seconds(job, constants), passes * job.element_bytes * job.tokens * per_token
     sent = Sent(moved * (size - 1), job.element_bytes, size, over, seconds)
     name = "queries, keys, values and outputs (Ulysses)" if by_heads else "gathered keys and values"
@@ -206,7 +206,7 @@ def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
 def _expert_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
     """List dispatch and combine, forward and backward, of `top_k` copies of each token."""
     size, over, shape = job.layout.ep, axis_link(job, "dp", constants, job.layout.ep), job.shape
-    calls = 6 if job.checkpointing == "full" else 4
+    calls = 6 if job.repeats_layers else 4
     copies = shape.top_k * shape.hidden / job.mlp_split / size
     seconds, moved = step_time.expert_seconds(job, constants), calls * job.element_bytes * job.tokens * copies
     sent = Sent(moved * (size - 1), job.element_bytes, size, over, seconds)

@@ -74,6 +74,8 @@ FUSED_NORMS = {"nanotron"}  # stacks whose RMSNorm is one kernel
 # What becomes of inputs that sequence parallelism gathers: DTensor keeps them. Not listed: freed, and gathered again.
 GATHERED = {"fsdp2": "kept", "tp": "kept"}
 GATHERED |= dict.fromkeys(("megatron", *(name for name in ALIASES if ALIASES[name] == "megatron")), "one buffer")
+# Stacks whose selective recomputation is that of arXiv:2205.05198; in others it is by operator.
+ATTENTION_ALONE = {"megatron", "nanotron", *(name for name in ALIASES if ALIASES[name] == "megatron")}
 BY_COST = {"nanotron"}  # stacks that cut a pipeline by cost, head included
 
 

@@ -63,6 +63,6 @@ def cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
     of_layers = replace(stage, embedding=False, head=False)
     layers = 2 * sum(stage_parameters(job, of_layers))
     head = 2 * job.shape.head_parameters / job.layout.tp if stage.head else 0
-    if job.checkpointing == "full":
+    if job.repeats_layers:
         return layers + head, 2 * sum(stage_parameters(job, replace(of_layers, layers=1)))
     return layers * count + head, layers * count

@@ -113,7 +113,7 @@ def _costs(job: Job, stage: Stage) -> Costs:
     constants, count = profile(job.stack), job.grad_accum
     time = step_time.stage_time(job, stage, constants)
     one = kernels.layer(job, constants)
-    first = 1 / 3 if job.checkpointing == "full" else 1 / 2  # of the collectives inside a layer
+    first = 1 / 3 if job.repeats_layers else 1 / 2  # of the collectives inside a layer
     exchanged = time.tensor_parallel + time.context_parallel + time.expert_parallel
     forward = one.forward / one.total * time.compute + first * exchanged
     sharded, once = job.layout.zero == 3, job.sharding.gathers_once

@@ -71,7 +71,11 @@ def checkpointings(wanted: Wanted) -> list[str]:
     """List the kinds of recomputation to compare, the fastest first."""
     if "checkpointing" in wanted.fixed:
         return [wanted.checkpointing]
-    return list(dict.fromkeys(["none", wanted.checkpointing, "full"]))
+    recipe = wanted.source.recipe
+    # Liger rotates queries and keys in place, which selective recomputation keeps
+    whole = recipe and (recipe.model.kernels == "liger" or recipe.memory.selective_save == "attention")
+    selective = [] if whole else ["selective"]
+    return list(dict.fromkeys(["none", wanted.checkpointing, *selective, "full"]))
 
 
 def unavailable(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> Iterator[tuple[Layout, str]]:

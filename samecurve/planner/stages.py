@@ -94,9 +94,12 @@ def _published_schedule(job: Job, stage: Stage) -> float:
     size, count, chunks = job.layout.pp, job.grad_accum, job.layout.virtual_stages
     if size == 1:
         return 1
-    if job.layout.schedule == "zb-2p":
+    schedule = job.layout.schedule
+    if schedule == "gpipe":
+        return count
+    if schedule == "zb-2p":
         return min(2 * size - 1, count)
-    if job.layout.schedule == "zb-1p":
+    if schedule == "zb-1p":
         return min(size, count)
     kept = size - stage.index
     if chunks > 1:

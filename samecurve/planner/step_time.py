@@ -88,12 +88,13 @@ def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> tuple[StepTi
     tensor, context, expert = (
         stage.layers * part(job, constants) for part in (tensor_seconds, context_seconds, expert_seconds)
     )
-    # what kernels and collectives leave of the floor is spent waiting for the slowest host
-    waits = _floor(job, constants) - one.total - tensor / max(stage.layers, 1)
-    gathered, reduced = data_seconds(job, stage, constants, one)
+    # what kernels and collectives leave of the floor is spent waiting for the slowest host; as a part of the backward
+    # pass, so that recomputation, which fills it, cannot hide more communication than it takes
+    waits = max(0.0, _floor(job, constants) - one.total - tensor / max(stage.layers, 1))
+    gathered, reduced = data_seconds(job, stage, constants, one + kernels.Seconds(0, waits))
     slot = StepTime(
         compute=compute,
-        tensor_parallel=tensor + stage.layers * max(0.0, waits),
+        tensor_parallel=tensor + stage.layers * waits,
         context_parallel=context,
         expert_parallel=expert,
         pipeline_sends=pipeline_seconds(job, constants),
@@ -144,7 +145,7 @@ def tensor_seconds(job: Job, constants: Profile) -> float:
     volume = collectives.all_reduce_volume(hidden, size)
     call = collectives.seconds(volume, size, over, hidden)
     blocks = 2 if job.mlp_split == size else 1
-    calls = blocks * (3 if job.checkpointing == "full" else 2)
+    calls = blocks * (3 if job.repeats_layers else 2)
     shown = HIDDEN_TENSOR_PARALLEL if job.async_tp else 1
     return calls * (call * shown + COLLECTIVE_SECONDS)
 
@@ -165,7 +166,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
     queries = keys / job.shape.kv_share / 2
     # under Ulysses one call for queries, keys and values, one for outputs
     payloads = [queries + keys, queries] if job.layout.exchange == "ulysses" else [size * keys]
-    passes = 3 if job.checkpointing == "full" else 2
+    passes = 3 if job.repeats_layers else 2
     return passes * sum(_exchange_seconds(each, size, over) + COLLECTIVE_SECONDS for each in payloads)
 
 
@@ -184,7 +185,7 @@ def ring_sends(job: Job) -> tuple[int, float]:
 
     Keys and values go n - 1 times forward, and again backward and in full recomputation; their gradients once, in fp32.
     """
-    steps, passes = job.layout.cp - 1, 3 if job.checkpointing == "full" else 2
+    steps, passes = job.layout.cp - 1, 3 if job.repeats_layers else 2
     of_gradients = key_bytes(job) * GRADIENT_BYTES / job.element_bytes
     return steps * (passes + 1), steps * (passes * key_bytes(job) + of_gradients)
 
@@ -194,7 +195,7 @@ def ring_seconds(job: Job, constants: Profile) -> tuple[float, float]:
     size, over = job.layout.cp, axis_link(job, "cp", constants)
     sends, sent = ring_sends(job)
     attention = kernels.attention_seconds(job, constants)
-    seconds = attention.total + (attention.forward if job.checkpointing == "full" else 0)
+    seconds = attention.total + (attention.forward if job.repeats_layers else 0)
     # a rank computes its own block's attention without waiting
     return sent / (over.bus_gb_per_s * 1e9) + sends * over.step_seconds, seconds * (size - 1) / size
 
@@ -208,7 +209,7 @@ def expert_seconds(job: Job, constants: Profile) -> float:
         return 0
     over = axis_link(job, "dp", constants, size)
     payload = job.element_bytes * job.tokens * job.shape.top_k * job.shape.hidden / job.mlp_split
-    calls = 6 if job.checkpointing == "full" else 4
+    calls = 6 if job.repeats_layers else 4
     return calls * expert_imbalance(job) * _exchange_seconds(payload, size, over)
 
 

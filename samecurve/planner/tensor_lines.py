@@ -10,8 +10,8 @@ from samecurve.planner import offload
 from samecurve.planner.activations import (
     LAST_NORM,
     PRODUCT_INPUTS,
-    checkpoint_bytes,
     cut_gradient_bytes,
+    kept_bytes,
     layer_bytes,
     mask_elements,
     score_gradient_bytes,
@@ -98,13 +98,15 @@ def activations(job: Job, stage: Stage) -> list[Line]:
     """Return the lines of what the forward pass keeps, the layers' first, without the loss."""
     tokens, hidden = job.tokens, job.shape.hidden
     whole = layer_bytes(job)
-    full = job.checkpointing == "full"
+    recomputed = job.checkpointing == "full" or job.keeps_products
     cut = cut_gradient_bytes(job)
-    count, cut_count = in_flight(job, stage, cut / _kept(job))
+    count, cut_count = in_flight(job, stage, cut / kept_bytes(job))
     cut *= stage.layers * cut_count
-    activations = _kept(job) * stage.layers * count
-    working, scores = whole if full else 0, score_gradient_bytes(job)
-    mask = mask_elements(job) * count if full else 0  # an input of each layer, and else gone before the loss
+    activations = kept_bytes(job) * stage.layers * count
+    # of what a layer without recomputation keeps, that which it has not kept
+    working = whole - (kept_bytes(job) if job.keeps_products else 0) if recomputed else 0
+    scores = score_gradient_bytes(job)
+    mask = mask_elements(job) * count if recomputed else 0  # an input of each layer, and else gone before the loss
     boundary = 2 * tokens * hidden * count if stage.embedding else 0
     output = Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch", "transformers")
     if is_scheduled(job):
@@ -133,11 +135,6 @@ def _received(job: Job, stage: Stage) -> list[Line]:
         Line("received", held, held, held, "4 s b h per neighbour and micro-batch", source),
         Line("gradients of inputs", 0, arrived, gradients, "4 s b h per micro-batch after I", source),
     ]
-
-
-def _kept(job: Job) -> float:
-    """Bytes of activations that one layer keeps for the backward pass of a micro-batch."""
-    return checkpoint_bytes(job) if job.checkpointing == "full" else layer_bytes(job)
 
 
 def loss_lines(job: Job, constants: Profile) -> list[Line]:
@@ -185,7 +182,7 @@ def _cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
         return 0, 0
     if is_scheduled(job):
         return cast_weights(job, stage, count)
-    is_recomputed = job.flow == "copies" and job.checkpointing == "full"  # such a layer casts its weights again
+    is_recomputed = job.flow == "copies" and job.checkpointing != "none"  # such a layer casts its weights again
     copies = 2 * sum(stage_parameters(job, replace(stage, layers=1) if is_recomputed else stage))
     return copies, copies
 
@@ -214,7 +211,7 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
     units = job.gather_bytes * elements
     reduced, at_loss, behind, of_head = job.states.gradients * unit, units, units, 0.0
     if job.flow and job.stack == "fsdp2":  # as measured in this project's runs (test_tensor_bytes.py)
-        reduced = max(0.0, reduced - _kept(job))  # of the layer before, whose activations are gone
+        reduced = max(0.0, reduced - kept_bytes(job))  # of the layer before, whose activations are gone
         if job.sharding.reshards and stage.head:
             # no layer is gathered while loss and last norm are computed
             at_loss = max(job.gather_bytes * root, units - loss)
@@ -241,7 +238,7 @@ def _zero3_gathered(job: Job, loss: float) -> list[Line]:
     # the last buffer of the forward pass is gone before the loss is computed
     buffer = max(0.0, job.gather_bytes * min(ahead, all_weights) - loss)
     again = job.gather_bytes * min(ahead, all_weights - job.live_elements)
-    gone = 0.0 if job.memory_kind == "resident" else _kept(job)  # a process keeps the pages of freed activations
+    gone = 0.0 if job.memory_kind == "resident" else kept_bytes(job)  # a process keeps the pages of freed activations
     reduced = max(0.0, job.states.gradients * largest - gone)
     formula = "within stage3_max_reuse_distance, and prefetched"
     return [
@@ -273,7 +270,7 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
         return Line(name, 0, 0, 0, "", "")
     if GATHERED.get(job.stack) == "kept":
         of_layer = PRODUCT_INPUTS.get(job.flow, 4) if job.shape.gated else 4
-        whole = of_layer * (layers if job.checkpointing == "none" else 1) * unit
+        whole = of_layer * (layers if job.checkpointing == "none" else min(1, layers)) * unit
         return Line(name, whole, whole, 0, f"{of_layer} s b h per layer", "torch.distributed.tensor")
     if GATHERED.get(job.stack) == "one buffer":
         return Line(name, 2 * unit, 2 * unit, 0, "2 s b h", "Megatron's global memory buffer")

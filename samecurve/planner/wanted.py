@@ -73,7 +73,7 @@ class Wanted:
             recipe.batch,
             source,
             recipe.precision,
-            coverage.CHECKPOINTING[recipe.memory.activation_checkpointing],
+            coverage.checkpointing(recipe.memory),
             _has_chunked_loss(recipe, fields),
             coverage.optimizer_bytes(recipe),
             fixed,

@@ -17,7 +17,7 @@ def elements(job: Job) -> tuple[int, int, int]:
     shape, ranks, distance = job.shape, job.layout.shard, job.sharding.reuse_distance
     if shape.parameters <= job.sharding.prefetched:
         distance = math.inf
-    passes = 3 if job.checkpointing == "full" else 2  # that later weights make between the two uses
+    passes = 3 if job.repeats_layers else 2  # that later weights make between the two uses
     sizes = [math.prod(each) for each in shape.weights]
     small = large = gathered = 0
     following = sum(sizes) + (shape.head_parameters if shape.tied else 0)

@@ -166,6 +166,7 @@ def test_every_engine(strategy, workspace):
     assert memory["weights"] + memory["optimizer"] == pytest.approx(expected, rel=0.03)
 
 
+RECOMPUTED = ("none", "full", "selective")
 # no save between the steps: with weights on NVMe it would be in the main thread, and in the trace
 ACCUMULATED = (
     "data.packing=true",
@@ -224,7 +225,7 @@ def test_predicted_bytes_of_several_dimensions(strategy, world, workspace):
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "world", "checkpointing"),
-    [("fsdp_ep", 2, "none"), ("fsdp_ep", 2, "full"), ("fsdp_ep_tp", 4, "none"), ("fsdp_ep_tp", 4, "full")],
+    [(name, world, kind) for name, world in (("fsdp_ep", 2), ("fsdp_ep_tp", 4)) for kind in RECOMPUTED],
 )
 def test_experts_exchange_tokens(strategy, world, checkpointing, routed, workspace):
     """Exactly those of the formula where each token goes to all four experts, which no router can make uneven."""
@@ -239,7 +240,20 @@ def test_experts_exchange_tokens(strategy, world, checkpointing, routed, workspa
 PLAIN = "precision=fp32"
 
 
-@pytest.mark.parametrize("more", long(PLAIN, "precision=bf16", "memory.activation_checkpointing=full"))
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3", "fsdp_ulysses", "fsdp_cp", "ring", "tp"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_predicted_bytes_of_layers_that_are_recomputed(strategy, recompute, workspace):
+    """Selective recomputation keeps results of products, but repeats what the ranks exchange of them."""
+    path = workspace.ring if strategy == "ring" else strategy
+    run, folder, _ = profiled(workspace, path, *ACCUMULATED, f"memory.activation_checkpointing={recompute}")
+    check_ledger(run, folder)
+
+
+@pytest.mark.parametrize(
+    "more",
+    long(PLAIN, "precision=bf16", "memory.activation_checkpointing=full", "memory.activation_checkpointing=selective"),
+)
 def test_sequence_parallelism_sends_as_much_as_tensor_parallelism(more, workspace):
     """Within the layers. On the wire an all-reduce is a reduce-scatter and an all-gather."""
     run, folder, _ = profiled(workspace, workspace.sequence_parallel("tp"), *ACCUMULATED, more)
@@ -248,7 +262,7 @@ def test_sequence_parallelism_sends_as_much_as_tensor_parallelism(more, workspac
     whole = replace(cut, layout=replace(cut.layout, sequence_parallel=False))
     one_pass = ledger.FP32 * cut.grad_accum * cut.tokens * cut.shape.hidden
     # a layer that is recomputed gathers twice, of which the sum that is left out takes back one
-    ends = (2 + cut.shape.layers * (cut.checkpointing == "full")) * one_pass
+    ends = (2 + cut.shape.layers * cut.repeats_layers) * one_pass
     assert wire(cut) - wire(whole) == ends + 2 * ledger.FP32 * (2 * cut.shape.layers + 1) * cut.shape.hidden
 
 

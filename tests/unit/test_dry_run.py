@@ -75,6 +75,16 @@ def test_a_layer_on_a_part_of_the_sequence(strategy, precision):
     assert_layers_agree(dry_run(*arguments, "--strategy", f"configs/{strategy}.yaml"))
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_tp", "fsdp_ulysses", "tp"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_layer_that_is_recomputed(strategy, recompute, precision):
+    """Its input, of 4 bytes where residuals are fp32, and with selective recomputation what its products return."""
+    arguments = (f"precision={precision}", f"memory.activation_checkpointing={recompute}", "--cluster", "h100x8")
+    gpus = "2" if strategy == "tp" else "8"
+    assert_layers_agree(dry_run(*arguments, "--gpus", gpus, "--strategy", f"configs/{strategy}.yaml"))
+
+
 def assert_stages_agree(done: subprocess.CompletedProcess, *titles: str) -> None:
     """Activations of a layer within 1 %, the peak within 5 %; states beside the positions' masks and angles."""
     assert done.returncode == 0, done.stderr
