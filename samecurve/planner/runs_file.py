@@ -143,11 +143,6 @@ def _shape(cells: _Cells) -> ModelShape:
 def _layout(cells: _Cells) -> Layout:
     sizes = {name: cells.count(name) for name in ("tp", "pp", "cp", "ep", "virtual_stages")}
     replicas = cells.count("dp", max(1, cells.count("gpus") // (sizes["tp"] * sizes["pp"] * sizes["cp"])))
-    product, gpus = replicas * sizes["tp"] * sizes["pp"] * sizes["cp"], cells.count("gpus")
-    if product != gpus and all(map(cells.text, ("gpus", "dp", "tp", "pp", "cp"))):
-        named = " x ".join(f"{name} {size}" for name, size in [("dp", replicas), *sizes.items()][:4])
-        told = f"column gpus: found {cells.text('gpus')!r}, but {named} = {product}"
-        raise ValueError(f"{told}; correct one of them, or leave gpus or dp empty")
     zero = int(cells.number("zero"))
     return Layout(
         replicas, **sizes, schedule=cells.text("schedule"), zero=zero,
