@@ -95,8 +95,8 @@ def order(found: Iterable[Case]) -> list[tuple[float, float, int, float]]:
 def _choice(case: Case) -> Choice:
     job = runs_file.job(dict(case.row))
     found = Prediction(
-        case.predicted_seconds, case.seconds_interval, case.predicted_memory_gib, case.memory_interval,
-        case.total_memory_gib, case.fits, "",
+        case.predicted_memory_gib, case.memory_interval, case.total_memory_gib, case.fits, "",
+        case.predicted_seconds, case.seconds_interval,
     )  # fmt: skip
     tokens = job.micro_batch * job.seq * job.grad_accum * job.layout.dp
     return Choice(_strategy(job), job=job, found=found, tokens=tokens)

@@ -37,16 +37,35 @@ CPU_WIDTHS = {
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Step time and memory of a job, each with an 80 % interval, and whether it fits."""
+class Held:
+    """Memory of a job with its 80 % interval, and whether it fits."""
 
-    seconds: float
-    seconds_interval: tuple[float, float]
     memory_gib: float
     memory_interval: tuple[float, float]
     total_memory_gib: float
     fits: bool
     binding: str
+
+    @property
+    def total_interval(self) -> tuple[float, float]:
+        """80 % interval of all that a GPU holds, in GiB."""
+        share = self.total_memory_gib / self.memory_gib
+        low, high = self.memory_interval
+        return low * share, high * share
+
+    def verdict(self, limit_gib: float) -> str:
+        """fits: also at the upper end of the memory interval. tight: only in the middle of it."""
+        if not self.fits:
+            return "too large"
+        return "fits" if self.total_interval[1] <= limit_gib else "tight"
+
+
+@dataclass(frozen=True)
+class Prediction(Held):
+    """Step time and memory of a job, each with an 80 % interval, and whether it fits."""
+
+    seconds: float
+    seconds_interval: tuple[float, float]
 
 
 def situations(job: Job, known: bool | None = None) -> list[str]:
@@ -99,15 +118,22 @@ def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:
 
 def predict(job: Job) -> Prediction:
     """Predict one job."""
-    time, held = step_time.breakdown(job), memory.anatomy(job)
-    shown = fullest_gib(job, held)
+    return prediction(job, hold(job), step_time.breakdown(job).total)
+
+
+def prediction(job: Job, held: Held, seconds: float) -> Prediction:
+    """Put memory and step time of one job together."""
+    return Prediction(*vars(held).values(), seconds=seconds, seconds_interval=_interval(seconds, job, "time"))
+
+
+def hold(job: Job) -> Held:
+    """Predict the memory of one job, without its step time."""
+    classes = memory.anatomy(job)
+    shown = fullest_gib(job, classes)
     # what fits is judged by all that a GPU holds, whichever counter `shown` is of
-    fullest = max(held, key=lambda each: each.peak)
+    fullest = max(classes, key=lambda each: each.peak)
     total = memory.counted(fullest, "nvidia_smi") / memory.GIB
-    fits = total <= job.memory_gib
-    seconds_interval = _interval(time.total, job, "time")
-    memory_interval = _interval(shown, job, "memory")
-    return Prediction(time.total, seconds_interval, shown, memory_interval, total, fits, fullest.binding)
+    return Held(shown, _interval(shown, job, "memory"), total, total <= job.memory_gib, fullest.binding)
 
 
 def answer(row: dict[str, str], learnt: Calibration | None = None) -> dict:

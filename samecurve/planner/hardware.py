@@ -55,6 +55,7 @@ def known_names() -> list[str]:
     return [_readable(name) for pattern in rows() for name in pattern.split("|")]
 
 
+@lru_cache(maxsize=64)
 def canonical(kind: str) -> str:
     """Name a GPU as its row does, by which H100-80GB is NVIDIA H100 80GB HBM3; an unknown kind keeps its own name."""
     pattern = _pattern(kind)

@@ -48,14 +48,23 @@ class Anatomy:
     gpus: int = 1
     gaps: Constant = FRAGMENTATION
 
+    @cached_property
+    def totals(self) -> dict[str, float]:
+        """Allocated tensor bytes by moment."""
+        return {
+            "forward": sum([line.forward for line in self.lines]),
+            "backward": sum([line.backward for line in self.lines]),
+            "optimizer": sum([line.optimizer for line in self.lines]),
+        }
+
     def total(self, moment: str) -> float:
-        return sum(getattr(line, moment) for line in self.lines)
+        return self.totals[moment]
 
     @cached_property
     def moment(self) -> str:
         return max(MOMENTS, key=self.total)
 
-    @cached_property
+    @property
     def peak(self) -> float:
         """Allocated tensor bytes at the largest moment."""
         return self.total(self.moment)

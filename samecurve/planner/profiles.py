@@ -84,6 +84,7 @@ def shipped() -> dict:
     return json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {"stacks": {}}
 
 
+@lru_cache(maxsize=64)
 def profile(stack: str) -> Profile:
     """Look up a stack's constants; an unknown stack gets those of `default`, or the class's."""
     stacks = shipped()["stacks"]

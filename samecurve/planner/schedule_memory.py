@@ -40,7 +40,8 @@ def kept_until_next_step(job: Job, stage: Stage) -> tuple[float, float, float]:
     own, hidden = schedule.stages(stage.index, ranks), 4 * job.tokens * job.shape.hidden
     neighbours = [each + side for each in own for side in (-1, 1) if 0 <= each + side < schedule.num_stages(ranks)]
     cut = _cut_micro_batches(job.layout.schedule, stage.index, ranks, count) if schedule.folded else ()
-    arrived = [each for each in cut if each < count - in_flight(job, stage)[0]]
+    before = count - in_flight(job, stage)[0]
+    arrived = [each for each in cut if each < before]
     return len(neighbours) * count * hidden, len(arrived) * hidden, len(cut) * hidden
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
-from samecurve.planner import offload, space, strategies
-from samecurve.planner.answers import Prediction, predict
+from samecurve.planner import offload, space, step_time, strategies
+from samecurve.planner.answers import Held, Prediction, hold, prediction
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.constants import FITTED, Constant
 from samecurve.planner.job import Job
@@ -66,18 +68,12 @@ class Choice:
     def memory_interval(self) -> tuple[float, float]:
         """80 % interval of all that a GPU holds, in GiB."""
         assert self.found
-        share = self.found.total_memory_gib / self.found.memory_gib
-        low, high = self.found.memory_interval
-        return low * share, high * share
+        return self.found.total_interval
 
     @property
     def verdict(self) -> str:
-        """fits: also at the upper end of the memory interval. tight: only in the middle of it."""
-        if not (self.job and self.found):
-            return "cannot run"
-        if not self.found.fits:
-            return "too large"
-        return "fits" if self.memory_interval[1] <= self.job.memory_gib else "tight"
+        """fits, tight or too large (see `Held.verdict`), or cannot run."""
+        return self.found.verdict(self.job.memory_gib) if self.job and self.found else "cannot run"
 
     @property
     def idle_ranks(self) -> int:
@@ -154,12 +150,18 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
         return strategies.job(changed, strategy, machines) if strategies.takes(changed, strategy) else None
 
     chosen = _best(wanted, ranks, describe)
-    # on a CPU the host's memory is that of its processes, which the anatomy counts
-    held = offload.kept(chosen.job, "cpu") if chosen.job and machines.card.generation != "cpu" else 0
-    if held > machines.host.memory_gib:
-        reason = f"offloading needs {held:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
+    if chosen.job and (reason := host_problem(chosen.job, machines)):
         return Choice(template.name, template, sizes, reason=reason)
     return replace(chosen, name=template.name, template=template, sizes=sizes)
+
+
+def host_problem(job: Job, machines: Cluster) -> str:
+    """Say why a node's host memory does not hold what is offloaded to it; "" if it does."""
+    # on a CPU the host's memory is that of its processes, which the anatomy counts
+    held = offload.kept(job, "cpu") if job.offload and machines.card.generation != "cpu" else 0
+    if held <= machines.host.memory_gib:
+        return ""
+    return f"offloading needs {held:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
 
 
 def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) -> Choice:
@@ -168,23 +170,59 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
     Args:
         describe: returns None for what the shape does not take.
     """
-    tried: list[Choice] = []
-    tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
+    kinds: list[Sequence[_Tried]] = []
+    fast: dict[int, _Tried] = {}  # by micro-batch, with the least recomputation, which is the fastest
     for checkpointing in space.checkpointings(wanted):
-        for micro_batch in space.micro_batches(wanted, ranks):
-            job = describe(wanted.with_memory(micro_batch, checkpointing))
-            if job is None:
-                continue
-            tried.append(Choice("", job=job, found=predict(job), tokens=tokens))
-            if tried[-1].verdict == "too large":  # larger ones are, too
-                break
-    for verdict in ("fits", "tight"):
-        fitting = [each for each in tried if each.verdict == verdict]
-        if fitting:
-            return max(fitting, key=lambda each: each.tokens_per_s)
-    if not tried:
+        left = [each for each in space.micro_batches(wanted, ranks) if each not in fast]
+        jobs = (describe(wanted.with_memory(each, checkpointing)) for each in left)
+        groups = _by_memory([_Tried(job) for job in jobs if job])
+        fast |= {each.job.micro_batch: each for group in groups for each in _first(group, "fits")}
+        kinds += groups
+    tight = [each for kind in kinds for each in _first(kind, "tight")] if not fast else []
+    if not kinds:
         return Choice("", reason="its pipeline schedule takes none of these micro-batches, or not this recomputation")
-    return min(tried, key=lambda each: each.found.total_memory_gib if each.found else math.inf)
+    if not fast and not tight:
+        chosen = min((kind[0] for kind in kinds), key=lambda each: each.held.total_memory_gib)
+    else:
+        chosen = min(fast.values() or tight, key=lambda each: each.seconds)
+    tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
+    return Choice("", job=chosen.job, found=prediction(chosen.job, chosen.held, chosen.seconds), tokens=tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """A job of which only what the search asks for is predicted."""
+
+    job: Job
+
+    @cached_property
+    def held(self) -> Held:
+        return hold(self.job)
+
+    @cached_property
+    def seconds(self) -> float:
+        return step_time.breakdown(self.job).total
+
+    @property
+    def verdict(self) -> str:
+        return self.held.verdict(self.job.memory_gib)
+
+
+def _by_memory(tried: Sequence[_Tried]) -> list[Sequence[_Tried]]:
+    """Group micro-batches in ascending order so that in each group a larger one needs more memory.
+
+    Under GPipe it may need less: each of a step's micro-batches keeps a gradient of the whole head.
+    """
+    if tried and tried[0].job.layout.schedule == "GPipe":
+        return [[each] for each in tried]
+    return [tried] if tried else []
+
+
+def _first(group: Sequence[_Tried], verdict: str) -> Sequence[_Tried]:
+    """Return those with a verdict in a group of `_by_memory` whose first one has it."""
+    if group[0].verdict != verdict:
+        return []
+    return group[: bisect_left(group, True, key=lambda each: each.verdict != verdict)]
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:

@@ -11,6 +11,10 @@ from samecurve.planner.pipeline_partition import divide
 from samecurve.planner.timetables import micro_batches_kept
 from samecurve.strategy.pipeline_schedules import SCHEDULES, PipelineSchedule
 
+# Schedules that repeat themselves between their start and their end, so that further micro-batches keep nothing more.
+STEADY = ("1F1B", "ZBVZeroBubble", "DualPipeV")
+ENOUGH = 3  # micro-batches per rank, of which the steady part is one at least
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -86,7 +90,11 @@ def in_flight(job: Job, stage: Stage, cut_share: float = 0.0) -> tuple[float, fl
     PyTorch's schedules are counted along their order, with `cut_share` as in timetables.micro_batches_kept.
     """
     if job.layout.pp > 1 and job.layout.schedule in SCHEDULES:
-        return micro_batches_kept(job.layout.schedule, stage.index, job.layout.pp, job.grad_accum, cut_share)
+        name, ranks = job.layout.schedule, job.layout.pp
+        if name == "GPipe":  # all, without their order
+            return job.grad_accum, 0
+        count = min(job.grad_accum, ENOUGH * ranks) if name in STEADY else job.grad_accum
+        return micro_batches_kept(name, stage.index, ranks, count, cut_share)
     return _published_schedule(job, stage), 0
 
 

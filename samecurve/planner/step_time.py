@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 
 from samecurve.planner import collectives, kernels, offload
 from samecurve.planner.activations import expert_imbalance
@@ -37,9 +38,9 @@ class StepTime:
     offload: float = 0
     host: float = 0
 
-    @property
+    @cached_property
     def total(self) -> float:
-        return sum(getattr(self, each.name) for each in fields(self))
+        return sum(vars(self).values())
 
     @property
     def largest(self) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from samecurve.config.documents import ConfigProblem, Document
+from samecurve.config.source import RecipeSource
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.job import Job, StateBytes
 from samecurve.planner.layout import Layout
@@ -42,10 +44,36 @@ def describe(
         sizes: sizes of the axes that the files set, by name.
         gpus: number of all ranks.
     """
+    of_sizes = id(wanted.source), wanted.shape, wanted.family, template, *sizes.items()
+    known = wanted.known.get(of_sizes) or wanted.known.get((*of_sizes, gpus))
+    if not known:
+        known = _describe(wanted, template, sizes, gpus)
+        # what a file's sizes cannot be is so on any number of GPUs
+        stays = any(each.key.startswith("parallelism_config.") and not each.topology for each in known[1])
+        wanted.known[of_sizes if stays else (*of_sizes, gpus)] = known
+    return known
+
+
+class _Remembered(RecipeSource):
+    """A recipe whose values are looked up once, for rules that ask for the same ones about each strategy and size."""
+
+    values: dict[str, Any]
+
+    def value(self, dotted: str) -> Any:
+        if dotted not in self.values:
+            self.values[dotted] = super().value(dotted)
+        return self.values[dotted]
+
+
+def _describe(
+    wanted: Wanted, template: Template, sizes: Mapping[str, int], gpus: int
+) -> tuple[Strategy, list[ConfigProblem]]:
     files, launch = template.sized(sizes), Launch("torchrun", gpus)
     strategy = resolve.describe_strategy(files, launch)
     # without the recipe's own problems: its data may lie on the machines that are planned for
-    source = wanted.source._replace(document=replace(wanted.source.document, problems=[]))
+    source = _Remembered(*wanted.source._replace(document=replace(wanted.source.document, problems=[])))
+    # the source is kept, so that no other one gets its id
+    _, source.values = wanted.known.setdefault(id(wanted.source), (wanted.source, {}))
     validate.check_strategy(source, files, strategy, launch)
     problems = [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
     problems += _experts_problem(wanted.shape, files.accelerate, strategy.dims.ep)

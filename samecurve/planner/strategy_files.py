@@ -56,7 +56,7 @@ SCHEDULED = ("parallelism_config", "parallelism_config_pp_size")  # sets pp of P
 ULYSSES = ("parallelism_config", "parallelism_config_sp_size")  # sets cp, too
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Template:
     """A strategy's files, whose parallel sizes a plan may change."""
 

@@ -289,11 +289,11 @@ def micro_batches_kept(
 
 @lru_cache(maxsize=512)
 def _kept_stages(schedule: str, rank: int, ranks: int, micro_batches: int) -> set[tuple[int, int]]:
-    """Return what a rank keeps at any time: micro-batches of a stage from F to W or B, and from I to W."""
-    held, between, found = 0, 0, set()
+    """Return the most that a rank keeps: micro-batches of a stage from F to W or B, by those from I to W."""
+    held, between, found = 0, 0, dict[int, int]()
     for entry in order(schedule, rank, ranks, micro_batches):
         for work in entry:
             held += {"F": 1, "I": 0}.get(work.kind, -1)
             between += {"I": 1, "W": -1}.get(work.kind, 0) if work.stage else 0
-            found.add((held, between))
-    return found
+            found[between] = max(held, found.get(between, 0))
+    return {(most, between) for between, most in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from samecurve.config.schema import Recipe
@@ -30,6 +30,7 @@ class Wanted:
         attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
         fp8: as the recipe's `fp8`; "" for none.
         compile: whether layers are compiled; not where `auto` has still to decide.
+        known: what `strategies.describe` has found out about a source, a shape and a family, also of changed copies.
     """
 
     shape: ModelShape
@@ -44,6 +45,7 @@ class Wanted:
     fp8: str = ""
     compile: bool = False
     family: str = ""
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_recipe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from samecurve.planner.bubbles import bubble
 from samecurve.planner.cluster import built_in
 from samecurve.planner.ledger import ledger
 from samecurve.planner.profiles import profile
-from samecurve.planner.stages import in_flight, stages
+from samecurve.planner.stages import ENOUGH, STEADY, in_flight, stages
 from samecurve.planner.step_time import breakdown, stage_time
 from samecurve.planner.strategy_files import read
 from samecurve.planner.timetables import micro_batches_kept, order, timetable
@@ -117,6 +118,15 @@ def test_micro_batches_kept():
         "ZBVZeroBubble": [4] * 4,
         "DualPipeV": [4.5] * 4,
     }
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_what_ranks_keep_does_not_grow_with_further_micro_batches(name):
+    for ranks, count, share in product((2, 3, 4, 7, 8), (1, 2, 5), (0.0, 0.4, 3.0)):
+        few, many = ENOUGH * ranks, ENOUGH * ranks + count
+        for rank in range(ranks):
+            kept = [micro_batches_kept(name, rank, ranks, each, share) for each in (few, many)]
+            assert kept[0] == kept[1], (ranks, rank, count, share)
 
 
 def test_a_job_is_forecast_by_its_own_schedule():
