@@ -125,15 +125,15 @@ def run(arguments: argparse.Namespace) -> int | Work:
             arguments.json, {"plans": plans, "constants": shipped_constants() | {"hardware": origins.record(machines)}}
         )
     first_line = plan_text.answer(best, sum(each.tie for each in order) - best.tie) if best else ""
+    exact = replace(wanted, fixed=frozenset(inputs.SEARCHED)) if arguments.strategy else wanted
     if not best:
-        fixed = frozenset(inputs.SEARCHED) if arguments.strategy else wanted.fixed
-        hint = remedies.smallest_change(replace(wanted, fixed=fixed), machines, whole, asked, shipped)
+        hint = remedies.smallest_change(exact, machines, whole, asked, shipped)
         first_line = f"nothing {'fits' if order[0].job else 'can run'} on {machines.gpus} x {machines.kind}: {hint}"
     print("\n".join([first_line, plan_text.job_size(wanted), origins.summary(machines, order[0].job), *notes, ""]))
     _print_table(choices, lacking, arguments)
     _print_limits(wanted, machines)
     if arguments.why or arguments.strategy:
-        _print_rejected(choices, wanted, whole)
+        _print_rejected(choices, exact, whole, bool(arguments.strategy))
     _print_details(order[0], wanted, machines, arguments)
     failure = None if best else _nothing_fits(first_line, choices, order[0])
     if best and arguments.emit:
@@ -268,8 +268,13 @@ def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments
         print(f"\nFor comparison, what this version cannot run and --emit never writes:\n{grey}{shown}{normal}")
 
 
-def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -> None:
-    """Print one line for each strategy of which no size fits."""
+def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster, as_written: bool) -> None:
+    """Print one line for each strategy of which no size fits, and none is tight.
+
+    Args:
+        wanted: what is fixed in it is so on other numbers of GPUs, too.
+        as_written: whether only the files' own sizes count.
+    """
     chosen = {each.name for each in choices if each.found and each.found.fits}
     out = dict.fromkeys(each.name for each in choices if each.name not in chosen)
     if out:
@@ -278,7 +283,7 @@ def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster) -
         first = next(each for each in choices if each.name == name)
         more = None
         if first.job and first.template:
-            more = remedies.more_gpus(wanted, whole, [first.template], first.job.layout.gpus)
+            more = remedies.more_gpus(wanted, whole, [first.template], first.job.layout.gpus, as_written)
         print(plan_text.rejection(first, more))
 
 

@@ -119,22 +119,28 @@ def legend(lacking: Sequence[Choice]) -> str:
 
 
 def rejection(choice: Choice, more: tuple[Choice, str] | None) -> str:
-    """Say in one line why a family of strategies is out, and from how many GPUs on it would fit.
+    """Say in one line why a family of strategies is out, and on how many GPUs it would fit.
 
     Args:
-        more: the fewest GPUs on which it does, and what else has to change (`remedies.more_gpus`).
+        more: the choice on the fewest GPUs on which it does, and what else has to change (`remedies.more_gpus`).
     """
     if not (choice.job and choice.found):
         return f"{choice.name}: {choice.reason}"
     fullest = max(memory.anatomy(choice.job), key=lambda each: each.peak)
     line = next(each for each in fullest.lines if each.name == fullest.binding)
     held = getattr(line, fullest.moment) / memory.GIB
-    fitting = more[0].job if more else None
-    helps = f"from {fitting.layout.gpus} GPUs on it fits{more[1]}" if more and fitting else "more GPUs do not help"
+    helps = f"it {elsewhere(more)}" if more else "more GPUs do not help"
     return (
         f"{choice.name} ({sizes(choice.job.layout)}): {choice.found.total_memory_gib:.0f} GiB of "
         f"{choice.job.memory_gib:.0f}, {fullest.binding} {held:.0f}; {helps}"
     )
+
+
+def elsewhere(more: tuple[Choice, str]) -> str:
+    """Say on how many GPUs a choice of `remedies.more_gpus` fits, or is tight, and what else has to change."""
+    choice, changed = more
+    assert choice.job
+    return f"{'fits' if choice.verdict == 'fits' else 'is tight'} on {choice.job.layout.gpus} GPUs{changed}"
 
 
 def record(choice: Choice) -> dict:

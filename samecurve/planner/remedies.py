@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 
-from samecurve.planner import plan_text, space
+from samecurve.planner import memory, plan_text, space, strategies
+from samecurve.planner.answers import hold, predict
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.search import Choice, sized
+from samecurve.planner.search import Choice, host_problem
+from samecurve.planner.space import Sizes
 from samecurve.planner.strategy_files import Template
 from samecurve.planner.wanted import Wanted
 
 MOST_GPUS = 4096
 SCANNED = 64  # numbers of GPUs that are tried one by one for the smallest
 SHORTEST = 128  # tokens of a row that is worth proposing
+GOOD = (("fits",), ("fits", "tight"))  # verdicts: the second where nothing has the first
+WOULD = {"fits": "fit", "tight": "be tight"}
+
+Judged = tuple[Choice, str]
+"""A choice without predictions, and its verdict."""
 
 
 def more_gpus(
@@ -25,47 +33,104 @@ def more_gpus(
         wanted, machines, templates, more_than, as_written: see `fewest_gpus`.
 
     Returns:
-        The first choice that fits there, and what else has to change, as `", with ..."`; None if nothing fits.
+        The first choice that fits there, or is tight where none fits on any number with the same rows; and what else
+        has to change, as `", with ..."`. None if there is neither.
     """
-    arguments = wanted, machines, templates
-    least = fewest_gpus(*arguments, more_than, as_written)
-    if not least:
+    hungry = []
+    every = Tried(wanted, templates, as_written=as_written)
+    for tried in [replace(every, good=each) for each in GOOD]:
+        least = fewest_gpus(tried, machines, more_than)
+        if not least:
+            continue
+        # Fewer GPUs than `least` never fit. Look for one where every rank has a row, first at `least`, then above.
+        fed = replace(tried, fed=True)
+        choice = fed.first(machines.scaled(least))
+        if not choice and (gpus := fewest_gpus(fed, machines, least)):
+            choice = fed.first(machines.scaled(gpus))
+        if choice:
+            return choice, ""
+        choice = tried.first(machines.scaled(least))
+        assert choice and choice.job  # `fewest_gpus` has found it
+        rows = f"batch.global_batch_size={choice.job.layout.dp}"
+        hungry.append((choice, f", with {rows} for a row per rank, which changes what is trained"))
+    return next(iter(hungry), None)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Strategies that are tried for a job on different numbers of GPUs.
+
+    Attributes:
+        good: the verdicts that count, one of GOOD.
+        as_written: whether only the files' own sizes count.
+        fed: whether every rank has to get a row (`Choice.idle_ranks`).
+        judged: by number of GPUs, choices with their verdicts, and those that are still to judge; for copies, too,
+            which differ in what counts.
+        hopeless: sizes whose tensors are too large for a GPU even among MOST_GPUS.
+    """
+
+    wanted: Wanted
+    templates: Sequence[Template]
+    good: tuple[str, ...] = ("fits",)
+    as_written: bool = False
+    fed: bool = False
+    judged: dict[int, tuple[list[Judged], Iterator[Judged]]] = field(default_factory=dict)
+    hopeless: dict[tuple, bool] = field(default_factory=dict)
+
+    def first(self, machines: Cluster) -> Choice | None:
+        """Return the first strategy with a good verdict, with its sizes."""
+        for choice, verdict in self._verdicts(machines):
+            if verdict in self.good and not (self.fed and choice.idle_ranks):
+                assert choice.job
+                return replace(choice, found=predict(choice.job))
         return None
-    # Fewer GPUs than `least` never fit. Look for one where every rank has a row, first at `least`, then above.
-    choice = _first_fitting(wanted, machines.scaled(least), templates, as_written, fed=True)
-    if not choice and (gpus := fewest_gpus(*arguments, least, as_written, fed=True)):
-        choice = _first_fitting(wanted, machines.scaled(gpus), templates, as_written, fed=True)
-    if choice:
-        return choice, ""
-    choice = _first_fitting(wanted, machines.scaled(least), templates, as_written)
-    assert choice and choice.job  # `fewest_gpus` has found it
-    return (
-        choice,
-        f", with batch.global_batch_size={choice.job.layout.dp} for a row per rank, which changes what is trained",
-    )
+
+    def _verdicts(self, machines: Cluster) -> Iterator[Judged]:
+        known, left = self.judged.setdefault(machines.gpus, ([], self._judge(machines)))
+        yield from known
+        for each in left:
+            known.append(each)
+            yield each
+
+    def _judge(self, machines: Cluster) -> Iterator[Judged]:
+        for template in self.templates:
+            own = [template.own_sizes] if self.as_written else space.sizes(template, self.wanted, machines)
+            for sizes in own:
+                if self._is_hopeless(machines, template, sizes):
+                    continue
+                for choice in _smallest(self.wanted, machines, template, sizes):
+                    assert choice.job
+                    yield choice, hold(choice.job).verdict(choice.job.memory_gib)
+
+    def _is_hopeless(self, machines: Cluster, template: Template, sizes: Sizes) -> bool:
+        """Whether tensors of such sizes are too large among all GPUs: more of them share states, and nothing else.
+
+        Sizes that do not divide MOST_GPUS are tried once or twice, and not worth a look.
+        """
+        key = template, *sizes.items()
+        if key not in self.hopeless and MOST_GPUS % machines.gpus:
+            return False
+        if key not in self.hopeless:
+            most = machines.scaled(MOST_GPUS)
+            jobs = [each.job for each in _smallest(self.wanted, most, template, sizes) if each.job]
+            peaks = [max(each.peak for each in memory.anatomy(job)) / memory.GIB > job.memory_gib for job in jobs]
+            self.hopeless[key] = bool(peaks) and all(peaks)
+        return self.hopeless[key]
 
 
-def fewest_gpus(
-    wanted: Wanted,
-    machines: Cluster,
-    templates: Sequence[Template],
-    more_than: int,
-    as_written: bool = False,
-    fed: bool = False,
-) -> int | None:
+def fewest_gpus(tried: Tried, machines: Cluster, more_than: int) -> int | None:
     """Find the smallest number of GPUs above `more_than` on which one of the strategies fits, up to MOST_GPUS.
 
     Args:
+        tried: the strategies, and what counts.
         machines: with nodes of full size; a part of one node counts, too.
-        as_written: whether only the files' own sizes count.
-        fed: whether every rank has to get a row (`Choice.idle_ranks`).
     """
     node = machines.gpus_per_node
     counts = [*range(1, node), *range(node, MOST_GPUS + 1, node)]
     counts = [each for each in counts if each > more_than]
 
     def fit(gpus: int) -> bool:
-        return _first_fitting(wanted, machines.scaled(gpus), templates, as_written, fed) is not None
+        return tried.first(machines.scaled(gpus)) is not None
 
     # No number up to counts[low - 1] is known to fit. Only numbers are tried that parallel sizes divide.
     low, high = 0, 0
@@ -90,16 +155,23 @@ def _is_round(gpus: int, node: int) -> bool:
     return nodes & (nodes - 1) == 0
 
 
-def _smallest(wanted: Wanted, machines: Cluster, template: Template, as_written: bool) -> Iterable[Choice]:
-    """Predict the sizes of a strategy, or its file's own, with as little memory as the search may choose."""
-    least = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
-    if "micro_batch" not in wanted.fixed:
-        least = least.with_memory(1, least.checkpointing)
-    if "checkpointing" not in wanted.fixed:
-        least = least.with_memory(least.batch.micro_batch_size, "full")
-    own = template.own_sizes
-    for sizes in [own] if as_written else space.sizes(template, wanted, machines):
-        yield sized(least, machines, template, sizes)
+def _smallest(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -> Iterator[Choice]:
+    """Describe sizes of a strategy with as little memory as the search may choose.
+
+    Generates choices that can run, without predictions.
+    """
+    strategy, problems = strategies.describe(wanted, template, sizes, machines.gpus)
+    if problems:
+        return
+    checkpointing = wanted.checkpointing if "checkpointing" in wanted.fixed else "full"
+    tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
+    counts = space.micro_batches(wanted, strategy.data_parallel_size)
+    # under GPipe a larger one may need less (search.py)
+    for micro_batch in counts if strategy.pipeline_schedule == "GPipe" else counts[:1]:
+        least = wanted.with_memory(micro_batch, checkpointing)
+        job = strategies.job(least, strategy, machines) if strategies.takes(least, strategy) else None
+        if job and not host_problem(job, machines):
+            yield Choice(template.name, template, sizes, job=job, tokens=tokens)
 
 
 def smallest_change(
@@ -119,17 +191,9 @@ def smallest_change(
         other = replace(wanted, attention="varlen")
         found = [_setting(other, machines, templates, shipped, ("model.attention=varlen",))]
     more = more_gpus(wanted, whole, templates, machines.gpus, as_written)
-    if more and (choice := more[0]).job:
-        found.append(f"{choice.name} fits on {choice.job.layout.gpus} GPUs{more[1]}")
+    if more:
+        found.append(f"{more[0].name} {plan_text.elsewhere(more)}")
     return ", or ".join(filter(None, found)) or _shorter(wanted, machines, shipped)
-
-
-def _first_fitting(
-    wanted: Wanted, machines: Cluster, templates: Iterable[Template], as_written: bool = False, fed: bool = False
-) -> Choice | None:
-    """Return the first strategy that fits, with sizes; fed: with a row for every rank."""
-    found = (each for template in templates for each in _smallest(wanted, machines, template, as_written))
-    return next((each for each in found if each.found and each.found.fits and not (fed and each.idle_ranks)), None)
 
 
 def _setting(
@@ -149,23 +213,30 @@ def _setting(
         ((), shipped, {"micro_batch", "checkpointing"}),
         ((recompute, rows), shipped, set()),
     )
-    for as_written in (True, False):
-        for settings, tried, kept in changes:
-            choice = _first_fitting(replace(wanted, fixed=wanted.fixed & kept), machines, tried, as_written)
-            if choice and choice.job and choice.template:
-                resized = "" if as_written else f"with {plan_text.sizes(choice.job.layout)}"
-                named = filter(None, ["--strategy", choice.template.path, resized, *settings, *others])
-                return f"{' '.join(named)} would fit"
+    failed = set()  # of a job with nothing fixed, all changes are the same
+    for good, as_written, (settings, tried, kept) in product(GOOD, (True, False), changes):
+        fixed = wanted.fixed & kept
+        key = good, as_written, tried is shipped, fixed
+        if key in failed:
+            continue
+        choice = Tried(replace(wanted, fixed=fixed), tried, good, as_written).first(machines)
+        if choice and choice.job and choice.template:
+            resized = "" if as_written else f"with {plan_text.sizes(choice.job.layout)}"
+            named = filter(None, ["--strategy", choice.template.path, resized, *settings, *others])
+            return f"{' '.join(named)} would {WOULD[choice.verdict]}"
+        failed.add(key)
     return ""
 
 
 def _shorter(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> str:
     """Name the longest rows that fit, which make another curve."""
-    length = wanted.batch.sequence_length // 2
-    while length >= SHORTEST:
-        batch = wanted.batch.model_copy(update={"sequence_length": length})
-        choice = _first_fitting(replace(wanted, batch=batch), machines, templates)
-        if choice:
-            return f"batch.sequence_length={length} would fit with {choice.name}, and change what is trained"
-        length //= 2
+    for good in GOOD:
+        length = wanted.batch.sequence_length // 2
+        while length >= SHORTEST:
+            batch = wanted.batch.model_copy(update={"sequence_length": length})
+            choice = Tried(replace(wanted, batch=batch), templates, good).first(machines)
+            if choice:
+                would = f"batch.sequence_length={length} would {WOULD[choice.verdict]}"
+                return f"{would} with {choice.name}, and change what is trained"
+            length //= 2
     return f"not even on {MOST_GPUS} GPUs or with shorter rows; train a smaller model or an adapter"

@@ -46,14 +46,15 @@ def bytecode(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "rows", "length", "code"),
+    ("model", "gpus", "rows", "length", "code", "most"),
     [
-        ("8b", 1024, 2048, 4096, 0),
-        ("8b", 512, 2048, 8192, 0),
-        ("70b", 64, 2048, 8192, 0),
+        ("8b", 1024, 2048, 4096, 0, 2),
+        ("8b", 512, 2048, 8192, 0, 2),
+        ("70b", 64, 2048, 8192, 0, 2),
+        ("8b", 8, 8, 1048576, 6, 2.5),  # and looks for other numbers of GPUs
     ],
 )
-def test_up_to_a_thousand_gpus_take_less_than_two_seconds(model, gpus, rows, length, code, bytecode):
+def test_up_to_a_thousand_gpus_take_less_than_two_seconds(model, gpus, rows, length, code, most, bytecode):
     """The whole command, interpreter included, in seconds of a CPU that has nothing else to do; no torch.
 
     The first run compiles the modules, as a user's first one does. Of the others the quickest counts: other processes
@@ -73,7 +74,7 @@ def test_up_to_a_thousand_gpus_take_less_than_two_seconds(model, gpus, rows, len
         done = subprocess.run(command, **options)
         assert done.returncode == code and f"on {gpus} x H100-80GB" in done.stdout, done.stderr
         seconds.append(_child_seconds() - before)
-    assert min(seconds[1:]) < 2, seconds
+    assert min(seconds[1:]) < most, seconds
 
 
 def _child_seconds() -> float:
@@ -264,31 +265,50 @@ def test_fits_is_judged_by_the_upper_end_of_the_interval(wanted):
 
 def test_the_fewest_gpus_are_the_fewest(wanted, monkeypatch):
     whole, templates = cluster("a100_40gbx8"), [read("configs/fsdp.yaml")]
-    found = remedies.fewest_gpus(wanted, whole, templates, 0)
+    tried = remedies.Tried(wanted, templates)
+    found = remedies.fewest_gpus(tried, whole, 0)
     fitting = [
         gpus
         for gpus in (*range(1, 8), 8, 16, 24)
-        if any(each.found and each.found.fits for each in search.search(wanted, whole.scaled(gpus), templates))
+        if any(each.verdict == "fits" for each in search.search(wanted, whole.scaled(gpus), templates))
     ]
     assert found == fitting[0] > 1
     monkeypatch.setattr(remedies, "SCANNED", 1)  # bisection, as among thousands of GPUs
-    assert remedies.fewest_gpus(wanted, whole, templates, 0) == found
+    assert remedies.fewest_gpus(tried, whole, 0) == found
 
 
 @pytest.mark.parametrize(
     ("rows", "changed"),
-    [(40, ""), (32, ", with batch.global_batch_size=40 for a row per rank, which changes what is trained")],
+    [(48, ""), (32, ", with batch.global_batch_size=48 for a row per rank, which changes what is trained")],
 )
 def test_more_gpus_than_rows_are_proposed_with_more_rows(rows, changed):
-    """2 replicas of 70 billion parameters fit on 40 GPUs, of which 8 would get none of 32 rows."""
+    """2 replicas of 70 billion parameters fit on 48 GPUs, of which 16 would get none of 32 rows."""
     wanted = inputs.read("benchmarks/planner/llama_70b.json", [f"batch.global_batch_size={rows}"])
     whole, templates = cluster("h100x8"), [read("configs/hsdp.yaml")]
     found = remedies.more_gpus(wanted, whole, templates, 16)
-    assert found and found[0].job and found[0].job.layout.dp == 40
-    assert (found[0].idle_ranks, found[1]) == (40 - rows, changed)
-    assert remedies.fewest_gpus(wanted, whole, templates, 40, fed=True) is None
+    assert found and found[0].job and found[0].job.layout.dp == 48
+    assert (found[0].idle_ranks, found[1]) == (48 - rows, changed)
+    assert remedies.fewest_gpus(remedies.Tried(wanted, templates, fed=True), whole, 48) is None
     first = search.search(wanted, whole.scaled(16), templates)[0]
-    assert plan_text.rejection(first, found).endswith(f"; from 40 GPUs on it fits{changed}")
+    assert plan_text.rejection(first, found).endswith(f"; it fits on 48 GPUs{changed}")
+
+
+def test_what_is_tight_is_not_said_to_fit(wanted):
+    """FSDP on GPUs of every size: where a hint says that it fits, or is tight, the plan says so, too."""
+    whole, templates = cluster("h100x8"), [read("configs/fsdp.yaml")]
+    seen = set()
+    for gib in (11, 12, 14, 18, 24):
+        machines = replace(whole, card=replace(whole.card, memory_gib=float(gib)))
+        found = remedies.more_gpus(wanted, machines, templates, 4)
+        if found and found[0].job:
+            gpus = found[0].job.layout.gpus
+            (planned,) = search.search(wanted, machines.scaled(gpus), templates)
+            assert found[0].verdict == planned.verdict
+            assert plan_text.elsewhere(found).startswith(
+                f"{'fits' if planned.verdict == 'fits' else 'is tight'} on {gpus} GPUs"
+            )
+            seen.add(planned.verdict)
+    assert seen == {"fits", "tight"}
 
 
 def test_a_strategy_with_rows_for_all_ranks_is_proposed_first():
