@@ -65,6 +65,13 @@ class Choice:
         return self.tokens / high, self.tokens / low
 
     @property
+    def uncertainty(self) -> float:
+        """Ratio of the ends of the step time's interval, in whole thousandths."""
+        assert self.found
+        low, high = self.found.seconds_interval
+        return round(high / low, 3)
+
+    @property
     def memory_interval(self) -> tuple[float, float]:
         """80 % interval of all that a GPU holds, in GiB."""
         assert self.found
@@ -228,19 +235,22 @@ def _first(group: Sequence[_Tried], verdict: str) -> Sequence[_Tried]:
 def ranked(choices: Iterable[Choice]) -> list[Choice]:
     """Sort: what fits, then what is tight, then what is too large, then what cannot run; the first two by speed.
 
-    Of what fits, and of what is tight, choices in which some ranks get no row come last. Choices that may be as fast as
-    the fastest one are ties, the simplest first (see `Choice.order`).
+    Of what fits, and of what is tight, choices in which some ranks get no row come last. Of choices that may be the
+    fastest one, the simplest is first (see `Choice.order`), the answer; these, and all that are predicted to be faster
+    than it, are ties.
     """
     choices = list(choices)
     result: list[Choice] = []
     for verdict, idle in product(("fits", "tight"), (False, True)):
         alike = [each for each in choices if each.verdict == verdict and (each.idle_ranks > 0) == idle]
         group = sorted(alike, key=lambda each: -each.tokens_per_s)
-        ties = [each for each in group if _may_be_fastest(each, group)]
+        first = sorted((each for each in group if _may_be_fastest(each, group)), key=lambda each: each.order)
+        others = [each for each in group if each not in first]
+        faster = [each for each in others if each.tokens_per_s >= first[0].tokens_per_s]
         # what comes after a better group cannot be as good as the answer
-        marked = [replace(each, tie=len(ties) > 1 and not result) for each in ties]
-        result += sorted(marked, key=lambda each: each.order)
-        result += [each for each in group if each not in ties]
+        is_tie = len(first) + len(faster) > 1 and not result
+        result += [replace(each, tie=is_tie) for each in [*first, *faster]]
+        result += others[len(faster) :]
     large = [each for each in choices if each.verdict == "too large"]
     result += sorted(large, key=lambda each: each.found.total_memory_gib if each.found else 0)
     return result + [each for each in choices if each.verdict == "cannot run"]
@@ -250,8 +260,12 @@ def _may_be_fastest(choice: Choice, group: Sequence[Choice]) -> bool:
     """Whether a choice may be the fastest of a group that is sorted by speed.
 
     Errors within one stack are alike, so that its ratios are known better than the times themselves: the choice has to
-    come near the fastest of its own stack, and reach the interval of the fastest of all.
+    come near the fastest of its own stack, and reach the interval of the fastest of all. A wide interval is no
+    advantage: one that is as certain, and by far as fast, must not be faster than that.
     """
+    limit = choice.tokens_per_s * math.exp(COMPARED)
+    if any(each.tokens_per_s > limit and each.uncertainty <= choice.uncertainty for each in group):
+        return False
     of_stack = next(each for each in group if _stack(each) == _stack(choice))
     near = choice.tokens_per_s >= of_stack.tokens_per_s * math.exp(-COMPARED)
     return near and (of_stack is group[0] or choice.tokens_per_s >= group[0].tokens_per_s_interval[0])

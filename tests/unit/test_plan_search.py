@@ -249,11 +249,40 @@ def test_ranks_without_a_row_come_last_and_are_counted(wanted):
     assert "get no row" not in plan_text.answer(fed, 0)
 
 
-def test_another_stack_is_a_tie_within_the_interval(wanted):
-    fast, other = choice(wanted, "fsdp", 1.0), choice(wanted, "zero1", 1.35, stack="deepspeed")
-    assert [each.name for each in search.ranked([fast, other])] == ["zero1", "fsdp"]
-    slower = choice(wanted, "zero1", 1.45, stack="deepspeed")
+def with_interval(each: Choice, low: float, high: float) -> Choice:
+    assert each.found
+    ends = each.found.seconds * low, each.found.seconds * high
+    return replace(each, found=replace(each.found, seconds_interval=ends))
+
+
+def test_another_stack_is_a_tie_within_the_interval_of_a_less_certain_one(wanted):
+    fast = with_interval(choice(wanted, "fsdp", 1.0), 0.8, 1.4)
+    other, slower = (choice(wanted, "zero1", seconds, stack="deepspeed") for seconds in (1.35, 1.45))
+    other, slower = (with_interval(each, 0.9, 1.2) for each in (other, slower))
+    assert [(each.name, each.tie) for each in search.ranked([fast, other])] == [("zero1", True), ("fsdp", True)]
     assert [each.tie for each in search.ranked([fast, slower])] == [False, False]
+
+
+def test_a_simple_choice_does_not_win_by_being_uncertain(wanted):
+    """Mixtral on 64 GPUs: ZeRO-3 is simpler than FSDP with experts on ranks, slower by 31 %, and less certain."""
+    fast = with_interval(choice(wanted, "fsdp_ep", 1.0), 0.88, 1.53)
+    simple = with_interval(choice(wanted, "zero3", 1.31, stack="deepspeed"), 0.55, 1.95)
+    assert [(each.name, each.tie) for each in search.ranked([simple, fast])] == [("fsdp_ep", False), ("zero3", False)]
+    near = with_interval(choice(wanted, "zero3", 1.05, stack="deepspeed"), 0.55, 1.95)
+    assert [(each.name, each.tie) for each in search.ranked([near, fast])] == [("zero3", True), ("fsdp_ep", True)]
+
+
+def test_what_is_faster_than_the_answer_is_a_tie(wanted):
+    """Slower by 9 % than the best of its own stack, which is less certain than the answer."""
+    answer = choice(wanted, "fsdp", 1.0)
+    best, worse, slow = (
+        with_interval(choice(wanted, "pipeline", seconds, stack="deepspeed"), 0.69, 1.52)
+        for seconds in (0.91, 0.995, 1.2)
+    )
+    found = search.ranked([slow, worse, answer, best])
+    assert [(each.found, each.tie) for each in found] == [
+        (answer.found, True), (best.found, True), (worse.found, True), (slow.found, False),
+    ]  # fmt: skip
 
 
 def test_fits_is_judged_by_the_upper_end_of_the_interval(wanted):
