@@ -16,7 +16,7 @@ from report_cases import missing
 
 from samecurve.bench.strategy_variants import write_changed
 from samecurve.cli.commands import main
-from samecurve.planner import inputs, memory, plan_text, remedies, search, space, strategies
+from samecurve.planner import inputs, memory, plan_text, remedies, search, space, step_time, strategies
 from samecurve.planner.answers import Prediction
 from samecurve.planner.cluster_file import cluster
 from samecurve.planner.search import COMPARED, Choice
@@ -40,41 +40,55 @@ def wanted(config):
     return inputs.read(config, [])
 
 
-@pytest.fixture(scope="module")
-def bytecode(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("bytecode"))
+def test_a_thousand_gpus_take_less_than_two_seconds(tmp_path):
+    """The whole command, interpreter included, in seconds of a CPU that has nothing else to do; no torch.
+
+    The first run compiles the modules, as a user's first one does. Of the others the quicker counts: other processes
+    on this machine cost this one time, too.
+    """
+    call = "import sys; from samecurve.cli.commands import main; code = main(sys.argv[1:]); "
+    call += "assert 'torch' not in sys.modules; sys.exit(code)"
+    model = ["benchmarks/planner/llama_8b.json", "batch.global_batch_size=2048"]
+    command = [sys.executable, "-c", call, "plan", *model, "--cluster", "h100x8", "--gpus", "1024"]
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "check": True}
+    seconds = []
+    for _ in range(3):
+        before = _child_seconds()
+        assert "on 1024 x H100-80GB" in subprocess.run(command, **options).stdout
+        seconds.append(_child_seconds() - before)
+    assert min(seconds[1:]) < 2, seconds
 
 
 @pytest.mark.parametrize(
     ("model", "gpus", "rows", "length", "code", "most"),
     [
-        ("8b", 1024, 2048, 4096, 0, 2),
-        ("8b", 512, 2048, 8192, 0, 2),
-        ("70b", 64, 2048, 8192, 0, 2),
-        ("8b", 8, 8, 1048576, 6, 2.5),  # and looks for other numbers of GPUs
+        ("8b", 1024, 2048, 4096, 0, (450, 300)),
+        ("8b", 512, 2048, 8192, 0, (1800, 1200)),
+        ("70b", 64, 2048, 8192, 0, (900, 300)),
+        ("8b", 8, 8, 1048576, 6, (900, 100)),
     ],
 )
-def test_up_to_a_thousand_gpus_take_less_than_two_seconds(model, gpus, rows, length, code, most, bytecode):
-    """The whole command, interpreter included, in seconds of a CPU that has nothing else to do; no torch.
+def test_a_search_predicts_few_shapes(model, gpus, rows, length, code, most, monkeypatch, capsys):
+    """On which its time depends: memory of each, and the step time of what fits. The last looks for other GPUs, too."""
+    counts = {"anatomy": 0, "breakdown": 0}
 
-    The first run compiles the modules, as a user's first one does. Of the others the quickest counts: other processes
-    on this machine cost this one time, too.
-    """
-    call = "import sys; from samecurve.cli.commands import main; code = main(sys.argv[1:]); "
-    call += "assert 'torch' not in sys.modules; sys.exit(code)"
+    def counted(module, name):
+        original = getattr(module, name)
+
+        def count(*arguments, **options):
+            counts[name] += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, count)
+
+    counted(memory, "anatomy")
+    counted(step_time, "breakdown")
     job = [f"batch.global_batch_size={rows}", f"batch.sequence_length={length}"]
     config = f"benchmarks/planner/llama_{model}.json"
-    command = [sys.executable, "-c", call, "plan", config, "--cluster", "h100x8", "--gpus", str(gpus), *job]
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    seconds = []
-    for _ in range(3):
-        before = _child_seconds()
-        done = subprocess.run(command, **options)
-        assert done.returncode == code and f"on {gpus} x H100-80GB" in done.stdout, done.stderr
-        seconds.append(_child_seconds() - before)
-    assert min(seconds[1:]) < most, seconds
+    assert main(["plan", config, "--cluster", "h100x8", "--gpus", str(gpus), *job]) == code
+    assert 0 < counts["anatomy"] < most[0] and 0 < counts["breakdown"] < most[1], counts
 
 
 def _child_seconds() -> float:
@@ -186,9 +200,9 @@ def test_gpipe_needs_less_memory_with_larger_micro_batches(wanted):
     least, larger = (
         search.sized(fixed.with_memory(rows, "full"), machines, template, {"pp": 8}).verdict for rows in (1, 2)
     )
-    assert (least, larger) == ("too large", "fits")
+    assert (least, larger) == ("too large", "tight")
     found = search.sized(wanted, machines, template, {"pp": 8})
-    assert found.verdict == "fits" and found.job and found.job.micro_batch > 1
+    assert found.verdict in ("fits", "tight") and found.job and found.job.micro_batch > 1
 
 
 def test_slow_choices_have_a_speed():
