@@ -260,13 +260,14 @@ def _may_be_fastest(choice: Choice, group: Sequence[Choice]) -> bool:
     """Whether a choice may be the fastest of a group that is sorted by speed.
 
     Errors within one stack are alike, so that its ratios are known better than the times themselves: the choice has to
-    come near the fastest of its own stack, and reach the interval of the fastest of all. A wide interval is no
-    advantage: one that is as certain, and by far as fast, must not be faster than that.
+    come near the fastest of its own stack that is as certain, and reach the interval of the fastest of all. A wide
+    interval is no advantage: one that is as certain, and by far as fast, must not be faster than that.
     """
     limit = choice.tokens_per_s * math.exp(COMPARED)
     if any(each.tokens_per_s > limit and each.uncertainty <= choice.uncertainty for each in group):
         return False
-    of_stack = next(each for each in group if _stack(each) == _stack(choice))
+    comparable = (each for each in group if _stack(each) == _stack(choice) and each.uncertainty <= choice.uncertainty)
+    of_stack = next(comparable)
     near = choice.tokens_per_s >= of_stack.tokens_per_s * math.exp(-COMPARED)
     return near and (of_stack is group[0] or choice.tokens_per_s >= group[0].tokens_per_s_interval[0])
 
