@@ -107,8 +107,8 @@ def job(row: dict[str, str]) -> Job:
     What a row leaves out follows from its other cells where they imply it, and is what is usual where they do not.
 
     Raises:
-        ValueError: a cell is no number, or negative, or one without which nothing is known is missing, or the parallel
-            sizes are not those of the GPUs; it names the column.
+        ValueError: a cell is no number, or negative, or one without which nothing is known is missing; it names the
+            column.
     """
     cells = _Cells(row)
     shape, layout = _shape(cells), _layout(cells)
