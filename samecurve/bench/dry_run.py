@@ -116,7 +116,7 @@ def _compare(job: Job, each: Anatomy, few: Tracked, more: Tracked) -> str:
     copies = lines["16-bit weights"]  # the tracker counts those of the layer's weights, too
     if job.layout.pp == 1:
         of_layer += copies.forward * job.shape.layer_parameters / job.shape.parameters
-    elif job.checkpointing != "full":
+    elif not job.repeats_layers:
         of_layer += copies.backward / layers
 
     def whole(name: str) -> float:
