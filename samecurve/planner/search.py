@@ -259,17 +259,15 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
 def _may_be_fastest(choice: Choice, group: Sequence[Choice]) -> bool:
     """Whether a choice may be the fastest of a group that is sorted by speed.
 
-    Errors within one stack are alike, so that its ratios are known better than the times themselves: the choice has to
-    come near the fastest of its own stack that is as certain, and reach the interval of the fastest of all. A wide
-    interval is no advantage: one that is as certain, and by far as fast, must not be faster than that.
+    None that is as certain may be faster by far: a wide interval is no advantage. And the choice has to reach the
+    interval of the fastest one; not if this is as certain and of its own stack, because errors within one stack are
+    alike, so that its ratios are known better than the times themselves.
     """
-    limit = choice.tokens_per_s * math.exp(COMPARED)
+    fastest, limit = group[0], choice.tokens_per_s * math.exp(COMPARED)
     if any(each.tokens_per_s > limit and each.uncertainty <= choice.uncertainty for each in group):
         return False
-    comparable = (each for each in group if _stack(each) == _stack(choice) and each.uncertainty <= choice.uncertainty)
-    of_stack = next(comparable)
-    near = choice.tokens_per_s >= of_stack.tokens_per_s * math.exp(-COMPARED)
-    return near and (of_stack is group[0] or choice.tokens_per_s >= group[0].tokens_per_s_interval[0])
+    is_comparable = _stack(fastest) == _stack(choice) and fastest.uncertainty <= choice.uncertainty
+    return is_comparable or choice.tokens_per_s >= fastest.tokens_per_s_interval[0]
 
 
 def _stack(choice: Choice) -> str:
