@@ -90,7 +90,8 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
 
 def layer(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of one layer, the recomputed forward included in the backward."""
-    products, traffic = sum(_products(job, constants)), _traffic(job, constants)
+    parts, traffic = _products(job, constants), _traffic(job, constants)
+    products = sum(parts)
     attention = attention_seconds(job, constants)
     forward = products + attention.forward + traffic
     backward = 2 * products + attention.backward + 1.5 * traffic
@@ -102,7 +103,7 @@ def layer(job: Job, constants: Profile) -> Seconds:
     if job.checkpointing == "full":
         backward += forward
     elif job.keeps_products:
-        backward += _repeated_products(job, constants) + traffic + (0 if job.flash else attention.forward)
+        backward += _repeated_products(job, *parts) + traffic + (0 if job.flash else attention.forward)
         backward += floor if job.card.generation == "cpu" else 0
     elif job.checkpointing == "selective":
         backward += attention.forward
@@ -151,9 +152,8 @@ def _products(job: Job, constants: Profile) -> tuple[float, float]:
     return attention, calls * (up + down)
 
 
-def _repeated_products(job: Job, constants: Profile) -> float:
-    """Return the seconds of those products that selective recomputation by operator repeats."""
-    attention, mlp = _products(job, constants)
+def _repeated_products(job: Job, attention: float, mlp: float) -> float:
+    """Return the seconds of those of `_products` that selective recomputation by operator repeats."""
     if job.shape.experts:  # grouped products, which are not kept
         repeated = mlp
     else:
