@@ -133,7 +133,8 @@ def run(arguments: argparse.Namespace) -> int | Work:
     _print_table(choices, lacking, arguments)
     _print_limits(wanted, machines)
     if arguments.why or arguments.strategy:
-        _print_rejected(choices, exact, whole, bool(arguments.strategy))
+        rejected = remedies.rejected(choices, exact, whole, bool(arguments.strategy))
+        print("\n".join(["\nNot chosen:", *rejected]) if rejected else "", end="\n" if rejected else "")
     _print_details(order[0], wanted, machines, arguments)
     failure = None if best else _nothing_fits(first_line, choices, order[0])
     if best and arguments.emit:
@@ -266,25 +267,6 @@ def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments
         shown = f"{plan_text.table(few)}\n{plan_text.legend(few)}"
         grey, normal = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
         print(f"\nFor comparison, what this version cannot run and --emit never writes:\n{grey}{shown}{normal}")
-
-
-def _print_rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster, as_written: bool) -> None:
-    """Print one line for each strategy of which no size fits, and none is tight.
-
-    Args:
-        wanted: what is fixed in it is so on other numbers of GPUs, too.
-        as_written: whether only the files' own sizes count.
-    """
-    chosen = {each.name for each in choices if each.found and each.found.fits}
-    out = dict.fromkeys(each.name for each in choices if each.name not in chosen)
-    if out:
-        print("\nNot chosen:")
-    for name in out:
-        first = next(each for each in choices if each.name == name)
-        more = None
-        if first.job and first.template:
-            more = remedies.more_gpus(wanted, whole, [first.template], first.job.layout.gpus, as_written)
-        print(plan_text.rejection(first, more))
 
 
 def _print_details(shown: Choice, wanted: Wanted, machines: Cluster, arguments: argparse.Namespace) -> None:

@@ -56,6 +56,25 @@ def more_gpus(
     return next(iter(hungry), None)
 
 
+def rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster, as_written: bool) -> list[str]:
+    """Say in one line each why strategies are out of which no size fits or is tight, and what would help.
+
+    Args:
+        choices: of a search, ranked or not.
+        wanted: what is fixed in it is so on other numbers of GPUs, too.
+        whole: the cluster.
+        as_written: whether only the files' own sizes count.
+    """
+    chosen = {each.name for each in choices if each.found and each.found.fits}
+    lines = []
+    for name in dict.fromkeys(each.name for each in choices if each.name not in chosen):
+        first, more = next(each for each in choices if each.name == name), None
+        if first.job and first.template:
+            more = more_gpus(wanted, whole, [first.template], first.job.layout.gpus, as_written)
+        lines.append(plan_text.rejection(first, more))
+    return lines
+
+
 @dataclass(frozen=True)
 class Tried:
     """Strategies that are tried for a job on different numbers of GPUs.
