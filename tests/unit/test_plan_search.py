@@ -291,6 +291,8 @@ def test_a_less_certain_choice_of_its_library_does_not_displace_one(wanted):
     plain = with_interval(choice(wanted, "fsdp", 1.076, stack="fsdp2"), 0.99, 1.4)
     cut = with_interval(choice(wanted, "fsdp_cp", 1.0, stack="fsdp2"), 0.88, 1.53)
     assert [(each.name, each.tie) for each in search.ranked([cut, plain])] == [("fsdp", True), ("fsdp_cp", True)]
+    slow = with_interval(choice(wanted, "fsdp", 1.6, stack="fsdp2"), 1.5, 2.0)  # below the other's interval
+    assert [(each.name, each.tie) for each in search.ranked([cut, slow])] == [("fsdp_cp", False), ("fsdp", False)]
     certain = with_interval(cut, 0.92, 1.3)
     assert [each.name for each in search.ranked([certain, plain])] == ["fsdp_cp", "fsdp"]
 
