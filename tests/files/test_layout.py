@@ -294,10 +294,10 @@ def test_modules_and_functions_stay_small():
     assert len(MODULES) > 30
     for path in MODULES:
         text = path.read_text()
-        assert len(text.splitlines()) <= 300, path
+        assert len(text.splitlines()) <= 400, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 50, f"{path}:{node.lineno} {node.name}"
+                assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
 
 
 def test_test_files_have_names_of_their_own():
