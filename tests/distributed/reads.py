@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from pathlib import PurePath
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # on a CPU they call no operator
 METHODS = {"tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 OPERATORS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"}
-OF_LIBRARIES = ("deepspeed",)
+
+
+def folder_of(package: str) -> Path:
+    """Where a package is installed. Not its name among a path's parts: any folder above may have the same name."""
+    spec = find_spec(package)
+    assert spec and spec.origin, package
+    return Path(spec.origin).parent
+
+
+PACKAGE, LIBRARIES = folder_of("samecurve"), (folder_of("deepspeed"),)
 
 
 class Reads:
     """While it is entered, notes each read in this thread with its place: the innermost function of samecurve.
 
-    What a library of OF_LIBRARIES reads by itself is left out.
+    What a library of LIBRARIES reads by itself is left out.
 
     Attributes:
         found: (place, kind of read, stack).
@@ -44,12 +54,12 @@ class Reads:
     def note(self, kind: str) -> None:
         frames = traceback.extract_stack()
         for frame in reversed(frames):
-            parts = PurePath(frame.filename).parts
-            if any(name in parts for name in OF_LIBRARIES):
+            path = Path(frame.filename)
+            if any(path.is_relative_to(library) for library in LIBRARIES):
                 return
-            if "samecurve" in parts and "tests" not in parts:
-                inside = "/".join(parts[len(parts) - parts[::-1].index("samecurve") :])
-                self.found.append((f"{inside}: {frame.name}", kind, "".join(traceback.format_list(frames[:-2]))))
+            if path.is_relative_to(PACKAGE):
+                place = f"{path.relative_to(PACKAGE).as_posix()}: {frame.name}"
+                self.found.append((place, kind, "".join(traceback.format_list(frames[:-2]))))
                 return
         self.found.append(("elsewhere", kind, "".join(traceback.format_list(frames[:-2]))))
 

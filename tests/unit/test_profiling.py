@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from samecurve.metrics.profiling.deepspeed_comms import _by_size, begin, logged
 from samecurve.metrics.profiling.dimensions import UNKNOWN, attribute, dimension
 from samecurve.metrics.profiling.groups import NOTES, PEER
 from samecurve.metrics.profiling.op_kinds import KINDS, listed
-from samecurve.metrics.profiling.summary import memory, render_summary, summary_values
+from samecurve.metrics.profiling.summary import memory, render_summary, summary_lines, summary_values
 from samecurve.metrics.profiling.trace import Breakdown, breakdown, read_trace
 from samecurve.strategy.parallel_dims import ParallelDims
 
@@ -88,6 +89,10 @@ def test_a_step_on_a_cpu_by_hand():
     assert found.total_seconds == pytest.approx(0.100)
     top = found.operators[0]
     assert (top.name, top.kind, top.calls, round(top.seconds, 9)) == ("aten::linear", "matmul", 1, 0.014)
+    assert [*summary_lines(found)] == [
+        "profile of step 7: communication 20%, idle 17%, matmul 15%, elementwise 15%, attention 10%, data wait 10%, "
+        "optimizer 8%, copies 5%"
+    ]
 
 
 # A rank of two computes from 10 to 40 and from 60 to 85, each time 5 ms more than its operators. It waits 5 ms before
@@ -484,7 +489,8 @@ def test_the_page(recording):
     assert content["memory_bytes"]["activations"] == content["allocated_bytes"]["cpu"] - 3
     assert len(content["operators"]) == 15
     lines = [line for line in said if line != "clock"]
-    assert lines[0].startswith("profile of steps 3 to 4: ") and "matmul" in lines[0]
+    # not which kinds: those that take less than 0.5 % of the time, as any may on a busy machine, are left out
+    assert re.fullmatch(r"profile of steps 3 to 4: [a-z ]+ \d+%(, [a-z ]+ \d+%)*", lines[0])
     assert len(lines) == 2
 
 
