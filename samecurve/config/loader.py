@@ -19,7 +19,7 @@ from samecurve.config.renamed_keys import refuse_old_names
 from samecurve.config.rules_storage import split_output_url
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
-from samecurve.config.source import ANY_ITEM, RecipeSource, schema_paths
+from samecurve.config.source import ANY_ITEM, InvalidValue, RecipeSource, schema_paths
 from samecurve.errors import ConfigurationError
 
 # by pydantic's type of error; other types show pydantic's own message
@@ -79,7 +79,7 @@ def load_recipe(path: str, overrides: Sequence[str] = (), auto: bool = False) ->
 
 def refuse_auto(source: RecipeSource) -> None:
     """Add a problem for `batch.micro_batch_size: auto`, which only a start of train.py replaces by a number."""
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(InvalidValue):
         if source.value("batch.micro_batch_size") == AUTO:
             text = "found auto, but only train.py and rehearse look for the number; give one, as they print it"
             source.document.problem(("batch", "micro_batch_size"), text)

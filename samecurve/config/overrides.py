@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from samecurve.config.documents import COMMAND_LINE, ConfigProblem, Document, KeyPath, describe, parse_yaml
 
 
 def apply_override(document: Document, argument: str) -> None:
-    """Apply one `key.path=value` of the command line. A key that an earlier override has given is a problem.
+    """Apply one `key.path=value` of the command line. Of a key that is given twice the last value counts, with a note.
 
     The value is read as YAML, and as text if it is no valid YAML: the shell removes the quotes of
     `data.pattern='**/*.md'`, and YAML would take the rest for a broken alias.
@@ -22,12 +22,11 @@ def apply_override(document: Document, argument: str) -> None:
         document.problems.append(ConfigProblem(COMMAND_LINE, "", text))
         return
     parsed, problems = _value(text)
-    twice = _given_before(document, path)
-    if problems or twice:
-        document.problems += [
-            ConfigProblem(COMMAND_LINE, dotted, problem) for problem in [*problems, *filter(None, [twice])]
-        ]
+    if problems:
+        document.problems += [ConfigProblem(COMMAND_LINE, dotted, problem) for problem in problems]
         return
+    earlier = [other for other in _replaced(document, path) if other != argument]
+    document.notes += [f"{argument} replaces {other} of the command line" for other in earlier]
     block = document.content
     for depth, key in enumerate(path[:-1], start=1):
         # None: the block is absent, or stands in the file without keys
@@ -42,6 +41,7 @@ def apply_override(document: Document, argument: str) -> None:
     # the lines of keys inside the old value no longer apply
     document.places = {known: place for known, place in document.places.items() if known[: len(path)] != path}
     document.places[path] = COMMAND_LINE
+    document.typed = {known: value for known, value in document.typed.items() if known[: len(path)] != path}
     document.typed[path] = text
 
 
@@ -72,26 +72,20 @@ def _value(text: str) -> tuple[Any, list[str]]:
     return parsed, [problem.text for problem in document.problems]
 
 
-def _given_before(document: Document, path: KeyPath) -> str | None:
-    def first(known: KeyPath) -> str:
-        return f"{'.'.join(known)}={document.typed[known]}"
-
-    if path in document.typed:
-        return f"given twice (first as {first(path)}); keep one"
-    for known in document.typed:
-        if known[: len(path)] == path:
-            return f"conflicts with {first(known)}, which it would replace; keep one"
-        if path[: len(known)] == known and _holds(document, path, len(known)):
-            return f"given twice (first in {first(known)}); keep one"
-    return None
+def _replaced(document: Document, path: KeyPath) -> Iterator[str]:
+    """Yield the earlier arguments of the command line whose values this key replaces, wholly or in part."""
+    for known, text in document.typed.items():
+        inside = path[: len(known)] == known and _has(document, path, len(known))
+        if inside or known[: len(path)] == path:
+            yield f"{'.'.join(known)}={text}"
 
 
-def _holds(document: Document, path: KeyPath, depth: int) -> bool:
-    """Whether the block at path[:depth] has the key, or null instead of a block that could have it."""
+def _has(document: Document, path: KeyPath, depth: int) -> bool:
+    """Whether the block at path[:depth] has the key, or something that is no block around it."""
     block = document.get(*path[:depth])
     for key in path[depth:]:
         if not isinstance(block, dict):
-            return block is None
+            return True
         if key not in block:
             return False
         block = block[key]

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samecurve.config import (
     rules_data,
@@ -25,11 +25,9 @@ from samecurve.config.documents import describe
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
+from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.data_names import CHATML, MODULES, is_hub_name
 from samecurve.specs.tasks import TASKS, readers
-
-if TYPE_CHECKING:
-    from samecurve.config.source import RecipeSource
 
 Finding = tuple[str, str]
 Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
@@ -51,7 +49,7 @@ def apply_rules(source: RecipeSource) -> None:
     for index in range(source.length("data.mixture")):
         rules += [partial(_readable, f"data.mixture.{index}.path"), *rules_data.in_mixture(index)]
     for rule in rules:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(InvalidValue):
             for key, text in rule(source.value):
                 source.document.problem(tuple(key.split(".")), text)
 
@@ -91,7 +89,7 @@ def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _known(value: Callable[[str], Any], key: str) -> Any:
     """The value of a key, or None where the key is invalid."""
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(InvalidValue):
         return value(key)
     return None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from samecurve.config.documents import describe
 from samecurve.config.schema import Data
+from samecurve.config.source import InvalidValue
 from samecurve.specs.data_names import address, is_hub_name
 from samecurve.specs.tasks import readers
 
@@ -37,7 +38,7 @@ def _again(index: int, value: Callable[[str], Any]) -> Iterator[Finding]:
         return str(Path(value(f"{source}.path")).absolute()), value(f"{source}.pattern"), *parts
 
     for first in range(index):
-        with contextlib.suppress(KeyError):  # an invalid source hides only its own pairs
+        with contextlib.suppress(InvalidValue):  # an invalid source hides only its own pairs
             if identity(first) == identity(index):
                 text = f"found {value(f'data.mixture.{index}.path')}, which data.mixture.{first} already reads"
                 yield f"data.mixture.{index}.path", f"{text}; add this weight to that source, and remove this one"

@@ -8,16 +8,14 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samecurve.config import rules_model_config
 from samecurve.config.documents import describe
 from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
+from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.tasks import TASKS
-
-if TYPE_CHECKING:
-    from samecurve.config.source import RecipeSource
 
 Finding = tuple[str, str]
 
@@ -130,7 +128,7 @@ def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
 
 def hidden_layers(source: RecipeSource) -> int | None:
     """The number of decoder layers, or None where the model would have to be loaded to know."""
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(InvalidValue):
         fields = architecture(source.value)
         found = [fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields]
         return found[0] if found and isinstance(found[0], int) else None
@@ -139,7 +137,7 @@ def hidden_layers(source: RecipeSource) -> int | None:
 
 def model_type(source: RecipeSource) -> str | None:
     """The model_type of transformers, or None where the model would have to be loaded to know."""
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(InvalidValue):
         found = architecture(source.value).get("model_type")
         return found if isinstance(found, str) else None
     return None

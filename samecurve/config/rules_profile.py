@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from samecurve.config.source import RecipeSource
+from samecurve.config.source import InvalidValue, RecipeSource
 
 Finding = tuple[str, str]
 
@@ -29,7 +28,7 @@ RULES = _order, _end
 
 def check_ranks(source: RecipeSource, world_size: int) -> None:
     """Add a problem for a rank in profile.ranks that does not exist."""
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(InvalidValue):
         absent = [rank for rank in source.value("profile.ranks") if rank >= world_size]
         if absent:
             known = f"{world_size} processes have ranks 0 to {world_size - 1}"

@@ -16,6 +16,11 @@ from samecurve.config.schema import Recipe
 ANY_ITEM = "*"
 
 
+class InvalidValue(Exception):
+    """The user's value of a key is invalid or unknown; rules that read the key are skipped. Not a KeyError: that is a
+    key that the schema lacks, which is a mistake in the rule."""
+
+
 class RecipeSource(NamedTuple):
     """A recipe as the user wrote it. `recipe` is None when anything in it breaks the schema."""
 
@@ -26,11 +31,13 @@ class RecipeSource(NamedTuple):
     def value(self, dotted: str) -> Any:
         """Return a key's value or its default; a number is a place in a list: `data.mixture.0.path`.
 
-        Raises KeyError where it is missing, has the wrong type, or may stand in a file that could not be read.
+        Raises:
+            InvalidValue: missing, of the wrong type, or maybe in a file that could not be read.
+            KeyError: no such key in the schema.
         """
         path = tuple(dotted.split("."))
         if any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.invalid):
-            raise KeyError(dotted)
+            raise InvalidValue(dotted)
         found: Any = self.document.get()
         model: type[BaseModel] | None = Recipe
         for key in path:
@@ -40,7 +47,7 @@ class RecipeSource(NamedTuple):
             assert model is not None, dotted  # no rule asks for a key below one that is not a block
             info = model.model_fields[key]
             if key not in found and self.document.incomplete:
-                raise KeyError(dotted)
+                raise InvalidValue(dotted)
             found = found[key] if key in found else info.get_default(call_default_factory=True)
             model = next((block for _, block in _blocks_of(model, key)), None)
             # a default block is a model, one from a file a dict
@@ -58,7 +65,7 @@ class RecipeSource(NamedTuple):
         try:
             place = self.document.places.get(path, "the default")
             shown = "a block" if isinstance(self.value(dotted), dict) else json.dumps(self.value(dotted))
-        except KeyError:
+        except InvalidValue:
             return dotted
         return f"{dotted} is {shown} ({place})"
 

@@ -23,6 +23,7 @@ from samecurve.config.documents import (
     read_document,
 )
 from samecurve.config.renamed_keys import new_option_hint
+from samecurve.config.source import InvalidValue
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
 from samecurve.strategy.launchers import Ancestor, Launch
@@ -32,8 +33,8 @@ from samecurve.strategy.plan import Files, Plan, Strategy
 from samecurve.strategy.restarts import continues_own_run
 
 _STEP = "step_" + 8 * "[0-9]"  # the name of a checkpoint's folder
-_USAGE = """Each key is given once. Strategies are the files in configs/; without one the run is a
-single process. Under `accelerate launch --config_file FILE` that file is the strategy."""
+_USAGE = """Of a key that is given twice the last value counts. Strategies are the files in configs/; without
+one the run is a single process. Under `accelerate launch --config_file FILE` that file is the strategy."""
 
 
 def resolve_plan(
@@ -66,7 +67,7 @@ def resolve_plan(
     if problems:
         only_topology = all(problem.topology for problem in problems)
         error = (TopologyError if only_topology else ConfigurationError)(format_problems(problems))
-        with contextlib.suppress(KeyError):  # it may be what is wrong
+        with contextlib.suppress(InvalidValue):  # it may be what is wrong
             error.output_dir = source.value("output_dir")
         raise error
     assert source.recipe is not None  # a recipe that cannot be built is one of the problems above

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from samecurve.config.documents import Document, KeyPath, describe, suggest
 from samecurve.config.rules_profile import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
-from samecurve.config.source import RecipeSource
+from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy import (
     validate_context_parallel,
@@ -54,7 +54,7 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
     _names(files, strategy)
     parallel = (validate_tensor_parallel, validate_context_parallel, validate_expert_parallel, validate_schedule)
     for rule in (*_RULES, *validate_optimizer.RULES, *(rule for each in parallel for rule in each.RULES)):
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(InvalidValue):
             for key, text in rule(source.value, strategy):
                 source.document.problem(tuple(key.split(".")), text)
     wrong_world = [*launch.problems, *world_problems(files, strategy, launch)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from samecurve.config.documents import Document, describe
 from samecurve.config.rules_model import hidden_layers, model_type
-from samecurve.config.source import RecipeSource
+from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.environment import dated
 from samecurve.specs.model_families import FAMILIES
 from samecurve.strategy.deepspeed_keys import STAGES
@@ -129,7 +129,7 @@ def _unsharded(document: Document, source: RecipeSource) -> None:
 
 
 def _precision_asked(source: RecipeSource) -> str | None:
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(InvalidValue):
         return source.value("precision")
     return None
 

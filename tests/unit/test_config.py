@@ -9,7 +9,9 @@ from importlib.metadata import version
 import pytest
 from report_cases import BLOCK, GOOD, INTEGER, NUMBER, TEXT, Plan, changed, check_report, message, write
 
+from samecurve.config import rules
 from samecurve.config.documents import Document
+from samecurve.config.loader import read_recipe
 from samecurve.config.overrides import apply_override, latest_overrides
 from samecurve.config.schema import Batch
 from samecurve.errors import ConfigurationError
@@ -171,13 +173,6 @@ CASES = [
      [("command line", "steps", "two", INTEGER)]),
     ("override syntax", {}, ["r.yaml", "steps"], {},
      [("command line", "", "steps", "key.path=value")]),
-    ("override twice", {}, ["r.yaml", "seed=3", "steps=20", "seed=4", "model.attention=sdpa", "model={attention: eager}"], {},
-     [("command line", "model", "model.attention=sdpa", "keep one"),
-      ("command line", "seed", "seed=3", "keep one")]),
-    ("override twice, in a block", {}, ["r.yaml", "batch={global_batch_size: 8, sequence_length: 8}", "batch.micro_batch_size=2", "batch.global_batch_size=4"], {},
-     [("command line", "batch.global_batch_size", "batch={global_batch_size: 8, sequence_length: 8}", "keep one")]),
-    ("override of null", {}, ["r.yaml", "model={path: m, config: null}", "model.config.model_type=gpt2"], {},
-     [("command line", "model.config.model_type", "model={path: m, config: null}", "keep one")]),
     ("override yaml", {}, ["r.yaml", "optimizer.betas=[0.9"], {},
      [("command line", "optimizer.betas", "invalid YAML", "expected ',' or ']', but got '<stream end>'")]),
     ("override text", {}, ["r.yaml", "steps=*a: b"], {},
@@ -547,6 +542,38 @@ def test_what_one_gives_replaces_its_alternative(overrides, notes, tmp_path, mon
     if overrides[0] == "model.path=m":
         assert (plan.recipe.model.path, plan.recipe.model.config) == ("m", None)
         assert plan.recipe.tokenizer.vocabulary_size is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "notes"),
+    [
+        (["seed=3", "steps=20", "seed=4"], "seed", 4, ["seed=4 replaces seed=3 of the command line"]),
+        (["seed=3", "seed=3"], "seed", 3, []),
+        (
+            ["checkpoint.keep=3", "checkpoint={every_steps: 7}"],
+            *("checkpoint.keep", 2),
+            ["checkpoint={every_steps: 7} replaces checkpoint.keep=3 of the command line"],
+        ),
+        (
+            ["checkpoint={keep: 3}", "checkpoint.every_steps=7", "checkpoint.keep=4"],
+            *("checkpoint.keep", 4),
+            ["checkpoint.keep=4 replaces checkpoint={keep: 3} of the command line"],
+        ),
+    ],
+)
+def test_the_last_of_equal_keys_counts(overrides, key, value, notes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    source = read_recipe("r.yaml", overrides)
+    assert (source.document.problems, source.value(key), source.document.notes) == ([], value, notes)
+
+
+def test_a_misspelt_key_in_a_rule_fails(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    monkeypatch.setattr(rules, "RULES", (*rules.RULES, lambda value: value("optimizer.learning_rat")))
+    with pytest.raises(KeyError, match="learning_rat"):
+        read_recipe("r.yaml")
 
 
 def test_a_recipe_replaces_what_its_base_says(tmp_path, monkeypatch):
