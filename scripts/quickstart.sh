@@ -32,6 +32,14 @@ accelerate launch --config_file "configs/$strategy.yaml" --num_processes "$num_p
     train.py recipes/quickstart.yaml ${micro_batch_size:+batch.micro_batch_size=$micro_batch_size} "$@"
 python -m samecurve summary "$run"
 python -m samecurve report "$run"
-python -m samecurve generate "$run"
+python -m samecurve generate "$run" --temperature 0.3 --untrained --max_new_tokens 40
+python -m samecurve generate "$run" --temperature 0.3
 { set +x; } 2>/dev/null
-say "to type the commands above yourself, first: source .venv/bin/activate"
+say "the same prompt before and after: minutes teach 2 million parameters what Python looks like, not what it means"
+say "the curves: $run/report.html"
+cat <<'END'
+== next, a model of yours on your own conversations (chats.jsonl: a line {"messages": [{"role": "user", ...}, ...]} each):
+     source .venv/bin/activate
+     python -m samecurve inspect recipes/sft.yaml model.path=FOLDER_OR_HUB_NAME data.path=chats.jsonl
+     python train.py recipes/sft.yaml model.path=FOLDER_OR_HUB_NAME data.path=chats.jsonl
+END

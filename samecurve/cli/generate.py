@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="default: a prompt that suits the run's training data")
     parser.add_argument("--system", metavar="TEXT", help="system prompt, for a chat model")
     parser.add_argument("--raw", action="store_true", help="use no chat template: continue the prompt as plain text")
+    text = "with the weights that a run from scratch began with, to compare"
+    parser.add_argument("--untrained", action="store_true", help=text)
     most = f"most tokens to generate (default: {MAX_NEW_TOKENS}; {MAX_FUNCTION_TOKENS} with --parse_rate)"
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help=most)
     generation.add_sampling_arguments(parser, default_temperature=0.5)

@@ -61,8 +61,6 @@ def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[s
     yield counts, f"{counted:,} trained in {duration(seconds)} of steps, {rate}"
     for name, text in of_session(facts, metrics).items():
         yield name.partition(",")[0], text
-    if reason := (facts.get("predicted") or {}).get("reason"):
-        yield "prediction", f"none: {reason}"
 
 
 def _evaluation(evaluated: list[dict]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from samecurve.distributed.host import machine
 
+BUSY = 1.5  # load of each core; a run alone reaches 1
 NODES = Path("/sys/devices/system/node")
 # Only DeepSpeed's launcher divides the cores. The other two bind each rank to the NUMA node of its GPU and need a GPU.
 _BIND_TO_GPU = {
@@ -66,6 +67,24 @@ def affinity_advice(seats: Sequence[CpuBinding | None], launcher: str, on_gpu: b
         hosts[each.machine].append(each)
     shared = (local for local in hosts.values() if len(local) > 1)
     return next(filter(None, (_crossing(local, launcher, on_gpu) or _crowded(local) for local in shared)), "")
+
+
+def load_advice(seat: CpuBinding | None, load: float) -> str:
+    """Warn about other work on the cores of a process that trains on a CPU with several threads, "" without it.
+
+    Threads of an operator wait for the slowest one, so that a step on two busy cores can take ten times as long as
+    with one thread.
+
+    Args:
+        seat: the binding of the process; the others are assumed to have as many threads on cores of their own.
+        load: number of threads that run or wait for a core, mean of a minute (os.getloadavg).
+    """
+    if seat is None or seat.threads == 1 or load < BUSY * (cores := len(seat.cores)):
+        return ""
+    return (
+        f"other programs are busy on this machine (load {load:.1f} on {cores} cores) while this run computes with "
+        f"{seat.threads} threads that wait for each other; OMP_NUM_THREADS=1 may be several times faster"
+    )
 
 
 def _crossing(local: Sequence[CpuBinding], launcher: str, on_gpu: bool) -> str:

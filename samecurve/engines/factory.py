@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
-from samecurve.distributed.affinity import affinity_advice, read_cpu_binding
+from samecurve.distributed.affinity import affinity_advice, load_advice, read_cpu_binding
 from samecurve.engines.accelerator import start
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan, Strategy
 
-__all__ = ["allocator", "build", "core_advice", "device_name", "start"]
+__all__ = ["allocator", "build", "busy_advice", "core_advice", "device_name", "start"]
 
 
 def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task) -> Engine:
@@ -63,6 +64,13 @@ def device_name(accelerator: Accelerator) -> str:
 def allocator(accelerator: Accelerator) -> str:
     """Settings of PyTorch's device memory allocator from the environment; "" on a CPU."""
     return allocator_settings() if accelerator.device.type == "cuda" else ""
+
+
+def busy_advice(accelerator: Accelerator) -> str:
+    """Advice to print if other programs slow this run's CPU threads down, "" otherwise."""
+    if accelerator.device.type == "cuda" or accelerator.num_processes > 1:  # several processes have one thread each
+        return ""
+    return load_advice(read_cpu_binding(torch.get_num_threads()), os.getloadavg()[0])
 
 
 def core_advice(accelerator: Accelerator, strategy: Strategy, world: ControlGroup) -> str:

@@ -16,6 +16,8 @@ from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import loading
 from samecurve.inference.generation import GenerationOptions, find_generative_model, is_chat
+from samecurve.models.skeleton import construct
+from samecurve.models.weights import load_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -114,18 +116,28 @@ class TextGenerator:
         return positions if positions > 0 else 1 << 30  # configs state -1 for no limit
 
 
-def load_generator(run: Path, raw: bool = False) -> TextGenerator:
+def load_generator(run: Path, raw: bool = False, untrained: bool = False) -> TextGenerator:
     """Load the model of a run or folder on the GPU, else on the CPU.
 
     Args:
         run: run directory or model folder.
         raw: never treat prompts as turns of a chat, but as text to continue.
+        untrained: the weights with which the run began, from its recipe's seed.
 
     Raises:
-        ConfigurationError: if the model is not a causal language model.
+        ConfigurationError: if the model is not a causal language model; with `untrained`, if its run is not known or
+            began from the weights of another model.
     """
     folder, recipe = find_generative_model(run)
     model, tokenizer = loading.load_with_tokenizer(folder)
+    if untrained:
+        if recipe is None or recipe.model.path:
+            start = f"began from {recipe.model.path}; generate with that" if recipe else "is not known"
+            raise ConfigurationError(f"--untrained: the run of {folder} {start}")
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        skeleton = construct(type(model), model.config, torch.device("meta"))
+        with torch.no_grad():
+            load_weights(skeleton, recipe, lambda name, full: tensors[name].copy_(full))
     chat = not raw and is_chat(recipe, tokenizer)
     # The model's config, the tokenizer and the chat template often name different end tokens.
     stored = model.generation_config.eos_token_id

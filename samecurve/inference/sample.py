@@ -20,14 +20,15 @@ GREETING = "Hello! What can you do?"
 
 
 def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
-    generator = load_generator(arguments.run, arguments.raw)
+    generator = load_generator(arguments.run, arguments.raw, arguments.untrained)
     prompt = default_prompt(generator) if arguments.prompt is None else arguments.prompt
     text = sample(generator, prompt, arguments.system, options, arguments.seed)
     # rich would otherwise break lines, colour numbers, and read [...] in the text as markup
     console = Console(highlight=False, soft_wrap=True)
     as_what = "prompt as a user's message, " if generator.chat else ""
+    which = " before training" if arguments.untrained else ""
     settings = f"{as_what}seed {arguments.seed}, temperature {options.temperature:g}"
-    console.print(f"{generator.folder}, {settings}; the prompt is marked", markup=False)
+    console.print(f"{generator.folder}{which}, {settings}; the prompt is marked", markup=False)
     between = "\n" if generator.chat else ""
     if console.is_terminal:
         console.print(Text.assemble((prompt, "reverse"), between, text))

@@ -14,9 +14,10 @@ from rich.table import Table
 
 from samecurve.config.schema_training import Batch
 from samecurve.metrics.batch_lines import batch_lines
-from samecurve.metrics.predicted import announced, compare_with_prediction
+from samecurve.metrics.predicted import announced, compare_with_prediction, is_shown
 
 LABEL_WIDTH = 12
+WARM_STEPS = 4
 
 
 class TolerantConsole(Console):
@@ -35,6 +36,9 @@ class Progress:
         enabled: False on all ranks but 0, where every method does nothing.
         console: where to print; by default the standard output.
         started: when the process began, in time.time() seconds; None asks the operating system.
+
+    Attributes:
+        advice: returns a line to print once the run is warm, after WARM_STEPS steps; "" for none.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Progress:
         self._predicted: dict = {}
         self._done = 0
         self._live: Live | None = None
+        self.advice: Callable[[], str] = str
 
     def __enter__(self) -> Progress:
         return self
@@ -88,7 +93,9 @@ class Progress:
             self.log("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
         if self._first():
             self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
-        if record["step"] == self._total and "step_seconds" in self._predicted:
+        if len(self._records) == WARM_STEPS:
+            self.log(self.advice())
+        if record["step"] == self._total and is_shown(self._predicted):
             for name, text in compare_with_prediction(self._predicted, self._records).items():
                 self.log(f"{name}: {text}")
 
@@ -268,12 +275,18 @@ def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
         ("norm", record["grad_norm"], "{:.3f}".format),
         ("margin", record.get("margin"), "{:.4f}".format),
         ("accuracy", record.get("accuracy"), "{:.0%}".format),
-        ("tokens/s", record["tokens_per_second"], "{:,.0f}".format),
+        ("tokens/s", record["tokens_per_second"], lambda rate: _token_rate(rate, record)),
         ("mfu", record["mfu"], "{:.1%}".format),
         ("data wait", record["data_wait_fraction"], "{:.0%}".format),
         ("memory", record["peak_memory_gib"], "{:.2f} GiB".format),
     ]
     return [f"{name} {text(value)}" for name, value, text in shown if value is not None]
+
+
+def _token_rate(rate: float, record: dict) -> str:
+    """Format the tokens read per second, which other tools count, and beside them those trained if they are fewer."""
+    read = record["input_tokens"] / record["step_seconds"]
+    return f"{read:,.0f} ({rate:,.0f} trained)" if rate < 0.95 * read else f"{rate:,.0f}"
 
 
 def number(value: object) -> str:

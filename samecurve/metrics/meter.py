@@ -39,6 +39,7 @@ GROUPS = {
     "margin": "train",
     "accuracy": "train",
     "tokens": "progress",
+    "input_tokens": "progress",
     "samples": "progress",
     "skipped_steps": "progress",
 }
@@ -151,9 +152,10 @@ class Meter:
                 trained. Default: the number of trained tokens.
 
         Returns:
-            The record. `tokens` and `tokens_per_second` are those of all ranks; if the task counts rows or pairs,
-            `tokens_per_second` counts the tokens read. `mfu` and `hfu` are fractions of 1. `peak_memory_gib` is that of
-            this process. A value is None if it is unknown on this machine or nothing was trained.
+            The record. `tokens`, `input_tokens` and `tokens_per_second` are those of all ranks; if the task counts rows
+            or pairs, `tokens_per_second` counts the tokens read. `mfu` and `hfu` are fractions of 1.
+            `peak_memory_gib` is that of this process. A value is None if it is unknown on this machine or nothing was
+            trained.
         """
         seconds = self._clock() - self._since
         self.start()
@@ -169,6 +171,7 @@ class Meter:
             **result.router,
             "learning_rate": learning_rate,
             "tokens": result.tokens,
+            "input_tokens": num_inputs,
             "samples": samples,
             "step_seconds": seconds,
             "tokens_per_second": rate,

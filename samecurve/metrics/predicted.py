@@ -12,12 +12,15 @@ QUANTITIES = {"step_seconds": ("step", "s"), "peak_memory_gib": ("peak memory, r
 
 def announced(predicted: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Build the header's lines: what the run is predicted to take, and what that rests on."""
-    if not predicted:
+    if not is_shown(predicted):
         return []
-    if "reason" in predicted:
-        return [("predicted", f"nothing: {predicted['reason'].splitlines()[0]}")]
     parts = [f"{name} {_with_interval(predicted, key, unit)}" for key, (name, unit) in QUANTITIES.items()]
     return [("predicted", f"{', '.join(parts)} (80 % intervals)"), ("", predicted["basis"])]
+
+
+def is_shown(predicted: Mapping[str, Any]) -> bool:
+    """Whether there is a prediction whose rates were measured or published; on assumed ones it says nothing."""
+    return "step_seconds" in predicted and not predicted.get("assumed")
 
 
 def compare_with_prediction(predicted: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -44,8 +47,8 @@ def compare_with_prediction(predicted: Mapping[str, Any], metrics: Sequence[Mapp
 
 
 def of_session(facts: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Compare the records of the last session with the prediction in its run.json; {} without one."""
-    if "step_seconds" not in (facts.get("predicted") or {}):
+    """Compare the records of the last session with the prediction in its run.json; {} where none is shown."""
+    if not is_shown(facts.get("predicted") or {}):
         return {}
     own = [each for each in metrics if each["step"] > facts.get("start_step", 0)]
     return compare_with_prediction(facts["predicted"], own)

@@ -20,10 +20,7 @@ from samecurve.planner.wanted import Wanted
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Plan
 
-UNCALIBRATED_CPU = (
-    "rates of this CPU are assumed but for its fastest matrix product; `python -m samecurve plan --calibrate RUN` "
-    "learns them from a finished run"
-)
+UNCALIBRATED_CPU = "most rates of this CPU are assumed; `plan --calibrate RUN` learns them from a finished run"
 
 
 # One layer, forward and backward, and its variants; the gain has to be twice that, because both are estimates.
@@ -56,7 +53,8 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
 
     Returns:
         `predicted` of run.json: `step_seconds` and `peak_memory_gib` of rank 0, each with an 80 % `..._interval`,
-        `basis`, `left_out` and `job`; or only `reason`, why there is no prediction.
+        `basis`, `left_out`, `job` and `assumed`, whether the rates of the device are guesses that nobody should read;
+        or only `reason`, why there is no prediction.
     """
     try:
         coverage.refuse(plan.recipe)
@@ -68,13 +66,15 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         return {"reason": str(error)}
     # a run measures rank 0, which need not be the fullest rank that `predict` is about
     first = shown_gib(job)
-    assumed = UNCALIBRATED_CPU if machines.kind == "cpu" else PUBLIC
+    assumed = machines.kind == "cpu" and not machines.calibration
+    uncalibrated = UNCALIBRATED_CPU if assumed else PUBLIC
     return {
         "step_seconds": found.seconds,
         "step_seconds_interval": list(found.seconds_interval),
         "peak_memory_gib": first,
         "peak_memory_gib_interval": [first * each / found.memory_gib for each in found.memory_interval],
-        "basis": machines.calibration.describe() if machines.calibration else assumed,
+        "basis": machines.calibration.describe() if machines.calibration else uncalibrated,
+        "assumed": assumed,
         "left_out": coverage.left_out(plan.recipe, job.card),
         "job": job_record.record(job),
     }

@@ -110,11 +110,9 @@ def _speed(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
 
 
 def _foreseen(run: Run) -> dict[str, str]:
-    """Compare the last session with its prediction, or say why it has none; {} for runs of earlier versions."""
-    predicted = run.facts.get("predicted") or {}
-    if "reason" in predicted:
-        return {"prediction": f"none: {predicted['reason']}"}
-    return {**of_session(run.facts, run.metrics), "prediction": predicted["basis"]} if predicted else {}
+    """Compare the last session with its prediction; {} where none is shown."""
+    compared = of_session(run.facts, run.metrics)
+    return {**compared, "prediction": run.facts["predicted"]["basis"]} if compared else {}
 
 
 def _values(metrics: Sequence[dict], name: str) -> list[float]:

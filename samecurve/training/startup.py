@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
@@ -241,6 +242,7 @@ def _introduce(session: Session) -> None:
     session.trackers.open(session.start.step)
     context.progress.log(context.run.notice)
     context.progress.header(facts)
+    context.progress.advice = partial(factory.busy_advice, accelerator)
     context.progress.log(factory.core_advice(accelerator, plan.strategy, context.world))
 
 

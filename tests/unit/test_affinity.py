@@ -9,7 +9,7 @@ import pytest
 from report_cases import missing
 
 from samecurve.distributed import affinity
-from samecurve.distributed.affinity import CpuBinding, affinity_advice, read_cpu_binding
+from samecurve.distributed.affinity import CpuBinding, affinity_advice, load_advice, read_cpu_binding
 from samecurve.engines import cpu_bridge
 
 TWO_NODES = {"node0": "0-3,8-11\n", "node1": "4-7,12-15\n", "node2": "\n"}  # the last one is memory alone
@@ -83,6 +83,14 @@ def test_more_threads_than_cores():
     assert not missing(found, ("3 processes", "12 threads", "8 cores", "OMP_NUM_THREADS=2"))
     assert affinity_advice(seats(LEFT, LEFT, threads=4), "deepspeed", on_gpu=False) == ""
     assert affinity_advice(seats({0}, {0}, threads=1), "torchrun", on_gpu=False) == ""  # nothing to give away
+
+
+def test_threads_among_other_programs():
+    (seat,) = seats(ALL, threads=2)
+    cores = len(ALL)
+    assert "OMP_NUM_THREADS=1" in load_advice(seat, 2.0 * cores)
+    assert load_advice(seat, 1.2 * cores) == ""  # the run itself
+    assert load_advice(seats(ALL, threads=1)[0], 9.0 * cores) == load_advice(None, 99.0) == ""
 
 
 def test_hosts_are_looked_at_one_by_one():

@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from samecurve.metrics.console import Progress, TolerantConsole, duration, header_lines
+from samecurve.metrics.console import Progress, TolerantConsole, duration, header_lines, numbers_of
 
 FACTS = {
     "recipe_path": "recipes/quickstart.yaml",
@@ -45,6 +45,7 @@ def record(step, **changes):
         "loss": 6.25,
         "grad_norm": 1.5,
         "learning_rate": 1e-3,
+        "input_tokens": 24691,
         "step_seconds": 2.0,
         "tokens_per_second": 12345.6,
         "mfu": 0.25,
@@ -157,6 +158,22 @@ def test_unknown_numbers_are_left_out():
         progress.step(record(1, loss=None, mfu=None), smoothed_loss=None)
     first = stream.getvalue().splitlines()[0]
     assert "loss" not in first and "mfu" not in first and "norm 1.500" in first
+
+
+def test_tokens_read_and_tokens_trained():
+    numbers = numbers_of(record(1, input_tokens=98765), smoothed_loss=None)
+    assert "tokens/s 49,382 (12,346 trained)" in numbers
+    assert "tokens/s 12,346" in numbers_of(record(1, input_tokens=25000), smoothed_loss=None)
+
+
+def test_advice_once_the_run_is_warm():
+    stream = io.StringIO()
+    with Progress(9, console=Console(file=stream, width=200), started=0.0) as progress:
+        progress.advice = lambda: "the machine is busy"
+        for step in range(1, 10):
+            progress.step(record(step), smoothed_loss=6.5)
+    lines = stream.getvalue().splitlines()
+    assert lines.count("the machine is busy") == 1 and lines[2] == "the machine is busy"
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -14,6 +14,7 @@ KEYS = [
     "grad_norm",
     "learning_rate",
     "tokens",
+    "input_tokens",
     "samples",
     "step_seconds",
     "tokens_per_second",
@@ -58,6 +59,7 @@ def test_record_by_hand():
             "grad_norm": 0.5,
             "learning_rate": 1e-3,
             "tokens": 800,
+            "input_tokens": 800,
             "samples": 48,
             "step_seconds": 2.0,
             "tokens_per_second": 400.0,
@@ -77,6 +79,7 @@ def test_work_is_counted_for_prompts_too():
     clock.now += 2.0
     record = measured.step(3, result(tokens=200), 1e-3, 48, 0.5, num_inputs=800)
     assert (record["tokens_per_second"], record["mfu"], record["hfu"]) == pytest.approx((100.0, 0.6, 0.8))
+    assert record["input_tokens"] == 800
 
 
 def test_a_chunked_head_works_for_trained_tokens_alone():
