@@ -136,8 +136,12 @@ def load_generator(run: Path, raw: bool = False, untrained: bool = False) -> Tex
             raise ConfigurationError(f"--untrained: the run of {folder} {start}")
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         skeleton = construct(type(model), model.config, torch.device("meta"))
+
+        def write(name: str, full: Tensor) -> None:
+            tensors[name].copy_(full)
+
         with torch.no_grad():
-            load_weights(skeleton, recipe, lambda name, full: tensors[name].copy_(full))
+            load_weights(skeleton, recipe, write)
     chat = not raw and is_chat(recipe, tokenizer)
     # The model's config, the tokenizer and the chat template often name different end tokens.
     stored = model.generation_config.eos_token_id

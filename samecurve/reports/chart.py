@@ -1,4 +1,4 @@
-"""Loss curves as a small hand-written SVG: one panel with the curves, one with their distances from the first.
+"""Loss curves as a small hand-written SVG: the reference's curve, and a bar for how far each other one is from it.
 
 Colours are attributes, for a light background. The classes `grid` and `axis` let a page restyle the elements.
 """
@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-WIDTH, PANEL_HEIGHT = 900, 300
-LEFT, RIGHT, TOP, BOTTOM = 70, 190, 34, 44
-# Okabe and Ito's palette for colour-blind readers, then darker variants of it
-COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#8c6100")
-COLOURS += ("#1f6f99", "#00593f", "#7a3500", "#6b3f57")
-LOWEST_POWER, HIGHEST_POWER = -10, -2  # powers of ten: the range of the lower panel
+WIDTH, TOP, BOTTOM = 900, 34, 44
+CURVE_LEFT, CURVE_RIGHT = 60, 390
+BARS_LEFT, BARS_RIGHT, BAR_HEIGHT = 590, 870, 14
+SAME, DIFFERENT, REFERENCE = "#0072b2", "#d55e00", "#000000"  # of Okabe and Ito's palette for colour-blind readers
+LOWEST_POWER, HIGHEST_POWER = -10, -2  # powers of ten: the range of the bars
 AXIS = "#666666"
 SHORTENED = 1e4  # numbers from here on are abbreviated with a letter (k, M, G)
 
@@ -46,30 +45,54 @@ def chart(curves: Sequence[Curve], title: str, tolerance: float) -> str:
     """Draw the chart and return the SVG text.
 
     Args:
-        curves: the first one is the reference of the lower panel.
-        title: heading of the upper panel.
-        tolerance: relative difference, drawn as a dashed line in the lower panel.
+        curves: the first one is the reference, which is drawn; the others become bars.
+        title: heading of the curve.
+        tolerance: relative difference of the loss, drawn as a dashed line across the bars.
     """
-    steps = max(len(curve.values) for curve in curves)
-    known = [value for curve in curves for value in curve.values if value is not None]
-    loss = Panel(_box(0), (1, steps), linear_ticks(min(known), max(known)))
-    reference = curves[0].values
-    distances = [Curve(curve.label, relative_differences(curve.values, reference)) for curve in curves[1:]]
-    distance = Panel(_box(PANEL_HEIGHT), (1, steps), powers_of_ten(), logarithmic=True)
-    height = 2 * PANEL_HEIGHT
+    reference, others = curves[0], curves[1:]
+    bottom = TOP + max(BAR_HEIGHT * len(others), 200)
+    known = [value for value in reference.values if value is not None]
+    box = Box(CURVE_LEFT, CURVE_RIGHT, TOP, bottom)
+    loss = Panel(box, (1, len(reference.values)), linear_ticks(min(known), max(known)))
+    height = bottom + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        *loss.frame(f"{title}: loss"),
-        *(loss.line(curve.values, index, _turns(index, len(curves))) for index, curve in enumerate(curves)),
-        *_legend(curves),
-        *distance.frame(f"|loss / loss of {curves[0].label} - 1|"),
-        _rule(distance, tolerance),
-        *(distance.line(curve.values, index + 1, 'stroke-width="1.5"') for index, curve in enumerate(distances)),
+        *loss.frame(f"{title}: loss under {reference.label}"),
+        loss.line(reference.values, f'stroke="{REFERENCE}" stroke-width="2"'),
+        *(_bars(others, reference, tolerance, bottom) if others else ()),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _bars(curves: Sequence[Curve], reference: Curve, tolerance: float, bottom: float) -> list[str]:
+    """Draw each curve's largest relative difference from the reference, on a logarithmic axis."""
+
+    def x(value: float) -> float:
+        share = (math.log10(max(value, 10.0**LOWEST_POWER)) - LOWEST_POWER) / (HIGHEST_POWER - LOWEST_POWER)
+        return BARS_LEFT + min(share, 1.0) * (BARS_RIGHT - BARS_LEFT)
+
+    title = f"largest relative difference from {reference.label} at any step"
+    parts = [f'<text x="{BARS_RIGHT}" y="{TOP - 14}" font-weight="bold" text-anchor="end">{escape(title)}</text>']
+    for tick in powers_of_ten(apart=2):
+        ends = f'x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{TOP}" y2="{bottom}"'
+        parts.append(f'<line class="grid" {ends} stroke="#e5e5e5"/>')
+        at = f'x="{x(tick):.1f}" y="{bottom + 17}" text-anchor="middle"'
+        parts.append(f'<text class="axis" {at} fill="{AXIS}">{power_text(tick)}</text>')
+    for row, curve in enumerate(curves):
+        differences = [value for value in relative_differences(curve.values, reference.values) if value is not None]
+        largest = max(differences, default=math.inf)
+        y, colour = TOP + BAR_HEIGHT * row, SAME if largest <= tolerance else DIFFERENT
+        size = f'width="{x(largest) - BARS_LEFT:.1f}" height="{BAR_HEIGHT - 4}"'
+        parts.append(f'<rect x="{BARS_LEFT}" y="{y + 2}" {size} fill="{colour}"/>')
+        parts.append(f'<text x="{BARS_LEFT - 8}" y="{y + 11}" text-anchor="end">{escape(curve.label)}</text>')
+    ends = f'x1="{x(tolerance):.1f}" x2="{x(tolerance):.1f}" y1="{TOP}" y2="{bottom}"'
+    parts.append(f'<line {ends} stroke="{DIFFERENT}" stroke-dasharray="6 4"/>')
+    at = f'x="{x(tolerance):.1f}" y="{bottom + 34}" text-anchor="middle"'
+    parts.append(f'<text {at} fill="{DIFFERENT}">tolerance {tolerance:g}</text>')
+    return parts
 
 
 @dataclass(frozen=True)
@@ -125,12 +148,12 @@ class Panel:
         at = f'x="{x:.1f}" y="{self.box.bottom + distance:g}" text-anchor="middle"'
         return f'<text class="axis" {at} fill="{AXIS}">{text}</text>'
 
-    def line(self, values: Sequence[float | None], index: int, style: str) -> str:
+    def line(self, values: Sequence[float | None], style: str) -> str:
         points = [
             f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in enumerate(values, 1) if value is not None
         ]
         shape = f'points="{" ".join(points)}" fill="none" stroke-linejoin="round"'
-        return f'<polyline {shape} stroke="{_colour(index)}" {style}/>'
+        return f"<polyline {shape} {style}/>"
 
     def x(self, step: float) -> float:
         first, last = self._steps
@@ -141,35 +164,6 @@ class Panel:
         low, high = self._scale(self._ticks[0]), self._scale(self._ticks[-1])
         share = (self._scale(min(max(value, self._ticks[0]), self._ticks[-1])) - low) / (high - low)
         return self.box.bottom - share * (self.box.bottom - self.box.top)
-
-
-def _box(top: int) -> Box:
-    return Box(LEFT, WIDTH - RIGHT, top + TOP, top + PANEL_HEIGHT - BOTTOM)
-
-
-def _rule(panel: Panel, value: float) -> str:
-    y = panel.y(value)
-    line = f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="red" stroke-dasharray="6 4"/>'
-    return f'{line}<text x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}" fill="red">tolerance {value:g}</text>'
-
-
-def _turns(index: int, count: int) -> str:
-    """Return alternating dashes, which keep overlapping curves visible."""
-    dash = 9
-    return f'stroke-width="3" stroke-dasharray="{dash} {dash * (count - 1)}" stroke-dashoffset="{-dash * index}"'
-
-
-def _legend(curves: Sequence[Curve]) -> list[str]:
-    parts = []
-    for index, curve in enumerate(curves):
-        x, y = WIDTH - RIGHT + 14, TOP + 8 + 18 * index
-        parts.append(f'<line x1="{x}" x2="{x + 22}" y1="{y}" y2="{y}" stroke="{_colour(index)}" stroke-width="4"/>')
-        parts.append(f'<text x="{x + 30}" y="{y + 4}">{escape(curve.label)}</text>')
-    return parts
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
 
 
 def linear_ticks(low: float, high: float) -> list[float]:

@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from samecurve.reports.chart import COLOURS, Curve, chart, linear_ticks, relative_differences, step_ticks
+from samecurve.reports.chart import DIFFERENT, SAME, WIDTH, Curve, chart, linear_ticks, relative_differences, step_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 CURVES = [
@@ -13,27 +13,37 @@ CURVES = [
 ]
 
 
-def test_every_curve_is_drawn_and_named():
+def test_the_reference_is_drawn_and_others_are_bars():
     root = ElementTree.fromstring(chart(CURVES, "a & b", 1e-5))
-    lines = [line.get("stroke") for line in root.iter(f"{SVG}polyline")]
-    assert lines == [*COLOURS[:3], *COLOURS[1:3]]
+    (line,) = root.iter(f"{SVG}polyline")
+    assert len(re.findall(r"[\d.]+,[\d.]+", line.get("points"))) == 3
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"single", "ddp <2>", "broken", "a & b: loss", "tolerance 1e-05"} <= set(texts)
+    assert {"ddp <2>", "broken", "a & b: loss under single", "tolerance 1e-05"} <= set(texts)
+    _, agrees, differs = root.iter(f"{SVG}rect")  # the first one is the paper
+    # of 1e-10 to 1e-2 on 280 units: 1e-6 is in the middle, and 1 is cut off at the end
+    assert (float(agrees.get("width")), float(differs.get("width"))) == pytest.approx((140, 280), abs=0.1)
+    assert (agrees.get("fill"), differs.get("fill")) == (SAME, DIFFERENT)
 
 
 def test_points_by_hand():
-    """Loss ticks are 4, 4.5, ... 6: 6 is at the top of the plot (34), 4 at its bottom (300 - 44), 5 in the middle."""
+    """Loss ticks are 4, 4.5, ... 6: 6 is at the top of the plot (34), 4 at its bottom (234), 5 in the middle."""
     root = ElementTree.fromstring(chart(CURVES[:1], "t", 1e-5))
     (line,) = root.iter(f"{SVG}polyline")
-    assert line.get("points") == "70.0,34.0 390.0,145.0 710.0,256.0"
+    assert line.get("points") == "60.0,34.0 225.0,134.0 390.0,234.0"
 
 
-def test_a_missing_value_is_a_gap_and_a_large_one_stays_inside():
-    root = ElementTree.fromstring(chart(CURVES, "t", 1e-5))
-    points = [re.findall(r"[\d.]+,([\d.]+)", line.get("points")) for line in root.iter(f"{SVG}polyline")]
-    assert [len(line) for line in points] == [3, 3, 2, 3, 2]
-    # differences 0 and 1 lie on the bottom and on the top of the lower panel
-    assert points[4] == ["556.0", "334.0"]
+def test_no_texts_overlap():
+    """By the width of a character: no two texts of one line meet, with as many strategies as there are."""
+    names = [f"pipeline_interleaved_{index}" for index in range(26)]
+    curves = [Curve(name, [6.0, 5.0 + 1e-6 * index]) for index, name in enumerate(["single", *names])]
+    boxes = []
+    for text in ElementTree.fromstring(chart(curves, "quickstart", 1e-5)).iter(f"{SVG}text"):
+        width, x, y = 6.6 * len(text.text), float(text.get("x")), float(text.get("y"))
+        left = x - {"end": width, "middle": width / 2}.get(text.get("text-anchor"), 0)
+        boxes.append((y, left, left + width, text.text))
+    for index, (y, left, right, name) in enumerate(boxes):
+        assert left >= 0 and right <= WIDTH, name
+        assert not [other for y2, a, b, other in boxes[:index] if abs(y - y2) < 11 and left < b and a < right], name
 
 
 @pytest.mark.parametrize(
