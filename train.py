@@ -3,7 +3,7 @@
     accelerate launch --config_file configs/STRATEGY.yaml --num_processes N train.py recipes/quickstart.yaml
     torchrun --nproc_per_node N train.py recipes/quickstart.yaml --strategy configs/STRATEGY.yaml
     python train.py recipes/quickstart.yaml
-    python train.py recipes/quickstart.yaml --strategy configs/STRATEGY.yaml --processes N
+    python train.py recipes/quickstart.yaml --strategy configs/STRATEGY.yaml --num_processes N
 
 A recipe defines the training run; a strategy defines how the run is distributed over devices. The loss curve depends
 on the recipe alone. The unit of the loop is one optimizer step, and the loop never checks the strategy. Running the

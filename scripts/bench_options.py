@@ -47,7 +47,7 @@ def main() -> None:
 def measured(table: Table, arguments: argparse.Namespace, folder: Path) -> dict:
     """What `bench step --json` wrote. Raises CalledProcessError."""
     options = ["--options", "none", "--strategy", table.strategy, "--num_processes", str(table.processes)]
-    options += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--warm_up", str(WARM_UP)]
+    options += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--warmup_steps", str(WARM_UP)]
     options += [word for variant in table.variants for word in ("--variant", variant)]
     command = [sys.executable, "-m", "samecurve", "bench", "step", RECIPE, *table.overrides, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(share_of_cores(table.processes))}

@@ -1,7 +1,7 @@
 """What one step, one save, one resume and the heartbeats cost outside the engine, by the number of ranks.
 
     python scripts/bench_scale.py [--ranks 2 4 8 16 32 64 128] [--output benchmarks/scale.md]
-    python scripts/bench_scale.py --ranks 2 4 --json        # the numbers alone, for tests
+    python scripts/bench_scale.py --ranks 2 4 --no_page     # the numbers alone, for tests
 
 The ranks are forked from one process, talk over gloo and share this machine's cores; their engine trains nothing. Bytes
 and system calls are those that Linux counts for each process (/proc/self/io), so that they hold for any machine.
@@ -31,14 +31,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "scale.md")
-    parser.add_argument("--json", action="store_true", help="print the numbers and write no page")
+    parser.add_argument("--no_page", action="store_true", help="print the numbers as JSON and write no page")
     arguments = parser.parse_args()
     if not Path("/proc/self/io").exists():
         sys.exit("/proc/self/io is not there: the bytes are counted by Linux, on other systems they are not known")
     import_all()
     load = os.getloadavg()[0]
-    measured = {size: measure(size, show=not arguments.json) for size in arguments.ranks}
-    if arguments.json:
+    measured = {size: measure(size, show=not arguments.no_page) for size in arguments.ranks}
+    if arguments.no_page:
         print(json.dumps(measured))
     else:
         with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,7 @@ def _check_explain(arguments: argparse.Namespace) -> None:
     """Raise ConfigurationError for what --explain, three processes of Gloo, would have to ignore."""
     if not arguments.explain:
         return
-    for name in ("backend", "processes", "json"):
+    for name in ("backend", "num_processes", "json"):
         if (given := getattr(arguments, name)) is not None:
             raise ConfigurationError(
                 f"--{name}: found {given}, but --explain measures nothing and shows {explanation.RANKS} processes of "
@@ -74,14 +74,14 @@ def _start(arguments: argparse.Namespace, backend: str) -> int:
     """Run the same command under torchrun and return the exit code."""
     num_gpus = torch.cuda.device_count()
     default = num_gpus if backend == "nccl" else explanation.RANKS if arguments.explain else 2
-    processes = arguments.processes or default
+    processes = arguments.num_processes or default
     if backend == "gloo" and processes > (most := PROCESSES_PER_CORE * num_cores()):
         cores = f"this machine has {num_cores()} cores; start at most {most}, {PROCESSES_PER_CORE} per core"
-        raise ConfigurationError(f"--processes: found {processes}, but {cores}")
+        raise ConfigurationError(f"--num_processes: found {processes}, but {cores}")
     if processes < 2 or (backend == "nccl" and processes > num_gpus):
-        gpus = f", with a GPU each for NCCL (found {num_gpus}); try --backend gloo --processes 2"
+        gpus = f", with a GPU each for NCCL (found {num_gpus}); try --backend gloo --num_processes 2"
         raise ConfigurationError(
-            f"--processes: found {processes}, but a collective needs at least 2{gpus * (backend == 'nccl')}"
+            f"--num_processes: found {processes}, but a collective needs at least 2{gpus * (backend == 'nccl')}"
         )
     start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", "samecurve"]
     given = {name: value for name, value in vars(arguments).items() if value is not None and name != "explain"}

@@ -36,7 +36,7 @@ def cores_of_one_process(num_processes: int) -> list[int]:
 
     Raises ConfigurationError if there are fewer cores than processes, or several processes and no CPU affinity.
     """
-    option = f"--processes_per_host: found {num_processes}, but"
+    option = f"--processes_per_node: found {num_processes}, but"
     if num_processes > num_cores():
         raise ConfigurationError(f"{option} this host has {num_cores()} cores; give at most one process per core")
     if hasattr(os, "sched_setaffinity"):
@@ -124,10 +124,10 @@ def fewest_workers(rates: Mapping[int, float], needed: float | None) -> int | No
 
 def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Run the command `bench dataloader`."""
-    size, processes = arguments.data_parallel_size, arguments.processes_per_host
+    size, processes = arguments.data_parallel_size, arguments.processes_per_node
     cores = cores_of_one_process(processes)
     facts = timing.describe_environment(timing.default_device())
-    counts = printing.parse_integers("--workers", arguments.workers)
+    counts = printing.parse_integers("--num_workers", arguments.num_workers)
     counts = counts or [0, *(1 << power for power in range(6) if 1 << power <= len(cores))]
     needed = rows_per_second_of_run(arguments.run) if arguments.run else arguments.needed
     rows = registry.load_task(recipe).train
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
     printing.print_table(["workers", "rows/s"], shown, title)
     best = fewest_workers(rates, needed)
     printing.print_line(_verdict(best, needed, processes))
-    numbers = {"processes_per_host": processes, "rows_per_second": rates, "needed": needed, "enough": best}
+    numbers = {"processes_per_node": processes, "rows_per_second": rates, "needed": needed, "enough": best}
     printing.write_json_file(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
     return 0
 

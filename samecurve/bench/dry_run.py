@@ -44,7 +44,7 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
     """
     strategy = plan.strategy
     if strategy.family in ("zero", "pipeline"):
-        raise ConfigurationError(f"--dry-run: DeepSpeed ({strategy.name}) has buffers that the tracker cannot see")
+        raise ConfigurationError(f"--dry_run: DeepSpeed ({strategy.name}) has buffers that the tracker cannot see")
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     asked = job.grad_accum
     job = replace(job, grad_accum=_micro_batches(job))
@@ -56,7 +56,7 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
             few, more = (track(plan, job, nth, partial(build, depth)) for depth in DEPTHS)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             text = f"{strategy.name} needs the values of tensors ({error.func}), which fake ones do not have"
-            raise ConfigurationError(f"--dry-run: {text}") from None
+            raise ConfigurationError(f"--dry_run: {text}") from None
         print(_compare(job, each, few, more))
         print(f"{time.perf_counter() - began:.0f} s")
     if strategy.family == "ddp":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from samecurve.config import loader as recipes
+from samecurve.config.key_hints import near_file
 from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import ConfigurationError
@@ -22,6 +24,7 @@ from samecurve.run.run_directory import RunDirectory, read_metrics
 from samecurve.run.status import STATUS, read_status
 from samecurve.storage.atomic import read_json
 from samecurve.strategy.placement import REFERENCE, place_strategy
+from samecurve.strategy.resolve import strategy_path
 
 POLL_SECONDS = 0.5
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -57,16 +60,19 @@ class Outcome:
 
 
 def jobs(names: Sequence[str], num_processes: int) -> list[StrategyJob]:
-    """Make one job per strategy. names: strategies in configs/; empty for all of them, the reference first.
+    """Make one job per strategy, named as its file. names: in configs/, or files; empty for all of configs/, the
+    reference first.
 
-    Raises ConfigurationError for a name without a file.
+    Raises ConfigurationError for a strategy without a file, and for two of one name, whose runs would share a folder.
     """
-    known = {path.stem: path for path in sorted(Path("configs").glob("*.yaml"))}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigurationError(f"--strategies: no configs/{unknown[0]}.yaml; the names are {', '.join(known)}")
-    chosen = names or sorted(known, key=lambda name: name != REFERENCE)
-    placements = {name: place_strategy(known[name], num_processes) for name in chosen}
+    known = sorted(Path("configs").glob("*.yaml"), key=lambda path: (path.stem != REFERENCE, path.stem))
+    paths = [Path(strategy_path(name)) for name in names] or known
+    problems = [f"strategy {path}: no such file{near_file(str(path))}" for path in paths if not path.is_file()]
+    counts = Counter(path.stem for path in paths)
+    problems += [f"strategy {name}: given {count} times; keep one" for name, count in counts.items() if count > 1]
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    placements = {path.stem: place_strategy(path, num_processes) for path in paths}
     return [StrategyJob(name, placement.path, placement.world_size) for name, placement in placements.items()]
 
 

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         raise ConfigurationError("bench memory: starts its processes itself, on one machine; leave out the launcher")
     num_gpus = torch.cuda.device_count()
-    processes = _processes(arguments.processes, num_gpus)
+    processes = _processes(arguments.num_processes, num_gpus)
     # DeepSpeed adds nothing on a GPU but tensors
     libraries = LIBRARIES[:1] if num_gpus or not find_spec("deepspeed") else LIBRARIES
     parts = {library: measure(library, processes) for library in libraries}
@@ -48,7 +48,7 @@ def _processes(asked: int | None, num_gpus: int) -> int:
     most = num_gpus or PROCESSES_PER_CORE * num_cores()
     if asked and asked > most:
         why = "one per GPU" if num_gpus else f"{PROCESSES_PER_CORE} per core"
-        raise ConfigurationError(f"--processes: found {asked}, but at most {most} can be started here, {why}")
+        raise ConfigurationError(f"--num_processes: found {asked}, but at most {most} can be started here, {why}")
     return asked or num_gpus or 2
 
 

@@ -72,7 +72,7 @@ def _measure(
                 reasons[variant.name] = outcome.reason
                 printing.print_line(f"{label}: {outcome.reason}")
                 continue
-            rounds[variant.name].append(MeasuredRun.from_metrics(outcome.metrics, arguments.warm_up))
+            rounds[variant.name].append(MeasuredRun.from_metrics(outcome.metrics, arguments.warmup_steps))
             printing.print_line(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
     return rounds, reasons
 

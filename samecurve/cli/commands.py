@@ -8,6 +8,7 @@ it. A command with subcommands (bench) is a package of them.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import math
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from samecurve.config.renamed_keys import new_option_hint
+from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.strategy import preflight
 
@@ -85,8 +86,13 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
         epilog=f"{program} COMMAND --help shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=commands, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     command = parser.parse_args(argv[:1]).command
+    if command not in commands:
+        near = difflib.get_close_matches(command, commands, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
+        hint = "python train.py RECIPE trains" if command == "train" else hint
+        parser.error(f"no command {command}; {hint}")
     module = importlib.import_module(f".{command}", package)
     program = f"{program} {command}"
     if hasattr(module, "__path__"):  # a package, which has subcommands
@@ -97,7 +103,7 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
             raise ConfigurationError(
                 f"{argument}: commands read local run directories; give the run's, or copy the store's folder"
             )
-    arguments = _Parser(program, description=module.__doc__, formatter_class=_ParagraphFormatter)
+    arguments = _Parser(program, description=module.__doc__, formatter_class=_ParagraphFormatter, allow_abbrev=False)
     module.add_arguments(arguments)
     result = module.run(arguments.parse_intermixed_args(argv[1:]))
     if isinstance(result, Work):
@@ -153,7 +159,7 @@ class _ParagraphFormatter(argparse.HelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        super().error(message + new_option_hint(message))
+        super().error(message + near_option(message, self))
 
 
 def repository_root() -> Path:

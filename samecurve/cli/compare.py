@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values for every strategy"
     )
     parser.add_argument(
-        "--strategies", default="", metavar="a,b,c", help="names in configs/, the first is the reference (default: all)"
+        "--strategies",
+        default="",
+        metavar="a,b,c",
+        help="names in configs/, or files; the first is the reference (default: all of configs/)",
     )
     parser.add_argument(
         "--num_processes", type=int, metavar="N", help="processes per run (default: the number of GPUs, or 2 without)"

@@ -28,12 +28,17 @@ from samecurve.strategy.plan import Strategy
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe file, to check what it writes and needs")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
-    parser.add_argument("--strategy", metavar="FILE", help="a strategy file, to check what its operators need")
+    text = f"{resolve.STRATEGY_HELP}, to check what its operators need"
+    parser.add_argument("--strategy", metavar="STRATEGY", type=resolve.strategy_path, help=text)
     parser.add_argument("--hostfile", metavar="FILE", help="examine all hosts of this file: lines NAME slots=N")
     parser.add_argument("--master_addr", metavar="ADDRESS", help="address of the first host (default: its name there)")
-    parser.add_argument("--master_port", metavar="PORT", type=int, default=29500, help="default: %(default)s")
+    parser.add_argument("--master_port", metavar="N", type=int, default=29500, help="default: %(default)s")
     parser.add_argument(
-        "--seconds", metavar="N", type=float, default=60.0, help="time limit of each stage between hosts (default: 60)"
+        "--timeout_seconds",
+        metavar="N",
+        type=float,
+        default=60.0,
+        help="time limit of each stage between hosts (default: 60)",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON; - for standard output alone")
 
@@ -46,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
     needed = needed_bytes(recipe) if recipe else {}
     os.environ.update(slurm.variables(os.environ))
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        return Work("samecurve.doctor.ranks", (recipe, strategy, needed, arguments.seconds, arguments.json))
+        return Work("samecurve.doctor.ranks", (recipe, strategy, needed, arguments.timeout_seconds, arguments.json))
     return examination.report(examination.one_host(recipe, strategy, needed), arguments.json)
 
 
@@ -68,8 +73,8 @@ def _hosts(arguments: argparse.Namespace) -> int:
     listed = read_hostfile(arguments.hostfile)
     forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
     forwarded += ["--strategy", arguments.strategy] if arguments.strategy else []
-    forwarded += ["--seconds", str(arguments.seconds)]
-    found = hosts.examine(listed, forwarded, arguments.master_addr, arguments.master_port, arguments.seconds)
+    forwarded += ["--timeout_seconds", str(arguments.timeout_seconds)]
+    found = hosts.examine(listed, forwarded, arguments.master_addr, arguments.master_port, arguments.timeout_seconds)
     return examination.report(found, arguments.json)
 
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--precision", choices=DTYPES, help="compute precision (default: the recipe's)")
     parser.add_argument(
-        "--micro_batch_size", type=int, metavar="N", help="rows per forward pass (default: the recipe's)"
+        "--batch_size", type=int, metavar="N", help="rows per forward pass (default: the recipe's micro-batch size)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics, model and data to FILE")
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> Work:
     run_recipe = folders.read_recipe(directory)
     trained = with_columns(run_recipe, arguments.data, arguments.columns)
     folder = folders.model_folder(arguments.model or directory)
-    recipe = with_evaluation_data(trained, folder, arguments.data, arguments.micro_batch_size)
+    recipe = with_evaluation_data(trained, folder, arguments.data, arguments.batch_size)
     recipe = recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
     folders.base_path(folder)  # raises where an adapter has lost its model
     sources = run_recipe.data.sources()
@@ -113,7 +113,7 @@ def with_evaluation_data(recipe: Recipe, folder: Path, data: str | None, micro_b
         ConfigurationError: there are no data to measure on.
     """
     if micro_batch_size is not None and micro_batch_size < 1:
-        raise ConfigurationError(f"--micro_batch_size: found {micro_batch_size}, but it must be at least 1")
+        raise ConfigurationError(f"--batch_size: found {micro_batch_size}, but it must be at least 1")
     # The export has its own template. DPO's reference model, however, is rebuilt as training built it.
     template = CHATML if recipe.tokenizer.chat_template == CHATML else None
     tokenizer = recipe.tokenizer.model_copy(

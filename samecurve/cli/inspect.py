@@ -1,6 +1,6 @@
 """Show the data that a recipe trains on: the first samples with their trained tokens marked, and statistics.
 
-No model is loaded, except for --leak-test: it changes tokens of a row and checks that nothing moves in the model's
+No model is loaded, except for --leak_test: it changes tokens of a row and checks that nothing moves in the model's
 outputs for other documents of the row and for tokens to the left.
 """
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples", type=int, default=3, metavar="N", help="number of samples to show (default: %(default)s)"
     )
     parser.add_argument(
-        "--leak-test", action="store_true", help="test that packed documents, the future and padding are hidden"
+        "--leak_test", action="store_true", help="test that packed documents, the future and padding are hidden"
     )
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write the output as an HTML page")
 

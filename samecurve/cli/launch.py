@@ -23,13 +23,14 @@ from samecurve.launch.target import CLUSTERS, LAUNCHERS, Target, check_launchers
 from samecurve.planner.inputs import data_elsewhere
 from samecurve.storage.atomic import storage_errors
 from samecurve.strategy.plan import Plan
+from samecurve.strategy.resolve import STRATEGY_HELP, strategy_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="recipe values, as for train.py")
-    parser.add_argument("--strategy", metavar="FILE", required=True, help="an Accelerate YAML or a DeepSpeed JSON")
-    parser.add_argument("--emit", metavar="LAUNCHER", required=True, help=f"one of {', '.join(LAUNCHERS)}")
+    parser.add_argument("--strategy", metavar="STRATEGY", required=True, type=strategy_path, help=STRATEGY_HELP)
+    parser.add_argument("--launcher", metavar="NAME", required=True, help=f"one of {', '.join(LAUNCHERS)}")
     parser.add_argument("--hosts", metavar="FILE", help="a YAML file: hosts: [NAME, ...], gpus_per_node: N, port: N")
     parser.add_argument("--hostfile", metavar="FILE", help="lines NAME slots=N, as for the deepspeed launcher")
     parser.add_argument("--nodes", metavar="N", type=int, help="number of machines whose names are not known yet")
@@ -37,25 +38,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min_nodes", metavar="N", type=int, help="torchrun: continue with N hosts if others fail")
     parser.add_argument("--include", metavar="SLOTS", help="deepspeed: use only these, such as node1:1,2@node2:0")
     parser.add_argument("--exclude", metavar="SLOTS", help="deepspeed: use all but these, such as node1:0")
-    parser.add_argument("--port", metavar="N", type=int, help="port of the first host for all ranks (default: 29500)")
+    parser.add_argument(
+        "--master_port", metavar="N", type=int, help="port of the first host for all ranks (default: 29500)"
+    )
     parser.add_argument("--output", metavar="FILE", help="write the script or manifest to this file")
-    parser.add_argument("--run", action="store_true", help="start the run, on other hosts by ssh without a password")
+    parser.add_argument("--start", action="store_true", help="start the run, on other hosts by ssh without a password")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command. Returns 0, or with --run the exit code of the launcher that failed first."""
+    """Run the command. Returns 0, or with --start the exit code of the launcher that failed first."""
     repository_root()
-    check_launchers([arguments.emit], "--emit")
-    require_positive(arguments, "nodes", "gpus_per_node", "min_nodes", "port")
+    check_launchers([arguments.launcher], "--launcher")
+    require_positive(arguments, "nodes", "gpus_per_node", "min_nodes", "master_port")
     target = _target(arguments)
     _check_min_nodes(arguments, target)
-    _check(arguments.emit, target)
-    text = scripts.text(arguments.emit, target)
-    if arguments.run:
-        if not target.named and target.nodes > 1 and arguments.emit not in CLUSTERS:
+    _check(arguments.launcher, target)
+    text = scripts.text(arguments.launcher, target)
+    if arguments.start:
+        if not target.named and target.nodes > 1 and arguments.launcher not in CLUSTERS:
             text = f"the {target.nodes} machines have no names; replace --nodes by --hosts or --hostfile"
-            raise ConfigurationError(f"--run: {text}")
-        return start.run(arguments.emit, target)
+            raise ConfigurationError(f"--start: {text}")
+        return start.run(arguments.launcher, target)
     if arguments.output:
         path = Path(arguments.output)
         with storage_errors(path):
@@ -73,7 +76,7 @@ def _target(arguments: argparse.Namespace) -> Target:
         raise ConfigurationError(f"machines: found {found}; {rule}")
     hosts, port = _machines(arguments)
     selection = [(f"--{name}", value) for name in ("include", "exclude") if (value := getattr(arguments, name))]
-    if selection and arguments.emit != "deepspeed":
+    if selection and arguments.launcher != "deepspeed":
         option = selection[0][0]
         raise ConfigurationError(f"{option}: only the deepspeed launcher picks slots; remove it, or list fewer hosts")
     return Target(
@@ -83,7 +86,7 @@ def _target(arguments: argparse.Namespace) -> Target:
         tuple(select(hosts, arguments.include, arguments.exclude)),
         named=not arguments.nodes,
         file=arguments.output or "",
-        port=arguments.port or port,
+        port=arguments.master_port or port,
         hostfile=arguments.hostfile or "",
         listed=tuple(hosts),
         selection=tuple(word for pair in selection for word in pair),
@@ -95,16 +98,16 @@ def _check_min_nodes(arguments: argparse.Namespace, target: Target) -> None:
     if not target.min_nodes:
         return
     given = f"--min_nodes {target.min_nodes}"
-    if arguments.emit != "torchrun":
-        raise ConfigurationError(f"{given}: only torchrun continues with fewer hosts; use --emit torchrun")
+    if arguments.launcher != "torchrun":
+        raise ConfigurationError(f"{given}: only torchrun continues with fewer hosts; use --launcher torchrun")
     if not target.named:
         raise ConfigurationError(f"{given}: each host needs an address of its own; give --hosts or --hostfile")
     if target.min_nodes >= target.nodes:
         raise ConfigurationError(f"{given}: found {target.nodes} hosts, but it must be less than their number")
-    if arguments.run:
-        text = "--run ends all hosts when one fails; leave out --run and start the printed commands"
+    if arguments.start:
+        text = "--start ends all hosts when one fails; leave out --start and start the printed commands"
         raise ConfigurationError(f"{given}: {text}")
-    plan = _check(arguments.emit, replace(target, hosts=target.hosts[: target.min_nodes], min_nodes=0))
+    plan = _check(arguments.launcher, replace(target, hosts=target.hosts[: target.min_nodes], min_nodes=0))
     if plan.recipe.rehearse:  # torchrun tells only the others that they start again
         fix = "run `python -m samecurve rehearse` before, and add rehearse=false here"
         raise ConfigurationError(
@@ -116,7 +119,7 @@ def _machines(arguments: argparse.Namespace) -> tuple[list[HostSlots], int]:
     if arguments.hosts:
         return read_hosts(arguments.hosts)
     if arguments.hostfile:
-        return read_hostfile(arguments.hostfile, for_deepspeed=arguments.emit == "deepspeed"), PORT
+        return read_hostfile(arguments.hostfile, for_deepspeed=arguments.launcher == "deepspeed"), PORT
     return list(unnamed(arguments.nodes, arguments.gpus_per_node)), PORT
 
 

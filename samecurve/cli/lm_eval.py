@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "tasks", metavar="TASKS", help="task names, as `lm-eval ls tasks` lists them, for example arc_easy"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="compute precision (default: the recipe's; fp32 without a run)")
+    parser.add_argument(
+        "--precision", choices=DTYPES, help="compute precision (default: the recipe's; fp32 without a run)"
+    )
     parser.add_argument("--raw", action="store_true", help="use no chat template, even for a chat model")
     parser.add_argument("--limit", metavar="N", help="use only the first N examples of each task")
     parser.add_argument(
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for the results (default: RUN/lm_eval)")
     parser.add_argument(
-        "--options",
+        "--harness_options",
         default="",
         metavar="TEXT",
         help="further options of lm-eval, as one argument: '--num_fewshot 5'",

@@ -53,6 +53,7 @@ from samecurve.planner.wanted import Wanted
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
 from samecurve.strategy.plan import Plan
+from samecurve.strategy.resolve import strategy_path
 
 ROWS = 10  # of the table
 SHOWN_UNAVAILABLE = 3
@@ -69,9 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=whole_number("--gpus"), metavar="N", help="number of GPUs (default: the cluster's)"
     )
     parser.add_argument(
-        "--strategy", action="extend", nargs="+", metavar="FILE", help="exactly these files (default: search configs/)"
+        "--strategy",
+        action="extend",
+        nargs="+",
+        metavar="STRATEGY",
+        help="exactly these: names in configs/, or files (default: all of configs/)",
     )
-    parser.add_argument("--top", type=whole_number("--top"), metavar="N", help=f"rows of the table (default: {ROWS})")
+    parser.add_argument("--rows", type=whole_number("--rows"), metavar="N", help=f"rows of the table (default: {ROWS})")
     parser.add_argument("--why", action="store_true", help="also show why the other strategies were not chosen")
     parser.add_argument("--overlap", action="store_true", help="also show which communication computation can hide")
     parser.add_argument("--ledger", action="store_true", help="also list the bytes of each collective per step")
@@ -85,11 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
     )
-    parser.add_argument("--dry-run", action="store_true", help="also track the memory of one rank on fake tensors")
-    text = "the rank of --ranks and --dry-run (default: 0, and of a pipeline's dry run one of each class)"
+    parser.add_argument("--dry_run", action="store_true", help="also track the memory of one rank on fake tensors")
+    text = "the rank of --ranks and --dry_run (default: 0, and of a pipeline's dry run one of each class)"
     parser.add_argument("--rank", type=whole_number("--rank"), metavar="R", help=text)
-    parser.add_argument("--emit", metavar="DIR", help="write the files that start the best plan to this folder")
-    listed = f"for --emit: {', '.join(LAUNCHERS)} (default: all)"
+    parser.add_argument("--output", metavar="FOLDER", help="write the files that start the best plan to this folder")
+    listed = f"for --output: {', '.join(LAUNCHERS)} (default: all)"
     parser.add_argument("--launcher", action="extend", nargs="+", metavar="NAME", help=listed)
     text = "learn from finished runs and results of bench matmul, collectives and memory, or read a calibration file"
     parser.add_argument("--calibrate", action="extend", nargs="+", type=Path, metavar="PATH", help=text)
@@ -98,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int | Work:
-    """Run the command: 0, or the work of --dry-run, if a strategy fits. Raises TopologyError (6) if none does."""
+    """Run the command: 0, or the work of --dry_run, if a strategy fits. Raises TopologyError (6) if none does."""
     paths = _settle(arguments)
     if arguments.runs:
         return _answer_table(arguments.runs, arguments.json, paths)
@@ -110,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
     machines = whole.scaled(arguments.gpus) if arguments.gpus else whole
     wanted = inputs.read(arguments.model, arguments.overrides)
     shipped = strategy_files.shipped()
-    asked = [strategy_files.read(path) for path in arguments.strategy or ()] or shipped
+    asked = [strategy_files.read(strategy_path(given)) for given in arguments.strategy or ()] or shipped
     learnt, notes = _learnt(canonical(machines.kind), paths)
     whole, machines = (replace(each, calibration=learnt) for each in (whole, machines))
     choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
@@ -137,9 +142,9 @@ def run(arguments: argparse.Namespace) -> int | Work:
         print("\n".join(["\nNot chosen:", *rejected]) if rejected else "", end="\n" if rejected else "")
     _print_details(order[0], wanted, machines, arguments)
     failure = None if best else _nothing_fits(first_line, choices, order[0])
-    if best and arguments.emit:
+    if best and arguments.output:
         request = emission.Request(arguments.model, tuple(arguments.overrides))
-        written = emission.emit(arguments.emit, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
+        written = emission.emit(arguments.output, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
         print(f"\nwritten and read back: {', '.join(written)}")
     if arguments.dry_run and order[0].job:
         return _dry_run(order[0], wanted, machines, arguments.rank)._replace(failure=failure)
@@ -208,7 +213,7 @@ def _settle(arguments: argparse.Namespace) -> list[Path]:
     plan_options.check(arguments)
     check_launchers(arguments.launcher)
     arguments.order = placement.read_order(arguments.order) if arguments.order else ORDER
-    require_positive(arguments, "gpus", "top")
+    require_positive(arguments, "gpus", "rows")
     return arguments.calibrate
 
 
@@ -261,12 +266,12 @@ def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments
     rows = [each for each in choices if each.found and (arguments.strategy or arguments.why or each.found.fits)]
     if rows:
         few = rows if arguments.strategy or arguments.why else plan_text.at_most(SHOWN_SIZES, rows)
-        print(plan_text.table(few[: arguments.top or ROWS]))
+        print(plan_text.table(few[: arguments.rows or ROWS]))
     if lacking:
         few = lacking[:SHOWN_UNAVAILABLE]
         shown = f"{plan_text.table(few)}\n{plan_text.legend(few)}"
         grey, normal = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
-        print(f"\nFor comparison, what this version cannot run and --emit never writes:\n{grey}{shown}{normal}")
+        print(f"\nFor comparison, what this version cannot run and --output never writes:\n{grey}{shown}{normal}")
 
 
 def _print_details(shown: Choice, wanted: Wanted, machines: Cluster, arguments: argparse.Namespace) -> None:

@@ -5,8 +5,8 @@
     embed     the similarities of the texts; their vectors with --json
     mlm       the most likely words for each [MASK]
 
-Texts are processed as in training, with the same truncation. The output has one line per text. With --json, or if the
-output is not a terminal, the lines are JSON. An adapter is loaded on top of its base model.
+Texts are processed as in training, with the same truncation. The output has one line per text. If it is not a
+terminal, the lines are JSON. An adapter is loaded on top of its base model.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of the run's data; for a reward model the column messages, or prompt and completion",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="reward: the prompt that each TEXT answers")
-    parser.add_argument("--top", type=int, metavar="N", help=f"mlm: number of candidates per mask (default: {TOP})")
+    parser.add_argument("--top_k", type=int, metavar="N", help=f"mlm: number of candidates per mask (default: {TOP})")
     parser.add_argument(
         "--batch_size", type=int, default=BATCH, metavar="N", help="texts per batch (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per text, with all numbers")
+    text = "write one JSON object per text, with all numbers, to this file; - for standard output"
+    parser.add_argument("--json", metavar="FILE", help=text)
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    require_positive(arguments, "top", "batch_size")
+    require_positive(arguments, "top_k", "batch_size")
     sources = _sources(arguments)
     first = next(sources, None)  # read here, so that its errors come before torch is loaded
     if first is None:

@@ -2,7 +2,7 @@
 
 It starts the processes of the strategy on this machine. For several machines, start it by their launcher:
 
-    torchrun --nnodes 2 ... -m samecurve rehearse RECIPE --strategy FILE
+    torchrun --nnodes 2 ... -m samecurve rehearse RECIPE --strategy STRATEGY
 
 It leaves nothing on the disk. The exit code is 0, or the one with which the run would fail.
 """
@@ -20,13 +20,14 @@ from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.launch.ranks import environments
 from samecurve.strategy import preflight
 from samecurve.strategy.placement import place_strategy
+from samecurve.strategy.resolve import STRATEGY_HELP, strategy_path
 from samecurve.training import rehearsal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/quickstart.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values")
-    parser.add_argument("--strategy", metavar="FILE", help="an Accelerate YAML or a DeepSpeed JSON")
+    parser.add_argument("--strategy", metavar="STRATEGY", type=strategy_path, help=STRATEGY_HELP)
     parser.add_argument(
         "--num_processes", type=int, metavar="N", help="processes on this machine (default: one per GPU, or 2 without)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 from pathlib import Path
@@ -70,6 +71,14 @@ def block_as_value(key: str, found: Any, fields: list[str]) -> str:
     if main is None or isinstance(found, (dict, list)) or found is None:
         return ""
     return f"; did you mean {key}.{main}={found}?"
+
+
+def near_option(message: str, parser: argparse.ArgumentParser) -> str:
+    """The hint for argparse's message about unknown options: the nearest option of the parser for each, if any."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+    near = (difflib.get_close_matches(option, known, n=1) for option in given)
+    return "".join(f"; did you mean {option}?" for options in near for option in options)
 
 
 def near_file(path: str) -> str:

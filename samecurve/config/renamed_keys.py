@@ -1,4 +1,4 @@
-"""Renamed recipe keys, values and options.
+"""Renamed recipe keys and values.
 
 A recipe in the old spelling is refused with the new name. What an earlier version saved (run.json, a checkpoint's
 state.json) is read in the new spelling, so that its run can be resumed.
@@ -32,7 +32,6 @@ RENAMED_VALUES = {
     "memory.activation_checkpointing": {"every_k": "every_n_layers"},
     "memory.gradient_sync": {"once": "last_micro_batch"},
 }
-RENAMED_OPTIONS = {"--share_that_parses": "--parse_rate", "--start_over": "--fresh"}
 
 
 def refuse_old_names(document: Document) -> None:
@@ -56,12 +55,6 @@ def in_new_names(saved: dict[str, Any]) -> dict[str, Any]:
     if isinstance(saved.get("overrides"), list):
         saved["overrides"] = [_rename_override(override) for override in saved["overrides"]]
     return saved
-
-
-def new_option_hint(message: str) -> str:
-    """The end of argparse's message about unknown options: the new names of renamed ones."""
-    given = {word.partition("=")[0] for word in message.split()}
-    return "".join(f"; {old} was renamed to {new}" for old, new in RENAMED_OPTIONS.items() if old in given)
 
 
 def _rename_keys(recipe: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:

@@ -1,4 +1,4 @@
-"""`inspect --leak-test`: changes tokens of the recipe's own rows and sees which outputs of its model move.
+"""`inspect --leak_test`: changes tokens of the recipe's own rows and sees which outputs of its model move.
 
 What a token must not see, neither trains nor predicts: another document of its packed row, the tokens to its right in a
 causal model, and padding. Nothing in a loss curve shows such a leak.

@@ -51,13 +51,13 @@ def build_command(arguments: argparse.Namespace, folder: Path, base: str | None,
         recipe: recipe of the run, None if unknown.
 
     Raises:
-        ConfigurationError: there is no causal language model in the folder, or --options is not a command line.
+        ConfigurationError: there is no causal language model in the folder, or --harness_options is not a command line.
     """
     trusted = folders.trusts_remote_code(folder)
     loading.stored_class(folder, CAUSAL)  # raises for a model with another head
     model_args = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
     model_args |= {"trust_remote_code": True} if trusted else {}
-    model_args["dtype"] = DTYPES[arguments.dtype or (recipe.precision if recipe else "fp32")]
+    model_args["dtype"] = DTYPES[arguments.precision or (recipe.precision if recipe else "fp32")]
     words = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", json.dumps(model_args)]
     words += [
         "--tasks",
@@ -73,6 +73,8 @@ def build_command(arguments: argparse.Namespace, folder: Path, base: str | None,
     if not arguments.raw and is_chat(recipe, loading.load_tokenizer(folder)):
         words.append("--apply_chat_template")
     try:
-        return [*words, *shlex.split(arguments.options)]
+        return [*words, *shlex.split(arguments.harness_options)]
     except ValueError as error:
-        raise ConfigurationError(f"--options: found {arguments.options!r}, not a command line ({error})") from error
+        raise ConfigurationError(
+            f"--harness_options: found {arguments.harness_options!r}, not a command line ({error})"
+        ) from error

@@ -7,20 +7,24 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from samecurve.inference.predictor import Predictor, Source, load_predictor
+from samecurve.storage.atomic import storage_errors
 
 MOST_CHARACTERS = 60  # of a text in the output
 MOST_TABLE_ROWS = 10  # for more texts, only the nearest one of each is printed
 
 
 def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
-    predictor = load_predictor(arguments.run, arguments.prompt, arguments.top)
+    predictor = load_predictor(arguments.run, arguments.prompt, arguments.top_k)
     predictions = _predict_in_batches(predictor, sources, arguments.batch_size)
-    if arguments.json or not sys.stdout.isatty():
+    if arguments.json and arguments.json != "-":
+        predictions = _written(predictions, Path(arguments.json))
+    if arguments.json == "-" or not sys.stdout.isatty():
         for prediction in predictions:
             print(json.dumps(prediction, ensure_ascii=False), flush=True)
         return 0
@@ -32,6 +36,14 @@ def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
         texts = "1 text was" if num_truncated == 1 else f"{num_truncated} texts were"
         print(f"{texts} truncated to {predictor.length} tokens, as in training", file=sys.stderr)
     return 0
+
+
+def _written(predictions: Iterator[dict], path: Path) -> Iterator[dict]:
+    """Write each prediction as a line of JSON, and pass it on. Raises StorageError."""
+    with storage_errors(path), open(path, "w", encoding="utf-8") as stream:
+        for prediction in predictions:
+            print(json.dumps(prediction, ensure_ascii=False), file=stream)
+            yield prediction
 
 
 def _predict_in_batches(predictor: Predictor, sources: Iterator[Source], batch_size: int) -> Iterator[dict]:

@@ -288,7 +288,7 @@ def load_predictor(run: Path, prompt: str | None = None, top: int | None = None)
         raise ConfigurationError(
             f"{folder}: the model generates text; use python -m samecurve generate {run}, or chat {run}"
         )
-    for name, given, needed in (("prompt", prompt, Scorer), ("top", top, MaskFiller)):
+    for name, given, needed in (("prompt", prompt, Scorer), ("top_k", top, MaskFiller)):
         if given is not None and classes[kind] is not needed:
             what = "a reward model" if needed is Scorer else "a masked language model"
             raise ConfigurationError(f"--{name}: only for {what}, which {folder} is not; leave the option out")

@@ -1,4 +1,4 @@
-"""`train.py --processes N`: the ranks of a run on one machine, without a launcher."""
+"""`train.py --num_processes N`: the ranks of a run on one machine, without a launcher."""
 
 from __future__ import annotations
 

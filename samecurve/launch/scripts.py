@@ -68,7 +68,9 @@ def text(launcher: str, target: Target, environ: Mapping[str, str] = os.environ)
             return _on_each_node(launcher, target)
         return "".join(_about(host, target) + f"{shlex.join(words)}\n" for host, words in starts(launcher, target))
     if not known:
-        raise ConfigurationError("--emit deepspeed: it logs in to the nodes by ssh; name them by --hosts or --hostfile")
+        raise ConfigurationError(
+            "--launcher deepspeed: it logs in to the nodes by ssh; name them by --hosts or --hostfile"
+        )
     lines = [f"mkdir -p {shlex.quote(target.folder)}"]
     for name, content in needed(target, environ).items():
         lines += [f"cat >{shlex.quote(os.path.join(target.folder, name))} <<'END'", f"{content}END"]

@@ -1,4 +1,4 @@
-"""Starts a target on its hosts and waits: `python -m samecurve launch --run`."""
+"""Starts a target on its hosts and waits: `python -m samecurve launch --start`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(launcher: str, target: Target) -> int:
     if launcher in SUBMIT:
         words, text = SUBMIT[launcher], scripts.text(launcher, target)
         if not shutil.which(words[0]):
-            raise ConfigurationError(f"--run: {words[0]} is not on PATH; run this where it is, or leave out --run")
+            raise ConfigurationError(f"--start: {words[0]} is not on PATH; run this where it is, or leave out --start")
         return subprocess.run(words, input=text, text=True).returncode
     starts = scripts.starts(launcher, target)
     away = [host for host, _ in starts if host and not ssh.is_here(host)]
@@ -81,7 +81,7 @@ def _check(launcher: str, target: Target, away: list[str]) -> None:
         found += [(each.kind, f"{host}: {each.problem}{seen}; {each.fix}") for host, each, seen in said if each]
     if not found and _port_in_use(target):
         head, port = target.hosts[0].name, target.port
-        fix = f"choose another with --port, or stop the process that uses it (ss -ltnp 'sport = :{port}')"
+        fix = f"choose another with --master_port, or stop the process that uses it (ss -ltnp 'sport = :{port}')"
         found.append((TopologyError, f"{head}: port {port} is in use; {fix}"))
     if found:
         raise found[0][0]("\n".join(["the run cannot be started", *(f"  {text}" for _, text in found)]))

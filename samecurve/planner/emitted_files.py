@@ -60,7 +60,7 @@ def _stale(directory: Path, digests: Mapping[str, str]) -> list[Path]:
     changed = [name for name, digest in found.items() if digest not in (digests.get(name), (earlier or {}).get(name))]
     changed += [RECORD] if earlier is None else []
     if changed:
-        told = f"--emit {directory}: {', '.join(changed)}: not written by an earlier plan, or changed since"
+        told = f"--output {directory}: {', '.join(changed)}: not written by an earlier plan, or changed since"
         raise ConfigurationError(f"{told}; move what you need away, or give another folder")
     return [directory / name for name in found if name not in digests]
 

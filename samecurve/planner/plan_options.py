@@ -9,7 +9,7 @@ from samecurve.errors import ConfigurationError
 
 OF_TABLES = ("runs", "json", "calibrate")  # all that --runs takes
 # Options, and those of which each needs one.
-NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("emit",), "order": ("layout",), "svg": ("layout", "simulate")}
+NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",), "order": ("layout",), "svg": ("layout", "simulate")}
 POSITIONAL = {"model": "MODEL_OR_RECIPE", "overrides": "key=value"}
 
 
@@ -55,4 +55,4 @@ def _without_effect(given: dict[str, Any]) -> list[str]:
 
 
 def _name(option: str) -> str:
-    return POSITIONAL.get(option, f"--{option.replace('_', '-')}")
+    return POSITIONAL.get(option, f"--{option}")

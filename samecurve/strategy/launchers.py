@@ -12,7 +12,7 @@ from pathlib import Path
 
 from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, describe
 
-OWN_PROCESSES = "SAMECURVE_PROCESSES"  # set for the ranks that `train.py --processes` has started
+OWN_PROCESSES = "SAMECURVE_PROCESSES"  # set for the ranks that `train.py --num_processes` has started
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Launch:
     """The launcher that started this process, and the world that it describes.
 
     Attributes:
-        launcher: "accelerate" | "torchrun" | "deepspeed" | "srun" | "python", or "train.py" with --processes.
+        launcher: "accelerate" | "torchrun" | "deepspeed" | "srun" | "python", or "train.py" with --num_processes.
         flags: the options of accelerate launch, without dashes (`num_processes`); None when they cannot be found.
         config_file: the file that accelerate launch reads.
         counted: True where the launcher was given the number of processes.
@@ -70,16 +70,16 @@ def detect_launch(
 
 
 def own_processes(launch: Launch, num_processes: int | None, environ: Mapping[str, str]) -> Launch:
-    """Return the launch that `--processes` asks for: that of the ranks, also in the process that is to start them."""
+    """Return the launch of `--num_processes`: that of the ranks, also in the process that is to start them."""
     if OWN_PROCESSES in environ:
         return replace(launch, launcher="train.py")
     if num_processes is None:
         return launch
     if num_processes < 1:
-        problem = ConfigProblem(COMMAND_LINE, "--processes", f"found {num_processes}, expected 1 or more")
+        problem = ConfigProblem(COMMAND_LINE, "--num_processes", f"found {num_processes}, expected 1 or more")
     elif launch.launcher != "python":
-        text = f"found {num_processes}, but {launch.launcher} has started this process; omit --processes here"
-        problem = ConfigProblem(COMMAND_LINE, "--processes", f"{text}, or start train.py by python")
+        text = f"found {num_processes}, but {launch.launcher} has started this process; omit --num_processes here"
+        problem = ConfigProblem(COMMAND_LINE, "--num_processes", f"{text}, or start train.py by python")
     else:
         return Launch("train.py", num_processes)
     return replace(launch, problems=(*launch.problems, problem))

@@ -93,7 +93,7 @@ class Plan:
         resume: "auto", "none" or a checkpoint's folder.
         fresh: whether an earlier run's checkpoints may be moved aside.
         notes: lines for the user about keys that a later layer of the recipe has replaced.
-        processes_to_start: number of ranks that this process starts (--processes); 0 if it is itself a rank.
+        processes_to_start: number of ranks that this process starts (--num_processes); 0 if it is itself a rank.
     """
 
     recipe: Recipe

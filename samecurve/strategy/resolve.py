@@ -22,7 +22,7 @@ from samecurve.config.documents import (
     format_problems,
     read_document,
 )
-from samecurve.config.renamed_keys import new_option_hint
+from samecurve.config.key_hints import near_option
 from samecurve.config.source import InvalidValue
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.strategy import launchers, validate
@@ -32,6 +32,8 @@ from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Files, Plan, Strategy
 from samecurve.strategy.restarts import continues_own_run
 
+ROOT = Path(__file__).resolve().parents[2]
+STRATEGY_HELP = "a strategy: a name in configs/, an Accelerate YAML or a DeepSpeed JSON"
 _STEP = "step_" + 8 * "[0-9]"  # the name of a checkpoint's folder
 _USAGE = """Of a key that is given twice the last value counts. Strategies are the files in configs/; without
 one the run is a single process. Under `accelerate launch --config_file FILE` that file is the strategy."""
@@ -54,7 +56,7 @@ def resolve_plan(
     # parse_args refuses overrides on both sides of an option
     arguments = command_line().parse_intermixed_args(argv)
     found = launchers.detect_launch(environ, arguments.local_rank, ancestors)
-    launch = launchers.own_processes(found, arguments.processes, environ)
+    launch = launchers.own_processes(found, arguments.num_processes, environ)
     problems: list[ConfigProblem] = []
     source = recipes.read_recipe(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
@@ -77,7 +79,7 @@ def resolve_plan(
         recipe_path=arguments.recipe,
         overrides=tuple(arguments.overrides),
         notes=tuple(source.document.notes),
-        processes_to_start=0 if launchers.OWN_PROCESSES in environ else arguments.processes or 0,
+        processes_to_start=0 if launchers.OWN_PROCESSES in environ else arguments.num_processes or 0,
     )
     if continues_own_run(environ, source.recipe.output_dir):
         return plan  # what the command line said about resuming was for the first start
@@ -103,7 +105,7 @@ def _resume_problems(arguments: argparse.Namespace) -> list[ConfigProblem]:
 class _TrainParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
-            message += new_option_hint(message) or "; recipe values are written steps=100, without dashes"
+            message += near_option(message, self) or "; recipe values are written steps=100, without dashes"
         raise ConfigurationError(
             f"{format_problems([ConfigProblem(COMMAND_LINE, '', message)])}\n{self.format_usage().strip()}"
         )
@@ -117,7 +119,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values, for example steps=100"
     )
-    parser.add_argument("--strategy", metavar="FILE", help="an Accelerate YAML or a DeepSpeed JSON")
+    parser.add_argument("--strategy", metavar="STRATEGY", type=strategy_path, help=STRATEGY_HELP)
     parser.add_argument(
         "--resume",
         metavar="WHAT",
@@ -130,7 +132,7 @@ def command_line() -> argparse.ArgumentParser:
         help="from the first step, although output_dir has checkpoints: moves them aside",
     )
     parser.add_argument(
-        "--processes", metavar="N", type=int, help="start N ranks on this machine, instead of a launcher"
+        "--num_processes", metavar="N", type=int, help="start N ranks on this machine, instead of a launcher"
     )
     parser.add_argument("--local_rank", metavar="N", type=int, help="added by the deepspeed launcher")
     return parser
@@ -153,6 +155,17 @@ def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], probl
         text = "accelerate launch started this process, but its config file cannot be found; pass --strategy FILE too"
         problems.append(ConfigProblem(ENVIRONMENT, "ACCELERATE_MIXED_PRECISION", text))
     return None
+
+
+def strategy_path(given: str) -> str:
+    """Return the path of a strategy that is given as NAME, for configs/NAME.yaml, or as FILE.
+
+    A name that no file in configs/ has is returned as it is; whoever reads the file reports it.
+    """
+    if os.path.basename(given) != given or os.path.isfile(given):
+        return given
+    paths = (os.path.join(folder, f"{given}.yaml") for folder in ("configs", ROOT / "configs"))
+    return next((path for path in paths if os.path.isfile(path)), given)
 
 
 def read_files(chosen: str | None) -> Files:

@@ -74,7 +74,7 @@ def _at(document: Document, path: KeyPath, text: str) -> ConfigProblem:
 
 
 def _world_size(launch: Launch, text: str) -> ConfigProblem:
-    where = (COMMAND_LINE, "--processes") if launch.launcher == "train.py" else (ENVIRONMENT, "WORLD_SIZE")
+    where = (COMMAND_LINE, "--num_processes") if launch.launcher == "train.py" else (ENVIRONMENT, "WORLD_SIZE")
     return ConfigProblem(*where, text, topology=True)
 
 
@@ -92,7 +92,7 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem
     found = f"found {world}, but {place} says num_processes: {said}"
     if launch.launcher == "python" and world == 1:
         found = f"plain python starts one process, but {place} says num_processes: {said}"
-        fix = f"start it with accelerate launch --config_file {accelerate.name}, or add --processes {said}"
+        fix = f"start it with accelerate launch --config_file {accelerate.name}, or add --num_processes {said}"
     elif many_machines:
         fix = f"start {said} processes in total on the {machines} machines, or correct the file"
     else:

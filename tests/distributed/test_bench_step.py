@@ -17,7 +17,7 @@ def test_a_table_of_what_each_option_does(strategy, processes, workspace):
     keys = "communication_data_type=bf16 " if strategy == "zero2" else ""  # of the strategy's JSON
     name = f"{keys}memory.activation_checkpointing=full seed=5"
     options = ["--options", "none", "--variant", name]
-    options += ["--variant", "steps=none", "--steps", "3", "--warm_up", "1", "--rounds", "1"]
+    options += ["--variant", "steps=none", "--steps", "3", "--warmup_steps", "1", "--rounds", "1"]
     options += ["--strategy", strategy, "--output", str(output), "--json", str(output / "found.json")]
     command = [sys.executable, "-m", "samecurve", "bench", "step", str(workspace.recipe), "batch.micro_batch_size=2"]
     run = workspace.execute([*command, *options], output)
@@ -46,8 +46,6 @@ def test_a_recipe_that_does_not_run_is_told_before_any_process(workspace, capsys
     assert commands.main(["bench", "step", str(workspace.recipe), "steps=0"]) == 2
     assert "steps: found 0" in capsys.readouterr().err
     assert commands.main(["bench", "step", str(workspace.recipe), "--steps", "3"]) == 2
-    assert "--warm_up less than --steps" in capsys.readouterr().err
+    assert "--warmup_steps less than --steps" in capsys.readouterr().err
     assert commands.main(["bench", "step", str(workspace.recipe), "--options", "model.attenton"]) == 2
     assert "--options: found model.attenton, but it must be a recipe key" in capsys.readouterr().err
-    assert commands.main(["bench", "step", str(workspace.recipe), "--levers", "loss"]) == 2
-    assert "--levers: renamed; write --options loss" in capsys.readouterr().err

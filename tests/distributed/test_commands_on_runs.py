@@ -83,7 +83,7 @@ def test_evaluate_reads_a_file_as_the_recipe_reads_data(workspace, runs, tmp_pat
     measured = []
     for kept in (held_out, held_out[::2]):
         (tmp_path / "data.jsonl").write_text("\n".join(kept))
-        arguments = [str(runs["pretrain"].directory), str(tmp_path / "data.jsonl"), "--micro_batch_size", "3"]
+        arguments = [str(runs["pretrain"].directory), str(tmp_path / "data.jsonl"), "--batch_size", "3"]
         assert commands.main(["evaluate", *arguments, "--json", str(tmp_path / "found.json")]) == 0
         measured.append(json.loads((tmp_path / "found.json").read_text())["metrics"])
     wrote = runs["pretrain"].metrics[-1]

@@ -28,7 +28,7 @@ def examine(hosts: two_hosts.TwoHosts, output_dir: Path, *more: str, **environme
     target = hosts.folder / "findings.json"
     target.unlink(missing_ok=True)
     command = [str(BIN / "python"), "-m", "samecurve", "doctor", "recipes/quickstart.yaml", f"output_dir={output_dir}"]
-    command += ["--hostfile", str(hosts.hostfile), "--json", str(target), "--seconds", "20", *more]
+    command += ["--hostfile", str(hosts.hostfile), "--json", str(target), "--timeout_seconds", "20", *more]
     settings = ["env", *(f"{name}={value}" for name, value in environment.items())]
     done = hosts.run([*settings, *command], ROOT, timeout_seconds=300)
     assert target.is_file(), done.stdout

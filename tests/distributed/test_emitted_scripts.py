@@ -1,4 +1,4 @@
-"""The scripts that `plan --emit` writes really train: one step on two CPU processes, the same under every launcher."""
+"""The scripts of `plan --output` really train: one step on two CPU processes, the same under every launcher."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_emitted_of_every_strategy_trains_the_same_step(strategy, world,
 
 
 def _emit(workspace, folder, strategy: str, world: int) -> None:
-    command = ["plan", str(workspace.recipe), "--cluster", f"h100x{world}", "--emit", str(folder)]
+    command = ["plan", str(workspace.recipe), "--cluster", f"h100x{world}", "--output", str(folder)]
     assert main([*command, "--strategy", f"configs/{strategy}.yaml", *SETTINGS, "export.enabled=false"]) == 0
 
 

@@ -1,4 +1,4 @@
-"""`python train.py RECIPE --processes 2` is a run like under a launcher."""
+"""`python train.py RECIPE --num_processes 2` is a run like under a launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_ranks_train_as_a_launcher_s(workspace):
     expected = workspace.run("zero2", 2, "batch.micro_batch_size=2", "precision=fp32")
     directory = workspace.folder / "own_ranks"
     command = [sys.executable, "train.py", str(workspace.recipe), f"output_dir={directory}", "batch.micro_batch_size=2"]
-    command += ["precision=fp32", "--strategy", "configs/zero2.yaml", "--processes", "2"]
+    command += ["precision=fp32", "--strategy", "configs/zero2.yaml", "--num_processes", "2"]
     found = workspace.execute(command, directory)
     assert found.returncode == 0, found.output
     assert (found.facts["launcher"], found.facts["world_size"]) == ("train.py", 2)
@@ -30,7 +30,7 @@ def test_the_ranks_train_as_a_launcher_s(workspace):
 def test_a_signal_saves_and_its_code_comes_back(number, workspace):
     directory = workspace.folder / f"own_ranks_{number.name}"
     command = [sys.executable, "train.py", str(workspace.recipe), f"output_dir={directory}", "steps=100000"]
-    command += ["batch.micro_batch_size=2", "--strategy", "configs/ddp.yaml", "--processes", "2"]
+    command += ["batch.micro_batch_size=2", "--strategy", "configs/ddp.yaml", "--num_processes", "2"]
     process = subprocess.Popen(command, cwd=ROOT, env=workspace.environment(), stderr=subprocess.PIPE, text=True)
     metrics, deadline = directory / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text()) and process.poll() is None and time.monotonic() < deadline:
@@ -47,7 +47,7 @@ def test_a_signal_saves_and_its_code_comes_back(number, workspace):
 def test_a_refused_rank_ends_all_with_its_code(workspace):
     directory = workspace.folder / "own_ranks_refused"
     command = [sys.executable, "train.py", str(workspace.recipe), f"output_dir={directory}", "data.path=README.md"]
-    command += ["--strategy", "configs/ddp.yaml", "--processes", "2", "batch.micro_batch_size=2"]
+    command += ["--strategy", "configs/ddp.yaml", "--num_processes", "2", "batch.micro_batch_size=2"]
     found = workspace.execute(command, directory)
     assert found.returncode == found.status["exit_code"] == 3, found.output  # one document cannot be divided
     assert found.output.count("DataError (exit code 3)") == 1

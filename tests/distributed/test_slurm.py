@@ -1,4 +1,4 @@
-"""What `launch --emit slurm` prints, under a real SLURM of two nodes: losses, time limit, scancel, a failed node."""
+"""What `launch --launcher slurm` prints, under SLURM on two nodes: losses, time limit, scancel, a failed node."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Job:
         cluster.environment["SAMECURVE_CACHE"] = str(workspace.folder / "cache")
         command = [BIN / "python", "-m", "samecurve", "launch", workspace.recipe, *settings]
         command += [f"output_dir={self.directory}", "--strategy", "configs/ddp.yaml", "--nodes", "2"]
-        command += ["--gpus_per_node", "1", "--emit", "slurm", "--output", script]
+        command += ["--gpus_per_node", "1", "--launcher", "slurm", "--output", script]
         subprocess.run(command, cwd=ROOT, check=True)
         self.number = cluster.submit(script, f"--output={self.output}", *options)
 
@@ -91,7 +91,7 @@ def test_a_job_has_the_losses_of_one_host(cluster, workspace):
 
 def test_the_doctor_examines_every_task(cluster, workspace):
     command = [str(BIN / "python"), "-m", "samecurve", "doctor", str(workspace.recipe)]
-    command += [f"output_dir={workspace.folder / 'examined'}", "--seconds", "20"]
+    command += [f"output_dir={workspace.folder / 'examined'}", "--timeout_seconds", "20"]
     said = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *command, timeout_seconds=WAIT_SECONDS)
     assert "packages   node1, node2: " in said and "read on 2, lock held" in said, said
     assert "over 2 processes on 2 hosts" in said, said

@@ -1,4 +1,4 @@
-"""`launch --run` over two hosts that share nothing of the network: every launcher gives the losses of one host."""
+"""`launch --start` over two hosts that share nothing of the network: every launcher gives the losses of one host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hosts(tmp_path, workspace) -> Iterator[two_hosts.TwoHosts]:
 
 def launch(workspace: Workspace, directory: Path, strategy: str, *more: str) -> list[str]:
     command = [str(BIN / "python"), "-m", "samecurve", "launch", str(workspace.recipe), f"output_dir={directory}"]
-    return [*command, *SETTINGS, "--strategy", f"configs/{strategy}.yaml", "--run", *more]
+    return [*command, *SETTINGS, "--strategy", f"configs/{strategy}.yaml", "--start", *more]
 
 
 def running(hosts: two_hosts.TwoHosts) -> list[str]:
@@ -62,7 +62,7 @@ def assert_same_curve(found: Run, expected: Run) -> None:
 )
 def test_every_launcher_trains_like_one_host(launcher, strategy, hosts, workspace):
     directory = workspace.folder / f"launched_{launcher}_{strategy}"
-    command = launch(workspace, directory, strategy, "--hostfile", str(hosts.hostfile), "--emit", launcher)
+    command = launch(workspace, directory, strategy, "--hostfile", str(hosts.hostfile), "--launcher", launcher)
     done = hosts.run(command, ROOT, timeout_seconds=600)
     found = Run(directory, done.returncode, done.stdout)
     assert_same_curve(found, workspace.run(strategy, 2, *SETTINGS))
@@ -76,7 +76,7 @@ def test_the_slots_that_are_picked_start(filter, hosts, workspace):
     hosts.hostfile.write_text(f"{FIRST} slots=3\n{SECOND} slots=2\n")
     option, slots = filter.format(FIRST, SECOND).split()
     directory = workspace.folder / f"launched_{option[2:]}"
-    more = ["--hostfile", str(hosts.hostfile), "--emit", "deepspeed", option, slots, *SIX_ROWS]
+    more = ["--hostfile", str(hosts.hostfile), "--launcher", "deepspeed", option, slots, *SIX_ROWS]
     done = hosts.run(launch(workspace, directory, "zero2", *more), ROOT, timeout_seconds=600)
     started = re.findall(r"num_local_procs=(\d+), node_rank=(\d+)", done.stdout)
     devices = re.findall(r"^(\S+): .*Setting CUDA_VISIBLE_DEVICES=(\S*)", done.stdout, re.MULTILINE)
@@ -87,7 +87,7 @@ def test_the_slots_that_are_picked_start(filter, hosts, workspace):
 
 def test_a_signal_saves_on_both_hosts(hosts, workspace):
     directory = workspace.folder / "launched_and_stopped"
-    more = ["--hostfile", str(hosts.hostfile), "--emit", "torchrun", "steps=100000"]
+    more = ["--hostfile", str(hosts.hostfile), "--launcher", "torchrun", "steps=100000"]
     command = ["ip", "netns", "exec", hosts.namespaces[0], *launch(workspace, directory, "ddp", *more)]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=hosts.environment, **output)

@@ -41,7 +41,7 @@ class Pair:
         command = [BIN / "python", "-m", "samecurve", "launch", workspace.recipe, *SETTINGS, "steps=1000000"]
         command += [f"output_dir={directory}", f"watchdog.timeout_seconds={HANG_SECONDS}", "checkpoint.keep=2"]
         command += ["--strategy", "configs/ddp.yaml", "--hostfile", hosts.hostfile, "--min_nodes", "1"]
-        printed = subprocess.check_output([*command, "--emit", "torchrun"], cwd=ROOT, text=True)
+        printed = subprocess.check_output([*command, "--launcher", "torchrun"], cwd=ROOT, text=True)
         self._commands = [line for line in printed.splitlines() if not line.startswith("#")]
         self._agents: dict[int, subprocess.Popen] = {}
         self._outputs = [directory.with_name(f"{directory.name}.host{host}.txt") for host in range(2)]

@@ -90,7 +90,7 @@ def test_the_path_of_a_new_user(hosts, server, battery, tmp_path):
         print("(the second host is lost)")
 
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    launch = ["launch", *recipe, *zero3, "--hostfile", str(hosts.hostfile), "--emit", "torchrun", "--run"]
+    launch = ["launch", *recipe, *zero3, "--hostfile", str(hosts.hostfile), "--launcher", "torchrun", "--start"]
     slow = ",".join(f"step@{step}:0:slow" for step in range(LOST_AFTER + 2, STEPS))  # so that the loss finds it running
     user.settings |= {"SAMECURVE_FAULTS": slow, "SAMECURVE_STAGING": str(here)}
     code, said = user.types(0, *command, *launch, hurt=lose_the_second_host)
@@ -98,7 +98,7 @@ def test_the_path_of_a_new_user(hosts, server, battery, tmp_path):
     assert code != 0 and (started.facts["strategy"], started.facts["world_size"]) == ("zero3", 2)
 
     del user.settings["SAMECURVE_FAULTS"], user.settings["SAMECURVE_STAGING"]
-    fsdp = ["--strategy", "configs/fsdp.yaml", "--processes", "2"]
+    fsdp = ["--strategy", "configs/fsdp.yaml", "--num_processes", "2"]
     train = [str(BIN / "python"), "train.py", *recipe, *fsdp]
     code, said = user.types(1, *train, SAMECURVE_STAGING=str(elsewhere))
     found = Run(elsewhere / local, code, said)

@@ -136,7 +136,7 @@ def test_sizes(monkeypatch):
     if not torch.cuda.is_available():
         assert commands.main(["bench", "collectives", "--backend", "nccl"]) == ConfigurationError.exit_code
     for processes in ("1", "1000000"):
-        assert commands.main(["bench", "collectives", "--processes", processes]) == ConfigurationError.exit_code
+        assert commands.main(["bench", "collectives", "--num_processes", processes]) == ConfigurationError.exit_code
     for arguments in (["matmul", "--sizes", "0"], ["shapes", "--hidden_size", "64", "--multiples", "0"]):
         assert commands.main(["bench", *arguments]) == ConfigurationError.exit_code
     with pytest.raises(ConfigurationError, match="no sizes"):
@@ -156,7 +156,7 @@ def test_lateness_by_hand(capsys):
     assert "the latest 16 of 20 ranks" in told and "rank 0" in told and "rank 16" not in told
 
 
-@pytest.mark.parametrize("option", ["--backend=gloo", "--processes=3", "--json=found.json"])
+@pytest.mark.parametrize("option", ["--backend=gloo", "--num_processes=3", "--json=found.json"])
 def test_what_explain_would_ignore_is_refused(option, capsys):
     assert commands.main(["bench", "collectives", "--explain", option]) == ConfigurationError.exit_code
     assert "leave out --" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_explain_shows_three_ranks_only(monkeypatch, capsys):
 def test_collectives_at_two_processes(tmp_path):
     """Each gives what it should (the command checks that before it measures), and its row says what JSON does."""
     file = tmp_path / "found.json"
-    options = ["--processes", "2", "--largest", "4KiB", "--seconds", "0.001", "--json", str(file)]
+    options = ["--num_processes", "2", "--largest", "4KiB", "--seconds", "0.001", "--json", str(file)]
     arguments = [sys.executable, "-m", "samecurve", "bench", "collectives", "--backend", "gloo", *options]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -397,7 +397,7 @@ def test_what_a_run_needs(tmp_path):
 def test_the_loader_is_measured(recipe_file, tmp_path, capsys):
     file = tmp_path / "found.json"
     options = [
-        "--workers",
+        "--num_workers",
         "0,1",
         "--seconds",
         "0.01",
@@ -450,14 +450,14 @@ def test_one_process_has_its_share_of_the_cores(host, processes, share):
 def test_a_share_that_cannot_be_given_is_refused(host, recipe_file, capsys, monkeypatch):
     """Before the data are tokenised."""
     monkeypatch.setattr("samecurve.tasks.registry.load_task", None)
-    command = ["bench", "dataloader", recipe_file, "--processes_per_host"]
+    command = ["bench", "dataloader", recipe_file, "--processes_per_node"]
     assert commands.main([*command, "9"]) == ConfigurationError.exit_code
     assert (
-        "--processes_per_host: found 9, but this host has 8 cores; give at most one process per core"
+        "--processes_per_node: found 9, but this host has 8 cores; give at most one process per core"
         in capsys.readouterr().err
     )
     assert commands.main([*command, "0"]) == ConfigurationError.exit_code
-    assert "--processes_per_host: found 0, but it must be at least 1" in capsys.readouterr().err
+    assert "--processes_per_node: found 0, but it must be at least 1" in capsys.readouterr().err
     monkeypatch.delattr(os, "sched_setaffinity")
     assert commands.main([*command, "2"]) == ConfigurationError.exit_code
     assert "this system cannot bind a process to some of its cores" in capsys.readouterr().err
@@ -481,7 +481,7 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(batches, "init_worker", init_worker)
     file = tmp_path / "found.json"
-    options = ["--seconds", "0.01", "--processes_per_host", str(len(before)), "--json", str(file)]
+    options = ["--seconds", "0.01", "--processes_per_node", str(len(before)), "--json", str(file)]
     assert commands.main(["bench", "dataloader", recipe_file, *options]) == 0
     assert counted.read_text() == "1\n"
     assert os.sched_getaffinity(0) == before
@@ -489,7 +489,7 @@ def test_workers_have_the_share(recipe_file, monkeypatch, tmp_path, capsys):
     assert f"of one rank that only reads, on 1 of {len(before)} cores" in told
     assert re.search(rf"^data\.num_workers=\d, with {len(before)} processes on this host: more workers", told, re.M)
     found = json.loads(file.read_text())
-    assert found["processes_per_host"] == len(before) and found["rows_per_second"].keys() == {"0", "1"}
+    assert found["processes_per_node"] == len(before) and found["rows_per_second"].keys() == {"0", "1"}
 
 
 # the step

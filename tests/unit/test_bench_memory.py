@@ -152,9 +152,9 @@ def test_how_many_processes(monkeypatch, capsys):
     monkeypatch.setattr(memory, "num_cores", lambda: 2)
     assert [memory._processes(*each) for each in ((None, 0), (None, 8), (3, 0), (1, 8))] == [2, 8, 3, 1]
     for asked, gpus, why in ((9, 8, "at most 8 .*, one per GPU"), (17, 0, "at most 16 .*, 8 per core")):
-        with pytest.raises(ConfigurationError, match=f"--processes: found {asked}, but {why}"):
+        with pytest.raises(ConfigurationError, match=f"--num_processes: found {asked}, but {why}"):
             memory._processes(asked, gpus)
-    assert main(["bench", "memory", "--processes", "0"]) == ConfigurationError.exit_code
+    assert main(["bench", "memory", "--num_processes", "0"]) == ConfigurationError.exit_code
     monkeypatch.setenv("RANK", "0")
     assert main(["bench", "memory"]) == ConfigurationError.exit_code
     assert "leave out the launcher" in capsys.readouterr().err

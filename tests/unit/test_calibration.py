@@ -167,7 +167,7 @@ def test_the_command_writes_what_later_plans_read(tmp_path, cache, capsys):
     planned = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["step_seconds"]
     learnt = calibration.read(cache / "cpu.json")
     assert planned == pytest.approx(predict(replace(job_of("fsdp"), calibration=learnt)).seconds)
-    assert main(["plan", RECIPE, "--cluster", "h100x2", "--top", "1"]) == 0
+    assert main(["plan", RECIPE, "--cluster", "h100x2", "--rows", "1"]) == 0
     assert "none measured here" in capsys.readouterr().out
 
 

@@ -1,3 +1,5 @@
+import argparse
+import importlib
 import json
 import os
 import re
@@ -5,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from samecurve.bench import jobs
 from samecurve.bench.jobs import Outcome, StrategyJob
 from samecurve.cli import commands, compare, summary
+from samecurve.cli.bench import commands as bench
 from samecurve.config import loader, rules_memory
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import folders
 from samecurve.run.run_directory import RunDirectory
+from samecurve.strategy.resolve import command_line
 
 RECIPE = """
 output_dir: runs/x
@@ -93,7 +98,7 @@ def test_a_reader_that_stops_early_gets_no_traceback():
     [
         ("compare r.yaml --num_processes 0", "--num_processes: found 0, but it must be at least 1"),
         ("bench step r.yaml --num_processes 0", "--num_processes: found 0, but it must be at least 1"),
-        ("bench collectives --processes 0", "--processes: found 0, but it must be at least 1"),
+        ("bench collectives --num_processes 0", "--num_processes: found 0, but it must be at least 1"),
         ("bench matmul --seconds nan", "--seconds: found nan, but it must be a number above 0"),
         (
             "bench dataloader recipes/quickstart.yaml --seconds 0",
@@ -112,6 +117,44 @@ def test_only_what_is_needed_is_called_required(command, capsys):
     with pytest.raises(SystemExit):
         commands.main(command.split())
     assert re.search(r"arguments are required: [A-Z]+\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plna r.yaml", "no command plna; did you mean plan?"),
+        ("train r.yaml", "no command train; python train.py RECIPE trains"),
+        ("x", "no command x; the commands are inspect, compare, "),
+        ("bench matmull", "no command matmull; did you mean matmul?"),
+        ("plan r.yaml --cluster h100x8 --dry-run", "--dry-run; did you mean --dry_run?"),
+        ("compare r.yaml --processes 2", "--processes 2; did you mean --num_processes?"),
+        ("compare r.yaml --num_proc 2", "--num_proc 2; did you mean --num_processes?"),
+        ("compare r.yaml --xyz", "unrecognized arguments: --xyz\n"),
+    ],
+)
+def test_a_misspelt_command_or_option_names_the_nearest(command, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        commands.main(command.split())
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_an_option_means_the_same_in_every_command():
+    parsers = {"train.py": command_line()}
+    for name in [*commands.COMMANDS, *(f"bench.{name}" for name in bench.COMMANDS)]:
+        module = importlib.import_module(f"samecurve.cli.{name}")
+        if not hasattr(module, "__path__"):
+            parsers[name] = argparse.ArgumentParser()
+            module.add_arguments(parsers[name])
+    values = defaultdict(dict)
+    for name, parser in parsers.items():
+        for action in parser._actions:
+            for option in action.option_strings:
+                kind = "flag" if action.nargs == 0 else action.metavar or ("choice" if action.choices else "number")
+                values[option].setdefault(kind, name)
+    assert len(parsers) == len(commands.COMMANDS) + len(bench.COMMANDS) and {"--strategy", "--json"} <= values.keys()
+    assert [option for option in values if not re.fullmatch("-h|--[a-z_]+", option)] == []
+    del values["--output"]  # what a command writes, a file or a folder
+    assert {option: kinds for option, kinds in values.items() if len(kinds) > 1} == {}
 
 
 def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file, capsys):
@@ -139,8 +182,10 @@ def test_every_strategy_gets_processes_that_make_sense(strategies, asked, expect
 
 
 def test_unknown_strategy(strategies):
-    with pytest.raises(ConfigurationError, match="configs/dpp.yaml.*ddp, hsdp, pipeline, single"):
-        jobs.jobs(["ddp", "dpp"], 2)
+    with pytest.raises(ConfigurationError, match="strategy ddpp: no such file; did you mean configs/ddp.yaml"):
+        jobs.jobs(["ddp", "ddpp"], 2)
+    with pytest.raises(ConfigurationError, match="strategy ddp: given 2 times; keep one"):
+        jobs.jobs(["ddp", "configs/ddp.yaml"], 2)
 
 
 def test_commands():

@@ -1,4 +1,4 @@
-"""`plan --dry-run`: one of N ranks on fake tensors beside the formulas."""
+"""`plan --dry_run`: one of N ranks on fake tensors beside the formulas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL += "num_key_value_heads: 4, num_hidden_layers: 12, tie_word_embeddings: tr
 
 def dry_run(*arguments: str, model: str = MODEL) -> subprocess.CompletedProcess:
     """Runs in a process of its own, because of its process group."""
-    command = [sys.executable, "-m", "samecurve", "plan", "recipes/pretrain.yaml", model, *arguments, "--dry-run"]
+    command = [sys.executable, "-m", "samecurve", "plan", "recipes/pretrain.yaml", model, *arguments, "--dry_run"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -147,5 +147,5 @@ def test_a_model_that_needs_values_of_tensors_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr(samecurve.bench.dry_run, "track", needs_values)
     command = ["plan", "recipes/pretrain.yaml", MODEL, "--cluster", "h100x8", "--strategy", "configs/fsdp.yaml"]
-    assert main([*command, "--dry-run"]) == 2
+    assert main([*command, "--dry_run"]) == 2
     assert "fsdp needs the values of tensors (aten.nonzero.default)" in capsys.readouterr().err

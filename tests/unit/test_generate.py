@@ -266,7 +266,9 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 def test_the_command_of_lm_eval(polite, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert (
-        commands.main(["lm_eval", str(polite), "arc_easy", "--show", "--options", "--num_fewshot 5", "--limit", "9"])
+        commands.main(
+            ["lm_eval", str(polite), "arc_easy", "--show", "--harness_options", "--num_fewshot 5", "--limit", "9"]
+        )
         == 0
     )
     words = shlex.split(capsys.readouterr().out)
@@ -289,7 +291,7 @@ def test_lm_eval_counts_what_is_known(polite, tmp_path):
     rows = [{"question": "h", "answer": answer} for answer in (0, 0, 0, 1)]
     (tmp_path / "toy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "toy.yaml").write_text(TOY % (tmp_path / "toy.jsonl"))
-    arguments = ["--raw", "--output", str(tmp_path / "results"), "--options", f"--include_path {tmp_path}"]
+    arguments = ["--raw", "--output", str(tmp_path / "results"), "--harness_options", f"--include_path {tmp_path}"]
     assert commands.main(["lm_eval", str(polite), "toy", *arguments]) == 0
     (found,) = (tmp_path / "results").rglob("results*.json")
     assert json.loads(found.read_text())["results"]["toy"]["acc,none"] == 0.75

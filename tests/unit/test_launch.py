@@ -36,7 +36,7 @@ def hosts(tmp_path) -> str:
 
 
 def emitted(launcher: str, capsys, *machines: str) -> str:
-    assert main(["launch", *RECIPE, *FSDP, "--emit", launcher, *machines]) == 0
+    assert main(["launch", *RECIPE, *FSDP, "--launcher", launcher, *machines]) == 0
     return capsys.readouterr().out
 
 
@@ -98,9 +98,9 @@ def test_machines_without_names_get_a_script_or_an_error(capsys):
         text = emitted(launcher, capsys, *unnamed)
         assert ': "${HEAD:?' in text and "number of this node, 0 to 3" in text
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-    assert main(["launch", *RECIPE, *FSDP, "--emit", "deepspeed", *unnamed]) == 2
+    assert main(["launch", *RECIPE, *FSDP, "--launcher", "deepspeed", *unnamed]) == 2
     assert "name them by --hosts or --hostfile" in capsys.readouterr().err
-    assert main(["launch", *RECIPE, *FSDP, "--emit", "torchrun", "--run", *unnamed]) == 2
+    assert main(["launch", *RECIPE, *FSDP, "--launcher", "torchrun", "--start", *unnamed]) == 2
     assert "the 4 machines have no names" in capsys.readouterr().err
 
 
@@ -110,7 +110,9 @@ def test_the_examples_are_what_is_printed(launcher, file):
     given = "recipes/pretrain.yaml data.path=/storage/texts output_dir=/storage/runs/pretrain --nodes 2"
     path = ROOT / "scripts" / file
     old = path.read_text()
-    command = f"launch {given} --gpus_per_node 8 --strategy configs/fsdp.yaml --emit {launcher} --output scripts/{file}"
+    command = (
+        f"launch {given} --gpus_per_node 8 --strategy configs/fsdp.yaml --launcher {launcher} --output scripts/{file}"
+    )
     try:
         assert main(command.split()) == 0
         new = path.read_text()
@@ -122,25 +124,41 @@ def test_the_examples_are_what_is_printed(launcher, file):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("--emit pdsh --nodes 1 --gpus_per_node 1", 2, "--emit pdsh: expected one or more of accelerate, torchrun"),
-        ("--emit torchrun", 2, "machines: found none of them; expected one of --hosts FILE, --hostfile FILE"),
-        ("--emit torchrun --nodes 2", 2, "--nodes N with --gpus_per_node N"),
-        ("--emit torchrun --nodes 0 --gpus_per_node 1", 2, "--nodes: found 0, but it must be at least 1"),
-        ("--emit torchrun --hosts {yaml} --hostfile x", 2, "found --hosts, --hostfile; expected one of"),
-        ("--emit torchrun --hosts {bad}", 2, "bad.yaml:1: host: unknown key; did you mean hosts?"),
-        ("--emit torchrun --hosts {bad}", 2, "bad.yaml: hosts: missing, expected a list of names or addresses"),
-        ("--emit torchrun --hosts {bad}", 2, 'gpus_per_node: found "four" (text), expected a whole number from 1'),
-        ("--emit torchrun --hostfile {uneven}", 2, "hosts: a has 2, b has 1 slots; only the deepspeed launcher allows"),
-        ("--emit torchrun --hostfile {uneven} --include a", 2, "--include: only the deepspeed launcher picks slots"),
-        ("--emit deepspeed --hostfile {uneven} --include c", 2, "--include c: no host 'c'; the hosts are a, b"),
-        ("--emit deepspeed --hostfile {uneven} --include b:1", 2, "no slot 1 on b; b has 1 slots, numbered from 0"),
-        ("--emit deepspeed --hostfile {uneven} --exclude a@b", 2, "--exclude a@b: no slot is left"),
-        ("--emit slurm --hosts {yaml} --min_nodes 1", 2, "--min_nodes 1: only torchrun continues with fewer hosts"),
-        ("--emit torchrun --nodes 2 --gpus_per_node 1 --min_nodes 1", 2, "each host needs an address of its own"),
-        ("--emit torchrun --hosts {yaml} --min_nodes 2", 2, "--min_nodes 2: found 2 hosts, but it must be less"),
-        ("--emit torchrun --hosts {yaml} --min_nodes 1 --run", 2, "--run ends all hosts when one fails"),
-        ("--emit torchrun --hosts {yaml} --min_nodes 1 rehearse=true", 2, "a host that returns would rehearse alone"),
-        ("--emit torchrun --hosts {yaml} steps=seven", 2, "steps: found"),
+        (
+            "--launcher pdsh --nodes 1 --gpus_per_node 1",
+            2,
+            "--launcher pdsh: expected one or more of accelerate, torchrun",
+        ),
+        ("--launcher torchrun", 2, "machines: found none of them; expected one of --hosts FILE, --hostfile FILE"),
+        ("--launcher torchrun --nodes 2", 2, "--nodes N with --gpus_per_node N"),
+        ("--launcher torchrun --nodes 0 --gpus_per_node 1", 2, "--nodes: found 0, but it must be at least 1"),
+        ("--launcher torchrun --hosts {yaml} --hostfile x", 2, "found --hosts, --hostfile; expected one of"),
+        ("--launcher torchrun --hosts {bad}", 2, "bad.yaml:1: host: unknown key; did you mean hosts?"),
+        ("--launcher torchrun --hosts {bad}", 2, "bad.yaml: hosts: missing, expected a list of names or addresses"),
+        ("--launcher torchrun --hosts {bad}", 2, 'gpus_per_node: found "four" (text), expected a whole number from 1'),
+        (
+            "--launcher torchrun --hostfile {uneven}",
+            2,
+            "hosts: a has 2, b has 1 slots; only the deepspeed launcher allows",
+        ),
+        (
+            "--launcher torchrun --hostfile {uneven} --include a",
+            2,
+            "--include: only the deepspeed launcher picks slots",
+        ),
+        ("--launcher deepspeed --hostfile {uneven} --include c", 2, "--include c: no host 'c'; the hosts are a, b"),
+        ("--launcher deepspeed --hostfile {uneven} --include b:1", 2, "no slot 1 on b; b has 1 slots, numbered from 0"),
+        ("--launcher deepspeed --hostfile {uneven} --exclude a@b", 2, "--exclude a@b: no slot is left"),
+        ("--launcher slurm --hosts {yaml} --min_nodes 1", 2, "--min_nodes 1: only torchrun continues with fewer hosts"),
+        ("--launcher torchrun --nodes 2 --gpus_per_node 1 --min_nodes 1", 2, "each host needs an address of its own"),
+        ("--launcher torchrun --hosts {yaml} --min_nodes 2", 2, "--min_nodes 2: found 2 hosts, but it must be less"),
+        ("--launcher torchrun --hosts {yaml} --min_nodes 1 --start", 2, "--start ends all hosts when one fails"),
+        (
+            "--launcher torchrun --hosts {yaml} --min_nodes 1 rehearse=true",
+            2,
+            "a host that returns would rehearse alone",
+        ),
+        ("--launcher torchrun --hosts {yaml} steps=seven", 2, "steps: found"),
     ],
 )
 def test_mistakes_are_named(arguments, code, message, hosts, tmp_path, capsys):
@@ -155,13 +173,13 @@ def test_mistakes_are_named(arguments, code, message, hosts, tmp_path, capsys):
 
 def test_fewer_hosts_that_the_strategy_cannot_use(tmp_path, capsys):
     (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\n")
-    machines = ["--hostfile", str(tmp_path / "hostfile"), "--min_nodes", "1", "--emit", "torchrun"]
+    machines = ["--hostfile", str(tmp_path / "hostfile"), "--min_nodes", "1", "--launcher", "torchrun"]
     assert main(["launch", *RECIPE, "--strategy", "configs/pipeline.yaml", *machines]) == 6
     assert "1 x 1 devices: 1 problem" in capsys.readouterr().err
 
 
 def test_slots_that_the_strategy_cannot_use(capsys):
-    machines = ["--nodes", "1", "--gpus_per_node", "3", "--emit", "torchrun"]
+    machines = ["--nodes", "1", "--gpus_per_node", "3", "--launcher", "torchrun"]
     assert main(["launch", *RECIPE, "--strategy", "configs/pipeline.yaml", *machines]) == 6
     assert "1 x 3 devices: 1 problem" in (said := capsys.readouterr().err)
     assert "3 processes cannot be divided into 2 stages" in said
@@ -179,7 +197,7 @@ def test_slots_that_the_strategy_cannot_use(capsys):
 @pytest.mark.parametrize(("slots", "processes", "others"), [("1", "1 process", ""), ("9", "9 processes", "3 or 9")])
 def test_a_number_of_processes_that_makes_no_groups(strategy, text, slots, processes, others, capsys):
     """Another size is named only where there is one: one process has no divisor above 1."""
-    machines = ["--nodes", "1", "--gpus_per_node", slots, "--emit", "torchrun"]
+    machines = ["--nodes", "1", "--gpus_per_node", slots, "--launcher", "torchrun"]
     assert main(["launch", *RECIPE, "--strategy", f"configs/{strategy}.yaml", *machines]) == 6
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith(f"found 2, but {processes} {text}" + (f", or set it to {others}" if others else ""))
@@ -200,26 +218,26 @@ def test_slots_are_counted_as_deepspeed_does(include, exclude):
     assert [(host.name, host.slots) for host in found] == [(name, len(slots)) for name, slots in expected.items()]
 
 
-# --run
+# --start
 
 
 def test_what_is_in_the_way_of_a_start_is_told(tmp_path, capsys, monkeypatch):
     hosts = tmp_path / "hosts.yaml"
     hosts.write_text("hosts: [localhost, no-such-host.invalid]\ngpus_per_node: 1\n")
-    command = ["launch", *RECIPE, *FSDP, "--run"]
-    assert main([*command, "--hosts", str(hosts), "--emit", "torchrun"]) == 6
+    command = ["launch", *RECIPE, *FSDP, "--start"]
+    assert main([*command, "--hosts", str(hosts), "--launcher", "torchrun"]) == 6
     assert "no-such-host.invalid: unknown host" in capsys.readouterr().err
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        one = ["--nodes", "1", "--gpus_per_node", "2", "--emit", "torchrun", "--port", str(port)]
+        one = ["--nodes", "1", "--gpus_per_node", "2", "--launcher", "torchrun", "--master_port", str(port)]
         assert main([*command, *one]) == 6
-    assert f"localhost: port {port} is in use; choose another with --port" in capsys.readouterr().err
+    assert f"localhost: port {port} is in use; choose another with --master_port" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
     for launcher, program in (("slurm", "sbatch"), ("kubernetes", "kubectl"), ("trainjob", "kubectl")):
-        assert main([*command, "--nodes", "2", "--gpus_per_node", "2", "--emit", launcher]) == 2
-        assert f"--run: {program} is not on PATH" in capsys.readouterr().err
+        assert main([*command, "--nodes", "2", "--gpus_per_node", "2", "--launcher", launcher]) == 2
+        assert f"--start: {program} is not on PATH" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
@@ -230,7 +248,7 @@ def test_a_scheduler_is_given_the_file(launcher, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     machines = ["--nodes", "2", "--gpus_per_node", "2"]
     text = emitted(launcher, capsys, *machines)
-    assert main(["launch", *RECIPE, *FSDP, "--emit", launcher, *machines, "--run"]) == 3
+    assert main(["launch", *RECIPE, *FSDP, "--launcher", launcher, *machines, "--start"]) == 3
     assert (tmp_path / "text").read_text() == text
     assert (tmp_path / "words").read_text().split() == {"slurm": [], "kubernetes": ["apply", "-f", "-"]}[launcher]
 

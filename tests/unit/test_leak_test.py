@@ -1,4 +1,4 @@
-"""`inspect --leak-test` on models that keep tokens apart, and on models that do not."""
+"""`inspect --leak_test` on models that keep tokens apart, and on models that do not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verdict(tmp_path, capsys):
             "schedule": {"warmup_steps": 0},
         }
         (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-        code = commands.main(["inspect", str(tmp_path / "recipe.yaml"), "--leak-test", *overrides])
+        code = commands.main(["inspect", str(tmp_path / "recipe.yaml"), "--leak_test", *overrides])
         return code, *capsys.readouterr()
 
     return run

@@ -212,7 +212,7 @@ def test_a_run_without_evaluation_says_so(run):
     [
         (["evaluate", "RUN"], "DATA: the run held out no rows"),
         (["evaluate", "RUN", "nowhere.jsonl"], "DATA: no such file or folder"),
-        (["evaluate", "RUN", "--micro_batch_size", "0"], "--micro_batch_size: found 0"),
+        (["evaluate", "RUN", "--batch_size", "0"], "--batch_size: found 0"),
         (["evaluate", "RUN/model"], "DATA: the run held out no rows"),
         (["evaluate", "RUN/model/nothing"], "run.json: no recipe found; give the output_dir of a run"),
         (["evaluate", "RUN", "--model", "RUN/previous"], "previous: no exported model here"),

@@ -146,8 +146,8 @@ def in_the_repository(monkeypatch):
 
 
 def test_the_plan_is_that_of_the_ranks(in_the_repository):
-    parent = resolve_plan([*RECIPE, "--processes", "4"], {})
-    rank = resolve_plan([*RECIPE, "--processes", "4"], {"WORLD_SIZE": "4", "RANK": "3", OWN_PROCESSES: "4"})
+    parent = resolve_plan([*RECIPE, "--num_processes", "4"], {})
+    rank = resolve_plan([*RECIPE, "--num_processes", "4"], {"WORLD_SIZE": "4", "RANK": "3", OWN_PROCESSES: "4"})
     assert (parent.processes_to_start, rank.processes_to_start) == (4, 0)
     assert parent.strategy == rank.strategy and rank.strategy.launcher == "train.py"
     assert rank.strategy.world_size == 4
@@ -157,13 +157,13 @@ def test_the_plan_is_that_of_the_ranks(in_the_repository):
 @pytest.mark.parametrize(
     ("arguments", "environ", "kind", "message"),
     [
-        (["--processes", "0"], {}, ConfigurationError, "--processes: found 0, expected 1 or more"),
-        (["--processes", "3"], {}, TopologyError, "--processes: found 3, but without a strategy each process"),
+        (["--num_processes", "0"], {}, ConfigurationError, "--num_processes: found 0, expected 1 or more"),
+        (["--num_processes", "3"], {}, TopologyError, "--num_processes: found 3, but without a strategy each process"),
         (
-            ["--processes", "2"],
+            ["--num_processes", "2"],
             {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "1"},
             ConfigurationError,
-            "found 2, but torchrun has started this process; omit --processes here",
+            "found 2, but torchrun has started this process; omit --num_processes here",
         ),
     ],
 )
@@ -173,5 +173,5 @@ def test_numbers_that_cannot_be(arguments, environ, kind, message, in_the_reposi
 
 
 def test_plain_python_is_told_of_it(in_the_repository):
-    with pytest.raises(TopologyError, match="or add --processes 2"):
+    with pytest.raises(TopologyError, match="or add --num_processes 2"):
         resolve_plan(RECIPE, {})

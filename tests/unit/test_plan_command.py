@@ -243,7 +243,7 @@ def test_one_job(config, tmp_path, capsys):
     """The answer in one line, then the table, then one line for each strategy that is out."""
     out = tmp_path / "plan.json"
     command = ["plan", config, "--cluster", "h100x8", "--gpus", "16", "--why", "--overlap", "--json", str(out)]
-    assert main([*command, "--top", "99", "batch.micro_batch_size=2"]) == 0
+    assert main([*command, "--rows", "99", "batch.micro_batch_size=2"]) == 0
     shown = capsys.readouterr().out
     first, _, _, _, header, best, *_ = shown.splitlines()
     assert len(re.findall(r"\([\d.,]+ to [\d.,]+\)", first)) == 3 and "tokens/s" in first and "more are ties" in first
@@ -377,7 +377,7 @@ def test_a_reason_names_its_strategy_once(tmp_path, capsys):
     [
         (["--cluster", "q100x8"], "--cluster q100x8: expected a cluster file"),
         (["--cluster", "h100x8", "--gpus", "12"], "--gpus 12: nodes have 8 GPUs"),
-        (["--cluster", "h100x8", "--top", "0"], "--top: found 0, but it must be at least 1"),
+        (["--cluster", "h100x8", "--rows", "0"], "--rows: found 0, but it must be at least 1"),
         (["--cluster", "h100x8", "batch.size=3"], "batch.size: unknown key"),
         ([], "plan needs MODEL_OR_RECIPE and --cluster"),
     ],
@@ -511,9 +511,9 @@ def test_a_cpu_has_rates_of_fp32(capsys):
 
 
 def test_the_data_may_be_elsewhere(tmp_path, capsys):
-    """The documentation's own command: pretrain names no data. Named data may be missing here, also for --emit."""
+    """The documentation's own command: pretrain names no data. Named data may be missing here, also for --output."""
     assert plan_of(["recipes/pretrain.yaml", "--gpus", "16"], tmp_path).keys() >= {"ddp", "zero3"}
-    elsewhere = ["data.path=/elsewhere", "evaluate.path=/other", "--emit", str(tmp_path / "emitted")]
+    elsewhere = ["data.path=/elsewhere", "evaluate.path=/other", "--output", str(tmp_path / "emitted")]
     plan_of(["recipes/pretrain.yaml", *elsewhere, "--launcher", "torchrun"], tmp_path)
     assert "data.path=/elsewhere evaluate.path=/other" in (tmp_path / "emitted" / "torchrun.sh").read_text()
     assert main(["plan", "recipes/pretrain.yaml", "data.path=3", "data.pathh=x", "--cluster", "h100x8"]) == 2

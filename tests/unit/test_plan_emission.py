@@ -1,4 +1,4 @@
-"""What `plan --emit` writes: six launchers whose files resolve to one configuration, the one that was planned."""
+"""What `plan --output` writes: six launchers whose files resolve to one configuration, the one that was planned."""
 
 from __future__ import annotations
 
@@ -68,7 +68,17 @@ def started_words(folder: Path, launcher: str, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_all_launchers_start_one_configuration(strategy, recipe, tmp_path, capsys):
     folder = tmp_path / "plan files"
-    command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "16", "--emit", str(folder), "output_dir=runs/a $HOME"]
+    command = [
+        "plan",
+        recipe,
+        "--cluster",
+        "h100x8",
+        "--gpus",
+        "16",
+        "--output",
+        str(folder),
+        "output_dir=runs/a $HOME",
+    ]
     assert main([*command, "--strategy", f"configs/{strategy}.yaml", "batch.micro_batch_size=2"]) == 0
     assert "written and read back" in capsys.readouterr().out
     target = Target(recipe, str(folder / "strategy.yaml"), (), unnamed(2, 8), folder=str(folder))
@@ -91,7 +101,7 @@ def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monk
     monkeypatch.setattr(strategy_files, "shipped", lambda: [strategy_files.read("configs/hsdp.yaml")])
     monkeypatch.setattr(space, "sizes", lambda *_: [{"dp_replicate": 4}])
     command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "32", "--json", str(out)]
-    assert main([*command, "--emit", str(folder), "--launcher", "slurm"]) == 0
+    assert main([*command, "--output", str(folder), "--launcher", "slurm"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == [
         "cluster.yaml", "layout.svg", "plan.json", "slurm.sh", "strategy.yaml",
     ]  # fmt: skip
@@ -108,7 +118,7 @@ def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monk
 
 def emitted(folder: Path, recipe: str, strategy: str, *launchers: str) -> int:
     command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "16", "--strategy", f"configs/{strategy}.yaml"]
-    return main([*command, "--emit", str(folder), "--launcher", *launchers])
+    return main([*command, "--output", str(folder), "--launcher", *launchers])
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -136,14 +146,14 @@ def test_nothing_that_was_edited_is_lost(name, recipe, tmp_path, capsys):
     before = contents(folder)
     assert emitted(folder, recipe, "fsdp", "torchrun") == 2
     shown = capsys.readouterr().err
-    assert re.search(rf"^--emit {folder}: .*\b{name}: not written by an earlier plan, or changed since; move", shown)
+    assert re.search(rf"^--output {folder}: .*\b{name}: not written by an earlier plan, or changed since; move", shown)
     assert contents(folder) == before
 
 
 def test_a_folder_with_files_of_another_origin(recipe, tmp_path, capsys):
     (tmp_path / "strategy.yaml").write_text("mine")
     assert emitted(tmp_path, recipe, "fsdp", "torchrun") == 2
-    assert f"--emit {tmp_path}: strategy.yaml: not written by an earlier plan" in capsys.readouterr().err
+    assert f"--output {tmp_path}: strategy.yaml: not written by an earlier plan" in capsys.readouterr().err
 
 
 def test_a_record_names_no_file_elsewhere(recipe, tmp_path):
@@ -169,7 +179,7 @@ def test_an_emitted_recipe_can_be_planned_into_its_folder(tmp_path):
 def test_a_model_without_a_recipe_gets_one(tmp_path):
     config, folder = tmp_path / "config.json", tmp_path / "plan"
     config.write_text(json.dumps(LLAMA))
-    command = ["plan", str(config), "--cluster", "h100x8", "--emit", str(folder), "--launcher", "torchrun"]
+    command = ["plan", str(config), "--cluster", "h100x8", "--output", str(folder), "--launcher", "torchrun"]
     assert main([*command, "batch.global_batch_size=16"]) == 0
     target = Target("", "", (), unnamed(1, 8))
     plan = read_back("torchrun", target, started_words(folder, "torchrun", tmp_path), ["data.path=docs"])
@@ -178,7 +188,7 @@ def test_a_model_without_a_recipe_gets_one(tmp_path):
 
 def test_what_does_not_fit_or_is_unknown_is_not_written(recipe, tmp_path, capsys):
     folder = tmp_path / "plan"
-    command = ["plan", recipe, "--cluster", "h100x8", "--emit", str(folder)]
+    command = ["plan", recipe, "--cluster", "h100x8", "--output", str(folder)]
     assert main([*command, "--launcher", "pdsh"]) == 2
     assert "--launcher pdsh: expected one or more of accelerate, torchrun" in capsys.readouterr().err
     assert main([*command, "batch.sequence_length=16777216", "--strategy", "configs/ddp.yaml"]) == 6
@@ -192,7 +202,7 @@ def test_files_that_the_configuration_refuses_are_reported(recipe, tmp_path, cap
     content = json.loads((ROOT / "ds_configs" / "pipeline.json").read_text())
     broken.write_text(json.dumps({**content, "pipeline": {**content["pipeline"], "stage": 4}}))
     monkeypatch.setattr(strategies, "describe", lambda *given: (describe(*given)[0], []))
-    assert main(["plan", recipe, "--cluster", "h100x8", "--strategy", str(broken), "--emit", str(folder)]) == 2
+    assert main(["plan", recipe, "--cluster", "h100x8", "--strategy", str(broken), "--output", str(folder)]) == 2
     assert "pipeline.stage: unknown key" in capsys.readouterr().err
     assert not [*folder.iterdir()]  # nothing that would be refused can be started
 

@@ -26,10 +26,10 @@ TOO_SMALL = ("plan", MODEL, "--cluster", "a100_40gbx1", "--strategy", "configs/s
         ),
         (("plan", "--runs", "runs.csv"), ["--runs: the predictions need a file; add --json OUT.json"]),
         (("plan", "--calibrate", "runs/a", "--json", "x"), ["plan needs MODEL_OR_RECIPE and --cluster"]),
-        ((*JOB, "--rank", "0"), ["--rank 0: it has no effect alone; add --ranks or --dry-run"]),
+        ((*JOB, "--rank", "0"), ["--rank 0: it has no effect alone; add --ranks or --dry_run"]),
         (
             (*JOB, "--rank", "3", "--launcher", "slurm"),
-            ["--rank 3: it has", "--launcher slurm: it has no effect alone; add --emit"],
+            ["--rank 3: it has", "--launcher slurm: it has no effect alone; add --output"],
         ),
         ((*JOB, "--order", "tp,cp,dp,pp"), ["--order tp,cp,dp,pp: it has no effect alone; add --layout"]),
         ((*JOB, "--svg", "x.svg"), ["--svg x.svg: it has no effect alone; add --layout or --simulate"]),
@@ -39,7 +39,7 @@ TOO_SMALL = ("plan", MODEL, "--cluster", "a100_40gbx1", "--strategy", "configs/s
         ),
         ((*JOB, "--order", "tp,cp,dp,pp", "--simulate", "--svg", "x"), ["picture of --simulate has no such order"]),
         ((*JOB, "--gpus", "abc"), ["--gpus: found abc, but it must be a whole number, such as --gpus 8"]),
-        ((*JOB, "--top", "2.5"), ["--top: found 2.5, but it must be a whole number"]),
+        ((*JOB, "--rows", "2.5"), ["--rows: found 2.5, but it must be a whole number"]),
     ],
 )
 def test_options_without_effect_are_errors(arguments, messages, capsys):
@@ -56,7 +56,7 @@ def test_a_kind_of_gpu_in_any_case(capsys):
     assert "on 8 x H100-80GB" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("refusal", [None, ConfigurationError("--dry-run: not this one")])
+@pytest.mark.parametrize("refusal", [None, ConfigurationError("--dry_run: not this one")])
 def test_a_dry_run_where_nothing_fits(refusal, monkeypatch, capsys):
     """The choice that is shown is tracked; the exit code and the message stay."""
     tracked = []
@@ -74,7 +74,7 @@ def test_a_dry_run_where_nothing_fits(refusal, monkeypatch, capsys):
         "import_module",
         lambda name, *more: fake if name == "samecurve.bench.dry_run" else found(name, *more),
     )
-    assert main([*TOO_SMALL, "--dry-run"]) == 6
+    assert main([*TOO_SMALL, "--dry_run"]) == 6
     assert tracked == [("single", 1, None)]
     *told, message = capsys.readouterr().err.splitlines()
     assert message.startswith("nothing fits on 1 x A100-40GB: ") and told == ([str(refusal)] if refusal else [])

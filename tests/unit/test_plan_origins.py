@@ -143,7 +143,7 @@ def test_what_was_learnt_is_listed():
 def test_the_command_says_where_its_numbers_come_from(tmp_path, capsys):
     path, out = tmp_path / "cluster.yaml", tmp_path / "out.json"
     path.write_text(FILE)
-    assert main(["plan", MODEL, "--cluster", str(path), "--gpus", "64", "--top", "1", "--json", str(out)]) == 0
+    assert main(["plan", MODEL, "--cluster", str(path), "--gpus", "64", "--rows", "1", "--json", str(out)]) == 0
     (line,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("Inputs: "))
     assert "products 794.5 TFLOP/s (measured elsewhere); GPU memory 3,350 GB/s (data sheet)" in line
     assert "links in a node 360 GB/s" in line and "reserved memory (cluster file)" in line

@@ -191,7 +191,7 @@ def test_sizes_of_every_printed_row_make_all_gpus(capsys):
     """dp x tp x pp x cp = N, of the choices and of the shapes that this version cannot run."""
     model = str(Path("benchmarks/planner/llama_8b.json"))
     for gpus in (16, 64):
-        assert main(["plan", model, "--cluster", "h100x8", "--gpus", str(gpus), "--top", "99", "--why"]) == 0
+        assert main(["plan", model, "--cluster", "h100x8", "--gpus", str(gpus), "--rows", "99", "--why"]) == 0
         rows = re.findall(r"^\S+ +((?:dp|pp) [^A-Z]*?)  +\d+ x \d+ ", capsys.readouterr().out, re.M)
         assert len(rows) >= 10 and any("tp" in row for row in rows) and any("pp" in row for row in rows)
         for row in rows:

@@ -91,7 +91,7 @@ def test_a_class_is_what_transformers_says(folders, capsys):
 
 def test_fillers_are_what_transformers_says_and_hide_the_space(folders, capsys):
     """The tokens of "a[MASK] x": a mask that left the space before it to a token of its own is not what was trained."""
-    (found,) = predicted(capsys, folders["mlm"], "a [MASK] x <mask>", "--top", 3)
+    (found,) = predicted(capsys, folders["mlm"], "a [MASK] x <mask>", "--top_k", 3)
     assert [len(mask) for mask in found["masks"]] == [3, 3]
     expected = pipeline("fill-mask", model=str(folders["mlm"]), device="cpu", top_k=3)("a[MASK] x[MASK]")
     for mask, other in zip(found["masks"], expected, strict=True):
@@ -139,8 +139,11 @@ def test_what_a_terminal_shows(folders, tmp_path, capsys, monkeypatch):
     first, second = told.out.splitlines()
     assert first.endswith("  a") and second.endswith("bbb...") and first.split()[0] in NAMES.values()
     assert told.err == "1 text was truncated to 40 tokens, as in training\n"
-    assert commands.main(["predict", str(folders["mlm"]), "a [MASK]", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["text"] == "a [MASK]"
+    assert commands.main(["predict", str(folders["mlm"]), "a [MASK]", "--json", "-"]) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown)["text"] == "a [MASK]"
+    assert commands.main(["predict", str(folders["mlm"]), "a [MASK]", "--json", str(tmp_path / "found.jsonl")]) == 0
+    assert (tmp_path / "found.jsonl").read_text() == shown and capsys.readouterr().out.startswith("a [MASK]")
 
 
 def test_lines_of_the_input_and_columns_of_a_table(folders, tmp_path, capsys, monkeypatch):
@@ -155,7 +158,7 @@ def test_lines_of_the_input_and_columns_of_a_table(folders, tmp_path, capsys, mo
     ("kind", "arguments", "code", "text"),
     [
         ("causal", ["a"], 2, "the model generates text; use python -m samecurve generate"),
-        ("classify", ["a", "--top", "2"], 2, "--top: only for a masked language model"),
+        ("classify", ["a", "--top_k", "2"], 2, "--top_k: only for a masked language model"),
         ("classify", ["a", "--prompt", "b"], 2, "--prompt: only for a reward model"),
         ("classify", ["a", "--batch_size", "0"], 2, "--batch_size: found 0, but it must be at least 1"),
         ("classify", ["a", "--file", "b"], 2, "--file: cannot be combined with TEXT"),

@@ -11,9 +11,8 @@ from report_cases import message, write
 
 from samecurve.checkpoint.compatibility import changes, refusals
 from samecurve.checkpoint.resume import STATE, read_state
-from samecurve.cli import commands
 from samecurve.config.loader import ANY_ITEM, schema_paths
-from samecurve.config.renamed_keys import RENAMED_KEYS, RENAMED_OPTIONS, RENAMED_VALUES, in_new_names
+from samecurve.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES, in_new_names
 from samecurve.config.schema import Recipe
 from samecurve.inference import folders
 
@@ -102,19 +101,6 @@ def test_an_old_block_is_refused_whatever_it_holds(block, new, tmp_path, monkeyp
     assert f"  command line: {block}: renamed to {new}" in report.splitlines()
     report, _ = message(tmp_path, ["r.yaml", f"{block}=1"], {})
     assert f"  command line: {block}: renamed to {new}" in report.splitlines()
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_OPTIONS.items())
-def test_an_old_option_is_refused_with_the_new_one(old, new, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, {})
-    if new == "--fresh":
-        told, code = message(tmp_path, ["r.yaml", old], {})
-    else:
-        with pytest.raises(SystemExit) as ended:
-            commands.main(["generate", "RUN", old, "8"])
-        told, code = capsys.readouterr().err, ended.value.code
-    assert f"{old} was renamed to {new}" in told and code == 2
 
 
 def saved(recipe: dict) -> dict:

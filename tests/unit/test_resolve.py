@@ -23,6 +23,8 @@ from report_cases import (
     write,
 )
 
+from samecurve.strategy.resolve import strategy_path
+
 A = ACCELERATE
 ONE = {key: value for key, value in A.items() if key not in TORCHRUN}  # accelerate launch without torchrun below it
 
@@ -225,6 +227,15 @@ def test_the_plan_carries_what_was_typed(folder):
     options = ["--local_rank=0", "seed=1", "--strategy", "configs/ddp.yaml", "--resume", "none", "steps=9"]
     plan = message(folder, ["r.yaml", *options], {"RANK": "0", "WORLD_SIZE": "2"})
     assert (plan.recipe_path, plan.overrides, plan.resume) == ("r.yaml", ("seed=1", "steps=9"), "none")
+
+
+def test_a_strategy_is_a_name_or_a_file(folder):
+    """Where the working folder has no such file, the name is one of this clone's; an own file wins."""
+    assert message(folder, ["r.yaml", "--strategy", "ddp"], {"RANK": "0", "WORLD_SIZE": "2"}).strategy.name == "ddp"
+    assert strategy_path("ddp") == "configs/ddp.yaml" and strategy_path("no_such") == "no_such"
+    assert strategy_path("tp") == str(Path(__file__).resolve().parents[2] / "configs" / "tp.yaml")
+    Path("ddp").write_text("an own file")
+    assert strategy_path("ddp") == "ddp" and strategy_path("own/ddp") == "own/ddp"
 
 
 def test_the_command_line_is_declared_once():

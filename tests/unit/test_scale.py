@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def counted() -> dict[int, dict]:
     """Of 2 and 4 ranks: per operation the bytes sent and read, and the calls; see scripts/bench_scale.py."""
-    command = [sys.executable, str(ROOT / "scripts" / "bench_scale.py"), "--ranks", "2", "4", "--json"]
+    command = [sys.executable, str(ROOT / "scripts" / "bench_scale.py"), "--ranks", "2", "4", "--no_page"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return {int(size): found for size, found in json.loads(done.stdout).items()}

@@ -455,7 +455,7 @@ CASES = [
     ("world: single", *use("configs/single.yaml", {**T, "WORLD_SIZE": "4"}),
      [("environment", "WORLD_SIZE", "4", "configs/single.yaml:1", "distributed_type: NO", "configs/ddp.yaml")], 6),
     ("world: python", *use("configs/zero2.yaml", {}),
-     [("environment", "WORLD_SIZE", "configs/zero2.yaml:2", "num_processes: 2", "accelerate launch --config_file configs/zero2.yaml", "--processes 2")], 6),
+     [("environment", "WORLD_SIZE", "configs/zero2.yaml:2", "num_processes: 2", "accelerate launch --config_file configs/zero2.yaml", "--num_processes 2")], 6),
     ("world: by hand", *use("configs/ddp.yaml", {"RANK": "0", "WORLD_SIZE": "4"}),
      [("environment", "WORLD_SIZE", "4", "configs/ddp.yaml:2", "num_processes: 2", "equal")], 6),
     ("world: bad", *use("configs/ddp.yaml", {**T, "WORLD_SIZE": "two"}),
@@ -474,7 +474,7 @@ CASES = [
     ("pipeline: model of neither kind", changed("r.yaml", "  config: {model_type: llama, num_hidden_layers: 4}", "  attention: eager"), ["r.yaml", "--strategy", "ds_configs/pipeline.json"], T,
      [("r.yaml:4", "model", "path", "config", "add")]),
     ("world: python and hsdp", *use("configs/hsdp.yaml", {}),
-     [("environment", "WORLD_SIZE", "configs/hsdp.yaml:2", "num_processes: 4", "accelerate launch --config_file configs/hsdp.yaml", "--processes 4")], 6),
+     [("environment", "WORLD_SIZE", "configs/hsdp.yaml:2", "num_processes: 4", "accelerate launch --config_file configs/hsdp.yaml", "--num_processes 4")], 6),
     ("yaml: true is not the harmless 1", *acc("parallelism_config:", "parallelism_config:\n  parallelism_config_tp_size: true", "hsdp", {**T, "WORLD_SIZE": "4"}),
      [("configs/hsdp.yaml:7", "parallelism_config.parallelism_config_tp_size", "true", "integer above 0")]),
 ]

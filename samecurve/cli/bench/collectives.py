@@ -21,7 +21,7 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "K": 2**10, "M
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, metavar="N", help="default: the number of GPUs, or 2 for gloo")
+    parser.add_argument("--num_processes", type=int, metavar="N", help="default: the number of GPUs, or 2 for gloo")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if there are GPUs, else gloo")
     parser.add_argument("--collectives", metavar="a,b", help="for example all_reduce,all_to_all (default: all)")
     parser.add_argument("--smallest", default="1KiB", metavar="SIZE", help="smallest message (default: %(default)s)")
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    require_positive(arguments, "processes", "seconds")
+    require_positive(arguments, "num_processes", "seconds")
     smallest, largest = (parse_size(f"--{name}", getattr(arguments, name)) for name in ("smallest", "largest"))
     sizes = message_sizes(smallest, largest, arguments.factor)
     return Work("samecurve.bench.collectives", (arguments, sizes))

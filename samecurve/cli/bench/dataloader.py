@@ -17,7 +17,7 @@ from samecurve.errors import ConfigurationError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, for example recipes/pretrain.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values")
-    parser.add_argument("--workers", metavar="a,b", help="default: 0,1,2,4,... up to the number of cores")
+    parser.add_argument("--num_workers", metavar="a,b", help="default: 0,1,2,4,... up to the number of cores")
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="time to measure each number of workers (default: %(default)s)"
     )
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="data-parallel size of the run; the benchmark reads the rows of one rank (default: %(default)s)",
     )
     processes = "processes of the run on each host; the benchmark uses the cores of one of them (default: %(default)s)"
-    parser.add_argument("--processes_per_host", type=int, default=1, metavar="N", help=processes)
+    parser.add_argument("--processes_per_node", type=int, default=1, metavar="N", help=processes)
     need = parser.add_mutually_exclusive_group()
     need.add_argument(
         "--run", metavar="RUN", type=Path, help="a run of this recipe; the loader has to keep up with its steps"
@@ -43,5 +43,5 @@ def run(arguments: argparse.Namespace) -> Work:
     if recipe.data.streaming:
         text = "found true, but streamed rows are read by one thread, whatever the number of workers"
         raise ConfigurationError(f"data.streaming: {text}; set data.streaming=false")
-    require_positive(arguments, "data_parallel_size", "processes_per_host", "seconds", "needed")
+    require_positive(arguments, "data_parallel_size", "processes_per_node", "seconds", "needed")
     return Work("samecurve.bench.dataloader", (arguments, recipe))

@@ -13,10 +13,10 @@ from samecurve.cli.commands import Work, require_positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, metavar="N", help="default: the number of GPUs, or 2 on a CPU")
+    parser.add_argument("--num_processes", type=int, metavar="N", help="default: the number of GPUs, or 2 on a CPU")
     printing.add_json_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    require_positive(arguments, "processes")
+    require_positive(arguments, "num_processes")
     return Work("samecurve.bench.memory", (arguments,))

@@ -20,6 +20,7 @@ from samecurve.cli.commands import Work, repository_root, require_positive
 from samecurve.config import loader as recipes
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
+from samecurve.strategy.resolve import STRATEGY_HELP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,19 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", metavar="key.path=value", nargs="*", default=[], help="recipe values for every variant"
     )
     parser.add_argument(
-        "--strategy", default="single", metavar="NAME", help="a name in configs/ (default: %(default)s)"
+        "--strategy", default="single", metavar="STRATEGY", help=f"{STRATEGY_HELP} (default: %(default)s)"
     )
     parser.add_argument(
         "--num_processes", type=int, metavar="N", help="processes per run (default: the number of GPUs, or 2 without)"
     )
     keys = "recipe keys, or blocks of them (default: all options); none: only the variants of --variant"
     parser.add_argument("--options", metavar="a,b", help=keys)
-    parser.add_argument("--levers", help=argparse.SUPPRESS)  # its name in earlier versions
     more = "another variant, of recipe keys and keys of the strategy's files; may be repeated"
     parser.add_argument("--variant", action="append", default=[], metavar='"KEY=VALUE ..."', help=more)
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each run (default: %(default)s)")
     parser.add_argument(
-        "--warm_up", type=int, default=5, metavar="N", help="first steps that are not measured (default: %(default)s)"
+        "--warmup_steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help="first steps that are not measured (default: %(default)s)",
     )
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="runs of each variant (default: %(default)s)"
@@ -53,17 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Work:
     repository_root()
-    if arguments.levers is not None:
-        raise ConfigurationError(f"--levers: renamed; write --options {arguments.levers}")
     require_positive(arguments, "num_processes")
-    if arguments.rounds < 1 or not 0 <= arguments.warm_up < arguments.steps:
-        raise ConfigurationError(
-            f"--rounds {arguments.rounds} --warm_up {arguments.warm_up} --steps {arguments.steps}: --rounds must be at "
-            "least 1, and --warm_up less than --steps"
-        )
+    if arguments.rounds < 1 or not 0 <= arguments.warmup_steps < arguments.steps:
+        given = f"--rounds {arguments.rounds} --warmup_steps {arguments.warmup_steps} --steps {arguments.steps}"
+        raise ConfigurationError(f"{given}: --rounds must be at least 1, and --warmup_steps less than --steps")
     # For a large model the export takes longer than the measured steps.
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **{"export.enabled": "false"})
-    (job,) = jobs.jobs([Path(arguments.strategy).stem], arguments.num_processes or jobs.default_processes())
+    (job,) = jobs.jobs([arguments.strategy], arguments.num_processes or jobs.default_processes())
     variants = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.options)
     variants += [options.Variant(text, tuple(text.split())) for text in arguments.variant]
     return Work("samecurve.bench.step", (arguments, job, settings, variants))
