@@ -26,6 +26,7 @@ done
 
 make_environment requirements.txt requirements-dev.txt
 install_packages "NVMe offload" libaio-dev
+install_packages "the report in a browser" chromium
 if [ -n "$full" ]; then
     install_packages "the test over two hosts" iproute2 openssh-server pdsh
     install_packages "the test under SLURM" slurm-wlm munge

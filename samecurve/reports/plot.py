@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 from samecurve.reports.chart import Box, Panel, linear_ticks, powers_of_ten
 from samecurve.run.sessions import SessionRecord
 
-WIDTH, HEIGHT = 440, 250
+SMALL, LARGE = (440, 250), (900, 400)  # width, height
 LEFT, RIGHT, BOTTOM = 58, 16, 40  # margins
 TITLE_Y, LEGEND_HEIGHT = 16, 16
 COLOURS = ("#0072b2", "#d55e00")  # of Okabe and Ito's palette for colour-blind readers
@@ -42,12 +42,14 @@ class Series:
         label: text in the legend, "" for a line without an entry.
         points: (step, value), sorted by step; None or a non-finite value is a gap.
         run: 0 or 1, determines the colour.
+        circled: the step of a point to circle.
     """
 
     label: str
     points: Sequence[Point]
     run: int = 0
     kind: Literal["line", "faint", "dashed", "dots"] = "line"
+    circled: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def plot(
     marks: Sequence[Mark] = (),
     scale: Scale = Scale(),
     steps: tuple[int, int] | None = None,
+    size: tuple[int, int] = SMALL,
 ) -> str:
     """Draw a plot and return the SVG text; "" if no series has a finite value.
 
@@ -81,23 +84,25 @@ def plot(
         marks: vertical lines; those outside the axis are left out.
         scale: the vertical scale.
         steps: ends of the horizontal axis; by default the first and the last step of the points.
+        size: width and height in pixels.
     """
+    width, height = size
     values = [value for each in series for _, value in each.points if is_finite(value)]
     if not values:
         return ""
     ticks, logarithmic = _ticks(min(values), max(values), scale)
     wide = any(each.run for each in series)
-    legend, rows = _legend([each for each in series if each.label and len(series) > 1], wide)
+    legend, rows = _legend([each for each in series if each.label and len(series) > 1], wide, width)
     top = TITLE_Y + 18 + LEGEND_HEIGHT * rows
     numbers = [step for each in series for step, _ in each.points]
     first, last = steps or (min(numbers), max(numbers))
-    panel = Panel(Box(LEFT, WIDTH - RIGHT, top, HEIGHT - BOTTOM), (first, last), ticks, logarithmic)
+    panel = Panel(Box(LEFT, width - RIGHT, top, height - BOTTOM), (first, last), ticks, logarithmic)
     named = f"{title} (logarithmic)" if logarithmic else title
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    shape = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="sans-serif" font-size="12" role="img">',
         f"<title>{escape(title)}</title>",
-        f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<rect class="paper" width="{width}" height="{height}" fill="white"/>',
         *panel.frame(named, TITLE_Y, step_y=32),
         *legend,
         *_marks(panel, [mark for mark in marks if first <= mark.step <= last]),
@@ -120,12 +125,12 @@ def _ticks(low: float, high: float, scale: Scale) -> tuple[list[float], bool]:
     return linear_ticks(low, high), False
 
 
-def _legend(series: Sequence[Series], wide: bool) -> tuple[list[str], int]:
+def _legend(series: Sequence[Series], wide: bool, room: int) -> tuple[list[str], int]:
     """Draw the legend below the title and return it with its number of rows."""
     parts, x, row = [], float(LEFT), min(len(series), 1)
     for each in series:
         width = KEY_WIDTH + CHARACTER_WIDTH * len(each.label) + 14
-        if x + width > WIDTH and x > LEFT:
+        if x + width > room and x > LEFT:
             x, row = float(LEFT), row + 1
         y = TITLE_Y + LEGEND_HEIGHT * row - 2
         parts.append(f'<path d="M{x:.1f} {y}h18" {_stroke(each, wide)}/>')
@@ -155,6 +160,10 @@ def _line(panel: Panel, series: Series, wide: bool) -> Iterator[str]:
         radius = 4 if wide and not series.run else 2.5
         rest = f'r="{radius}" class="dot{series.run}" fill="{COLOURS[series.run]}"'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" {rest}/>' for x, y in points)
+    for step, value in series.points:
+        if step == series.circled and is_finite(value):
+            at = f'cx="{panel.x(step):.1f}" cy="{panel.y(value):.1f}" r="6"'
+            yield f'<circle {at} class="run{series.run}" fill="none" stroke="{COLOURS[series.run]}" stroke-width="2"/>'
 
 
 def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
@@ -233,13 +242,18 @@ def noisy(metrics: Sequence[dict], name: str, run: int = 0, who: str = "") -> li
         who: label prefix of the run, "" for a chart of one run.
     """
     points = column(metrics, name)
-    over = f"{who}smoothed over {window(len(points))} steps"
+    over = f"{who}exponential mean of about {window(len(points))} steps"
     return [Series("" if who else "each step", points, run, "faint"), Series(over, smoothed(points), run)]
 
 
 def loss_series(metrics: Sequence[dict], run: int = 0, who: str = "") -> list[Series]:
+    """Make the series of the loss, and of the held-out loss with its lowest value circled. See `noisy`."""
     held_out = column(metrics, "eval_loss")
-    return [*noisy(metrics, "loss", run, who), *([Series(f"{who}held out", held_out, run, "dots")] if held_out else [])]
+    lowest = min(((value, step) for step, value in held_out if is_finite(value)), default=None)
+    if lowest is None:
+        return noisy(metrics, "loss", run, who)
+    label = f"{who}held out, lowest {lowest[0]:.4f} at step {lowest[1]:,}"
+    return [*noisy(metrics, "loss", run, who), Series(label, held_out, run, "dots", lowest[1])]
 
 
 def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:

@@ -10,7 +10,9 @@ import yaml
 from samecurve.metrics.console import spaced
 from samecurve.reports.html import html_document, html_table
 from samecurve.reports.plot import (
+    LARGE,
     LOGARITHMIC_FROM,
+    SMALL,
     Point,
     Scale,
     Series,
@@ -31,13 +33,15 @@ NO_CURVES = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_rows", "eval_p
 FROM_ZERO = Scale(from_zero=True)
 _STYLE = """
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 1rem 1.5rem }
-figure { margin: 0; break-inside: avoid } svg { width: 100%; height: auto } svg text { fill: var(--ink) }
+figure { margin: 0; break-inside: avoid } figure:first-child { grid-column: 1 / -1 }
+svg { width: 100%; height: auto } svg text { fill: var(--ink) }
 svg .paper { fill: none } svg .grid { stroke: var(--grid) } svg .axis { stroke: var(--muted) }
 svg text.axis { fill: var(--muted); stroke: none }
 svg .run0 { stroke: var(--run0) } svg .dot0, svg .mark0 { fill: var(--run0) } .name0 { color: var(--run0) }
 svg .run1 { stroke: var(--run1) } svg .dot1, svg .mark1 { fill: var(--run1) } .name1 { color: var(--run1) }
 @media print { .plots { grid-template-columns: 1fr 1fr } }
 .bad { color: var(--bad); white-space: pre-wrap; overflow-wrap: anywhere } .small { color: var(--muted) }
+summary { font-size: 1.1rem; font-weight: 600; margin-top: 2rem; cursor: pointer }
 """
 
 
@@ -55,19 +59,23 @@ def render_run_page(runs: Sequence[Run]) -> str:
 def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs):
         yield _introduction(run, index, len(runs) > 1)
-    yield f'<p class="small">Written {utc_timestamp()}.</p>\n<h2>Results</h2>'
+    yield from _curves(runs)
+    yield "<h2>Results</h2>"
     yield _side_by_side([results(run) for run in runs])
     if len(runs) > 1:
         yield from _differences(*runs)
-    yield from _curves(runs)
     for index, run in enumerate(runs):
         yield f"<h2>Sessions{_of(index, runs)}</h2>\n{_sessions(run)}"
     known = [parts(run) for run in runs]
     for name in ("environment", "data"):
-        yield f"<h2>{name.capitalize()}</h2>"
-        yield _side_by_side([each[name] for each in known])
+        yield _folded(name.capitalize(), _side_by_side([each[name] for each in known]))
     for index, run in enumerate(runs):
         yield from _configuration(run, _of(index, runs))
+    yield f'<p class="small">Written {utc_timestamp()}.</p>'
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>\n{content}</details>"
 
 
 def _introduction(run: Run, index: int, named: bool) -> str:
@@ -123,13 +131,12 @@ def _differences(first: Run, second: Run) -> Iterator[str]:
 
 
 def _curves(runs: Sequence[Run]) -> Iterator[str]:
-    yield "<h2>Curves</h2>"
     found, missing = [], []
     marks = [mark for index, run in enumerate(runs) for mark in session_marks(run.known, index)]
     numbers = [record["step"] for run in runs for record in run.metrics]
     steps = (min(numbers), max(numbers)) if numbers else None
     for name, series, scale in _plots(runs):
-        drawn = plot(name, series, marks, scale, steps)
+        drawn = plot(name, series, marks, scale, steps, SMALL if found else LARGE)
         (found if drawn else missing).append(drawn or name)
     if not found:
         yield "<p>No steps are recorded.</p>"
@@ -185,9 +192,10 @@ def _distances(first: Run, second: Run) -> list[Point]:
 
 
 def _utilisation(metrics: Sequence[dict], run: int, label: str) -> list[Series]:
-    percent = {name: times(metrics, name, 100) for name in ("mfu", "hfu")}
-    mfu, hfu = (Series(f"{label}{name.upper()}", points, run) for name, points in percent.items())
-    return [mfu, Series(hfu.label, hfu.points, run, "dashed")]
+    mfu, hfu = (times(metrics, name, 100) for name in ("mfu", "hfu"))
+    if mfu == hfu:  # nothing is recomputed
+        return [Series(f"{label}MFU = HFU", mfu, run)]
+    return [Series(f"{label}MFU", mfu, run), Series(f"{label}HFU", hfu, run, "dashed")]
 
 
 def _sessions(run: Run) -> str:
@@ -216,13 +224,14 @@ def _configuration(run: Run, of: str) -> Iterator[str]:
     facts = run.facts
     if not facts:
         return
-    yield f"<h2>Recipe{of}, with every default</h2>"
-    typed = " ".join([str(facts.get("recipe_path", "")), *facts.get("overrides", ())])
-    yield f"<p>{escape(typed)}</p>\n<pre>{_yaml(facts.get('recipe', {}))}</pre>"
-    yield f"<h2>Strategy{of}</h2>\n<p>{escape(str(facts.get('strategy_path') or NOT_KNOWN))}</p>"
-    for name in ("accelerate", "deepspeed"):
-        if facts.get(name):
-            yield f"<h3>{name}</h3>\n<pre>{_yaml(facts[name])}</pre>"
+    typed = escape(" ".join([str(facts.get("recipe_path", "")), *facts.get("overrides", ())]))
+    recipe = f"<p>{typed}</p>\n<pre>{_yaml(facts.get('recipe', {}))}</pre>"
+    yield _folded(f"Recipe{of}, with every default", recipe)
+    files = [
+        f"<h3>{name}</h3>\n<pre>{_yaml(facts[name])}</pre>" for name in ("accelerate", "deepspeed") if facts.get(name)
+    ]
+    path = f"<p>{escape(str(facts.get('strategy_path') or NOT_KNOWN))}</p>"
+    yield _folded(f"Strategy{of}", "\n".join([path, *files]))
 
 
 def _yaml(content: dict) -> str:

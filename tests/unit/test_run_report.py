@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -117,6 +120,44 @@ def test_one_run(run, capsys):
     assert "Not recorded: MFU and HFU, % of the peak." in page
     assert row(page, "versions.torch") == ["2.13.0"] and row(page, "data.train.rows") == ["40"]
     assert "learning_rate: 0.001" in page and "distributed_type: MULTI_GPU" in page
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+LAYOUT = """<script>
+const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] }
+const all = s => [...document.querySelectorAll(s)].filter(e => e.checkVisibility())
+document.body.dataset.layout = JSON.stringify({
+  figures: all("figure").map(box), texts: all("figure:first-child text").map(box), tables: all("table").map(box),
+  headings: all("h1, h2, summary").map(e => e.textContent),
+  overflow: document.documentElement.scrollWidth - innerWidth })
+</script>"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_what_a_browser_shows(run, width, tmp_path, capsys):
+    """The loss first and large, no text over another, nothing wider than the window, details folded away."""
+    page = tmp_path / "page.html"
+    page.write_text(made(capsys, run) + LAYOUT)
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={tmp_path / 'user'}"]
+    command += [f"--window-size={width},900", "--dump-dom", page.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    layout = json.loads(html.unescape(re.search(r'data-layout="([^"]*)"', dom)[1]))
+    left, top, right, bottom = layout["figures"][0]
+    assert right - left > 0.85 * min(width, 62 * 15) and bottom < 700 and top < 250
+    assert layout["tables"] and all(top > bottom for _, top, *_ in layout["tables"]) and layout["overflow"] <= 0
+    assert layout["headings"][1:] == [
+        "Results",
+        "Sessions",
+        "Environment",
+        "Data",
+        "Recipe, with every default",
+        "Strategy",
+    ]
+    texts = layout["texts"]
+    for index, (a, b, c, d) in enumerate(texts):
+        assert not [e for e in texts[:index] if a < e[2] and e[0] < c and b + 2 < e[3] and e[1] + 2 < d]
 
 
 def test_where_it_went_on_and_under_what(run, capsys):
