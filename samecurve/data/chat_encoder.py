@@ -17,7 +17,7 @@ from samecurve.specs.data_names import CHATML
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Span = tuple[int, int]
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
@@ -263,6 +263,37 @@ class TextEncoder(Encoder):
 
 def encoder(tokenizer: PreTrainedTokenizerFast, schema: ChatSchema) -> ChatEncoder | TextEncoder:
     return ChatEncoder(tokenizer, schema) if schema.chat else TextEncoder(tokenizer, schema)
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, stored: int | list[int] | None, chat: bool = True) -> list[int]:
+    """List the ids that end a generation.
+
+    Args:
+        tokenizer: the model's tokenizer, whose end of text is one of them.
+        stored: eos_token_id of the model's generation config.
+        chat: whether the token that the chat template writes after an answer is one, too.
+    """
+    named = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
+    if chat and tokenizer.chat_template:
+        named.append(_end_of_turn(tokenizer))
+    return list(dict.fromkeys(token for token in named if token is not None))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token that the chat template writes after an answer; None without one."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):  # ChatEncoder needs the Rust backend
+        return None
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    try:
+        text, spans = ChatEncoder(tokenizer, ChatSchema()).render(Conversation("the chat template", messages))
+    except DataError:  # such a template can render prompts, but not be trained with
+        return None
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ending = text[: spans[-1][1]].rstrip()  # many templates write a line break after the token
+    longest = max((token for token in special if ending.endswith(token)), key=len, default=None)
+    return None if longest is None else special[longest]
 
 
 def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:

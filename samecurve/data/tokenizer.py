@@ -41,11 +41,18 @@ def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | 
 
     Raises:
         ConfigurationError: when the tokenizer's files are missing, or `tokenizer.pad_token` is not one of its tokens.
-        DataError: when there is nothing to train a tokenizer on.
+        DataError: when there is nothing to train a tokenizer on, or an adapter would have to train new tokens.
     """
     tokenizer = _load(recipe, find)
     if recipe.tokenizer.chat_template == CHATML:
-        apply_chatml(tokenizer)
+        new = apply_chatml(tokenizer)
+        if new and recipe.adapter.name is not None:
+            raise DataError(
+                f"tokenizer.chat_template: {CHATML} adds {' and '.join(new)} to the tokens of "
+                f"{recipe.tokenizer.path or recipe.model.path}, and an adapter does not train their rows of the "
+                "embedding; train the whole model (adapter.name=null), or set tokenizer.chat_template to a Jinja file "
+                "whose turns end with a token that the model has, such as {{ eos_token }}"
+            )
     elif recipe.tokenizer.chat_template is not None:
         tokenizer.chat_template = read_text(Path(recipe.tokenizer.chat_template))
     if recipe.tokenizer.pad_token is not None:

@@ -16,7 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from samecurve.data.chat_encoder import end_tokens
 from samecurve.errors import CheckpointError, NumericError, SamecurveError, StorageError
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.interfaces.engine import dtype_name
@@ -27,7 +29,7 @@ from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.fault_injection import fault_point
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_BYTES = 4 * 10**9
 
@@ -84,7 +86,7 @@ def export(
             writer.take(name, tensor)
         writer.finish()
         with storage_errors(partial):
-            layout.write_config(skeleton, partial, target.dtype)
+            layout.write_config(skeleton, partial, target)
             target.tokenizer.save_pretrained(partial)
             target.card(partial)
             target.save_task_files(partial, skeleton.config)
@@ -102,14 +104,14 @@ class _FileLayout(NamedTuple):
         convert: maps a group's parameters to the stored tensors, by name.
         stem: file name without suffix.
         shard_bytes: largest size of a file, in bytes.
-        write_config: writes the config, called with (skeleton, directory, dtype).
+        write_config: writes the configs, called with (skeleton, directory, target).
     """
 
     groups: dict[str, tuple[str, ...]]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     stem: str
     shard_bytes: float
-    write_config: Callable[[PreTrainedModel, Path, torch.dtype], None]
+    write_config: Callable[[PreTrainedModel, Path, ExportTarget], None]
 
 
 def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _FileLayout:
@@ -243,28 +245,52 @@ def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError 
     )
 
 
-def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarget) -> None:
     """Write peft's config, and the model's own config if its head may differ from the base model's."""
     stored_config(skeleton).save_pretrained(str(directory))
     # The model's config has the names of classes and the padding token. It gets a folder of its own, because
     # transformers takes a folder with config.json for a whole model.
     if kind_of(skeleton) != CAUSAL.kind:
-        _write_config(skeleton, directory / ADAPTED_CONFIG, dtype)
+        _write_config(skeleton, directory / ADAPTED_CONFIG, target)
+    elif skeleton.generation_config is not None:
+        write_generation_config(skeleton.generation_config, target.tokenizer, directory)
 
 
-def _write_config(skeleton: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+def _write_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarget) -> None:
     config = copy.deepcopy(skeleton.config)
     config.architectures = [type(skeleton).__name__]
-    config.dtype = dtype_name(dtype)
+    config.dtype = dtype_name(target.dtype)
     config.use_cache = True  # training turns it off, but generation with the export needs it
+    if getattr(skeleton, "generation_config", None) is not None:
+        name_end_of_text(config, target.tokenizer)
+        write_generation_config(skeleton.generation_config, target.tokenizer, directory)
     if is_remote(config):
         # transformers annotates `config` as a dict, but passes its own configs.
         custom_object_save(skeleton, directory, config=config)  # pyright: ignore[reportArgumentType]  # see above
     config.save_pretrained(directory)
-    if getattr(skeleton, "generation_config", None) is not None:
-        generation = copy.deepcopy(skeleton.generation_config)
-        generation.use_cache = True
-        generation.save_pretrained(directory)
+
+
+def name_end_of_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Name the tokenizer's end of text in the config, as transformers' Trainer does (align_special_tokens)."""
+    stored, end = config.eos_token_id, tokenizer.eos_token_id
+    if isinstance(stored, list) and end is not None and end not in stored:
+        config.eos_token_id = [end, *stored]
+    elif not isinstance(stored, list) and end is not None:
+        config.eos_token_id = end
+
+
+def write_generation_config(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write generation_config.json: `generation`, which also stops at the tokenizer's end of text and of a turn.
+
+    Everything else is kept as it is, even what save_pretrained refuses, such as a temperature without do_sample.
+    """
+    written = copy.deepcopy(generation)
+    ends = end_tokens(tokenizer, written.eos_token_id)
+    written.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    if written.use_cache is False:  # made from the config of the training, which has no cache
+        written.use_cache = True
+    directory.mkdir(parents=True, exist_ok=True)
+    written.to_json_file(directory / GENERATION_CONFIG_NAME)
 
 
 def put_in_place(partial: Path, directory: Path, busy: Callable[[], None] = lambda: None) -> None:

@@ -119,6 +119,9 @@ def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
             lines[2] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
             base += f", config=AutoConfig.from_pretrained(folder, subfolder={ADAPTED_CONFIG!r})"
         lines += [f"model = {loader}.from_pretrained({base})  # what the adapter belongs to"]
+        if loader == "AutoModelForCausalLM":  # the base model may end its answers with another token
+            lines[2] = f"from transformers import {loader}, AutoTokenizer, GenerationConfig"
+            lines += ["model.generation_config = GenerationConfig.from_pretrained(folder)"]
         lines += ["model = PeftModel.from_pretrained(model, folder)  # this folder"]
     else:
         lines += [f"model = {loader}.from_pretrained(folder)  # this folder"]

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
-from samecurve.data.chat_encoder import ChatEncoder
-from samecurve.data.schemas.conversation import ChatSchema, Conversation
-from samecurve.errors import ConfigurationError, DataError
+from samecurve.data.chat_encoder import end_tokens
+from samecurve.errors import ConfigurationError
 from samecurve.inference import loading
 from samecurve.inference.generation import GenerationOptions, find_generative_model, is_chat
 from samecurve.models.skeleton import construct
@@ -144,24 +142,5 @@ def load_generator(run: Path, raw: bool = False, untrained: bool = False) -> Tex
             load_weights(skeleton, recipe, write)
     chat = not raw and is_chat(recipe, tokenizer)
     # The model's config, the tokenizer and the chat template often name different end tokens.
-    stored = model.generation_config.eos_token_id
-    named = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
-    if chat:
-        named.append(_end_of_turn(tokenizer))
-    ends = list(dict.fromkeys(token for token in named if token is not None))
+    ends = end_tokens(tokenizer, model.generation_config.eos_token_id, chat)
     return TextGenerator(folder, loading.to_default_device(model), tokenizer, recipe, chat, ends)
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that the chat template writes after an answer; None without one."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):  # ChatEncoder needs the Rust backend
-        return None
-    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-    try:
-        text, spans = ChatEncoder(tokenizer, ChatSchema()).render(Conversation("the chat template", messages))
-    except DataError:  # such a template can render prompts, but not be trained with
-        return None
-    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ending = text[: spans[-1][1]].rstrip()  # many templates write a line break after the token
-    longest = max((token for token in special if ending.endswith(token)), key=len, default=None)
-    return None if longest is None else special[longest]

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from samecurve.errors import NumericError
 from samecurve.export.convert import copy_as
+from samecurve.export.hf_export import name_end_of_text, write_generation_config
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
 from samecurve.inference import folders, loading
 from samecurve.specs.precision import DTYPES
@@ -68,7 +70,7 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     Raises NumericError if the logits differ from those of the unmerged model by more than TOLERANCE times the largest.
     """
     head = loading.stored_head(folder)
-    adapted, _ = loading.load_with_tokenizer(folder, head)
+    adapted, tokenizer = loading.load_with_tokenizer(folder, head)
     from peft import PeftModel  # noisy unless `load` ran before it
 
     assert isinstance(adapted, PeftModel)  # cli/merge.py refuses a folder without an adapter
@@ -76,8 +78,14 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     base_logits, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)
+    generation = merged.generation_config if merged.can_generate() else None
+    if generation is not None:
+        name_end_of_text(merged.config, tokenizer)
+        merged.generation_config = GenerationConfig()  # save_pretrained refuses what some base models have
     with storage_errors(output):
         merged.save_pretrained(output)
+        if generation is not None:
+            write_generation_config(generation, tokenizer, output)
         _copy_the_rest(folder, output)
     del adapted, merged  # the merged model is read back without them in memory
     trusted = folders.trusts_remote_code(folder)

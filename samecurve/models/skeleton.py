@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as deepspeed_integration
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from samecurve.config.schema import Adapter, Recipe
 from samecurve.errors import ConfigurationError
@@ -56,10 +58,21 @@ def build_skeleton(
     if head.kind == "causal_lm":
         check_causal(model)
     check_state(model)
+    if recipe.model.path is not None and model.can_generate():
+        _keep_generation_config(model, recipe.model.path)
     if recipe.adapter.name:
         adapters.inject(model, recipe.adapter)
         adapters.check_targets(model, recipe.adapter)
     return model
+
+
+def _keep_generation_config(model: PreTrainedModel, path: str) -> None:
+    """Give the model the generation config of `path`, for its export; without one it has that of its config."""
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    except OSError as error:
+        if (Path(path) / GENERATION_CONFIG_NAME).exists():
+            raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
 
 
 def _check_positions(model: PreTrainedModel, head: Head, sequence_length: int) -> None:

@@ -10,11 +10,22 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 
+from samecurve.cli import commands
 from samecurve.config.schema import Recipe
+from samecurve.data.chatml import apply_chatml
 from samecurve.errors import DataError
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.interfaces.task import Task
+from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weights import load_weights
 from samecurve.tasks import registry
@@ -58,7 +69,7 @@ def made(tmp_path: Path, **more) -> Recipe:
 CHATML = {"tokenizer": {"chat_template": "chatml"}}
 
 
-def filled(recipe: Recipe) -> tuple[Task, torch.nn.Module, dict[str, torch.Tensor]]:
+def filled(recipe: Recipe) -> tuple[Task, PreTrainedModel, dict[str, torch.Tensor]]:
     task = registry.load_task(recipe)
     model = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     found = {}
@@ -103,9 +114,52 @@ def test_what_is_exported_is_read_without_the_recipe(tmp_path):
     assert len(again(text)["input_ids"]) == len("user\na" + "\n" + "assistant\nb" + "\n") + 4
 
 
-def test_an_adapter_trains_no_new_rows(tmp_path):
-    base_model(tmp_path / "base", 257, tied=True)
-    with pytest.raises(DataError, match="holds 257 .* needs 2 new rows, which an adapter does not train"):
-        filled(made(tmp_path, **CHATML, adapter={"name": "lora"}))
-    base_model(tmp_path / "base", 264, tied=True)
-    assert filled(made(tmp_path, **CHATML, adapter={"name": "lora"}))[1].config.vocab_size == 264
+@pytest.mark.parametrize("num_rows", [257, 264])
+def test_an_adapter_trains_no_new_rows(num_rows, tmp_path):
+    """264: the embedding has rows to spare, which nobody has trained either."""
+    base_model(tmp_path / "base", num_rows, tied=True)
+    with pytest.raises(DataError, match=r"chatml adds <\|im_start\|> and <\|im_end\|> to .*does not train"):
+        registry.load_task(made(tmp_path, **CHATML, adapter={"name": "lora"}))
+
+
+def with_own_tokens(folder: Path) -> None:
+    """A base model that always writes <|im_end|> and would end with another token; its generation config is stored."""
+    tokenizer = base_model(folder, 264, tied=False)
+    apply_chatml(tokenizer)
+    tokenizer.chat_template, tokenizer.eos_token = None, "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for parameter in (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight[258]):
+            parameter.fill_(1.0)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(STORED))
+
+
+# with a value that save_pretrained refuses, as some base models have
+STORED = {"eos_token_id": [256, 7], "do_sample": False, "temperature": 0.7, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_the_export_stops_and_keeps_its_generation_config(adapter, tmp_path):
+    with_own_tokens(tmp_path / "base")
+    task, shape, weights = filled(made(tmp_path, **CHATML, adapter={"name": adapter}))
+    shape.config.eos_token_id = 256
+    folder = tmp_path / "run" / "model"
+    trained = {name: weights[name] for name in trained_shapes(shape)}
+    export(iter(trained.items()), shape, ExportTarget(folder, task.tokenizer), True)
+    if adapter is not None:
+        generation = GenerationConfig.from_pretrained(folder)
+        assert commands.main(["merge", str(folder)]) == 0
+        folder /= "merged"
+        assert generation.to_dict() == GenerationConfig.from_pretrained(folder).to_dict()
+    generator = pipeline("text-generation", model=str(folder), device="cpu")
+    (answer,) = generator([[{"role": "user", "content": "a"}]], max_new_tokens=5, return_tensors=True)
+    assert answer[0]["generated_token_ids"].count(258) == 2  # of the question, and all of the answer
+    stored = json.loads((folder / "generation_config.json").read_text())
+    assert {key: stored.get(key, GenerationConfig().to_dict()[key]) for key in STORED} == STORED | {
+        "eos_token_id": [256, 7, 258]
+    }
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 258
