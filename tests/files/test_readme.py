@@ -54,13 +54,24 @@ def test_nothing_is_left_to_fill_in():
         assert re.findall(r"\b(?:[A-Z]+_)+(?:EXAMPLE|TABLE)\b|\b(?:TODO|TBD|FIXME|XXX)\b", text(name)) == [], name
 
 
-@pytest.mark.parametrize(
-    "markdown", [section("README.md", "Strategies"), text("docs/strategies.md")], ids=["README", "docs"]
-)
-def test_every_strategy_is_in_the_table(markdown):
+def test_every_strategy_is_in_the_table():
     strategies = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
     assert len(strategies) >= 12
-    assert sorted(first_column(markdown)) == strategies
+    assert sorted(first_column(text("docs/strategies.md"))) == strategies
+
+
+def test_strategies_and_pairs_of_the_readme():
+    page = text("README.md")
+    strategies = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    named = [names(row[0])[0] for row in tables(section("README.md", "Several devices"))[0]]
+    assert len(named) == 6 and set(named) <= strategies and f"has all {len(strategies)}:" in page
+    _, *cells = zip(*tables(text("docs/equal_curves.md"))[0][:-1], strict=True)
+    results = [cell for column in cells[1:-1] for cell in column]
+    ran = [cell for cell in results if not cell.startswith("(")]
+    claim = (
+        rf"Of the {len(results)} pairs of the recipes below with a strategy, \[{len(ran)} run and follow one curve\]"
+    )
+    assert re.search(claim.replace(" ", r"\s+"), page)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/finetuning.md"])
@@ -109,10 +120,9 @@ def test_the_table_of_exit_codes_is_that_of_the_errors():
 
 
 def test_families_are_those_that_are_supported():
-    for page in ("README.md", "docs/strategies.md"):
-        sentence = re.search(r"pipeline\s+supports\s+the\s+(.*?)\s+families", text(page), re.DOTALL)[1]
-        listed = re.split(r",\s+|\s+and\s+", sentence)
-        assert {name.lower().replace("-", "") for name in listed} == FAMILIES.keys()
+    sentence = re.search(r"pipeline\s+supports\s+the\s+(.*?)\s+families", text("docs/strategies.md"), re.DOTALL)[1]
+    listed = re.split(r",\s+|\s+and\s+", sentence)
+    assert {name.lower().replace("-", "") for name in listed} == FAMILIES.keys()
     assert f"for the {len(LIGER)} families" in text("docs/memory_and_speed.md")
 
 
