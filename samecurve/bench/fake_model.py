@@ -18,8 +18,8 @@ from samecurve.losses.chunked_cross_entropy import TokenSums
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models import bf16_copies
 from samecurve.models.activation_checkpointing import checkpoint_layers
-from samecurve.models.lora import trained_shapes
 from samecurve.optim import factory
+from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.job import Job
 from samecurve.specs.precision import compute_dtype
@@ -50,8 +50,7 @@ class FakeModel:
     def allocate(self) -> None:
         """Change and shard the model as TorchEngine does, without compilation and other kernels."""
         recipe, strategy, mesh, model = self._plan.recipe, self._plan.strategy, self._mesh, self.module
-        settings, shapes = recipe.optimizer, trained_shapes(self._skeleton)
-        model = factory.cast_weights(model, settings)
+        model = factory.cast_weights(model, recipe.optimizer)
         if strategy.tensor_parallel_size > 1:
             tensor_parallel.apply(model, mesh, strategy.tp_sequence_parallel)
         if strategy.dims.ep > 1:
@@ -72,11 +71,11 @@ class FakeModel:
             model = fsdp.shard(cast(Any, SimpleNamespace(state=state, device=CPU)), model, mesh)
         elif copies:
             bf16_copies.install_around(model)
-        named, hidden = model.named_parameters(), factory.hidden_matrices(self._skeleton, shapes)
-        groups = factory.parameter_groups(named, shapes, settings, hidden)
+        groups = parameter_groups(model.named_parameters(), recipe.optimizer, roles_of(self._skeleton))
         if strategy.tensor_parallel_size > 1 or strategy.dims.ep > 1:
             groups = tensor_parallel.groups_by_mesh(groups)
-        self.module, self.optimizer = model, factory.build_optimizer(groups, settings, recipe.precision, recipe.seed)
+        self.module = model
+        self.optimizer = factory.build_optimizer(groups, recipe.optimizer, recipe.precision, recipe.seed)
         rows, length = self._job.micro_batch, self._job.seq
         # under context parallelism, angles and masks are made of whole rows' positions
         self._tokens = torch.zeros((rows, length // self._job.layout.cp), dtype=torch.long)

@@ -20,10 +20,10 @@ from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_stages import HeadChunks, LocalStages
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models.activation_checkpointing import checkpoint_layers
-from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient
+from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.planner.job import Job
 from samecurve.specs.precision import compute_dtype
 from samecurve.strategy.plan import Plan
@@ -58,7 +58,7 @@ class FakePipeline:
         weights = self._stages.weights
         self._summed = [weights[name] for name in summed if name in weights]
         self.module = nn.ModuleList(self._stages.modules.values()).train()
-        groups = factory.parameter_groups(weights.items(), trained_shapes(self._skeleton), recipe.optimizer)
+        groups = parameter_groups(weights.items(), recipe.optimizer, roles_of(self._skeleton))
         groups = tensor_parallel.groups_by_mesh(groups) if dims.tp > 1 else groups
         self.optimizer = factory.build_optimizer(groups, recipe.optimizer, recipe.precision, recipe.seed)
         rows, length, count = job.micro_batch, job.seq, job.grad_accum

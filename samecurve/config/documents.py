@@ -74,6 +74,7 @@ class Document:
     Attributes:
         typed: the text of values given on the command line. Only the schema knows whether `123` is a number.
         notes: decisions made while reading that are printed for the user, see inheritance.py.
+        rate_from_scratch: the place of a learning rate that was for a model which a later layer's model.path replaced.
         incomplete: a file that it is made of could not be read, so an absent key may stand there.
     """
 
@@ -83,6 +84,7 @@ class Document:
     problems: list[ConfigProblem] = field(default_factory=list)
     typed: dict[KeyPath, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    rate_from_scratch: Place | None = None
     incomplete: bool = False
 
     def place(self, path: KeyPath) -> Place:

@@ -7,6 +7,7 @@ layer, with a note in the header. Both in one layer are an error.
 from __future__ import annotations
 
 from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, merge_blocks
+from samecurve.specs.learning_rates import usual_rates
 
 # Given key -> key that it replaces.
 ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
@@ -26,13 +27,14 @@ def merge_over_base(below: Document, document: Document) -> Document:
     """Return `document` merged over `below`, the file that it is based on."""
     given = {key for pair in ALTERNATIVES for key in pair if document.get(*key) is not None}
     # before the merge, after which the layers cannot be told apart
-    notes = _replace(below, given, has_rate=document.get(*_RATE) is not None)
+    notes = _replace(below, given)
     return Document(
         document.name,
         merge_blocks(below.content, document.content),
         {**below.places, **document.places},
         below.problems + document.problems,
         notes=[*below.notes, *document.notes, *notes],
+        rate_from_scratch=below.rate_from_scratch,
         incomplete=below.incomplete or document.incomplete,
     )
 
@@ -45,12 +47,19 @@ def settle_command_line(document: Document) -> None:
         inside = [place for path, place in document.places.items() if path[: len(key)] == key]
         if COMMAND_LINE in (document.place(key), *inside):
             given.add(key)
-    document.notes += _replace(document, given, has_rate=document.place(_RATE) == COMMAND_LINE)
+    document.notes += _replace(document, given)
+    task, adapter = document.get("task") or "pretrain", document.get("adapter", "name")
+    rates = usual_rates(task, adapter is not None, document.get("optimizer", "name") or "adamw")
+    if document.rate_from_scratch == (place := document.place(_RATE)) and place != COMMAND_LINE:
+        weights = "an adapter on" if adapter else "all weights of"
+        usual = f"; {rates} is usual for {weights} a pretrained one (task {task})" if rates else ""
+        rate = document.get(*_RATE)
+        document.notes.append(f"optimizer.learning_rate: {rate} of {place} was for a model from scratch{usual}")
 
 
-def _replace(document: Document, given: set[KeyPath], has_rate: bool) -> list[str]:
-    """Remove what the given keys replace. `has_rate`: whether optimizer.learning_rate stands in their layer."""
-    notes, from_scratch = [], False
+def _replace(document: Document, given: set[KeyPath]) -> list[str]:
+    """Remove what the keys of a later layer replace, and note where a learning rate for what was replaced stands."""
+    notes = []
     for new, old in ALTERNATIVES:
         # old in given: both stand in one layer, which a rule reports
         if new not in given or old in given or document.get(*old) is None:
@@ -59,10 +68,6 @@ def _replace(document: Document, given: set[KeyPath], has_rate: bool) -> list[st
         block = document.get(*old[:-1])
         del block[old[-1]]
         document.places = {path: place for path, place in document.places.items() if path[: len(old)] != old}
-        from_scratch |= new == ("model", "path")
-    if from_scratch and not has_rate and (rate := document.get(*_RATE)) is not None:
-        notes.append(
-            f"optimizer.learning_rate: {rate} of {document.place(_RATE)} was for a model from scratch; 1e-5 to 5e-5 is "
-            "usual for all weights of a pretrained one"
-        )
+        if new == ("model", "path") and document.get(*_RATE) is not None:
+            document.rate_from_scratch = document.place(_RATE)
     return notes

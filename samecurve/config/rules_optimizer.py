@@ -47,7 +47,14 @@ def _bf16_mean(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "optimizer.betas", f"{text}{1 - second:.2g} of a value; use at most {LARGEST_BF16_BETA:g}, or adamw"
 
 
+def _adapted(value: Callable[[str], Any]) -> Iterator[Finding]:
+    adapter = value("adapter.name")
+    if value("optimizer.name") == "muon" and adapter:
+        text = f"found muon, which orthogonalizes a model's hidden matrices, but adapter.name is {adapter}"
+        yield "optimizer.name", f"{text}, which freezes them; use adamw"
+
+
 RULES = (
-    *(_bitsandbytes, _bf16_weights, _bf16_mean),
+    *(_bitsandbytes, _bf16_weights, _bf16_mean, _adapted),
     *(partial(_idle, key) for key in sorted({key for spec in OPTIMIZERS.values() for key in spec.reads})),
 )

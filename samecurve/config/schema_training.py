@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, WrapValidator
 
 from samecurve.config.section import LARGEST_INTEGER, Count, Natural, Section
+from samecurve.specs.optimizers import OptimizerName
 
 AUTO = "auto"
 
@@ -69,7 +70,7 @@ Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 class Optimizer(Section):
     """The optimizer and its hyperparameters. A key that the named optimizer does not read is an error."""
 
-    name: Literal["adamw", "lion", "sgd", "adafactor", "muon", "adamw_bf16", "adamw_8bit"] = "adamw"
+    name: OptimizerName = "adamw"
     """The algorithm. [Optimizers](optimizers.md) compares them."""
     learning_rate: float = Field(gt=0)
     """The peak learning rate. Lion needs 3 to 10 times less than AdamW; for Adafactor it is relative to the weights."""
@@ -84,7 +85,7 @@ class Optimizer(Section):
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """`adamw` only: one kernel per update, one per operation, or one per operation and tensor."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay. It applies to matrices and embeddings, not to norms and biases."""
+    """Weight decay, of matrices, embeddings, convolutions and experts. [Others](optimizers.md#weight-decay) have none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
 

@@ -39,7 +39,8 @@ from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
-from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
+from samecurve.optim.factory import build_optimizer, state_names
+from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.strategy.deepspeed_config import resolve_auto
 
@@ -70,7 +71,7 @@ class PipelineEngine:
         _check_trained({self._stages[name] for name in self.shapes}, plan.strategy.pipeline_stages)
 
         settings = self._settings = plan.recipe.optimizer
-        optimizer = build_optimizer(parameter_groups(self._weights.items(), self.shapes, settings), settings)
+        optimizer = build_optimizer(parameter_groups(self._weights.items(), settings, roles_of(skeleton)), settings)
         # without "auto", which only Accelerate would replace: DeepSpeed itself keeps the string
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
         assert isinstance(engine, deepspeed.PipelineEngine)  # because the model is a PipelineModule

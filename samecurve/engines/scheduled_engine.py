@@ -40,6 +40,7 @@ from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, local_numel
+from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.planner.timetables import ScheduleRun
 from samecurve.specs.precision import PRECISIONS, compute_dtype
@@ -91,7 +92,7 @@ class ScheduledEngine:
         self._tie_group = stages.group_of_ends() if stages.tied else None
 
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
-        groups = factory.parameter_groups(stages.weights.items(), self.shapes, settings)
+        groups = parameter_groups(stages.weights.items(), settings, roles_of(skeleton))
         groups = tensor_parallel.groups_by_mesh(groups) if dims.tp > 1 else groups
         self._optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         copies = partial(num_copies, mesh=self._mesh)

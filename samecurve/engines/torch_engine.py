@@ -45,6 +45,7 @@ from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, local_numel
+from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.precision import PRECISIONS
 from samecurve.strategy import validate_optimizer
@@ -70,7 +71,6 @@ class TorchEngine:
         self.accumulation_steps = self.recipe.batch.accumulation_steps(self.shard[1])
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
-        matrices = factory.hidden_matrices(skeleton, self.shapes)
         self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
         part = context_parallel.part_of(plan.strategy, self.mesh, skeleton)
         if part.count > 1:
@@ -88,7 +88,8 @@ class TorchEngine:
         self.model = self._prepare(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
-        groups = factory.parameter_groups(self.module.named_parameters(), self.shapes, settings, matrices)
+        roles = roles_of(skeleton)
+        groups = parameter_groups(self.module.named_parameters(), settings, roles)
         groups = tensor_parallel.groups_by_mesh(groups) if self.cut or plan.strategy.dims.ep > 1 else groups
         self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self.tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
@@ -96,7 +97,7 @@ class TorchEngine:
         self.state: State = DTensorShards(
             {name: self.tensors[name] for name in self.shapes},
             self.optimizer,
-            factory.state_names(settings, self.shapes, matrices),
+            factory.state_names(settings, self.shapes, roles.matrices),
             replica=(accelerator.process_index, accelerator.num_processes),
             factors=factory.factor_shapes(settings, self.shapes),
         )

@@ -27,7 +27,8 @@ from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
-from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
+from samecurve.optim.factory import build_optimizer, state_names
+from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class ZeroEngine:
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe, self.device)
         router = router_loss.install(recipe, model, self.mesh)
-        # ZeRO-3 replaces every shape by an empty one, so the groups use the skeleton's shapes
-        groups = parameter_groups(model.named_parameters(), self.shapes, settings)
+        # of the skeleton, because ZeRO-3 replaces every shape by an empty one
+        groups = parameter_groups(model.named_parameters(), settings, roles_of(skeleton))
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
         deepspeed_introspection.skip_at_smallest_scale(self.model)
         self.scaler = deepspeed_introspection.dynamic_scaler(self.model)

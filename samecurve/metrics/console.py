@@ -158,6 +158,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         *batch_lines(Batch(**batch), facts["data_parallel_size"], padded=facts["pipeline_stages"] > 1),
         ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
         ("", counted),
+        ("optimizer", facts.get("optimizer_groups", "")),
         ("dropout", ", ".join(f"{name} {rate}" for name, rate in facts["dropout"].items())),
         ("router loss", facts.get("router_loss", "")),
         ("attention", attention_line(facts)),

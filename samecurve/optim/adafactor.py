@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from samecurve.config.schema import Optimizer
 from samecurve.optim.base import GroupOptimizer
 from samecurve.optim.dtensor import all_reduce_sums, local_gradient, shards_of, to_local
 from samecurve.optim.norms import norms
@@ -108,3 +109,8 @@ def _share(state: dict) -> float:
 def _squares(tensor: Tensor) -> Tensor:
     """Sum the squares in fp64, because shards are summed in another order than whole weights."""
     return norms([tensor])[0].square()
+
+
+def build(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> Adafactor:
+    """See build_optimizer."""
+    return Adafactor(groups, settings.learning_rate)

@@ -6,12 +6,18 @@ full weight.
 
 from __future__ import annotations
 
-import bitsandbytes
+import logging
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from samecurve.config.schema import Optimizer
 from samecurve.optim.dtensor import local_gradient, to_local
-from samecurve.specs.optimizers import BLOCK_8BIT
+from samecurve.specs.optimizers import BLOCK_8BIT, SMALLEST_8BIT
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns about missing GPU features
+
+import bitsandbytes  # noqa: E402
 
 
 class AdamW8bit(bitsandbytes.optim.AdamW8bit):
@@ -51,3 +57,14 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
         }
         super().update_step(group, part, gindex, pindex)
         state["step"] = self.state.pop(part)["step"]  # an int; the tensors are shared and were updated in place
+
+
+def build(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> AdamW8bit:
+    """See build_optimizer."""
+    return AdamW8bit(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        min_8bit_size=SMALLEST_8BIT,
+    )

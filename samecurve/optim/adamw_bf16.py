@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from samecurve.config.schema import Optimizer
 from samecurve.optim.dtensor import first_index, local_gradient, to_local
 
 # The random bits are a hash of the value's index in the full weight, the step and the weight's name, so they are the
@@ -32,7 +33,7 @@ class AdamWBf16(torch.optim.Optimizer):
     Kahan summation adds the state `compensation`: the intended weight minus the rounded weight.
 
     Args:
-        groups: from optim.factory.parameter_groups, each with the `names` of its weights.
+        groups: from optim.parameter_groups, each with the `names` of its weights.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: epsilon of AdamW's denominator.
@@ -217,3 +218,10 @@ def random_bits(hashed: int, like: Tensor) -> Tensor:
 def _signed(value: int) -> int:
     """Reinterpret an unsigned 32-bit integer as int32."""
     return value - 2**32 if value >= 2**31 else value
+
+
+def build(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> AdamWBf16:
+    """See build_optimizer."""
+    return AdamWBf16(
+        groups, settings.learning_rate, settings.betas, settings.epsilon, seed, settings.bf16_rounding == "kahan"
+    )

@@ -1,19 +1,15 @@
-"""Parameter groups, construction of optimizers by name, and the shapes of their states."""
+"""Construction of optimizers by name, and the shapes of their states."""
 
 from __future__ import annotations
 
-import logging
+import importlib
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from samecurve.config.schema import Optimizer
-from samecurve.optim.adafactor import Adafactor
-from samecurve.optim.adamw_bf16 import AdamWBf16
-from samecurve.optim.lion import Lion
-from samecurve.optim.muon import Muon
 from samecurve.specs.optimizers import BLOCK_8BIT, OPTIMIZERS, SMALLEST_8BIT
 
 if TYPE_CHECKING:
@@ -25,7 +21,7 @@ def state_names(
 ) -> dict[str, tuple[str, ...]]:
     """Name the optimizer states that have their parameter's shape, for every trained parameter.
 
-    `shapes` holds the full shapes; for `matrices` see hidden_matrices.
+    `shapes` holds the full shapes; `matrices` are those of parameter_groups.Roles, read for muon alone.
     """
     if settings.name == "adafactor":
         return {name: () if len(shape) > 1 else ("variance",) for name, shape in shapes.items()}
@@ -63,22 +59,6 @@ def num_bytes_per_parameter(settings: Optimizer) -> float:
     return 4 * (2 + len(OPTIMIZERS[settings.name].states))
 
 
-def hidden_matrices(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Find the names of the matrices that map features to features: no embeddings, output head, norms or biases.
-
-    `shapes` holds the shapes of the model's trained parameters by name.
-    """
-    edges = {id(module) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    edges.add(id(model.get_output_embeddings()))
-    owned = {
-        f"{prefix}.{name}"
-        for prefix, module in model.named_modules()
-        if id(module) in edges
-        for name, _ in module.named_parameters()
-    }
-    return {name for name, shape in shapes.items() if len(shape) == 2 and name not in owned}
-
-
 def cast_weights(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:
     """Cast the weights, in place, to bf16 for adamw_bf16; other optimizers keep fp32. Buffers are not changed."""
     if settings.name == "adamw_bf16":
@@ -86,37 +66,6 @@ def cast_weights(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel
         for parameter in filter(torch.is_floating_point, model.parameters()):
             parameter.data = parameter.data.to(torch.bfloat16)
     return model
-
-
-def is_decayed(shape: Iterable[int]) -> bool:
-    """Whether weight decay applies to a parameter of this shape: matrices and embeddings, not norms and biases."""
-    return len(tuple(shape)) >= 2
-
-
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    shapes: dict[str, torch.Size],
-    settings: Optimizer,
-    matrices: Container[str] = (),
-) -> list[dict]:
-    """Build non-empty parameter groups with and without weight decay; muon's matrices are a separate, decayed group.
-
-    Args:
-        named_parameters: the model's parameters; frozen ones are left out.
-        shapes: full shape by Hugging Face name, used because a sharded parameter's own shape may be anything.
-        settings: the recipe's optimizer.
-        matrices: see hidden_matrices; used only by muon.
-    """
-    groups: dict[tuple[bool, bool], dict] = {(True, True): {}, (True, False): {}, (False, False): {}}
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            groups[is_decayed(shapes[name]), settings.name == "muon" and name in matrices][name] = parameter
-    found = []
-    for (decay, muon), named in groups.items():
-        group = {"params": [*named.values()], "weight_decay": settings.weight_decay if decay else 0.0}
-        own = {"muon": {"muon": muon}, "adamw_bf16": {"names": [*named]}}.get(settings.name, {})
-        found += [group | own] if named else []
-    return found
 
 
 def build_optimizer(
@@ -130,24 +79,17 @@ def build_optimizer(
         precision: the recipe's precision.
         seed: the recipe's seed.
     """
-    rate, betas = settings.learning_rate, settings.betas
-    if settings.name == "lion":
-        return Lion(groups, rate, betas)
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum)
-    if settings.name == "adafactor":
-        return Adafactor(groups, rate)
-    if settings.name == "muon":
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        return Muon(groups, rate, settings.momentum, betas, settings.epsilon, dtype)
-    if settings.name == "adamw_bf16":
-        return AdamWBf16(groups, rate, betas, settings.epsilon, seed, _kahan(settings))
-    if settings.name == "adamw_8bit":
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns about missing GPU features
-        from samecurve.optim.adamw_8bit import AdamW8bit  # bitsandbytes is an optional dependency
+    # imported here, because bitsandbytes is an optional dependency
+    module, _, function = OPTIMIZERS[settings.name].builder.partition(":")
+    return getattr(importlib.import_module(module), function)(groups, settings, precision, seed)
 
-        return AdamW8bit(groups, lr=rate, betas=betas, eps=settings.epsilon, min_8bit_size=SMALLEST_8BIT)
+
+def adamw(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> torch.optim.AdamW:
     # fused: one kernel for the whole update, on CPUs and GPUs; by default torch uses foreach on a GPU, with one kernel
     # for each operation, and for_loop on a CPU
     kinds = {kind: kind == settings.implementation for kind in ("fused", "foreach")}
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=settings.epsilon, **kinds)
+    return torch.optim.AdamW(groups, settings.learning_rate, settings.betas, settings.epsilon, **kinds)
+
+
+def sgd(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> torch.optim.SGD:
+    return torch.optim.SGD(groups, settings.learning_rate, settings.momentum)

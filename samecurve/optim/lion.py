@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from samecurve.config.schema import Optimizer
 from samecurve.optim.base import GroupOptimizer
 from samecurve.optim.dtensor import local_gradient, to_local
 
@@ -39,3 +40,8 @@ class Lion(GroupOptimizer):
         torch._foreach_sign_(directions)
         torch._foreach_add_(weights, directions, alpha=-group["lr"])
         torch._foreach_lerp_(means, gradients, 1 - beta2)
+
+
+def build(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> Lion:
+    """See build_optimizer."""
+    return Lion(groups, settings.learning_rate, settings.betas)

@@ -1,7 +1,8 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for hidden matrices, with AdamW for all other weights.
 
-Muon orthogonalizes the momentum of a matrix. Its steps are scaled to the size of AdamW's (Liu et al. 2025,
-arXiv:2502.16982), so that one learning rate and one weight decay serve both.
+Muon orthogonalizes the momentum of a matrix, and in a stack of experts, (experts, rows, columns), that of each expert.
+Its steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and one
+weight decay serve both.
 
 torch.optim.Muon computes the same for a matrix in bf16. It supports no other precision (strategies agree to 1e-5 in
 fp32), no shards and no weights other than matrices.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from samecurve.config.schema import Optimizer
 from samecurve.optim.dtensor import local_gradient, to_local
 
 # Coefficients of the polynomial that drives all singular values near 1 in five iterations.
@@ -29,9 +31,10 @@ class Muon(torch.optim.Optimizer):
     """Muon for the groups of hidden matrices and AdamW for the other groups.
 
     Under FSDP every rank gathers and orthogonalizes the updates of all matrices; that work is not divided over ranks.
+    A stack of experts is sharded by experts, so that each rank orthogonalizes its own and nothing is gathered.
 
     Args:
-        groups: from optim.factory.parameter_groups; the key `muon` marks groups of hidden matrices.
+        groups: from optim.parameter_groups; the key `muon` marks groups of hidden matrices.
         lr: learning rate.
         momentum: decay rate of Muon's momentum.
         betas: decay rates of AdamW's moments.
@@ -85,23 +88,43 @@ class Muon(torch.optim.Optimizer):
         mean, gradient, momentum = to_local(self.state[weight]["momentum_buffer"]), weight.grad, group["momentum"]
         mean.lerp_(local_gradient(weight), 1 - momentum)
         local_gradient(weight).lerp_(mean, momentum)  # in place: the gradient is not needed again
-        full = gradient.full_tensor() if isinstance(gradient, DTensor) else local_gradient(weight)
+        # FSDP2 cuts dimension 0, so that a stack's shards are whole experts; strategies with other cuts refuse muon
+        is_matrix, full = weight.dim() == 2, local_gradient(weight)
+        if is_matrix and isinstance(gradient, DTensor):
+            full = gradient.full_tensor()
         direction = orthogonalize(full.to(self._dtype))
-        if isinstance(weight, DTensor):
+        if is_matrix and isinstance(weight, DTensor):
             # every rank has the direction in full and takes its shard without communication (src_data_rank=None)
             mesh, placements = weight.device_mesh, weight.placements
             direction = distribute_tensor(direction.contiguous(), mesh, placements, src_data_rank=None).to_local()
         own, rate = to_local(weight), group["lr"]
         own.mul_(1 - rate * group["weight_decay"])
-        own.add_(direction.to(own.dtype), alpha=-rate * RMS_OF_ADAMW * math.sqrt(max(weight.shape)))
+        own.add_(direction.to(own.dtype), alpha=-rate * RMS_OF_ADAMW * math.sqrt(max(weight.shape[-2:])))
 
 
-def orthogonalize(matrix: Tensor) -> Tensor:
-    """Compute approximately U V^T of the matrix U S V^T; the result's singular values lie between about 0.7 and 1.2."""
-    upright = matrix.shape[0] > matrix.shape[1]  # then its transpose has the smaller Gram matrix
-    found = matrix.T if upright else matrix
-    found = found / found.norm().clamp(min=SMALLEST_NORM)
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Compute approximately U V^T of each matrix U S V^T; the results' singular values lie between about 0.7 and 1.2.
+
+    `matrices` and the result: (rows, columns) or (matrices, rows, columns).
+    """
+    upright = matrices.shape[-2] > matrices.shape[-1]  # then its transpose has the smaller Gram matrix
+    wide = matrices.mT if upright else matrices
+    flat = wide if wide.dim() == 3 else wide[None]
+    flat = flat / torch.linalg.matrix_norm(flat, keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(ROUNDS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=B, alpha=C), found, beta=A)
-    return found.T if upright else found
+        gram = flat @ flat.mT
+        flat = torch.baddbmm(flat, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), flat, beta=A)
+    wide = flat.view(wide.shape)
+    return wide.mT if upright else wide
+
+
+def build(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> Muon:
+    """See build_optimizer."""
+    return Muon(
+        groups,
+        settings.learning_rate,
+        settings.momentum,
+        settings.betas,
+        settings.epsilon,
+        torch.bfloat16 if precision == "bf16" else torch.float32,
+    )

@@ -123,6 +123,12 @@ def attention_dropout(fields: Mapping[str, Any]) -> str | None:
     return next((f"{name} is {fields[name]}" for name in _DROPOUT if fields.get(name)), None)
 
 
+# A recurrence's parameters, by their own name: the logarithm of its decay, the bias of its step and its skip
+# connection. Mamba's authors keep them in fp32 and without weight decay (github.com/state-spaces/mamba,
+# mamba_simple.py and mamba2.py: `_no_weight_decay`, "keep in fp32"); so do those of GatedDeltaNet and Kimi Linear.
+RECURRENT = frozenset(("A_log", "D", "dt_bias"))
+
+
 # Families whose loss and gradients with the kernels of liger-kernel 0.8.5 equal PyTorch's. Measured with transformers
 # 5.17 and 5.23 in Triton's interpreter (tests/unit/test_liger.py). Liger's own list is longer. Of the families left
 # out, llama4_text had a loss 1 % off where rows have their own positions; experts (mixtral) do not run in the

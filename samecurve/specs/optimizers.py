@@ -1,36 +1,63 @@
-"""Facts about each optimizer for strategies, checkpoints and recipes."""
+"""The optimizers that a recipe can name. Importing this module does not load torch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
 class OptimizerSpec(NamedTuple):
-    """Facts about one optimizer.
+    """One optimizer: its builder, and facts for strategies, checkpoints and recipes.
 
     Attributes:
+        builder: "module:function"; the function takes the arguments of optim.factory.build_optimizer.
         states: states per matrix that have the matrix's shape, by torch's or bitsandbytes' names.
         reads: keys of the recipe's `optimizer` block that this optimizer reads and some others do not.
+        rates: its usual learning rates divided by AdamW's, (lower, upper end); None where they cannot be compared.
         whole: reason why the update of a weight cannot be computed from a shard of it; "" if it can.
     """
 
+    builder: str
     states: tuple[str, ...]
     reads: tuple[str, ...]
+    rates: tuple[float, float] | None
     whole: str = ""
 
 
+_AS_ADAMW = (1.0, 1.0)
 OPTIMIZERS = {
-    "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "implementation")),
-    "lion": OptimizerSpec(("exp_avg",), ("betas",)),
-    "sgd": OptimizerSpec(("momentum_buffer",), ("momentum",)),
+    "adamw": OptimizerSpec(
+        "samecurve.optim.factory:adamw", ("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "implementation"), _AS_ADAMW
+    ),
+    "lion": OptimizerSpec("samecurve.optim.lion:build", ("exp_avg",), ("betas",), (1 / 10, 1 / 3)),
+    "sgd": OptimizerSpec("samecurve.optim.factory:sgd", ("momentum_buffer",), ("momentum",), None),
     # adafactor's means of rows and columns do not have the shape of the matrix
-    "adafactor": OptimizerSpec((), (), "takes the means of each row and column of a matrix"),
-    "muon": OptimizerSpec(("momentum_buffer",), ("betas", "epsilon", "momentum"), "orthogonalises whole matrices"),
-    "adamw_bf16": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "bf16_rounding")),
+    "adafactor": OptimizerSpec(
+        "samecurve.optim.adafactor:build", (), (), None, whole="takes the means of each row and column of a matrix"
+    ),
+    "muon": OptimizerSpec(
+        "samecurve.optim.muon:build",
+        ("momentum_buffer",),
+        ("betas", "epsilon", "momentum"),
+        _AS_ADAMW,
+        whole="orthogonalises whole matrices",
+    ),
+    "adamw_bf16": OptimizerSpec(
+        "samecurve.optim.adamw_bf16:build", ("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "bf16_rounding"), _AS_ADAMW
+    ),
     "adamw_8bit": OptimizerSpec(
-        ("state1", "state2"), ("betas", "epsilon"), "quantizes blocks of 256 neighbouring values"
+        "samecurve.optim.adamw_8bit:build",
+        ("state1", "state2"),
+        ("betas", "epsilon"),
+        _AS_ADAMW,
+        whole="quantizes blocks of 256 neighbouring values",
     ),
 }
+
+# type checkers refuse a computed Literal, by which pydantic checks the recipe
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
 # Constants of bitsandbytes. Tensors with fewer than SMALLEST_8BIT elements keep fp32 states.

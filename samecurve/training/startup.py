@@ -20,7 +20,9 @@ from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import cudnn, measured
 from samecurve.models.compilation import Recompilations
+from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
+from samecurve.optim.parameter_groups import roles_of
 from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
@@ -225,6 +227,8 @@ def _introduce(session: Session) -> None:
     described |= {"cudnn_attention": cudnn.describe(accelerator.device)}
     described |= {"attention_choice": measured.describe(recipe, accelerator.device)}
     described |= {"num_fp8_modules": fp8.count(built.skeleton, recipe.fp8)}
+    groups = roles_of(built.skeleton).describe(recipe.optimizer, trained_shapes(built.skeleton))
+    described |= {"optimizer_groups": groups}
     described |= {"router_loss": routers.describe(recipe.model.router_loss, built.skeleton)}
     facts = run_facts(plan, described, built.task.describe(), factory.device_name(accelerator))
     facts |= {"flops": session.meter.flops, "counts": built.task.counts, "compile_choice": context.compile_choice}

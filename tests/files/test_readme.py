@@ -23,8 +23,10 @@ from samecurve.interfaces.engine import EvalResult, StepResult
 from samecurve.metrics.meter import Machine, Meter
 from samecurve.models.compilation import Recompilations
 from samecurve.optim.factory import num_bytes_per_parameter
+from samecurve.specs.learning_rates import usual_rates
 from samecurve.specs.model_families import FAMILIES, LIGER
 from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.specs.tasks import TASKS
 from samecurve.strategy.accelerate_keys import ACCELERATE, Rejected
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, ZERO
 from samecurve.strategy.resolve import command_line
@@ -110,6 +112,12 @@ def test_the_table_of_optimizers_has_their_bytes():
         assert float(size.split()[0]) == round(num_bytes_per_parameter(settings), 2), cell
         found[name] = size
     assert found.keys() == OPTIMIZERS.keys() and len(table) == len(found) + 1
+
+
+def test_the_table_of_learning_rates_is_that_of_the_header():
+    (table,) = tables(section("docs/finetuning.md", "Learning rates"))
+    found = {task: cells for first, *cells in table for task in names(first)}
+    assert found == {task: [usual_rates(task, adapted, "adamw") for adapted in (False, True)] for task in TASKS}
 
 
 def test_the_table_of_exit_codes_is_that_of_the_errors():

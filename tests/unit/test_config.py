@@ -507,8 +507,8 @@ def test_uneven_micro_batches_by_hand(rows, micro, ranks, expected):
 
 
 FROM_SCRATCH = (
-    "optimizer.learning_rate: 0.001 of r.yaml:14 was for a model from scratch; 1e-5 to 5e-5 is usual for all weights of "
-    "a pretrained one"
+    "optimizer.learning_rate: 0.001 of r.yaml:14 was for a model from scratch; 1e-5 to 3e-4 is usual for all weights of "
+    "a pretrained one (task pretrain)"
 )
 
 
@@ -574,6 +574,44 @@ def test_a_misspelt_key_in_a_rule_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(rules, "RULES", (*rules.RULES, lambda value: value("optimizer.learning_rat")))
     with pytest.raises(KeyError, match="learning_rat"):
         read_recipe("r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("layer", "overrides", "expected"),
+    [
+        (
+            "task: sft\nadapter: {name: lora}\n",
+            [],
+            "1e-4 to 5e-4 is usual for an adapter on a pretrained one (task sft)",
+        ),
+        ("task: sft\n", [], "1e-5 to 5e-5 is usual for all weights of a pretrained one (task sft)"),
+        ("task: dpo\n", ["adapter.name=lora"], "5e-6 to 5e-5 is usual for an adapter on"),
+        ("task: dpo\n", [], "5e-7 to 5e-6 is usual for all weights of"),
+        ("task: sft\n", ["optimizer.name=lion"], "1e-6 to 2e-5 is usual for all weights of"),
+        ("task: sft\n", ["optimizer.name=sgd"], "was for a model from scratch"),
+        ("task: sft\n", ["optimizer.learning_rate=1e-5"], ""),
+        ("task: sft\noptimizer: {learning_rate: 1e-5}\n", [], ""),
+    ],
+)
+def test_usual_learning_rates_by_task_adapter_and_optimizer(layer, overrides, expected, tmp_path, monkeypatch):
+    files = {
+        "base.yaml": GOOD["r.yaml"],
+        "r.yaml": f"base: base.yaml\nmodel: {{path: m}}\ndata: {{packing: false}}\n{layer}",
+    }
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, files)
+    plan = message(tmp_path, ["r.yaml", *overrides], {})
+    assert isinstance(plan, Plan), plan
+    notes = [note for note in plan.notes if note.startswith("optimizer.learning_rate")]
+    assert len(notes) == bool(expected) and all(expected in note for note in notes)
+    assert not notes or ("usual" in notes[0]) == ("usual" in expected)
+
+
+def test_muon_with_an_adapter_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    report, code = message(tmp_path, ["r.yaml", "model.path=m", "adapter.name=lora", "optimizer.name=muon"], {})
+    assert code == 2 and "optimizer.name: found muon" in report and "adapter.name is lora" in report
 
 
 def test_a_recipe_replaces_what_its_base_says(tmp_path, monkeypatch):

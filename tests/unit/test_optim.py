@@ -6,6 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    Trainer,
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
     get_linear_schedule_with_warmup,
@@ -13,7 +19,8 @@ from transformers import (
 )
 
 from samecurve.config.schema import Optimizer, Schedule
-from samecurve.optim.factory import build_optimizer, parameter_groups
+from samecurve.optim.factory import build_optimizer
+from samecurve.optim.parameter_groups import Roles, parameter_groups, roles_of
 from samecurve.optim.schedule import learning_rate, set_learning_rate
 
 PEAK = 0.01
@@ -64,33 +71,91 @@ def test_rates_of_transformers(name):
 
 def test_decay_applies_to_matrices_only_and_by_hand():
     """AdamW without a gradient shrinks a decayed weight by the factor 1 - rate * decay, and no other."""
-    matrix, bias = torch.nn.Parameter(torch.full((1, 2), 2.0)), torch.nn.Parameter(torch.full((2,), 2.0))
-    shapes = {"layer.weight": matrix.shape, "layer.bias": bias.shape}
-    groups = parameter_groups([("layer.weight", matrix), ("layer.bias", bias)], shapes, recipe().optimizer)
-    optimizer = build_optimizer(groups, recipe().optimizer)
+    layer = torch.nn.Linear(2, 1)
+    for weight in layer.parameters():
+        weight.data.fill_(2.0)
+        weight.grad = torch.zeros_like(weight)
+    roles = Roles(frozenset({"weight"}), frozenset())
+    optimizer = build_optimizer(
+        parameter_groups(layer.named_parameters(), recipe().optimizer, roles), recipe().optimizer
+    )
     set_learning_rate(optimizer, 0.1)
-    matrix.grad, bias.grad = torch.zeros_like(matrix), torch.zeros_like(bias)
     optimizer.step()
-    assert matrix.tolist() == [[pytest.approx(2.0 * (1 - 0.1 * 0.5))] * 2]
-    assert bias.tolist() == [2.0, 2.0]
+    assert layer.weight.tolist() == [[pytest.approx(2.0 * (1 - 0.1 * 0.5))] * 2]
+    assert layer.bias.tolist() == [2.0]
 
 
 def test_first_adam_update_by_hand():
     """The first bias-corrected Adam step is the rate times g / (|g| + epsilon)."""
     weight = torch.nn.Parameter(torch.tensor([1.0]))
-    groups = parameter_groups([("bias", weight)], {"bias": weight.shape}, recipe().optimizer)
-    optimizer = build_optimizer(groups, recipe().optimizer)
+    optimizer = build_optimizer([{"params": [weight], "weight_decay": 0.0}], recipe().optimizer)
     set_learning_rate(optimizer, 0.01)
     weight.grad = torch.tensor([-3.0])
     optimizer.step()
     assert weight.item() == pytest.approx(1.0 + 0.01 * 3 / (3 + 1e-8), rel=1e-6)
 
 
-def test_sharded_shapes_are_not_asked():
-    """Under ZeRO-3 a matrix looks empty and one-dimensional; the group goes by its full shape."""
-    looks_flat = torch.nn.Parameter(torch.zeros(0))
-    (group,) = parameter_groups([("w", looks_flat)], {"w": torch.Size([4, 4])}, recipe().optimizer)
-    assert group["weight_decay"] == 0.5
+def meta_model(family: str, kind: type = AutoModelForCausalLM, **fields) -> PreTrainedModel:
+    known = AutoConfig.for_model(family)
+    sizes = {"vocab_size": 60000, "num_hidden_layers": 4} | fields
+    config = AutoConfig.for_model(family, **{name: value for name, value in sizes.items() if hasattr(known, name)})
+    with torch.device("meta"):
+        return kind.from_config(config)
+
+
+@pytest.mark.parametrize(
+    "family",
+    """
+    bamba bert cohere falcon_h1 falcon_mamba gpt2 gpt_oss granitemoehybrid jamba llama mamba mamba2 mixtral nemotron_h
+    qwen3_5_text qwen3_next
+    """.split(),
+)
+def test_decay_applies_where_transformers_applies_it(family):
+    """But never to a vector, nor to the parameters that Mamba's code marks with _no_weight_decay."""
+    model = meta_model(family, AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM, use_qk_norm=True)
+    weights = dict(model.named_parameters())
+    expected = {
+        name
+        for name in Trainer.get_decay_parameter_names(None, model)
+        if name in weights and weights[name].dim() > 1 and name.rpartition(".")[2] not in ("A_log", "D", "dt_bias")
+    }
+    assert roles_of(model).decayed & weights.keys() == expected and expected
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "decayed", "taken"),
+    [
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_bias", False, False),
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj", True, True),
+        ("jetmoe", "model.layers.0.mlp.input_linear.weight", True, True),
+        ("cohere", "model.layers.0.self_attn.q_norm.weight", False, False),  # (heads, head_dim)
+        ("mamba", "backbone.layers.0.mixer.A_log", False, False),  # (channels, states)
+        ("mamba", "backbone.layers.0.mixer.conv1d.weight", True, False),
+        ("mamba", "backbone.layers.0.mixer.in_proj.weight", True, True),
+        ("llama", "model.embed_tokens.weight", True, False),
+        ("llama", "lm_head.weight", True, False),
+    ],
+)
+def test_roles_of_weights(family, name, decayed, taken):
+    model = meta_model(family, use_qk_norm=True)
+    roles = roles_of(model)
+    assert name in dict(model.named_parameters())
+    assert (name in roles.decayed, name in roles.matrices) == (decayed, taken)
+
+
+def test_a_classifiers_head_is_not_orthogonalized():
+    roles = roles_of(meta_model("distilbert", AutoModelForSequenceClassification, n_layers=1))
+    assert {"pre_classifier.weight", "classifier.weight"} & roles.matrices == {"pre_classifier.weight"}
+
+
+def test_the_header_says_what_muon_takes():
+    model = meta_model("gpt_oss", num_hidden_layers=1)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    muon = Optimizer(name="muon", learning_rate=PEAK)
+    # queries, keys, values, output, router and two stacks; biases of these 7, 3 norms, sinks, embedding and head
+    text = roles_of(model).describe(muon, shapes)
+    assert text.startswith("muon for 7 hidden weights (") and "2 of them stacks" in text and "13 others" in text
+    assert not roles_of(model).describe(Optimizer(learning_rate=PEAK), shapes)
 
 
 def test_cosine_is_monotone_after_warmup():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
-import transformers
 from torch._dynamo.utils import counters
 from torch.optim import adam
 
@@ -14,10 +14,10 @@ from samecurve.config.schema import Optimizer
 from samecurve.errors import ConfigurationError
 from samecurve.optim import adamw_bf16
 from samecurve.optim.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
-from samecurve.optim.factory import build_optimizer, hidden_matrices, num_bytes_per_parameter
+from samecurve.optim.factory import build_optimizer, num_bytes_per_parameter
 from samecurve.optim.muon import orthogonalize
 from samecurve.optim.schedule import set_learning_rate
-from samecurve.specs.optimizers import OPTIMIZERS, SMALLEST_8BIT
+from samecurve.specs.optimizers import OPTIMIZERS, SMALLEST_8BIT, OptimizerName
 from samecurve.strategy.validate_optimizer import check_shards
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
@@ -153,13 +153,31 @@ def test_muons_direction_is_near_the_orthogonal_factor(shape):
     assert (values - torch.diag(torch.diagonal(values))).abs().max() < 1e-4
 
 
-def test_which_matrices_are_orthogonalised():
-    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8, vocab_size=16)
-    with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    kinds = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert hidden_matrices(model, shapes) == {f"transformer.h.0.{kind}.weight" for kind in kinds}
+@pytest.mark.parametrize("shape", [(4, 24, 40), (4, 40, 24), (0, 4, 6)])
+def test_each_expert_of_a_stack_is_orthogonalized_alone(shape):
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    weight, gradient = torch.nn.Parameter(stack.clone()), torch.randn_like(stack)
+    apart = [torch.nn.Parameter(matrix.clone()) for matrix in stack]
+    for parameters, gradients in (([weight], [gradient]), (apart, [*gradient])):
+        if parameters:
+            groups = [{"params": parameters, "weight_decay": DECAY, "muon": True}]
+            optimizer = build_optimizer(groups, settings("muon"))
+            for parameter, value in zip(parameters, gradients, strict=True):
+                parameter.grad = value.clone()
+            optimizer.step()
+    assert weight.shape == shape and (not apart or torch.allclose(weight, torch.stack(apart), atol=1e-6))
+
+
+def test_names_and_builders_are_one_registry():
+    assert set(get_args(OptimizerName)) == OPTIMIZERS.keys()
+    classes = {name: type(ours(name)(weights())).__name__ for name in OPTIMIZERS}
+    assert len(set(classes.values())) == len(OPTIMIZERS), classes
+
+
+def test_a_name_without_a_builder_is_an_error():
+    unknown = settings("adamw").model_copy(update={"name": "radam"})
+    with pytest.raises(KeyError, match="radam"):
+        build_optimizer([{"params": weights()}], unknown)
 
 
 def test_rounding_at_random_is_right_on_average_and_lands_on_a_neighbour():

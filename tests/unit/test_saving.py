@@ -18,7 +18,7 @@ from samecurve.config.schema import Optimizer
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines.sharded_state import DTensorShards, Zero3Shards
 from samecurve.errors import NumericError, StorageError
-from samecurve.optim.factory import build_optimizer, parameter_groups, state_names
+from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage.filesystem import PIECE_BYTES, LocalFileSystem
 
@@ -30,7 +30,7 @@ def engine():
     parameters = {name: nn.Parameter(torch.ones(4, 4)) for name in "ab"}
     settings = Optimizer(name="sgd", learning_rate=0.1)
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    optimizer = build_optimizer(parameter_groups(parameters.items(), shapes, settings, set()), settings)
+    optimizer = build_optimizer([{"params": [*parameters.values()]}], settings)
     state = DTensorShards(parameters, optimizer, state_names(settings, shapes, set()), (0, 1), None, {})
     return SimpleNamespace(shapes=shapes, state=state, device=torch.device("cpu"), shard=(0, 1), loss_scale_state={})
 

@@ -11,7 +11,8 @@ from torch import nn
 from samecurve.config.schema import Optimizer
 from samecurve.engines.sharded_state import DTensorShards
 from samecurve.interfaces.region import Region
-from samecurve.optim.factory import build_optimizer, factor_shapes, parameter_groups, state_names
+from samecurve.optim.factory import build_optimizer, factor_shapes, state_names
+from samecurve.optim.parameter_groups import Roles, parameter_groups
 from samecurve.specs.optimizers import OPTIMIZERS
 
 KAHAN = "adamw_bf16, kahan"
@@ -28,9 +29,9 @@ def made(replica=(0, 1), saved=None, name="adamw"):
     if name == "adamw_bf16":
         for parameter in parameters.values():
             parameter.data = parameter.data.bfloat16()
-    shapes, matrices = {name: parameter.shape for name, parameter in parameters.items()}, {"a"}
-    optimizer = build_optimizer(parameter_groups(parameters.items(), shapes, settings, matrices), settings)
-    states, factors = state_names(settings, shapes, matrices), factor_shapes(settings, shapes)
+    shapes, roles = {name: parameter.shape for name, parameter in parameters.items()}, Roles(*[frozenset("a")] * 2)
+    optimizer = build_optimizer(parameter_groups(parameters.items(), settings, roles), settings)
+    states, factors = state_names(settings, shapes, roles.matrices), factor_shapes(settings, shapes)
     return parameters, optimizer, DTensorShards(parameters, optimizer, states, replica, saved, factors)
 
 
