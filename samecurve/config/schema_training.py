@@ -85,7 +85,7 @@ class Optimizer(Section):
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """`adamw` only: one kernel per update, one per operation, or one per operation and tensor."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay, of matrices, embeddings, convolutions and experts. [Others](optimizers.md#weight-decay) have none."""
+    """Weight decay of matrices, embeddings, convolutions and experts; [no others](optimizers.md#weight-decay)."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
 
