@@ -9,6 +9,7 @@ from typing import Any
 
 from samecurve.config.documents import describe
 from samecurve.specs.tasks import TASKS
+from samecurve.storage.git_lfs import folder_problem
 
 Finding = tuple[str, str]
 _CHUNKED = ("chunked", "liger")
@@ -119,6 +120,8 @@ def model_folder(key: str, folder: Path) -> Iterator[Finding]:
         yield key, f"no such folder: {folder.absolute()}"
     elif not (folder / "config.json").is_file():
         yield key, f"{folder.absolute()} has no config.json; {_instead(folder)}"
+    elif problem := folder_problem(folder):
+        yield key, problem
 
 
 def _instead(folder: Path) -> str:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from samecurve.data.opening import CONVERT, lines_of, marked_encoding, unreadable
 from samecurve.errors import DataError
 from samecurve.specs.file_kinds import COMPRESSED, table_kind
+from samecurve.storage.git_lfs import POINTER_BYTES, pointer_problem
 
 _BOM = codecs.BOM_UTF8
 _TAIL_BYTES = 1 << 16
@@ -27,12 +29,17 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict]]:
 
 
 def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
-    """Yield (place, row) for the last line of a jsonl file, which shows a truncated copy; nothing for other files."""
+    """Yield (place, row) for the last line of a jsonl file, which shows a truncated copy.
+
+    Yields nothing for other files, compressed ones and those in UTF-16 or UTF-32.
+    """
     if table_kind(file) != "jsonl" or file.suffix.lower() in COMPRESSED:
         return
     tail, start, size = b"", (end := file.stat().st_size), _TAIL_BYTES
     try:
         with open(file, "rb") as stream:
+            if marked_encoding(str(file), stream.read(POINTER_BYTES)):
+                return
             while start and b"\n" not in tail.strip():
                 start, size = max(0, start - size), 2 * size
                 stream.seek(start)
@@ -47,24 +54,9 @@ def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
         yield place, parse_row(lambda _: place, line + ended, start + len(before) + bool(before))
 
 
-def read_text(file: Path) -> str:
-    """Read a whole UTF-8 file, which may be compressed. Raises DataError if it cannot be read."""
-    if file.suffix.lower() in COMPRESSED:
-        return _decode(_counted(file, 1), b"".join(lines_of(file)), 0)
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise unreadable(file, error) from error
-    return _decode(_counted(file, 1), data, 0)
-
-
-def unreadable(file: object, error: Exception) -> DataError:
-    """Return the error for a file that cannot be opened or read to its end, with the fix if it is known."""
-    reason = getattr(error, "strerror", None) or error
-    fix = ""
-    if isinstance(error, PermissionError):
-        fix = "; give the user of this process permission to read it (chmod +r), or leave it out with data.pattern"
-    return DataError(f"{file}: could not be read: {reason}{fix}")
+def read_text(file: Path | str) -> str:
+    """Read a whole text file, see `opening.lines_of`. Raises DataError if it cannot be read."""
+    return _decode(_counted(file, 1), b"".join(lines_of(file)), 0)
 
 
 def no_column(place: str, row: Iterable, missing: dict[str, str], wanted: str = "", fix: str = "") -> DataError:
@@ -199,21 +191,8 @@ def _decoded(file: Path) -> Iterator[str]:
         offset += len(line)
 
 
-def _counted(file: Path, first_line: int) -> Callable[[int], str]:
+def _counted(file: Path | str, first_line: int) -> Callable[[int], str]:
     return lambda nth: f"{file}:{first_line + nth}"
-
-
-def lines_of(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, which may be compressed, with their line breaks. Raises DataError."""
-    import fsspec
-
-    try:
-        with fsspec.open(str(file), "rb", compression="infer") as lines:
-            yield from lines
-    except MemoryError:  # nothing is wrong with the file
-        raise
-    except Exception as error:  # Each codec raises its own errors.
-        raise unreadable(file, error) from error
 
 
 def _decode(at: Callable[[int], str], data: bytes, offset: int) -> str:
@@ -224,8 +203,7 @@ def _decode(at: Callable[[int], str], data: bytes, offset: int) -> str:
     except UnicodeDecodeError as error:
         value, line = error.object[error.start], error.object.count(b"\n", 0, error.start)
         raise DataError(
-            f"{at(line)}: byte {offset + begin + error.start} (0x{value:02x}) is not UTF-8: {error.reason}; "
-            "convert the file (iconv -f latin1 -t utf-8) or leave it out with data.pattern"
+            f"{at(line)}: byte {offset + begin + error.start} (0x{value:02x}) is not UTF-8: {error.reason}; {CONVERT}"
         ) from error
 
 
@@ -256,7 +234,8 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
     except MemoryError:  # ArrowMemoryError is one: nothing is wrong with the file
         raise
     except Exception as error:  # datasets passes on any error of pyarrow or a codec.
-        raise DataError(f"{file}: error after row {number}: {error}; check that the file is complete") from error
+        problem = f"{file}: error after row {number}: {error}; check that the file is complete"
+        raise DataError(pointer_problem(str(file)) or problem) from error
 
 
 _READERS = {"jsonl": _json_lines, "json": _json_rows, "csv": _csv_rows, "parquet": parquet_rows}

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.data import hub
-from samecurve.data.formats import check_characters, no_column, read_last_row, read_rows, read_text, unreadable
+from samecurve.data.formats import check_characters, no_column, read_last_row, read_rows, read_text
+from samecurve.data.opening import unreadable
 from samecurve.data.row_checks import SHOWN_PROBLEMS, check_rows, what_rows_are
 from samecurve.data.selection import WHOLE, Selection, folder_files
 from samecurve.errors import DataError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samecurve.data import hub, sources
-from samecurve.data.formats import unreadable
+from samecurve.data.opening import unreadable
 from samecurve.errors import DataError
 from samecurve.specs.data_names import Address, address
 from samecurve.specs.file_kinds import is_text, table_kind

@@ -15,12 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from samecurve.data import sources
-from samecurve.data.formats import parse_row, unreadable
+from samecurve.data.formats import parse_row, read_text
+from samecurve.data.opening import lines_of, marked_encoding, unreadable
 from samecurve.data.sampler import rows_in_steps
 from samecurve.data.stream_files import StreamFile
 from samecurve.errors import DataError
 from samecurve.specs.file_kinds import COMPRESSED, table_kind
 from samecurve.storage.cache import digest
+from samecurve.storage.git_lfs import POINTER_BYTES
 
 _PIECES_PER_BLOCK = 16
 _FOOTERS_AT_ONCE = 16
@@ -156,16 +158,16 @@ def _text_piece(texts: list[StreamFile]) -> FileChunk:
     return FileChunk("text", tuple(texts), 0, len(texts), sum(text.size for text in texts))
 
 
-def opened_rows(file: StreamFile, read: Callable[[Any], Iterator], compression: str | None = None) -> Iterator:
+def opened_rows(file: StreamFile, read: Callable[[Any], Iterator]) -> Iterator:
     """Yield from `read(open file)`. Raises DataError for any error while reading."""
     import fsspec
 
     try:
-        with fsspec.open(file.name, "rb", compression=compression) as stream:
+        with fsspec.open(file.name, "rb") as stream:
             yield from read(stream)
     except (DataError, MemoryError):
         raise
-    except Exception as error:  # each codec and each kind of file system raises its own errors
+    except Exception as error:  # each kind of file system raises its own errors
         raise unreadable(file.name, error) from error
 
 
@@ -192,24 +194,30 @@ def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
         while offset < piece.stop and (line := stream.readline()):
             if line.strip():
                 place = f"{file.name}: byte {offset}"
-                yield place, parse_row(lambda _, place=place: place, line, offset)
+                try:
+                    row = parse_row(lambda _, place=place: place, line, offset)
+                except DataError:
+                    stream.seek(0)
+                    if encoding := marked_encoding(file.name, stream.read(POINTER_BYTES)):
+                        raise DataError(
+                            f"{file.name}: {encoding} by its byte-order mark, but data.streaming reads parts of a "
+                            f"jsonl file only in UTF-8; convert it (iconv -f {encoding} -t UTF-8 NAME), compress it, "
+                            "or set data.streaming=false"
+                        ) from None
+                    raise
+                yield place, row
             offset += len(line)
 
     return opened_rows(file, read)
 
 
 def _compressed(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
-    file = piece.files[0]
-
-    def read(stream) -> Iterator[tuple[str, dict]]:
-        offset = 0
-        for number, line in enumerate(stream, start=1):
-            place = f"{file.name}:{number}"
-            if line.strip():
-                yield place, parse_row(lambda _, place=place: place, line, offset)
-            offset += len(line)
-
-    return opened_rows(file, read, compression="infer")
+    name, offset = piece.files[0].name, 0
+    for number, line in enumerate(lines_of(name), start=1):
+        place = f"{name}:{number}"
+        if line.strip():
+            yield place, parse_row(lambda _, place=place: place, line, offset)
+        offset += len(line)
 
 
 def _row_group(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
@@ -230,14 +238,7 @@ def _row_group(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
 
 def _texts(piece: FileChunk, column: str) -> Iterator[tuple[str, str]]:
     for file in piece.files:
-        packed = Path(file.name).suffix.lower() in COMPRESSED
-        for data in opened_rows(file, lambda stream: iter([stream.read()]), "infer" if packed else None):
-            try:
-                yield file.name, data.decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{file.name}: byte {error.start} is not UTF-8: {error.reason}; convert the file"
-                ) from error
+        yield file.name, read_text(file.name)
 
 
 _READERS = {"lines": _lines, "compressed": _compressed, "parquet": _row_group, "text": _texts}

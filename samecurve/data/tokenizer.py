@@ -20,6 +20,7 @@ from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.cache import build_once, cache_folder, digest
+from samecurve.storage.git_lfs import folder_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -142,6 +143,8 @@ def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedT
         folder = str(Path(path).expanduser()) if path.startswith("~") else path
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        if problem := folder_problem(Path(path).expanduser()):
+            raise ConfigurationError(problem) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigurationError(
             f"{path}: no tokenizer could be loaded ({reason}); a folder needs tokenizer.json and "

@@ -11,14 +11,20 @@ from samecurve.config.renamed_keys import in_new_names
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import read_json
+from samecurve.storage.git_lfs import folder_problem
 
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def model_folder(run: Path) -> Path:
-    """Return the folder of the exported model or adapter: RUN/model or RUN. Raises ConfigurationError without one."""
+    """Return the folder of the exported model or adapter: RUN/model or RUN.
+
+    Raises ConfigurationError without one, and for Git LFS pointers.
+    """
     for folder in (run / "model", run):
         if any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+            if problem := folder_problem(folder):
+                raise ConfigurationError(problem)
             return folder
     if any((run / "checkpoints").glob("step_*")):
         raise ConfigurationError(

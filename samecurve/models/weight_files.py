@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from samecurve.errors import ConfigurationError
+from samecurve.storage.git_lfs import pointer_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +100,10 @@ def read(stored: dict[str, Stored], names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _damaged(file: Path, what: str) -> ConfigurationError:
-    return ConfigurationError(f"{file}: the file is damaged or incomplete: {what}; copy or download it again")
+    pointer = pointer_problem(str(file))
+    return ConfigurationError(
+        pointer or f"{file}: the file is damaged or incomplete: {what}; copy or download it again"
+    )
 
 
 def _indexed(index: Path) -> dict[str, Stored]:

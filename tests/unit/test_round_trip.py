@@ -17,9 +17,12 @@ from tokenizers import models
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
+from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter, Model, Tokenizer
+from samecurve.data.tokenizer import load_pretrained_tokenizer
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
+from samecurve.inference import folders
 from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_conversion import groups
@@ -220,6 +223,19 @@ def test_a_damaged_file_is_named(kind, shards, tmp_path):
         ConfigurationError, match=f"^{file}: the file is damaged or incomplete: .*; copy or download it again$"
     ):
         loaded(tmp_path, "gpt2")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_git_lfs_pointers_are_named(name, tmp_path):
+    saved("gpt2", tmp_path)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (tmp_path / name).write_bytes(pointer)
+    message = f"{tmp_path / name}: the file is a Git LFS pointer"
+    assert [text.startswith(message) for _, text in model_folder("model.path", tmp_path)] == [True]
+    with pytest.raises(ConfigurationError, match=message):
+        folders.model_folder(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        weight_files(str(tmp_path)) if name.startswith("model") else load_pretrained_tokenizer(str(tmp_path), False)
 
 
 def test_an_index_that_cannot_be_followed(tmp_path):

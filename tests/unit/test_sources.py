@@ -11,6 +11,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow
 import pytest
 from report_cases import check_message
 from report_cases import missing as absent
@@ -127,6 +128,81 @@ def test_compressed_texts(tmp_path):
     (tmp_path / "a.md.gz").write_bytes(b"x")
     with pytest.raises(DataError, match="a.md.gz: could not be read: "):
         texts(tmp_path)
+
+
+ROWS = {"txt": "größer\u2028無\r\n", "jsonl": '{"text": "größer"}\n{"text": "無"}\n', "csv": "text\ngrößer\n無\n"}
+ROWS["json"] = '[{"text": "größer"},\n {"text": "無"}]'
+
+
+def zstd(data: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-8"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_marked_encoding_is_read(tmp_path, kind, encoding, suffix):
+    data = ("\ufeff" + ROWS[kind]).encode(encoding)
+    file = tmp_path / f"a.{kind}{suffix}"
+    file.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstd}[suffix](data))
+    assert texts(file) == ([ROWS[kind]] if kind == "txt" else ["größer", "無"])
+    if kind == "jsonl":
+        assert list(formats.read_last_row(file)) == (
+            [] if suffix or encoding != "utf-8" else [(f"{file}: the last line", {"text": "無"})]
+        )
+
+
+def test_zstd_in_frames_and_truncated(tmp_path):
+    data = [b'{"text": "x"}\n', b'{"text": "y"}\n' * 1000]
+    frames = b"".join(map(zstd, data))
+    (tmp_path / "a.jsonl.zst").write_bytes(frames)
+    assert texts(tmp_path) == ["x", *["y"] * 1000]
+    (tmp_path / "a.jsonl.zst").write_bytes(frames[:-5])
+    with pytest.raises(DataError, match="a.jsonl.zst: could not be read: .*runcated"):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(
+    ("encoding", "message"),
+    [
+        ("cp1252", "is not UTF-8: .*; find out the file's encoding .`file NAME` guesses it.*iconv -f ENCODING -t"),
+        ("gbk", "is not UTF-8: .*; find out the file's encoding"),
+        ("utf-16-le", "bytes are 0, as in UTF-16 or UTF-32 without a byte-order mark, .*; find out"),
+        ("utf-32-be", "bytes are 0, as in UTF-16 or UTF-32 without"),
+    ],
+)
+def test_no_encoding_is_named_without_a_mark(tmp_path, kind, encoding, message):
+    text = (
+        ROWS[kind]
+        .replace("größer", "grüße" if encoding == "cp1252" else "高兴")
+        .replace("無", "!")
+        .replace("\u2028", "")
+    )
+    (tmp_path / f"a.{kind}").write_bytes(text.encode(encoding))
+    with pytest.raises(DataError, match=f"a.{kind}.*{message}"):
+        texts(tmp_path)
+
+
+def test_a_truncated_utf16_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffab".encode("utf-16-le")[:-1])
+    with pytest.raises(DataError, match="a.txt: not valid UTF-16, although .* mark: truncated data; is the file comp"):
+        texts(tmp_path)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 12345\n"
+
+
+@pytest.mark.parametrize("kind", [*ROWS, "parquet", "jsonl.gz", "txt.zst"])
+def test_a_git_lfs_pointer_says_what_to_do(tmp_path, kind):
+    (tmp_path / f"a.{kind}").write_bytes(POINTER)
+    with pytest.raises(DataError, match=rf"a.{kind}: the file is a Git LFS pointer, .*; run `git lfs pull` in its"):
+        texts(tmp_path)
+    (tmp_path / "a.txt").write_bytes(POINTER + b"x" * 1024)  # a text about pointers
+    assert len(texts(tmp_path / "a.txt")) == 1
 
 
 @pytest.mark.parametrize(
@@ -284,11 +360,29 @@ ERRORS = [
     ),
     (
         latin1_text,
-        ("T/a.txt:3", "byte 9", "0xfc", "UTF-8", "invalid start byte", "iconv -f latin1 -t utf-8", "data.pattern"),
+        (
+            "T/a.txt:3",
+            "byte 9",
+            "0xfc",
+            "UTF-8",
+            "invalid start byte",
+            "`file NAME` guesses",
+            "iconv -f ENCODING -t UTF-8",
+            "data.pattern",
+        ),
     ),
     (
         latin1_jsonl,
-        ("T/a.jsonl:2", "byte 25", "0xfc", "UTF-8", "invalid start byte", "iconv -f latin1 -t utf-8", "data.pattern"),
+        (
+            "T/a.jsonl:2",
+            "byte 25",
+            "0xfc",
+            "UTF-8",
+            "invalid start byte",
+            "`file NAME` guesses",
+            "iconv -f ENCODING -t UTF-8",
+            "data.pattern",
+        ),
     ),
     (broken_jsonl, ("T/a.jsonl:3", "JSON at column 10", "Expecting value", "correct or remove the line")),
     (missing_column, ("T/a.parquet: row 1", "no column 'text'", "found: texts, id", "data.text_column=texts")),

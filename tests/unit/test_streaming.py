@@ -12,6 +12,7 @@ from collections import Counter
 import fsspec
 import numpy as np
 import pytest
+from test_sources import POINTER, zstd
 
 from samecurve.config import loader
 from samecurve.data import sources, stream_files, stream_pieces, token_store
@@ -173,6 +174,36 @@ def test_compressed_texts_are_streamed(tmp_path):
     (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"x y"))
     (tmp_path / "b.md").write_bytes(b"z")
     assert sum(documents(tmp_path, BUFFER), []) == ["x y", "z"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.zst", "a.jsonl.gz", "a.jsonl.zst"])
+def test_utf16_and_zstd_are_streamed(tmp_path, name):
+    data = ('{"text": "größer"}\n' if "jsonl" in name else "größer").encode("utf-16")
+    (tmp_path / name).write_bytes({"zst": zstd, ".gz": gzip.compress, "txt": bytes}[name[-3:]](data))
+    assert documents(tmp_path / name, BUFFER) == [["größer"]]
+
+
+@pytest.mark.parametrize("buffer_bytes", [100 * 16, BUFFER])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("".join(f'{{"text": "{n}"}}\n' for n in range(50)).encode("utf-16"), "UTF-16 by its byte-order mark, but"),
+        ('{"text": "x"}\n'.encode("utf-16-le"), "bytes are 0, as in UTF-16"),
+        (POINTER, "the file is a Git LFS pointer"),
+    ],
+)
+def test_what_a_stream_cannot_cut(tmp_path, content, message, buffer_bytes):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    pieces = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(tmp_path), None, "text"), buffer_bytes)
+    for piece in pieces:  # whichever is read first
+        with pytest.raises(DataError, match=f"a.jsonl: .*{message}"):
+            list(stream_pieces.ChunkSource("x", (), "text", (piece,)).documents())
+
+
+def test_a_parquet_pointer_in_a_stream(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(POINTER)
+    with pytest.raises(DataError, match="a.parquet: the file is a Git LFS pointer"):
+        documents(tmp_path, BUFFER)
 
 
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):
