@@ -19,6 +19,9 @@ import torch
 from test_conversations import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from samecurve.losses.chunked_cross_entropy import trained_positions
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.losses.token_log_probabilities import LabelLogProbabilities, chunked_log_probabilities
 from samecurve.tasks import registry
 
 pytestmark = pytest.mark.full
@@ -96,9 +99,13 @@ def batch_of(inputs):
     return made
 
 
-alike = {key: torch.tensor(value) for key, value in json.load(open(f"{folder}/alike.json")).items()}
+unprompted = {key: torch.tensor(value) for key, value in json.load(open(f"{folder}/unprompted.json")).items()}
+trainer, model, total = bare(ORPOTrainer, beta=0.3), causal("policy"), 0.0
+for pair in range(len(rows)):  # of a batch of one pair, TRL's mean over the batch's tokens is that over the pair's
+    one = {key: value.view(2, len(rows), -1)[:, pair] for key, value in unprompted.items()}
+    total = total + trainer.get_batch_loss_metrics(model, batch_of(one))[0] / len(rows)
+keep("orpo", model, total)
 for name, kind, batch, values in (
-    ("orpo", ORPOTrainer, alike, dict(beta=0.3)),
     ("simpo", CPOTrainer, inputs, dict(beta=2.0, simpo_gamma=0.7, loss_type="simpo")),
     ("smoothed", CPOTrainer, inputs, dict(beta=0.3, loss_type="sigmoid") | {"label_smoothing": 0.1}),
 ):
@@ -127,12 +134,13 @@ def rows() -> list[dict]:
     return [{"prompt": f"{say().strip()}?", "chosen": say(), "rejected": say()} for _ in range(NUM_PAIRS)]
 
 
-def alike(vocabulary_size: int) -> dict[str, list]:
-    """Answers of one length to an empty prompt: TRL's mean over a batch's tokens is the mean over pairs then."""
+def unprompted(vocabulary_size: int) -> dict[str, list]:
+    """Answers of different lengths to an empty prompt: TRL's ORPO trains the tokens of prompts, too."""
     draw = random.Random(3)
-    ids = [[0, *draw.choices(range(4, vocabulary_size), k=9)] for _ in range(2 * NUM_PAIRS)]
-    ones = [[1] * 10 for _ in ids]
-    return {"input_ids": ids, "attention_mask": ones, "completion_mask": [[0] + line[1:] for line in ones]}
+    lengths = [draw.randint(3, 9) for _ in range(2 * NUM_PAIRS)]
+    ids = [[0, *draw.choices(range(4, vocabulary_size), k=length), *[0] * (9 - length)] for length in lengths]
+    masks = [[1] * (1 + length) + [0] * (9 - length) for length in lengths]
+    return {"input_ids": ids, "attention_mask": masks, "completion_mask": [[0] + line[1:] for line in masks]}
 
 
 def load(folder: Path, task: str = "dpo", **settings):
@@ -155,7 +163,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     tokenizer = load(folder).tokenizer
     tokenizer.save_pretrained(folder)
-    (folder / "alike.json").write_text(json.dumps(alike(len(tokenizer))))
+    (folder / "unprompted.json").write_text(json.dumps(unprompted(len(tokenizer))))
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), initializer_range=0.3, **sizes)
     for seed, name in enumerate(("policy", "reference")):
@@ -202,21 +210,31 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole logits", "chunks"])
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_on_the_same_batch(name, folder):
+def test_loss_and_gradient_on_the_same_batch(name, chunked, folder):
     task = load(folder, **CASES[name])
     inputs, targets = batch(task, folder if name == "orpo" else None)
+    labels = targets["labels"]
+
+    def outputs(model) -> torch.Tensor:
+        """What the task's loss takes: logits, or the labels' log-probabilities computed in chunks."""
+        if not chunked:
+            return model(**inputs).logits
+        hidden, head = model.model(**inputs).last_hidden_state, model.lm_head
+        return chunked_log_probabilities(hidden, head, LabelLogProbabilities(labels, trained_positions(labels)))
+
     policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
     if task.settings.has_reference:
         reference = AutoModelForCausalLM.from_pretrained(folder / "reference", dtype=torch.float32)
         with torch.no_grad():
-            targets["reference"] = task.features(reference(**inputs).logits, **targets)
+            targets["reference"] = task.features(outputs(reference), **targets)
         if name == "smoothed":  # CPO knows no reference
             targets["reference"] = torch.zeros_like(targets["reference"])
         if name == "kto":
             with torch.no_grad():
-                targets |= task.context(task.features(policy(**inputs).logits, **targets))
-    check(folder, name, policy, task.loss(policy(**inputs).logits, **targets) / task.count(**targets))
+                targets |= task.context(task.features(outputs(policy), **targets))
+    check(folder, name, policy, task.loss(outputs(policy), **targets) / task.count(**targets))
 
 
 @pytest.mark.parametrize(("name", "settings"), [("reward", {}), ("centred", {"center_rewards_coefficient": 0.05})])
@@ -228,15 +246,19 @@ def test_reward_loss_and_gradient_on_the_same_batch(name, settings, folder):
     check(folder, name, model, task.loss(model(**inputs).logits, torch.from_numpy(arrays.labels)) / NUM_PAIRS)
 
 
-def batch(task, alike: Path | None) -> tuple[dict, dict]:
-    if alike is None:
+def batch(task, unprompted: Path | None) -> tuple[dict, dict]:
+    if unprompted is None:
         arrays = task.train[np.arange(NUM_PAIRS)]
         inputs, labels = arrays.inputs, arrays.labels
         flat = {key: torch.from_numpy(value).flatten(0, 1) for key, value in inputs.items()}
         return flat, {"labels": torch.from_numpy(labels).flatten(0, 1)}
-    ids = torch.tensor(json.loads((alike / "alike.json").read_text())["input_ids"])
-    ids = ids.view(2, NUM_PAIRS, -1).transpose(0, 1).flatten(0, 1)  # TRL has all chosen ones first
-    return {"input_ids": ids[:, :-1]}, {"labels": ids[:, 1:].contiguous()}
+    values = json.loads((unprompted / "unprompted.json").read_text())
+    # TRL has all chosen ones first
+    ids, masks = (
+        torch.tensor(values[key]).view(2, NUM_PAIRS, -1).transpose(0, 1).flatten(0, 1)
+        for key in ("input_ids", "completion_mask")
+    )
+    return {"input_ids": ids[:, :-1]}, {"labels": ids.masked_fill(masks == 0, IGNORE_INDEX)[:, 1:].contiguous()}
 
 
 def check(folder: Path, name: str, model, loss) -> None:
