@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from torch import distributed as dist
+
 from samecurve.interfaces.engine import dtype_name
 
 if TYPE_CHECKING:
@@ -31,6 +33,38 @@ def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
         "reduce_dtype": dtype_name(reduced) if reduced else None,
         "zero_stage": int(engine.zero_optimization_stage()),
     }
+
+
+def link_masters(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Link each weight with its place in ZeRO-1's and 2's flat fp32 masters, also under round_robin_gradients.
+
+    That key reorders the weights in the flat groups, but DeepSpeed links masters by the reordered offsets only where a
+    weight is padded (_link_all_hp_params in runtime/zero/stage_1_and_2.py, 0.19.8). Whatever reads or writes a master
+    through its weight, such as safe_set_full_fp32_param, would use another weight's place.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from deepspeed.utils import link_hp_params
+
+    zero = engine.optimizer
+    if not isinstance(zero, DeepSpeedZeroOptimizer) or not zero.round_robin_gradients:
+        return
+    for index, weights in enumerate(zero.bit16_groups):
+        reordered = zip(zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index], strict=True)
+        offsets = {id(weight): offset for weight, offset in reordered}
+        group = zero.real_dp_process_group[index]
+        size = zero.bit16_groups_flat[index].numel() // dist.get_world_size(group)
+        link_hp_params(
+            lp_param_list=weights,
+            flat_hp_partition=zero.single_partition_of_fp32_groups[index],
+            gradient_dict=zero.averaged_gradients,
+            offload_gradient_dict=zero.offload_gradient_dict,
+            use_offload=zero.cpu_offload,
+            param_group_index=index,
+            partition_start=dist.get_rank(group) * size,
+            partition_size=size,
+            dp_group=group,
+            param_offsets=[offsets[id(weight)] for weight in weights],
+        )
 
 
 def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:

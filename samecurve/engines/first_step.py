@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from samecurve.engines.first_update import FirstUpdate
 from samecurve.errors import TopologyError
 from samecurve.optim.dtensor import local_gradient
 from samecurve.optim.norms import norms
@@ -22,6 +23,7 @@ from samecurve.optim.norms import norms
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.engine import StepResult
+    from samecurve.interfaces.sharded_state import State
     from samecurve.strategy.plan import Plan
 
 NORM_TOLERANCE = 1e-2  # relative; gradients of bf16 weights are rounded again when they are scaled
@@ -31,10 +33,11 @@ NORM_TOLERANCE = 1e-2  # relative; gradients of bf16 weights are rounded again w
 class FirstStep:
     """Observer of one engine until its first update, then without any effect.
 
-    Engines report the rows that they read; learning rates and gradients are read as the optimizer gets them.
+    Engines report the rows that they read; learning rates, gradients and weights are read as the optimizer gets them.
 
     Attributes:
         optimizer: the optimizer, with or without the wrappers of Accelerate and DeepSpeed.
+        state: the engine's, for some weights, see first_update.py.
         shard: (index, count) of this rank among those that read different rows.
         add: sums a CPU tensor, (n,) fp64, over all ranks.
         copies: maps one of the optimizer's parameters to the number of ranks that hold the same elements of it.
@@ -44,6 +47,7 @@ class FirstStep:
 
     plan: Plan
     optimizer: Any
+    state: State
     shard: tuple[int, int]
     add: Callable[[Tensor], Sequence[float]]
     copies: Callable[[Any], int] = lambda parameter: 1
@@ -53,12 +57,17 @@ class FirstStep:
         self._rows = self.plan.recipe.batch.micro_batches(self.shard[1])[self.shard[0]]
         self.is_over = False
         self._begin()
-        self._hook = innermost(self.optimizer).register_step_pre_hook(self._before_update)
+        stepped = innermost(self.optimizer)
+        self._hooks = [stepped.register_step_pre_hook(self._before_update)]
+        self._hooks.append(
+            stepped.register_step_post_hook(lambda optimizer, args, kwargs: self._update.after(optimizer))
+        )
 
     def _begin(self) -> None:
         self._places: list[Tensor] = []
         self._rates: set[float] = set()
         self._squares, self._updates = 0.0, 0
+        self._update = FirstUpdate(self.state, self.plan.recipe.optimizer.name)
 
     def read(self, batch: MicroBatch) -> None:
         """Note the rows of a micro-batch whose gradient is computed now."""
@@ -68,6 +77,7 @@ class FirstStep:
     def _before_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Called by the optimizer. DeepSpeed calls it for one parameter group, or a part of one, at a time."""
         self._updates += 1
+        self._update.before(optimizer)
         by_copies: dict[int, list[Tensor]] = {}
         for group in optimizer.param_groups:
             self._rates.add(float(group["lr"]))
@@ -94,19 +104,22 @@ class FirstStep:
             self._begin()
             return result
         self.is_over = True
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         wrong = [rate for rate in self._rates if not math.isclose(rate, learning_rate, rel_tol=1e-6)]
         own = torch.tensor([float(bool(wrong)), sum(wrong[:1]), self._squares, self._updates], dtype=torch.float64)
-        num_wrong, rates, squares, updates, *reads = self.add(torch.cat([own, self._counts()]))
-        found = [*_rows_problem(reads)]
+        counts = self._counts()
+        num_wrong, rates, squares, updates, *sums = self.add(torch.cat([own, counts, self._update.differences()]))
+        problems = _rows_problem(sums[: len(counts)])
         if num_wrong:
             used = rates / num_wrong
-            found.append(
+            problems.append(
                 f"optimizer.learning_rate: the schedule says {learning_rate:g}, but the optimizer used {used:g}"
             )
-        found += self._clipping_problem(result, unclipped_norm or result.grad_norm, math.sqrt(squares), updates)
-        if found:
-            lines = "\n  ".join(found)
+        problems += self._clipping_problem(result, unclipped_norm or result.grad_norm, math.sqrt(squares), updates)
+        problems += self._update.problems(sums[len(counts) :])
+        if problems:
+            lines = "\n  ".join(problems)
             raise TopologyError(
                 f"strategy {self.plan.strategy.name}: the first step did not do what the recipe says\n  {lines}\n"
                 "no checkpoint holds this step; please report it with the versions in run.json"

@@ -72,7 +72,15 @@ def _layers(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> l
     inner_first = [each for each in model.modules() if each is not model and not isinstance(each, FSDPModule)][::-1]
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         least = plugin.min_num_params or math.inf
-        return [module for module in inner_first if sum(p.numel() for p in module.parameters()) > least]
+        # Shard gathers these in units of their own. Their parents stay in the root's unit, which the model calls last.
+        ends = {model.get_input_embeddings(), model.get_output_embeddings(), _final_norm(model)}
+        return [
+            module
+            for module in inner_first
+            # Containers have no forward pass. Parents may read the weight of a childless module without calling it.
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.children())
+            if ends.isdisjoint(module.modules()) and sum(p.numel() for p in module.parameters()) > least
+        ]
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return []
     asked = plugin.transformer_cls_names_to_wrap

@@ -75,16 +75,19 @@ class PipelineEngine:
         # without "auto", which only Accelerate would replace: DeepSpeed itself keeps the string
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
         assert isinstance(engine, deepspeed.PipelineEngine)  # because the model is a PipelineModule
+        deepspeed_introspection.link_masters(engine)
         self._engine, self._grid, self._guard = engine, module.mpu(), PipelineGuard(engine, module, self.device)
         self._optimizer: Any = engine.optimizer  # DeepSpeed's optimizers have no base class in common
         # other optimizers than these two update every weight on every rank
         copies = 1 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer) else self.shard[1]
-        self._first_step = FirstStep(plan, engine.optimizer, self.shard, self._total, lambda parameter: copies)
+        self.state = self._state()
+        self._first_step = FirstStep(
+            plan, engine.optimizer, self.state, self.shard, self._total, lambda parameter: copies
+        )
         self._micro_rows = plan.recipe.batch.micro_batches(self.shard[1])
         self._shape: torch.Size | None = None
         # after initialization, because DeepSpeed casts weights to bf16 and copies its fp32 masters from rounded weights
         load_weights(skeleton, plan.recipe, self._write, names=set(self._weights))
-        self.state = self._state()
 
     @property
     def shard(self) -> tuple[int, int]:

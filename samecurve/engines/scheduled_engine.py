@@ -95,8 +95,6 @@ class ScheduledEngine:
         groups = parameter_groups(stages.weights.items(), settings, roles_of(skeleton))
         groups = tensor_parallel.groups_by_mesh(groups) if dims.tp > 1 else groups
         self._optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
-        copies = partial(num_copies, mesh=self._mesh)
-        self._first_step = FirstStep(plan, self._optimizer, self.shard, self._total, copies, readers=dims.tp)
         with torch.no_grad():
             load_weights(skeleton, self.recipe, self._write, names=set(stages.weights))
         trained = {name: weight for name, weight in stages.weights.items() if name in self.shapes}
@@ -104,6 +102,10 @@ class ScheduledEngine:
         states = factory.state_names(settings, self.shapes)
         replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
         self.state: State = DTensorShards(trained, self._optimizer, states, replica, saved)
+        copies = partial(num_copies, mesh=self._mesh)
+        self._first_step = FirstStep(
+            plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
+        )
         self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
         self._rows: list[MicroBatch] = []  # the step's micro-batches, with all targets, for the last stage
         self._sums: dict[int, Tensor] = {}  # loss and statistics of each

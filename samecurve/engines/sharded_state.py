@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from samecurve.engines.optimizer_state import set_updates, state_of
 from samecurve.engines.shard_regions import factor_placed, placed
 from samecurve.interfaces.region import Region
-from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Kinds, ShardRange, Visit
+from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Kinds, Master, ShardRange, Visit
 
 DeepSpeedParameter = Any
 """An nn.Parameter with the attributes that DeepSpeed adds, e.g. _hp_mapping, or ds_tensor under ZeRO-3."""
@@ -97,11 +98,17 @@ class DTensorShards:
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer, updates)
 
+    def masters(self) -> Iterator[Master]:
+        for name, parameter in self._parameters.items():
+            numel = self._placed[name][0].numel
+            if numel:
+                yield Master(name, parameter, 0, numel, partial(_flat, parameter), tuple(parameter.shape))
+
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
             region, (_, count) = self._placed[name]
             if region.numel and count > 1:
-                yield f"{name} from {region.start}", _flat(parameter.detach())
+                yield f"{name} from {region.start}", _flat(parameter)
 
 
 class Zero12Shards:
@@ -142,6 +149,15 @@ class Zero12Shards:
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer.optimizer, updates)
         self._optimizer.update_lp_params()
+
+    def masters(self) -> Iterator[Master]:
+        groups = self._optimizer.optimizer.param_groups
+        for shard in self.ranges():
+            weight = self._parameters[shard.name]
+            mapping, numel = weight._hp_mapping, shard.region.numel
+            (flat,) = groups[mapping.param_group_index]["params"]
+            working = partial(_part, weight, shard.region)
+            yield Master(shard.name, flat, mapping.hp_fragment_address.start, numel, working, tuple(weight.shape))
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
@@ -217,6 +233,16 @@ class Zero3Shards:
             elif swapped:
                 zero._release_swap_buffers(index)
 
+    def masters(self) -> Iterator[Master]:
+        zero = self._optimizer
+        for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+            for parameter in group:
+                shard = self._range_of(parameter)
+                if shard is not None:
+                    _, start, _ = zero.grad_position[zero.get_param_id(parameter)]
+                    working = partial(_working_partition, parameter, shard.region)
+                    yield Master(shard.name, flat, start, shard.region.numel, working, tuple(parameter.ds_shape))
+
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
@@ -237,6 +263,20 @@ class Zero3Shards:
         return ShardRange(self._names[id(parameter)], Region(start, stop - start), range(stop - start))
 
 
+def _working_partition(parameter: DeepSpeedParameter, region: Region) -> Tensor | None:
+    """Return this rank's partition of a ZeRO-3 weight; None if it is on NVMe."""
+    from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+
+    if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # DeepSpeed keeps small weights whole
+        return _part(parameter, region)
+    partition = parameter.ds_tensor
+    return partition.narrow(0, 0, region.numel) if partition.status == PartitionedParamStatus.AVAILABLE else None
+
+
+def _part(weight: Tensor, region: Region) -> Tensor:
+    return _flat(weight).narrow(0, region.start, region.numel)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.view(-1)
+    return local.detach().view(-1)

@@ -106,7 +106,7 @@ class TorchEngine:
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
         rows = self.recipe.batch.micro_batches(self.shard[1])
         readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
-        self.first_step = FirstStep(plan, self.optimizer, self.shard, self._total, copies, readers)
+        self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self._total, copies, readers)
         self.forward = Forward(
             accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router,
             self.first_step, part,

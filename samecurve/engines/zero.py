@@ -64,6 +64,7 @@ class ZeroEngine:
         # of the skeleton, because ZeRO-3 replaces every shape by an empty one
         groups = parameter_groups(model.named_parameters(), settings, roles_of(skeleton))
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
+        deepspeed_introspection.link_masters(self.model)
         deepspeed_introspection.skip_at_smallest_scale(self.model)
         self.scaler = deepspeed_introspection.dynamic_scaler(self.model)
         self.grow_scale = deepspeed_introspection.grow_after_step(self.model)
@@ -79,7 +80,7 @@ class ZeroEngine:
             load_weights(skeleton, recipe, self._write)
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
         rows = recipe.batch.micro_batches(self.shard[1])
-        self.first_step = FirstStep(plan, self.optimizer, self.shard, self.mesh.sum)
+        self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self.mesh.sum)
         self.forward = Forward(
             accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router, self.first_step
         )

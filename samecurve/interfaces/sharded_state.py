@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -20,6 +20,23 @@ class ShardRange(NamedTuple):
     name: str
     region: Region
     saved: range
+
+
+class Master(NamedTuple):
+    """Where the optimizer keeps this rank's region of the weight `name`.
+
+    Attributes:
+        parameter: the optimizer's tensor; the region is `numel` values of its flattened local part, from `start` on.
+        working: returns the region, in any shape, as the forward pass reads it now; None if it is not in memory.
+        shape: the weight's full shape.
+    """
+
+    name: str
+    parameter: Tensor
+    start: int
+    numel: int
+    working: Callable[[], Tensor | None]
+    shape: tuple[int, ...]
 
 
 class State(Protocol):
@@ -49,6 +66,10 @@ class State(Protocol):
 
     def finish(self, updates: int) -> None:
         """Set the optimizer's step counter and refresh the working weights after a visit that wrote. Collective."""
+        ...
+
+    def masters(self) -> Iterator[Master]:
+        """Yield a Master for each of this rank's non-empty regions."""
         ...
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:

@@ -111,7 +111,10 @@ ZERO: Table = {
     "stage3_max_live_parameters": NATURAL,
     "stage3_max_reuse_distance": NATURAL,
     "stage3_gather_16bit_weights_on_model_save": BOOLEAN,
-    "stage3_module_granularity_threshold": NATURAL,
+    "stage3_module_granularity_threshold": Rejected(  # also without samecurve: runtime/zero/parameter_offload.py
+        f"the first backward pass of {_DEEPSPEED} fails with it; name the modules in leaf_module instead, or remove it",
+        (None, 0),
+    ),
     "stage3_use_all_reduce_for_fetch_params": BOOLEAN,
     "stage3_allgather_sequential": BOOLEAN,
     "leaf_module": {"classes": TEXTS, "names": TEXTS, "name_suffixes": TEXTS},

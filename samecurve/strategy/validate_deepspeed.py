@@ -21,7 +21,7 @@ _STAGE = ("zero_optimization", "stage")
 def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     """Add the problems of a DeepSpeed JSON, alone and together with the recipe, to its document."""
     _precision(document)
-    _reduction(document, source)
+    _reduction(document, strategy, source)
     _offload(document, strategy)
     if strategy.family == "pipeline":
         _pipeline(document, strategy)
@@ -44,7 +44,20 @@ def _precision(document: Document) -> None:
         document.problem(("fp16", "enabled"), text)
 
 
-def _reduction(document: Document, source: RecipeSource) -> None:
+def _reduction(document: Document, strategy: Strategy, source: RecipeSource) -> None:
+    stage, scatters = strategy.zero_stage, document.get("zero_optimization", "reduce_scatter") is not False
+    for key, usual in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        value = document.get(key)
+        if value in (None, usual) or stage not in (2, 3):
+            continue
+        why, instead = f"{dated('deepspeed')} at stage {stage} supports it only without reduce-scatter", "remove it"
+        if stage == 3 and key == "gradient_predivide_factor":  # runtime/zero/stage3.py, __avg_scatter_contiguous_grads
+            why = f"{dated('deepspeed')} at stage 3 does not undo a factor that equals the number of ranks"
+        elif scatters:
+            instead += ", or set zero_optimization.reduce_scatter to false"
+        else:
+            continue
+        document.problem((key,), f"found {describe(value)}, but {why}; {instead}")
     path = ("communication_data_type",)
     if document.get(*path) == "fp16" and _precision_asked(source) not in (None, "fp16"):
         text = f'found "fp16" (text), but fp16 gradients need a loss scale, and {source.cite("precision")}'

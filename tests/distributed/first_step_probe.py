@@ -12,10 +12,14 @@ import os
 import sys
 from collections.abc import Iterator
 
+import torch
+
 from samecurve.data.batches import StepBatches
-from samecurve.engines import factory, first_step
+from samecurve.engines import deepspeed_introspection, factory, first_step
 from samecurve.errors import TopologyError
+from samecurve.interfaces.sharded_state import WEIGHT
 from samecurve.models.skeleton import build_skeleton
+from samecurve.optim.dtensor import to_local
 from samecurve.run import lifecycle
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
@@ -49,6 +53,36 @@ def without_clipping(engine) -> Iterator[None]:
         optimizer.clip_grad = limit
 
 
+@contextlib.contextmanager
+def moved(engine, times: int) -> Iterator[None]:
+    """What the optimizer's step adds to its weights is added `times` times."""
+    before: dict[int, torch.Tensor] = {}
+
+    def remember(optimizer, args, kwargs):
+        before.update((id(weight), to_local(weight.detach()).clone()) for weight in updated(optimizer))
+
+    def move(optimizer, args, kwargs):
+        for weight in updated(optimizer):
+            to_local(weight.detach()).lerp_(before[id(weight)], 1 - times)
+
+    watched = first_step.innermost(arguments["optimizer"]).register_step_post_hook(move)
+    also = watch(engine, remember)
+    yield
+    watched.remove()
+    also.remove()
+
+
+def updated(optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+
+
+def write_elsewhere(engine) -> None:
+    """Write each value of the fp32 masters to another place; the working weights stay."""
+    for _, kind, values in engine.state.visit(writing=True):
+        if kind == WEIGHT:
+            values.copy_(values.flip(0))
+
+
 def watch(engine, hook):
     """The hook comes before that of the check, which is registered again afterwards."""
     made = first_step.innermost(arguments["optimizer"]).register_step_pre_hook(hook)
@@ -75,6 +109,9 @@ class Remembered(first_step.FirstStep):
 
 
 def main() -> None:
+    if sys.argv[1] == "unlinked":
+        del sys.argv[1]
+        deepspeed_introspection.link_masters = lambda engine: None
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.start(plan)
     module = sys.modules[type_of_engine(plan)]
@@ -100,6 +137,13 @@ def main() -> None:
     again(engine)
     with without_clipping(engine):
         found["clipping"] = step()
+    for key, times in (("not applied", 0), ("applied twice", 2)):
+        with moved(engine, times):
+            found[key] = step()
+    if plan.strategy.family in ("zero", "pipeline"):  # elsewhere the optimizer updates the working weights
+        again(engine)
+        write_elsewhere(engine)
+        found["written elsewhere"] = step()
     accelerator.print("FOUND " + json.dumps(found))
     accelerator.end_training()
 

@@ -72,7 +72,7 @@ def live(engine) -> dict:
         for name, module in engine.model.named_modules()
         if is_unit(module)
     }
-    return {"prefetched": {name: following for name, following in ahead.items() if following}}
+    return {"prefetched": {name: following for name, following in ahead.items() if following}, "units": [*ahead]}
 
 
 def note_gradients(engine) -> None:

@@ -10,6 +10,8 @@ from harness import Workspace, launch_command, long
 from test_equal_curves import ENGINES, libaio_is_installed
 from test_router_curves import MODEL
 
+from samecurve.bench.strategy_variants import write_changed
+
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8, "fsdp_tp_cp": 4}
 EVERY_DAY = ["fsdp", "zero3", "pipeline"]
 
@@ -40,11 +42,29 @@ def test_planted_differences_are_found_with_experts(strategy, world, precision, 
     assert_found(found, strategy)
 
 
-def probe(workspace: Workspace, strategy: str, world: int, *overrides: str) -> dict[str, str]:
-    path = workspace.strategy(strategy)
+@pytest.mark.parametrize("strategy", ["zero2", *long("pipeline")])
+def test_masters_linked_to_other_weights(strategy, workspace):
+    """As DeepSpeed links them under round_robin_gradients, see deepspeed_introspection.link_masters."""
+    key = "zero_optimization.round_robin_gradients=true"
+    path = write_changed(workspace.strategy(strategy), (key,), workspace.folder / f"unlinked_{strategy}")
+    found = probe(workspace, path, 2 if strategy == "zero2" else 4, script_arguments=("unlinked",))
+    assert "the weights that the model computes with are not the optimizer's" in found["as it should be"]
+
+
+def probe(
+    workspace: Workspace, strategy: str | Path, world: int, *overrides: str, script_arguments: tuple[str, ...] = ()
+) -> dict[str, str]:
+    path = strategy if isinstance(strategy, Path) else workspace.strategy(strategy)
     script = str(Path(__file__).with_name("first_step_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, script)
-    arguments = [str(workspace.recipe), *overrides, "batch.micro_batch_size=1", "--strategy", str(path)]
+    arguments = [
+        *script_arguments,
+        str(workspace.recipe),
+        *overrides,
+        "batch.micro_batch_size=1",
+        "--strategy",
+        str(path),
+    ]
     run = workspace.execute([*command, *arguments], workspace.folder)
     assert run.returncode == 0, run.output
     return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
@@ -52,10 +72,14 @@ def probe(workspace: Workspace, strategy: str, world: int, *overrides: str) -> d
 
 def assert_found(found: dict[str, str], strategy: str) -> None:
     assert found["as it should be"] == "" and found["later"] == "", found
+    masters = {"written elsewhere": "the weights that the model computes with are not the optimizer's: "}
     for key, text in (
         ("rows", "batch.global_batch_size: each of 8 rows has to be read once, but row 0 was read"),
         ("learning rate", "optimizer.learning_rate: the schedule says 0.001, but the optimizer used 0.002"),
         ("clipping", "optimizer.max_grad_norm: 0.8 makes a gradient norm of"),
+        ("not applied", "optimizer.name: adamw should move a value by"),
+        ("applied twice", "optimizer.name: adamw should move a value by"),
+        *(masters.items() if found["engine"] in ("DeepSpeedEngine", "PipelineEngine") else ()),
     ):
         header, line, *_ = found[key].splitlines()
         assert f"strategy {strategy}: the first step did not do what the recipe says" in header

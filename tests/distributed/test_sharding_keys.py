@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import largest_relative_difference, launch_command, long, relative_l2
+from harness import SAVE_EVERY, largest_relative_difference, launch_command, long, relative_l2
 from sharding_probe import STEPS
 from test_profile import ACCUMULATED, check_ledger, profiled
 
@@ -92,6 +92,30 @@ def test_deepspeed_sums_gradients_in_bf16(strategy, operation, workspace, refere
     assert_follows(found, reference, BF16)
 
 
+@pytest.mark.parametrize("least", [1000, *long(5000)])
+def test_fsdp_wraps_modules_by_size(least, workspace, reference):
+    """All that is larger, but neither a list of layers nor what has the embedding or the last norm inside."""
+    policy = "fsdp_config.fsdp_auto_wrap_policy=SIZE_BASED_WRAP"
+    found = probe(workspace, "fsdp", policy, f"fsdp_config.fsdp_min_num_params={least}")
+    units = {"", "model.embed_tokens", "model.norm", "lm_head"}
+    parts = ["", ".mlp", ".self_attn"] if least == 1000 else ["", ".mlp"]
+    units |= {f"model.layers.{index}{part}" for index in range(LAYERS) for part in parts}
+    assert {*found["live"]["units"]} == units
+    assert_follows(found, reference, EXACT)
+
+
+DIVISORS = {
+    "zero2": ("prescale_gradients=true", "zero_optimization.reduce_scatter=false"),
+    "zero1": ("gradient_predivide_factor=3",),
+    "zero3": ("prescale_gradients=true", "zero_optimization.reduce_scatter=false"),
+}
+
+
+@pytest.mark.parametrize("strategy", long(*DIVISORS))
+def test_gradients_divided_before_the_sum(strategy, workspace, reference):
+    assert_follows(probe(workspace, strategy, *DIVISORS[strategy]), reference, EXACT)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("strategy", "keys"), [("fsdp", AHEAD), ("zero3", SMALL)], ids=["fsdp", "zero3"])
 def test_a_whole_run_with_evaluation_and_export(strategy, keys, workspace, reference):
@@ -104,6 +128,23 @@ def test_a_whole_run_with_evaluation_and_export(strategy, keys, workspace, refer
     found, expected = ([each["eval_loss"] for each in r.metrics if "eval_loss" in each] for r in (run, reference))
     assert len(found) == 3 and found == pytest.approx(expected, rel=EXACT[0], abs=0)
     assert relative_l2(run.weights, reference.weights) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["zero2", *long("zero1", "zero2_offload", "pipeline")])
+def test_weights_dealt_out_in_turn(strategy, workspace, reference):
+    """round_robin_gradients: masters lie in another order than weights; training, checkpoints and export follow it."""
+    key, folder = "zero_optimization.round_robin_gradients=true", workspace.folder / f"in_turn_{strategy}"
+    path, rows = write_changed(workspace.strategy(strategy), (key,), folder), "batch.micro_batch_size=2"
+    run = workspace.run(path, 2, rows)
+    assert run.returncode == 0, run.output
+    assert run.facts["deepspeed"]["zero_optimization"]["round_robin_gradients"] is True
+    elsewhere = workspace.resume(run, SAVE_EVERY, None, 1, rows)
+    back = workspace.resume(reference, SAVE_EVERY, path, 2, rows)
+    for found in (run, elsewhere, back):
+        assert found.returncode == 0, found.output
+        assert largest_relative_difference(found.column("loss"), reference.column("loss")) < EXACT[0]
+        assert largest_relative_difference(found.column("grad_norm"), reference.column("grad_norm")) < EXACT[1]
+        assert relative_l2(found.weights, reference.weights) < 1e-4
 
 
 @pytest.mark.full

@@ -8,10 +8,24 @@ import pytest
 from harness import LLAMA, ROOT, Run, largest_relative_difference, long, relative_l2
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+SMALLEST = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+ALBERT = {
+    "model_type": "albert",
+    "embedding_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 MODELS = {
     "tied llama": LLAMA,
     "untied llama": {**LLAMA, "tie_word_embeddings": False},
     "gpt2": GPT2,
+    "albert": ALBERT,
+    "tiny llama": LLAMA | SMALLEST,
 }
 PIPELINE = json.loads((ROOT / "ds_configs" / "pipeline.json").read_text())
 FULL = "memory.activation_checkpointing=full"
@@ -60,6 +74,33 @@ def test_recomputed_activations(strategy, workspace):
 )
 def test_other_models(model, strategy, workspace):
     follows(workspace.run(strategy, 2, _model(model), "batch.micro_batch_size=4"), workspace, model)
+
+
+@pytest.mark.parametrize("overrides", [(), *long(((FULL,),))])
+def test_a_layer_that_runs_three_times_per_step(overrides, workspace):
+    """ALBERT's, under ZeRO-2 in bf16, for which DeepSpeed issue 8224 reports wrong gradients."""
+    shared = _model("albert"), "task=mlm", "precision=bf16", "steps=8", *overrides
+    found = workspace.run("zero2", 2, *shared, "batch.micro_batch_size=2")
+    expected = workspace.run(None, 1, *shared, "batch.micro_batch_size=8")
+    assert (found.returncode, expected.returncode) == (0, 0), found.output + expected.output
+    # one process casts fp32 weights for each layer, DeepSpeed keeps them in bf16
+    assert largest_relative_difference(found.column("loss"), expected.column("loss")) < 1e-3
+    assert largest_relative_difference(found.column("grad_norm"), expected.column("grad_norm")) < 1e-2
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("zero2", "fp32"), *long(("zero1", "fp32"), ("zero1", "bf16"))])
+def test_a_rank_without_a_share_of_a_group(strategy, precision, workspace):
+    """The norms, a group of their own, have 6 values. DeepSpeed gives 2 of 8 to each rank, the last only padding."""
+    shared = _model("tiny llama"), f"precision={precision}", "steps=10"
+    found = workspace.run(strategy, 4, *shared, "batch.micro_batch_size=2")
+    expected = workspace.run(None, 1, *shared, "batch.micro_batch_size=8")
+    assert (found.returncode, expected.returncode) == (0, 0), found.output + expected.output
+    again = workspace.resume(found, 5, strategy, 4, *shared, "batch.micro_batch_size=2")
+    assert again.returncode == 0, again.output
+    assert again.column("loss") == found.column("loss")
+    exact = precision == "fp32"
+    assert largest_relative_difference(found.column("loss"), expected.column("loss")) < (1e-5 if exact else 5e-3)
+    assert relative_l2(found.weights, expected.weights) < (1e-4 if exact else 2e-2)
 
 
 def _model(name: str) -> str:

@@ -138,8 +138,7 @@ def test_json_leaves_the_recipes_numbers_to_the_recipe(name):
     assert ("pipeline" in content) == (name == "pipeline")
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_zero_sends_gradients_while_it_computes(name):
-    """DeepSpeed's default at stages 1 and 2 is to wait. Overlap takes two buckets, by default of 5e8 elements each."""
-    zero = json.loads(DEEPSPEED[name].read_text())["zero_optimization"]
-    assert zero["overlap_comm"] is True and zero["reduce_bucket_size"] == 10**8
+@pytest.mark.parametrize("name", sorted(WITH_JSON))
+def test_no_file_turns_on_what_may_race(name):
+    """Users reported a loss of NaN or 0 with overlap_comm, which no CPU can show: docs/gpu.md, B8."""
+    assert "overlap_comm" not in json.loads(DEEPSPEED[name].read_text())["zero_optimization"]

@@ -113,8 +113,8 @@ def test_fsdps_reduce_dtype_is_read(tmp_path):
         ("zero3", ("stage3_max_live_parameters=1000",), {"prefetched": 1000}),
         ("zero3", ("stage3_param_persistence_threshold=512",), {"persistent": 512}),
         ("zero3", ("reduce_bucket_size=auto",), {"bucket_bytes": 4 * 1024**2}),
-        ("zero2", (), {"overlaps": True, "bucket_bytes": 2 * 2 * 1e8}),
-        ("zero2", ("overlap_comm=false",), {"overlaps": False, "bucket_bytes": 2 * 1e8}),
+        ("zero2", (), {"overlaps": False, "bucket_bytes": 2 * 1e8}),
+        ("zero2", ("overlap_comm=true",), {"overlaps": True, "bucket_bytes": 2 * 2 * 1e8}),
         ("zero1", (), {"overlaps": False, "bucket_bytes": 0}),  # BF16_Optimizer
         ("pipeline", (), {"overlaps": False}),
     ],
