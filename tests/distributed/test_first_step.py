@@ -21,7 +21,7 @@ EVERY_DAY = ["fsdp", "zero3", "pipeline"]
     [
         *((name, "fp32") for name in EVERY_DAY),
         *long(*((name, "fp32") for name in ENGINES if name not in EVERY_DAY)),
-        *long(*((name, "bf16") for name in ENGINES)),
+        *long(*((name, "bf16") for name in ENGINES), ("ddp", "fp16"), ("fsdp", "fp16")),
     ],
 )
 def test_planted_differences_are_found(strategy, precision, workspace):
@@ -29,6 +29,12 @@ def test_planted_differences_are_found(strategy, precision, workspace):
         pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
     found = probe(workspace, strategy, WORLDS.get(strategy, 2), f"precision={precision}")
     assert found["engine"] == ENGINES[strategy]
+    assert_found(found, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", *long("ddp", "fsdp", "zero3", "pipeline", "pipeline_1f1b")])
+def test_planted_differences_are_found_with_an_adapter(strategy, workspace):
+    found = probe(workspace, strategy, 2, *workspace.lora)
     assert_found(found, strategy)
 
 

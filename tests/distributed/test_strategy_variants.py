@@ -76,10 +76,9 @@ def test_other_models(model, strategy, workspace):
     follows(workspace.run(strategy, 2, _model(model), "batch.micro_batch_size=4"), workspace, model)
 
 
-@pytest.mark.parametrize("overrides", [(), *long(((FULL,),))])
-def test_a_layer_that_runs_three_times_per_step(overrides, workspace):
+def test_a_layer_that_runs_three_times_per_step(workspace):
     """ALBERT's, under ZeRO-2 in bf16, for which DeepSpeed issue 8224 reports wrong gradients."""
-    shared = _model("albert"), "task=mlm", "precision=bf16", "steps=8", *overrides
+    shared = _model("albert"), "task=mlm", "precision=bf16", "steps=8"
     found = workspace.run("zero2", 2, *shared, "batch.micro_batch_size=2")
     expected = workspace.run(None, 1, *shared, "batch.micro_batch_size=8")
     assert (found.returncode, expected.returncode) == (0, 0), found.output + expected.output
