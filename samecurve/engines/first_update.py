@@ -86,8 +86,8 @@ class FirstUpdate:
         table, moves = torch.zeros(len(self._names), 4, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         for master in self._masters:
             sample = self._samples.get(master.name)
-            if sample is None:
-                continue  # no gradient reached the weight
+            if sample is None or not sample.after.isfinite().all():
+                continue  # no gradient reached the weight; or the next step's loss ends the run and says why
             row, copy = table[self._names.index(master.name)], _copy(master)
             copies = [*sample.copies, (sample.after, copy)] if copy is not None else sample.copies
             row[0] = any(not torch.equal(whole.to(copy.dtype), copy) for whole, copy in copies)
@@ -96,7 +96,7 @@ class FirstUpdate:
             before, after = sample.before.double(), sample.after.double()
             excess = (after - value).abs() - slack
             worst = int(excess.argmax())
-            if not excess[worst] <= 0:  # also for nan
+            if excess[worst] > 0:
                 row[1:] = torch.stack([torch.ones(()), value[worst] - before[worst], after[worst] - before[worst]])
             if sample.group["lr"] >= SMALLEST_RATE and sample.gradient.any():
                 moves += torch.tensor([1.0, float((after != before).any())])

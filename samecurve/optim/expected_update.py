@@ -32,37 +32,41 @@ def expected_update(
     Returns:
         Two (n,) tensors in fp64. The distance is infinite where the update depends on more than these values.
     """
-    rate, decay = group["lr"], group["weight_decay"]
-    w, g, ulp = weight.double(), gradient.double(), ULPS[weight.dtype]
-    kept = w * (1 - rate * decay)
+    w, g = weight.double(), gradient.double()
+    kept = w * (1 - group["lr"] * group["weight_decay"])
+    change, slack = _change(name, group, w, g, states)
+    # each term may round; at a rate of 1e30 the decay is the largest
+    return kept + change, slack + ULPS[weight.dtype] * (w.abs() + kept.abs() + (kept + change).abs())
+
+
+def _change(
+    name: str, group: Mapping[str, Any], w: Tensor, g: Tensor, states: Mapping[str, Tensor | float]
+) -> tuple[Tensor, Tensor]:
+    """Compute the change beside the weight decay's, and the rounding error of an update in fp32; all in fp64."""
+    rate = group["lr"]
     if name == "sgd":
-        mean, fresh = group["momentum"] * _double(states, "momentum_buffer"), g + decay * w
-        slack = mean.abs() + g.abs() + decay * w.abs()
-        return w - rate * (mean + fresh), RELATIVE * rate * slack + ulp * w.abs()
+        mean = group["momentum"] * _double(states, "momentum_buffer")
+        return -rate * (mean + g), RELATIVE * rate * (mean.abs() + g.abs() + group["weight_decay"] * w.abs())
     if name == "lion":
         beta1 = group["betas"][0]
         mean, fresh = beta1 * _double(states, "exp_avg"), (1 - beta1) * g
         unsure = (mean + fresh).abs() <= RELATIVE * (mean.abs() + fresh.abs())  # rounding decides about the sign
-        return kept - rate * (mean + fresh).sign(), 2 * rate * unsure + RELATIVE * rate + ulp * w.abs()
+        return -rate * (mean + fresh).sign(), 2 * rate * unsure + RELATIVE * rate
     if name == "muon" and group["muon"]:
         # orthogonalized: no singular value, and therefore no element, is above about 1.2
-        return kept, torch.full_like(w, 2 * rate * RMS_OF_ADAMW * math.sqrt(max(group["shape"]))) + ulp * w.abs()
+        largest = 2 * rate * RMS_OF_ADAMW * math.sqrt(max(group["shape"]))
+        return torch.zeros_like(w), torch.full_like(w, largest)
     if name == "adafactor" or (name == "adamw_8bit" and states):  # a quantized second moment may even be 0
-        return kept, torch.full_like(w, math.inf)
-    return _adamw(group, w, g, states, ulp)
-
-
-def _adamw(
-    group: Mapping[str, Any], w: Tensor, g: Tensor, states: Mapping[str, Tensor | float], ulp: float
-) -> tuple[Tensor, Tensor]:
-    (beta1, beta2), rate, step = group["betas"], group["lr"], float(states.get("step", 0)) + 1
+        return torch.zeros_like(w), torch.full_like(w, math.inf)
+    (beta1, beta2), step = group["betas"], float(states.get("step", 0)) + 1
     mean, fresh = beta1 * _double(states, "exp_avg"), (1 - beta1) * g
     square = beta2 * _double(states, "exp_avg_sq") + (1 - beta2) * g.square()
     scale = rate / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + group["eps"])
-    exact = w + _double(states, "compensation")  # Kahan's rounding error
-    slack = RELATIVE * scale * (mean.abs() + fresh.abs()) + ulp * exact.abs()
     lost = (square > 0) & (square < SMALLEST_SQUARE)
-    return exact * (1 - rate * group["weight_decay"]) - scale * (mean + fresh), slack.masked_fill(lost, math.inf)
+    slack = RELATIVE * scale * (mean.abs() + fresh.abs())
+    # Kahan's rounding error is decayed with the weight
+    error = _double(states, "compensation") * (1 - rate * group["weight_decay"])
+    return error - scale * (mean + fresh), slack.masked_fill(lost, math.inf)
 
 
 def _double(states: Mapping[str, Tensor | float], name: str) -> Tensor:

@@ -48,10 +48,14 @@ class Training:
 
 
 @pytest.mark.parametrize(("name", "more"), [*EXACT, *((name, {}) for name in OPTIMIZERS if (name, {}) not in EXACT)])
-@pytest.mark.parametrize("rates", [RATES, [1e-9, 1e-12]])
+@pytest.mark.parametrize("rates", [RATES, [1e-9, 1e-12], [1e30]])
 def test_right_updates_pass(name, more, rates):
     training = Training(name, ours(name, **more), **more)
     assert [training.problems(rate) for rate in rates] == [[]] * len(rates)
+
+
+def test_values_that_overflow_are_left_to_the_next_loss():
+    assert Training("adamw", ours("adamw")).problems(1e38) == []
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
