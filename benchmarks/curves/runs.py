@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.machine import commit
 from samecurve.bench.jobs import Outcome
-from samecurve.cli.compare import TOLERANCES, is_same, largest_difference, run_each, verdict
+from samecurve.cli.compare import TOLERANCES, is_same, largest_difference, run_each, verdict, why_nothing_moves
 from samecurve.config.loader import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def measure(name: str, steps: int, strategies: list[str]) -> dict:
         "agree": agree,
         "date": str(date.today()),
         "commit": commit(str(RESULTS.relative_to(ROOT)), str(PAGE.relative_to(ROOT))),
-        "strategies": {outcome.job.name: cell(outcome, outcomes[0]) for outcome in outcomes},
+        "strategies": {outcome.job.name: cell(outcome, outcomes[0], TOLERANCES[precision]) for outcome in outcomes},
     }
 
 
@@ -75,9 +75,11 @@ def agrees(found: dict, tolerance: float) -> bool:
     return "refused" in found or (complete and is_same(found["loss"], found["norm"], tolerance))
 
 
-def cell(outcome: Outcome, reference: Outcome) -> dict:
+def cell(outcome: Outcome, reference: Outcome, tolerance: float) -> dict:
     if outcome.reason:
         return {"refused" if outcome.refused else "failed": outcome.reason}
+    if reason := why_nothing_moves(reference, tolerance):
+        return {"failed": f"{reference.job.name} {reason}"}
     loss, norm = (largest_difference(outcome, reference, key) for key in ("loss", "grad_norm"))
     return {"loss": finite(loss), "norm": finite(norm), "world": outcome.run["world_size"]}
 

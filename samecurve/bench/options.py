@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -168,7 +169,7 @@ def verdicts(rounds: Mapping[str, Sequence[MeasuredRun]], among: Sequence[Varian
                 max(ratios),
                 peak,
                 peak / memory,
-                max((each for each in differences if each is not None), default=0.0),
+                max((each for each in differences if each is not None), default=math.nan),
                 median(run.step_seconds for run in runs),
             )
         )

@@ -26,6 +26,7 @@ COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max nor
 NORM_TOLERANCE_FACTOR = 10
 # Tolerances of the loss. Strategies round to 16 bits at different places. Each stays within 5e-3 (bf16) or 1e-3 (fp16)
 # of the curve in fp32 (test_equal_curves.py and test_fp16.py in tests/distributed), so any two within twice that.
+LEAST_NORM = 1e-6  # a model whose gradient norms all lie below is dead: usual norms are 1e-2 to 1e2
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 
@@ -133,10 +134,11 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
     """
     ran = [outcome for outcome in outcomes if not outcome.reason]
     broken = any(outcome.reason and not outcome.refused for outcome in outcomes)
+    stands_still = why_nothing_moves(ran[0], tolerance) if ran else ""
     rows, agree = [], not broken and len(ran) >= min(2, len(outcomes))
     for outcome in ran:
         loss, norm = (largest_difference(outcome, ran[0], key) for key in ("loss", "grad_norm"))
-        same = is_same(loss, norm, tolerance)
+        same = is_same(loss, norm, tolerance) and not stands_still
         agree = agree and same
         # with a value missing, the reference does not even agree with itself
         shown = ["reference"] * 2 if outcome is ran[0] and same else [f"{loss:.1e}", f"{norm:.1e}"]
@@ -148,6 +150,9 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
         if ran
         else []
     )
+    if stands_still:
+        text = "A strategy that trains nothing would give the same curve."
+        parts.append(f"\nFAIL: {ran[0].job.name} {stands_still}.\n{text}\n")
     parts += [
         f"- {outcome.job.name}: {'cannot run here' if outcome.refused else 'FAIL'}: {outcome.reason}\n"
         for outcome in outcomes
@@ -156,8 +161,30 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
     return "".join(parts), agree
 
 
+def why_nothing_moves(outcome: Outcome, tolerance: float) -> str:
+    """Return why a run cannot show that strategies agree: any strategy follows a curve that stands still. "" if it can.
+
+    Args:
+        outcome: of the reference.
+        tolerance: of the loss; a curve that changes by less could not be told from a flat one.
+    """
+    records = [record for record in outcome.metrics if None not in (record["loss"], record["grad_norm"])]
+    if not records:
+        return ""  # largest_difference reports missing values
+    losses, norm = [record["loss"] for record in records], max(record["grad_norm"] for record in records)
+    change = (max(losses) - min(losses)) / (max(map(abs, losses)) or 1)
+    if not any(record["learning_rate"] for record in records) or records[-1]["skipped_steps"] == len(outcome.metrics):
+        return "changed no weight: each step was skipped or had the learning rate 0"
+    if norm < LEAST_NORM:
+        return f"has gradient norms of at most {norm:.1e}, below {LEAST_NORM:g}; its initial weights may be too small"
+    if change <= tolerance:
+        fix = "more steps (--steps) or a higher optimizer.learning_rate make it change"
+        return f"has a loss that changes by {change:.1e}, relative, within the tolerance of {tolerance:g}; {fix}"
+    return ""
+
+
 def largest_difference(outcome: Outcome, reference: Outcome, key: str) -> float:
-    """Return the largest relative difference over the steps; infinite if a step or a value is missing."""
+    """Return the largest relative difference over the steps; infinite if a step or a value is missing or is 0 / 0."""
     values, expected = ([record[key] for record in each.metrics] for each in (outcome, reference))
     differences = [each for each in relative_differences(values, expected) if each is not None]
     complete = bool(differences) and len(differences) == len(values) == len(expected)

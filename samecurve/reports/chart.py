@@ -28,16 +28,14 @@ class Curve:
 
 
 def relative_differences(values: Sequence[float | None], reference: Sequence[float | None]) -> list[float | None]:
-    """Compute |value - reference| / |reference| per step; None if either is missing. 0 / 0 is 0."""
+    """Compute |value - reference| / |reference| per step; None if either is missing, and for 0 / 0."""
     # not strict: a run that ended early is compared as far as it came
     return [_relative(value, expected) for value, expected in zip(values, reference, strict=False)]
 
 
 def _relative(value: float | None, expected: float | None) -> float | None:
-    if value is None or expected is None:
+    if value is None or expected is None or value == expected == 0:
         return None
-    if value == expected:
-        return 0.0
     return abs(value - expected) / abs(expected) if expected else math.inf
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "SAMECURVE_FAULT_RESULTS"
 BIN = Path(sys.executable).parent
 STEPS = 25
+LEAST_VALUE, LEAST_CHANGE = 1e-6, 1e-4  # of losses and gradient norms; the change is a part of the largest
 SAVE_EVERY = 5  # and all are kept: 20 steps follow the first
 # A start takes 10, with DeepSpeed's first build of its NVMe library 200.
 LIMIT_SECONDS = int(os.environ.get("SAMECURVE_TEST_LIMIT_SECONDS", 900))
@@ -84,7 +86,10 @@ class Run:
         return records
 
     def column(self, key: str) -> list[float]:
-        return [record[key] for record in self.metrics]
+        values = [record[key] for record in self.metrics]
+        if key in ("loss", "grad_norm"):
+            assert_moves(values, f"{self.directory}: {key}")
+        return values
 
     def checkpoint(self, step: int) -> Path:
         return self.directory / "checkpoints" / f"step_{step:08d}"
@@ -93,6 +98,8 @@ class Run:
     def weights(self) -> dict:
         from safetensors.torch import load_file
 
+        updates = self.metrics[-1]["step"] - self.metrics[-1]["skipped_steps"]
+        assert updates and any(record["learning_rate"] for record in self.metrics), f"{self.directory}: nothing trained"
         return load_file(self.directory / "model" / "model.safetensors")
 
 
@@ -259,8 +266,17 @@ def _write_documents(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
+def assert_moves(values: Sequence[float | None], name: str = "the reference") -> None:
+    """A dead model follows itself under every strategy: a curve that is to show something is not 0, and moves by more
+    than rounding, of which the comparisons allow 1e-5."""
+    known = [abs(value) for value in values if value is not None]
+    assert not known or max(known) > LEAST_VALUE, f"{name} is 0: {values}"
+    assert len(known) < 2 or max(known) - min(known) > LEAST_CHANGE * max(known), f"{name} stands still: {values}"
+
+
 def largest_relative_difference(found: list[float], expected: list[float]) -> float:
     assert len(found) == len(expected) > 0
+    assert_moves(expected)
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 

@@ -64,4 +64,4 @@ def test_step_ticks(steps, ticks):
 
 
 def test_relative_differences_by_hand():
-    assert relative_differences([1.1, 2.0, None, 0.0], [1.0, 2.0, 3.0, 0.0]) == [pytest.approx(0.1), 0.0, None, 0.0]
+    assert relative_differences([1.1, 2.0, None, 0.0], [1.0, 2.0, 3.0, 0.0]) == [pytest.approx(0.1), 0.0, None, None]

@@ -356,9 +356,10 @@ def test_no_job_outlives_the_comparison(number, code, tmp_path):
 # compare: the verdict
 
 
-def outcome(name, losses, norms=None, reason="", refused=False):
+def outcome(name, losses, norms=None, reason="", refused=False, rate=1e-3, skipped=0):
+    facts = {"tokens": 100, "peak_memory_gib": 1.5, "learning_rate": rate, "skipped_steps": skipped}
     metrics = [
-        {"loss": loss, "grad_norm": norm, "tokens": 100, "step_seconds": seconds, "peak_memory_gib": 1.5}
+        {"loss": loss, "grad_norm": norm, "step_seconds": seconds, **facts}
         for loss, norm, seconds in zip(losses, norms or [1.0] * len(losses), [10.0, 1.0, 3.0], strict=False)
     ]
     run = {"engine": "E", "world_size": 2}
@@ -408,6 +409,27 @@ SINGLE = outcome("single", [6.0, 5.0, 4.0])
 )
 def test_agreement(others, agree):
     assert compare.verdict([SINGLE, *others], 1e-5)[1] is agree
+
+
+@pytest.mark.parametrize(
+    ("dead", "told"),
+    [
+        (
+            {"losses": [7.6246] * 3, "norms": [1e-37, 1e-30, 1e-20]},
+            "has gradient norms of at most 1.0e-20, below",
+        ),
+        ({"losses": [6.0, 5.0, 4.0], "norms": [0.0] * 3}, "has gradient norms of at most 0.0e+00"),
+        (
+            {"losses": [6.0, 6.00001, 6.0]},
+            "has a loss that changes by 1.7e-06, relative, within the tolerance of 1e-05",
+        ),
+        ({"losses": [6.0, 5.0, 4.0], "rate": 0.0}, "changed no weight"),
+        ({"losses": [6.0, 5.0, 4.0], "skipped": 3}, "changed no weight"),
+    ],
+)
+def test_a_run_in_which_nothing_moves_shows_nothing(dead, told):
+    text, agree = compare.verdict([outcome("single", **dead), outcome("ddp", **dead)], 1e-5)
+    assert not agree and f"FAIL: single {told}" in text and "PASS |" not in text
 
 
 def test_nothing_ran():

@@ -14,7 +14,7 @@ from benchmarks.curves.runs import PAGE, RESULTS, STRATEGIES, cell, merged, over
 
 
 def outcome(name: str, losses: list[float], reason: str = "", refused: bool = False) -> SimpleNamespace:
-    metrics = [{"loss": loss, "grad_norm": 2 * loss} for loss in losses]
+    metrics = [{"loss": loss, "grad_norm": 2 * loss, "learning_rate": 1e-3, "skipped_steps": 0} for loss in losses]
     return SimpleNamespace(
         job=SimpleNamespace(name=name), metrics=metrics, run={"world_size": 2}, reason=reason, refused=refused
     )
@@ -22,11 +22,13 @@ def outcome(name: str, losses: list[float], reason: str = "", refused: bool = Fa
 
 def test_cells():
     reference = outcome("single", [4.0, 2.0])
-    assert cell(reference, reference) == {"loss": 0.0, "norm": 0.0, "world": 2}
-    assert cell(outcome("ddp", [4.0, 2.0 + 2e-6]), reference)["loss"] == pytest.approx(1e-6, rel=1e-3)
-    assert cell(outcome("ddp", [4.0]), reference)["loss"] is None  # a step is missing
-    assert cell(outcome("tp", [], "no dropout", refused=True), reference) == {"refused": "no dropout"}
-    assert cell(outcome("tp", [], "died"), reference) == {"failed": "died"}
+    assert cell(reference, reference, 1e-5) == {"loss": 0.0, "norm": 0.0, "world": 2}
+    assert cell(outcome("ddp", [4.0, 2.0 + 2e-6]), reference, 1e-5)["loss"] == pytest.approx(1e-6, rel=1e-3)
+    assert cell(outcome("ddp", [4.0]), reference, 1e-5)["loss"] is None  # a step is missing
+    assert cell(outcome("tp", [], "no dropout", refused=True), reference, 1e-5) == {"refused": "no dropout"}
+    assert cell(outcome("tp", [], "died"), reference, 1e-5) == {"failed": "died"}
+    flat = outcome("single", [4.0, 4.0])
+    assert cell(outcome("ddp", [4.0, 4.0]), flat, 1e-5)["failed"].startswith("single has a loss that changes by 0.0")
 
 
 def test_page():
