@@ -90,8 +90,8 @@ def _third(things: list) -> int:
     return max(1, len(things) // 3)
 
 
-# Classes: packages of about the same size on different subjects.
-PACKAGES: tuple[str, ...] = ("asyncio", "email", "logging", "multiprocessing", "tkinter", "unittest", "xml")
+# Classes: packages of about the same size on different subjects. Not tkinter, which many distributions split off.
+PACKAGES: tuple[str, ...] = ("asyncio", "email", "importlib", "logging", "multiprocessing", "unittest", "xml")
 _MOST_PER_PACKAGE = 200
 
 

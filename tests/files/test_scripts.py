@@ -126,7 +126,7 @@ def checkout(tmp_path):
 
 
 def make_environment(folder: Path, files: str = "requirements.txt") -> subprocess.CompletedProcess:
-    code = f"set -euo pipefail; source {ROOT}/scripts/_environment.sh; make_environment {files}"
+    code = f"set -euo pipefail; source '{ROOT}/scripts/_environment.sh'; make_environment {files}"
     return subprocess.run(
         ["bash", "-c", code], cwd=folder, env={"PATH": f"{folder}/bin"}, capture_output=True, text=True
     )
@@ -216,3 +216,26 @@ def test_both_parts_of_the_tests_decide_the_exit_code(units, distributed, expect
     )
     assert (done.returncode, done.stdout.count("of the units")) == (expected, 1), done.stdout + done.stderr
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("is_clone", [True, False])
+def test_ci_tests_a_clone_in_an_unusual_folder(is_clone, tmp_path):
+    """Its name is the package's, and the path above needs quotes and more than ASCII. Nothing is left of it."""
+    checkout, temporary = tmp_path / "checkout", tmp_path / "temporary"
+    for folder in (temporary, checkout / ".venv" / "bin", checkout / "scripts"):
+        folder.mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").touch()
+    (checkout / "scripts" / "test.sh").write_text('pwd; printf "<%s>" "$@"; echo $(ls -A); exit 3')
+    shutil.copytree(ROOT / ".ci", checkout / ".ci")
+    if is_clone:
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C", checkout]
+        for words in (["init", "--quiet"], ["add", ".ci", "scripts"], ["commit", "--quiet", "-m", "all"]):
+            subprocess.run([*git, *words], check=True)
+    command, environment = [checkout / ".ci" / "run", "-k", "a b"], os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    told = ["== not committed, so not tested:", "?? .venv/"] if is_clone else []
+    *before, folder, content = done.stdout.splitlines()
+    assert (done.returncode, before) == (3, told), done.stderr
+    assert re.fullmatch(rf"{temporary}/[^/]+/täglich neu/samecurve", folder)
+    assert content == "<-k><a b>" + (".ci .git scripts" if is_clone else ".ci scripts")
+    assert list(temporary.iterdir()) == []
