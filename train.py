@@ -14,6 +14,7 @@ import os
 import sys
 from functools import partial
 
+import samecurve.specs.packages  # noqa: F401 - before the packages that it looks for
 from samecurve.checkpoint.fetch import fetch
 from samecurve.launch import ranks
 from samecurve.optim.schedule import learning_rate

@@ -3,6 +3,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from samecurve.inference import folders
 from samecurve.run.run_directory import RunDirectory
 from samecurve.strategy.resolve import command_line
 
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 output_dir: runs/x
 steps: 100
@@ -81,6 +83,23 @@ def test_help_and_errors_need_no_torch(tmp_path):
     assert all(command in done.stdout for command in commands.COMMANDS)
     assert done.stderr.startswith(f"{tmp_path}: ") and done.stderr.count("\n") == 1
     assert "run.json" in done.stderr and "metrics.jsonl" in done.stderr
+
+
+@pytest.mark.parametrize("program", [["-m", "samecurve"], ["train.py", "recipes/quickstart.yaml"]])
+@pytest.mark.parametrize("is_made", [True, False])
+def test_another_python_is_told_in_one_line(is_made, program, tmp_path):
+    """Without site-packages, as in a terminal in which .venv is not active."""
+    clone = tmp_path / "a clone"
+    shutil.copytree(ROOT / "samecurve", clone / "samecurve", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", clone)
+    activate = clone / ".venv" / "bin" / "activate"
+    if is_made:
+        activate.parent.mkdir(parents=True)
+        activate.touch()
+    done = subprocess.run([sys.executable, "-S", *program], cwd=clone, capture_output=True, text=True)
+    fix = f"source '{activate}'" if is_made else f"cd '{clone}'; bash scripts/quickstart.sh, which makes .venv"
+    assert re.fullmatch(rf"\S+ has no torch, transformers, .*, psutil, .*yaml; first: {fix}\n", done.stderr)
+    assert done.returncode == 2
 
 
 def test_a_reader_that_stops_early_gets_no_traceback():
