@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from samecurve.distributed import torch_libraries
+
+torch_libraries.quote_path()  # tests compile without an engine, too
+
 TESTS = Path(__file__).resolve().parent
 
 

@@ -21,7 +21,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from samecurve.distributed import allocator, control_group, flight_recorder, network
+from samecurve.distributed import allocator, control_group, flight_recorder, network, torch_libraries
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.engines import cpu_bridge, launch_env, shared_gpu
 from samecurve.errors import TopologyError
@@ -48,6 +48,7 @@ def start(plan: Plan) -> Accelerator:
     """
     strategy, recipe = plan.strategy, plan.recipe
     _prepare_environment(plan)
+    torch_libraries.quote_path()
     if cpu_bridge.needed():
         allocator.keep_freed_memory()
         cpu_bridge.prepare(strategy)
