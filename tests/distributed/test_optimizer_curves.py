@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LLAMA, launch_command, long
+from harness import LLAMA, assert_moves, launch_command, long
 from optimizer_probe import SAVED, STEPS
 from test_equal_curves import ENGINES
 from test_resume import whole
@@ -146,6 +146,8 @@ def wide(workspace) -> dict:
 
 def assert_close(found, expected, name: str, loss_tolerance: float = LOSS, norm_tolerance: float = NORM) -> None:
     assert len(found) == len(expected) > 0
+    for values in zip(*expected, strict=True):
+        assert_moves(values, name)
     for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=loss_tolerance), name
         assert norm == pytest.approx(expected_norm, rel=norm_tolerance), name
