@@ -142,8 +142,9 @@ def _adopted() -> bool:
     """
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
-        words = " ".join(parent.cmdline()[:3])
-        return parent.name() == "systemd" or (parent.pid == 1 and not any(name in words for name in _LAUNCHERS))
+        names = [os.path.basename(word) for word in parent.cmdline()[:3]]  # not the folders above
+        is_launcher = any(name.startswith(_LAUNCHERS) for name in names)
+        return parent.name() == "systemd" or (parent.pid == 1 and not is_launcher)
     return False
 
 
@@ -158,6 +159,7 @@ def _above(launcher: str) -> tuple[int, ...]:
     try:
         first = psutil.Process(parent).parent()
         # On another machine, or by hand, a shell or sshd starts the second process; that parent may end.
-        return (parent, first.pid) if first and any("deepspeed" in word for word in first.cmdline()[:2]) else (parent,)
+        names = [os.path.basename(word) for word in first.cmdline()[:2]] if first else []
+        return (parent, first.pid) if first and any(name.startswith("deepspeed") for name in names) else (parent,)
     except psutil.Error:
         return (parent,)

@@ -124,7 +124,7 @@ def _after_launch(argv: Sequence[str]) -> int | None:
             ("accelerate.commands.launch", "accelerate/commands/launch.py")
         ):
             return index + 1
-        if word == "launch" and index and "accelerate" in argv[index - 1]:
+        if word == "launch" and index and os.path.basename(argv[index - 1]).startswith("accelerate"):
             return index + 1
     return None
 

@@ -23,6 +23,7 @@ from report_cases import (
     write,
 )
 
+from samecurve.strategy.launchers import _accelerate_flags
 from samecurve.strategy.resolve import strategy_path
 
 A = ACCELERATE
@@ -132,6 +133,11 @@ def test_accelerate_launch_in_its_other_forms(folder):
     for start in (("accelerate-launch",), ("python", "-m", "accelerate.commands.launch")):
         ancestors = [Ancestor((*start, "--config_file", "configs/ddp.yaml", "train.py"), str(folder))]
         assert strategy(folder, [], A, lambda ancestors=ancestors: ancestors).name == "ddp"
+
+
+def test_a_folder_named_accelerate_is_no_launcher():
+    assert _accelerate_flags([Ancestor(("/srv/accelerate/tool", "launch", "--cpu"), "/")])[0] is None
+    assert _accelerate_flags([Ancestor(("/srv/bin/accelerate", "launch", "--cpu"), "/")])[0] == {"cpu": ""}
 
 
 def test_a_config_file_is_relative_to_the_launcher(folder, monkeypatch):

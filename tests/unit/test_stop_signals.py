@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from surrounded import END, ROOT, START, ranks, status, wait_until
@@ -35,6 +36,18 @@ with watch.deferred():
     wait()
     time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(
+    ("words", "is_launcher"),
+    [(["/srv/deepspeed/bin/bash", "/srv/python/run.sh"], False), (["/usr/bin/python3", "/venv/bin/deepspeed"], True)],
+)
+def test_a_folder_with_a_launchers_name_is_none(words, is_launcher, monkeypatch):
+    init = SimpleNamespace(pid=1, name=lambda: words[0], cmdline=lambda: words)
+    monkeypatch.setattr(signals.psutil, "Process", lambda _: SimpleNamespace(parent=lambda: init))
+    assert signals._above("deepspeed") == ((os.getppid(), 1) if is_launcher else (os.getppid(),))
+    monkeypatch.setattr(signals.psutil, "Process", lambda _: init)
+    assert signals._adopted() is not is_launcher
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
