@@ -98,7 +98,7 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
     schedule = recipes.load_recipe(recipe, given).schedule
     short = {
         **defaults,
-        "schedule.warmup_steps": min(schedule.warmup_steps, steps // 4),
+        "schedule.warmup_steps": schedule.warmup_steps and min(schedule.warmup_steps, steps // 4),
         "schedule.decay_steps": schedule.decay_steps and min(schedule.decay_steps, steps // 4),
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,

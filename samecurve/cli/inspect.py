@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True)
+    recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True, schedule=False)
     if recipe.data.streaming:
         raise ConfigurationError(
             "data.streaming: found true, but inspect has to read all documents; set data.streaming=false and "

@@ -17,6 +17,8 @@ ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("data", "mixture"), ("data", "path")),
     (("tokenizer", "path"), ("tokenizer", "vocabulary_size")),
     (("tokenizer", "vocabulary_size"), ("tokenizer", "path")),
+    (("schedule", "warmup_steps"), ("schedule", "warmup_ratio")),
+    (("schedule", "warmup_ratio"), ("schedule", "warmup_steps")),
     # A pretrained model's embeddings belong to the tokenizer that it was trained with.
     (("model", "path"), ("tokenizer", "vocabulary_size")),
 )

@@ -18,7 +18,7 @@ _HERE = {
     "optimizer.max_grad_norm": "gradient_clipping grad_clip clip_grad_norm",
     "optimizer.epsilon": "eps adam_epsilon",
     "schedule.name": "lr_scheduler lr_scheduler_type scheduler",
-    "schedule.warmup_steps": "warmup warmup_ratio",
+    "schedule.warmup_steps": "warmup num_warmup_steps",
     "batch.micro_batch_size": "per_device_train_batch_size per_device_batch_size",
     "batch.global_batch_size": "batch_size train_batch_size total_batch_size",
     _ACCUMULATION: "gradient_accumulation_steps grad_accum accumulation_steps",

@@ -60,11 +60,12 @@ def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
     return source
 
 
-def load_recipe(path: str, overrides: Sequence[str] = (), auto: bool = False) -> Recipe:
+def load_recipe(path: str, overrides: Sequence[str] = (), auto: bool = False, schedule: bool = True) -> Recipe:
     """Read a recipe.
 
     Args:
         auto: accept `batch.micro_batch_size: auto`, for a caller that does not need the number.
+        schedule: check the rules of the block `schedule`; False for a caller that runs no step.
 
     Raises:
         ConfigurationError: with every problem found.
@@ -72,8 +73,11 @@ def load_recipe(path: str, overrides: Sequence[str] = (), auto: bool = False) ->
     source = read_recipe(path, overrides)
     if not auto:
         refuse_auto(source)
-    if source.recipe is None or source.document.problems:
-        raise ConfigurationError(format_problems(source.document.problems))
+    problems = source.document.problems
+    if not schedule and source.recipe is not None:
+        problems = [problem for problem in problems if not problem.key.startswith("schedule.")]
+    if source.recipe is None or problems:
+        raise ConfigurationError(format_problems(problems))
     return source.recipe
 
 

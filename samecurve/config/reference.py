@@ -21,12 +21,9 @@ _HEADER = """\
 <!-- Written by `python -m samecurve.config.reference` from samecurve/config/schema*.py. Do not edit. -->
 
 A recipe is a YAML file. It names another one with `base:` and gives the keys that differ;
-[`recipes/base.yaml`](../recipes/base.yaml) lists them all. On the command line a key is given as `key.path=value`; if
-it is given twice there, the last value counts and the header says so. An unknown key is an error, and so is a key that
-the task, the optimizer or another option does not read.
-
-The defaults are those of the schema. A recipe that starts from `recipes/base.yaml` takes that file's values first; it
-has one for each key marked *required*, except `output_dir`, the model and the data.
+[`recipes/base.yaml`](../recipes/base.yaml) lists them all, with the defaults below. On the command line a key is given
+as `key.path=value`; of a key that is given twice there, the last value counts and the header says so. An unknown key is
+an error, and so is a key that the task, the optimizer or another option does not read.
 """
 # Larger limits only keep counters from overflowing
 _LARGEST_SHOWN = 10**6

@@ -24,6 +24,7 @@ from samecurve.config import (
 from samecurve.config.documents import describe
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.config.schema import Recipe
+from samecurve.config.schema_training import num_warmup_steps
 from samecurve.config.section import Section
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.data_names import CHATML, MODULES, is_hub_name
@@ -161,9 +162,15 @@ def _template(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _warmup(value: Callable[[str], Any]) -> Iterator[Finding]:
     steps, warmup = value("steps"), value("schedule.warmup_steps")
-    if warmup >= steps:
+    if warmup is not None and warmup >= steps:
         text = f"found {warmup}, but steps is {steps} and warm-up must end earlier; use at most {steps - 1}"
-        yield "schedule.warmup_steps", text
+        yield "schedule.warmup_steps", f"{text}, or warmup_ratio"
+
+
+def _two_warmups(value: Callable[[str], Any]) -> Iterator[Finding]:
+    steps, ratio = value("schedule.warmup_steps"), value("schedule.warmup_ratio")
+    if steps is not None and ratio is not None:
+        yield "schedule.warmup_ratio", f"found {ratio:g}, but warmup_steps is {steps}; keep one of them"
 
 
 def _decay(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -176,7 +183,8 @@ def _decay(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _long_decay(value: Callable[[str], Any]) -> Iterator[Finding]:
-    steps, warmup, decay = value("steps"), value("schedule.warmup_steps"), value("schedule.decay_steps") or 0
+    steps, decay = value("steps"), value("schedule.decay_steps") or 0
+    warmup = num_warmup_steps(steps, value("schedule.warmup_steps"), value("schedule.warmup_ratio"))
     if value("schedule.name") == "wsd" and warmup < steps < warmup + decay:  # warmup >= steps is _warmup's
         text = f"found {decay}, but with {warmup} warm-up steps that exceeds the run's {steps} steps"
         yield "schedule.decay_steps", f"{text}; use at most {steps - warmup}"
@@ -212,5 +220,5 @@ RULES: tuple[Rule, ...] = (
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
     *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
-    *(_warmup, _decay, _long_decay, _best, _rollback, _evaluate),
+    *(_warmup, _two_warmups, _decay, _long_decay, _best, _rollback, _evaluate),
 )

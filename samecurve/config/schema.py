@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from samecurve.config.schema_data import Data, Tokenizer
-from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule
+from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule, num_warmup_steps
 from samecurve.config.section import LARGEST_INTEGER, Count, Name, Natural, Section
 from samecurve.specs.tasks import TaskName
 
@@ -233,7 +233,7 @@ class Recipe(Section):
     `checkpoint.mirror` with a local folder, `$SAMECURVE_STAGING/s3/bucket/run`, else `runs/s3/bucket/run`."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seeds the initial weights, the order of the rows and dropout."""
-    steps: int = Field(ge=1, le=MOST_STEPS)
+    steps: int = Field(default=1000, ge=1, le=MOST_STEPS)
     """Optimizer steps."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """The computing precision. Trained weights stay fp32, except those of `adamw_bf16`. A CPU without bf16
@@ -250,8 +250,8 @@ class Recipe(Section):
     data: Data
     embed: Embed = Embed()
     distill: Distill = Distill()
-    batch: Batch
-    optimizer: Optimizer
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     dpo: Dpo = Dpo()
     reward: Reward = Reward()
@@ -267,6 +267,10 @@ class Recipe(Section):
     watchdog: Watchdog = Watchdog()
     logging: Logging = Logging()
     profile: Profile = Profile()
+
+    @property
+    def warmup_steps(self) -> int:
+        return num_warmup_steps(self.steps, self.schedule.warmup_steps, self.schedule.warmup_ratio)
 
     @property
     def evaluation(self) -> Data | None:

@@ -5,6 +5,7 @@ The text below each key is its meaning in docs/recipe_reference.md: `python -m s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,12 +31,12 @@ else:
 class Batch(Section):
     """Sizes in global terms, so that the loss curve does not depend on the number of devices."""
 
-    global_batch_size: Count
+    global_batch_size: Count = 32
     """Rows per optimizer step over all devices. Any number of devices shares them, as evenly as possible."""
     micro_batch_size: MicroBatchSize = 1
     """Maximum number of rows per device and forward pass: as many as fit into memory. It need not divide anything.
     `auto` finds the number by rehearsals before the first step, on a CPU within `memory.limit_gib`."""
-    sequence_length: Count
+    sequence_length: Count = 1024
     """Tokens per row."""
 
     @property
@@ -64,6 +65,20 @@ class Batch(Section):
         ]
 
 
+DEFAULT_WARMUP_RATIO = 0.05
+
+
+def num_warmup_steps(steps: int, warmup_steps: int | None, warmup_ratio: float | None) -> int:
+    """Steps of warm-up: as given, else a share of the run's steps.
+
+    Rounded up as in transformers' TrainingArguments.get_warmup_steps, but at least the last step comes after it.
+    """
+    if warmup_steps is not None:
+        return warmup_steps
+    ratio = DEFAULT_WARMUP_RATIO if warmup_ratio is None else warmup_ratio
+    return min(math.ceil(steps * ratio), steps - 1)
+
+
 Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 
@@ -72,7 +87,7 @@ class Optimizer(Section):
 
     name: OptimizerName = "adamw"
     """The algorithm. [Optimizers](optimizers.md) compares them."""
-    learning_rate: float = Field(gt=0)
+    learning_rate: float = Field(default=3e-4, gt=0)
     """The peak learning rate. Lion needs 3 to 10 times less than AdamW; for Adafactor it is relative to the weights."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay rates of the two moments. Not read by `sgd` and `adafactor`."""
@@ -95,8 +110,10 @@ class Schedule(Section):
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """The shape after warm-up. `wsd` is warm-up, stable, decay."""
-    warmup_steps: Natural = 0
-    """Steps of linear warm-up. It must be less than `steps`."""
+    warmup_steps: Natural | None = None
+    """Steps of linear warm-up, fewer than `steps`; or give `warmup_ratio`."""
+    warmup_ratio: float | None = Field(default=None, ge=0, lt=1)
+    """Linear warm-up as a share of `steps`, rounded up. null: 0.05, unless `warmup_steps` is given."""
     decay_steps: Natural | None = None
     """`wsd` only, and required there: the length of the final decay in steps."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)

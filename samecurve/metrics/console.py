@@ -140,8 +140,9 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     each = facts["data"].get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
     counts = facts.get("counts", "tokens")
     counted = "" if counts == "tokens" else f"the loss is the mean over {counts}, counted as `tokens` in metrics.jsonl"
+    warmup = f", {facts['warmup_steps']} of them warm-up" if facts.get("warmup_steps") else ""
     lines = [
-        ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps)"),
+        ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps{warmup})"),
         *(("", note) for note in facts.get("notes", ())),
         ("strategy", facts["strategy"] + (f" ({facts['strategy_path']})" if facts["strategy_path"] else "")),
         ("engine", f"{facts['engine']} on {facts['device']}"),

@@ -15,19 +15,19 @@ def learning_rate(recipe: Recipe, update: int) -> float:
     """Compute the learning rate of the `update`-th applied update (1-based).
 
     The rate depends on nothing else, so resuming needs no schedule state. Warm-up is linear and reaches the peak rate
-    at update `warmup_steps`. The schedules differ afterwards, with r = `min_lr_ratio` as a fraction of the peak rate:
+    at update `recipe.warmup_steps`. The schedules differ afterwards, with r = `min_lr_ratio`, a share of the peak rate:
 
     - constant stays at the peak.
     - linear and cosine reach r at the last step.
     - wsd (warm-up, stable, decay) stays at the peak until the last `decay_steps` updates, in which the rate falls
       linearly to r (Hu et al. 2024, arXiv:2404.06395).
     """
-    schedule, peak = recipe.schedule, recipe.optimizer.learning_rate
-    if update < schedule.warmup_steps:
-        return peak * update / schedule.warmup_steps
+    schedule, peak, warmup = recipe.schedule, recipe.optimizer.learning_rate, recipe.warmup_steps
+    if update < warmup:
+        return peak * update / warmup
     if schedule.name == "constant":
         return peak
-    decay_steps = recipe.steps - schedule.warmup_steps
+    decay_steps = recipe.steps - warmup
     if schedule.name == "wsd" and schedule.decay_steps is not None:
         decay_steps = schedule.decay_steps
     progress = min(max(update - (recipe.steps - decay_steps), 0) / max(decay_steps, 1), 1.0)

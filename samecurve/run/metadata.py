@@ -44,6 +44,7 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
         "hardware": hardware_facts(),
         "precision": recipe.precision,
         "data": data,
+        "warmup_steps": recipe.warmup_steps,
         "recipe": recipe.model_dump(),
         "accelerate": strategy.accelerate,
         "deepspeed": strategy.deepspeed,

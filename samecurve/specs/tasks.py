@@ -85,9 +85,9 @@ TASKS = {
         {
             "model.path": (None, "starts from a pretrained model; set it to a folder or hub name"),
             # the first steps of Adam are large, and pretrained weights have something to lose
-            "schedule.warmup_steps": (
-                0,
-                "starts Adam's moments at 0, which makes the first updates about as large as any; set it above 0",
+            **dict.fromkeys(
+                ("schedule.warmup_steps", "schedule.warmup_ratio"),
+                (0, "starts Adam's moments at 0, which makes the first updates about as large as any; set it above 0"),
             ),
         },
         by_token=True,

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from samecurve.config import loader
+from samecurve.config.documents import merge_blocks, read_document
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
 
@@ -57,3 +58,9 @@ def keys_in(values: dict, prefix: str = "") -> set[str]:
 def test_the_base_names_all_keys_but_which_model_and_data():
     base = yaml.safe_load((ROOT / "recipes" / "base.yaml").read_text())
     assert keys_of(Recipe) - keys_in(base) == {"output_dir", "model.path", "model.config", "data.path"}
+
+
+def test_the_base_has_the_schemas_defaults():
+    base = read_document(ROOT / "recipes" / "base.yaml")
+    own = {"output_dir": "runs/x", "model": {}, "data": {}}
+    assert Recipe.model_validate(merge_blocks(own, base.content)) == Recipe.model_validate(own)

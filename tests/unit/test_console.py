@@ -70,6 +70,11 @@ def test_header_names_dropout():
     assert lines["dropout"] == "attn_pdrop 0.1"
 
 
+def test_header_says_how_long_the_warmup_is():
+    lines = dict(header_lines({**FACTS, "warmup_steps": 6}))
+    assert lines["recipe"] == "recipes/quickstart.yaml (pretrain, 120 steps, 6 of them warm-up)"
+
+
 def test_header_says_what_runs():
     assert header_lines(FACTS) == [
         ("recipe", "recipes/quickstart.yaml (pretrain, 120 steps)"),

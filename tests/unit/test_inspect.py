@@ -54,6 +54,11 @@ def test_samples_and_counts_by_hand(recipe_file, capsys):
     assert "64-127  ████████████████████ 1 (1 truncated)" in out
 
 
+def test_inspect_has_no_schedule(recipe_file, capsys):
+    assert commands.main(["inspect", recipe_file, "steps=2", "schedule.warmup_steps=50"]) == 0
+    assert "sample 1: 29 tokens" in capsys.readouterr().out
+
+
 def test_a_bar_shows_the_share_of_each_document():
     assert bar_of([(4, 1), (2, 1)], 8) == "█" * 32 + "▓" * 16 + "·" * 16
 

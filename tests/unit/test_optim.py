@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
     Trainer,
+    TrainingArguments,
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
     get_linear_schedule_with_warmup,
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from samecurve.config.schema import Optimizer, Schedule
+from samecurve.config.schema_training import num_warmup_steps
 from samecurve.optim.factory import build_optimizer
 from samecurve.optim.parameter_groups import Roles, parameter_groups, roles_of
 from samecurve.optim.schedule import learning_rate, set_learning_rate
@@ -27,8 +29,12 @@ PEAK = 0.01
 
 
 def recipe(steps: int = 20, **schedule) -> SimpleNamespace:
+    chosen = Schedule(**schedule)
     return SimpleNamespace(
-        steps=steps, schedule=Schedule(**schedule), optimizer=Optimizer(learning_rate=PEAK, weight_decay=0.5)
+        steps=steps,
+        schedule=chosen,
+        warmup_steps=num_warmup_steps(steps, chosen.warmup_steps, chosen.warmup_ratio),
+        optimizer=Optimizer(learning_rate=PEAK, weight_decay=0.5),
     )
 
 
@@ -50,6 +56,17 @@ def recipe(steps: int = 20, **schedule) -> SimpleNamespace:
 )
 def test_rates_worked_out_by_hand(schedule, update, expected):
     assert learning_rate(recipe(**schedule), update) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ratio", "warmup"),
+    [(560, 0.053, 30), (20, 0.25, 5), (100, 0.07, 8), (20, 0.01, 1), (20, 0.0, 0), (3, 0.9, 2), (1, 0.5, 0)],
+)
+def test_warmup_as_a_share_of_the_steps(steps, ratio, warmup):
+    """0.07 * 100 is 7.000000000000001; at least the last step comes after the warm-up."""
+    found = recipe(steps, warmup_ratio=ratio).warmup_steps
+    theirs = math.ceil(steps * ratio) if ratio == 0 else TrainingArguments(warmup_steps=ratio).get_warmup_steps(steps)
+    assert found == warmup == min(theirs, steps - 1)
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])

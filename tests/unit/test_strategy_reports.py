@@ -473,11 +473,11 @@ CASES = [
     ("mixed topology+config", {}, ["r.yaml", "steps=no"], {**T, "WORLD_SIZE": "4"},
      [("command line", "steps", "false", INTEGER),
       ("environment", "WORLD_SIZE", "4", "--strategy configs/ddp.yaml")]),
-    ("all three", {**changed("r.yaml", "steps: 10", "stepps: 10"), **changed("configs/zero2.yaml", "num_processes", "num_proceses"), **changed("ds_configs/zero2.json", '"stage": 2', '"stage": 1')}, ["r.yaml", "--strategy", "configs/zero2.yaml", "seed=-1"], T,
+    ("all three", {**changed("r.yaml", "output_dir: runs/x\nsteps: 10", "stepps: 10"), **changed("configs/zero2.yaml", "num_processes", "num_proceses"), **changed("ds_configs/zero2.json", '"stage": 2', '"stage": 1')}, ["r.yaml", "--strategy", "configs/zero2.yaml", "seed=-1"], T,
      [("configs/zero2.yaml:2", "num_proceses", "unknown key", "num_processes"),
       ("ds_configs/zero2.json:6", "zero_optimization.stage", "zero2", "zero1", "rename"),
-      ("r.yaml", "steps", "missing", "add"),
-      ("r.yaml:2", "stepps", "unknown key", "steps"),
+      ("r.yaml", "output_dir", "missing", "add"),
+      ("r.yaml:1", "stepps", "unknown key", "steps"),
       ("command line", "seed", "-1", "at least 0")]),
     ("pipeline: model of neither kind", changed("r.yaml", "  config: {model_type: llama, num_hidden_layers: 4}", "  attention: eager"), ["r.yaml", "--strategy", "ds_configs/pipeline.json"], T,
      [("r.yaml:4", "model", "path", "config", "add")]),
@@ -503,8 +503,8 @@ WHOLE = """\
 5 problems in the configuration
   configs/zero2.yaml:2: num_proceses: unknown key; did you mean num_processes?
   ds_configs/zero2.json:6: zero_optimization.stage: the file is called zero2, but it configures zero1; rename the file or change what it configures
-  r.yaml: steps: missing; add it
-  r.yaml:2: stepps: unknown key; did you mean steps?
+  r.yaml: output_dir: missing; add it
+  r.yaml:1: stepps: unknown key; did you mean steps?
   command line: seed: found -1, expected a number of at least 0"""
 
 
