@@ -9,6 +9,9 @@ from typing import Any
 # their paths may change.
 FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding")
 _BEFORE_THE_KEY = {"bf16_rounding": "stochastic"}  # the value in effect for checkpoints older than the key
+UNKNOWN = "unknown then"  # of a key that the checkpoint is older than
+# Recipe keys that change the rows.
+_OF_ROWS = ("data.", "tokenizer.", "batch.sequence_length", "batch.global_batch_size")
 # Recipe keys whose changes are not logged.
 SILENT = (
     *("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps"),
@@ -23,10 +26,14 @@ def refusals(saved: dict, now: dict) -> list[str]:
         saved: the content of the checkpoint's state.json: `recipe`, `model`, `data`, `step`, ...
         now: the same facts about the current run.
     """
-    recipe_changes = _differences(_with_every_key(saved["recipe"]), _with_every_key(now["recipe"]))
+    recipe_changes = list(_differences(_with_every_key(saved["recipe"]), _with_every_key(now["recipe"])))
     reasons = [text for key, text in recipe_changes if key in FIXED]
     reasons += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
-    reasons += [f"data, changed since the checkpoint: {text}" for _, text in _differences(saved["data"], now["data"])]
+    of_rows = [text for key, text in recipe_changes if key.startswith(_OF_ROWS) and key not in SILENT]
+    for key, text in _differences(saved["data"], now["data"]):
+        # of the rows only a hash is known, which nobody can read
+        causes = ", ".join(of_rows) or f"the content of {_data(now)}, or of the tokenizer, has changed"
+        reasons.append(f"other rows: {causes}" if key == "rows" else f"data, changed since the checkpoint: {text}")
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
     reasons += [text for _, text in _differences(before, after)]
     # a checkpoint that is older than this key cannot be compared
@@ -38,6 +45,19 @@ def refusals(saved: dict, now: dict) -> list[str]:
     if now["recipe"]["steps"] < saved["step"]:
         reasons.append(f"steps: {now['recipe']['steps']}, but the checkpoint already is at step {saved['step']}")
     return reasons
+
+
+def without_effect(saved: dict, now: dict) -> list[str]:
+    """List the changed recipe keys that have no effect on a run without a step left. Arguments as in `refusals`."""
+    used = ("steps", "batch.micro_batch_size", *SILENT)
+    known = ((key, text) for key, text in _differences(saved["recipe"], now["recipe"]) if UNKNOWN not in text)
+    return [text.replace(":", "", 1) for key, text in known if key not in used and not key.startswith("export.")]
+
+
+def _data(facts: dict) -> str:
+    """Name the training data of a recipe."""
+    data = facts["recipe"].get("data", {})
+    return data.get("path") or ", ".join(source["path"] for source in data.get("mixture") or ()) or "the data"
 
 
 def changes(saved: dict, now: dict) -> list[str]:
@@ -74,7 +94,7 @@ def _differences(before: dict, after: dict, prefix: str = "") -> Iterator[tuple[
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            was = _shown(old) if key in before else "unknown then"
+            was = _shown(old) if key in before else UNKNOWN
             yield f"{prefix}{key}", f"{prefix}{key}: {was} -> {_shown(new)}"
 
 

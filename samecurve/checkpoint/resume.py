@@ -20,6 +20,7 @@ from samecurve.checkpoint.manifest import (
 from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_injection import fault_point
+from samecurve.storage.filesystem import next_free
 
 if TYPE_CHECKING:
     from samecurve.distributed.control_group import ControlGroup
@@ -123,11 +124,11 @@ class CheckpointSelector:
             raise CheckpointError(
                 f"{folder}: the run cannot resume with these changes:\n"
                 + "\n".join(f"  {text}" for text in refused)
-                + "\nundo them, choose another output_dir, or start over (--fresh)"
+                + f"\nundo them, start another run (output_dir={next_free(self._directory.parent)}), or start this one "
+                "over (--fresh)"
             )
         changed = changes(saved, self._facts)
-        # otherwise nothing is left to train, which the start reports by itself (NothingToDo)
-        if saved["step"] < self._facts["recipe"]["steps"] or changed:
+        if saved["step"] < self._facts["recipe"]["steps"]:  # the start reports a run that has no step left
             self._log("\n".join([f"resuming from {folder}", *(f"  changed: {text}" for text in changed)]))
 
 

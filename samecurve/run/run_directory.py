@@ -26,7 +26,7 @@ from samecurve.run import failures as restarts
 from samecurve.run.status import STATUS, counted, read_status, split_refused, with_refused
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
-from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder
+from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder, next_free
 from samecurve.storage.jsonl import JsonlFile, read_lines
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
@@ -90,7 +90,7 @@ class RunDirectory:
             with storage_errors(self.path):
                 if self.path.exists() and not self.path.is_dir():
                     raise StorageError(
-                        f"output_dir: {self.path} is a file, expected a folder; choose another output_dir"
+                        f"output_dir: {self.path} is a file, expected a folder; use output_dir={next_free(self.path)}"
                     )
                 make_durable_folder(self.path)
                 self._lock = lock_folder(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
@@ -135,7 +135,7 @@ class RunDirectory:
 
     @property
     def is_exported(self) -> bool:
-        return (self.model / "config.json").is_file()
+        return any((self.model / file).is_file() for file in ("config.json", "adapter_config.json"))
 
     def write_run(self, facts: dict) -> None:
         if self.is_main:
@@ -189,15 +189,24 @@ class RunDirectory:
         if self.is_main:
             self._skipped.append(record)
 
-    def begin(self, step: int = 0, record: dict | None = None, busy: Callable[[], None] = lambda: None) -> None:
+    def begin(
+        self,
+        step: int = 0,
+        record: dict | None = None,
+        busy: Callable[[], None] = lambda: None,
+        trains: bool = True,
+    ) -> None:
         """Take the directory over for this session, once recipe, data and checkpoint are accepted.
 
         Args:
             step: the step to resume after. Later steps move to `previous/N/`, with the earlier session's files.
             record: that step's line of metrics.jsonl, from the checkpoint; added if the file lacks it.
             busy: called from time to time to report progress.
+            trains: False where no step is left. run.json then stays that of the session that trained.
         """
         self.step = step
+        if self.continues and not trains:
+            self._present = [path for path in self._present if path.name != "run.json"]
         if self.is_main:
             with storage_errors(self.path):
                 if self.continues:
@@ -248,7 +257,8 @@ class RunDirectory:
             return
         raise CheckpointError(
             f"output_dir: {self.path} holds checkpoints of an earlier run, which --resume {resume} would leave behind; "
-            "resume from them (--resume auto), choose another output_dir, or add --fresh to move them aside"
+            f"resume from them (--resume auto), start another run (output_dir={next_free(self.path)}), or add --fresh "
+            "to move them aside"
         )
 
     def _find_present(self) -> list[Path]:
@@ -267,13 +277,13 @@ class RunDirectory:
             names = ", ".join(f"{path.name}/" for path in self._present)
             raise ConfigurationError(
                 f"output_dir: {self.path} holds {names} but no run.json, so it is not the directory of a run; "
-                "choose another output_dir"
+                f"use output_dir={next_free(self.path)}"
             )
         for read in reads:
             if any(read.is_relative_to(path.resolve()) for path in self._present):
                 raise ConfigurationError(
                     f"output_dir: {self.path} holds {read}, which this run reads, and a new session moves an earlier "
-                    "one's files aside; choose another output_dir"
+                    f"one's files aside; use output_dir={next_free(self.path)}"
                 )
 
     def _next_previous(self) -> Path:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 PIECE_BYTES = 32 << 20
+
+
+def next_free(folder: Path) -> Path:
+    """Return the first of FOLDER-2, FOLDER-3, ... that does not exist; after FOLDER-2 comes FOLDER-3."""
+    stem = re.sub(r"-\d{1,3}$", "", folder.name)
+    return next(path for number in count(2) if not (path := folder.with_name(f"{stem}-{number}")).exists())
 
 
 class WritableFile(Protocol):

@@ -7,13 +7,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from samecurve.checkpoint.compatibility import without_effect
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.mirror import Mirror
 from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines import factory
-from samecurve.errors import NothingToDo
+from samecurve.errors import ConfigurationError, NothingToDo
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
@@ -27,6 +28,8 @@ from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.model_families import check_packing
+from samecurve.storage.atomic import json_values
+from samecurve.storage.filesystem import next_free
 from samecurve.storage.object_store import ObjectStore
 from samecurve.strategy.preflight import compiler_problems
 from samecurve.tasks import registry
@@ -39,6 +42,7 @@ from samecurve.training.trackers import Trackers
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from samecurve.config.schema import Recipe
     from samecurve.interfaces.engine import Engine
     from samecurve.run.lifecycle import RunSupervisor
     from samecurve.run.run_directory import RunDirectory
@@ -84,7 +88,7 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
     """Open the run's checkpoints and select the one to resume from, if any (`Checkpoints.resumed_from`).
 
     Raises:
-        NothingToDo: the same command has already completed; raised on all ranks.
+        NothingToDo, ConfigurationError: see `check_work`; raised on all ranks.
         CheckpointError: no checkpoint can be used, or the run may not resume from it; raised on all ranks.
     """
     recipe, run, log = context.recipe, context.run, context.progress.log
@@ -94,21 +98,32 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
         background = "optimizer:nvme" not in context.plan.strategy.offload
     checkpoints = Checkpoints(run, identity, context.world, log, context.watch.local_progress, background)
     checkpoint = checkpoints.find(context.plan.resume)
-    has_all_outputs = run.is_exported or not recipe.export.enabled
-
-    def is_complete() -> bool:
-        if checkpoint is None or not (run.is_done and has_all_outputs):
-            return False
-        return read_state(checkpoint)["step"] >= recipe.steps
-
-    # all ranks must decide alike, and another rank may have read status.json after rank 0 set it to running
-    if context.world.on_main(is_complete):
-        where = f"the model is in {run.model}" if run.is_exported else f"its last step is in {checkpoint}"
-        raise NothingToDo(
-            f"already done at step {recipe.steps}, nothing to train: {where}; to train, raise steps, "
-            "choose another output_dir, or add --fresh"
-        )
+    if checkpoint is not None:
+        # on rank 0, because another rank may have read status.json after rank 0 set it to running
+        context.world.on_main(lambda: check_work(run, recipe, read_state(checkpoint), json_values(identity)))
     return checkpoints
+
+
+def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -> None:
+    """Refuse a start that would train no step, unless its export is missing. For rank 0.
+
+    Args:
+        saved, identity: see `compatibility.refusals`.
+
+    Raises:
+        NothingToDo: the same command has already completed.
+        ConfigurationError: keys have changed, which without a step would only change what the run says of itself.
+    """
+    if saved["step"] < recipe.steps:
+        return
+    where = f"nothing to do: {run.path} is at step {saved['step']} of {recipe.steps}"
+    ways = f"steps={2 * recipe.steps} goes on, output_dir={next_free(run.path)} starts another run, --fresh starts over"
+    changed = without_effect(saved, identity)
+    if changed:
+        count = "1 changed key has" if len(changed) == 1 else f"{len(changed)} changed keys have"
+        raise ConfigurationError(f"{where}; {count} no effect: {', '.join(changed)}; {ways}")
+    if run.is_done and (run.is_exported or not recipe.export.enabled):
+        raise NothingToDo(f"{where}{f', and its model is in {run.model}' if run.is_exported else ''}; {ways}")
 
 
 def settle_compile(context: Context, built: Built, checkpoints: Checkpoints) -> Context:
@@ -159,7 +174,9 @@ def restore(context: Context, engine: Engine, checkpoints: Checkpoints) -> Train
 def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkpoints, start: TrainProgress) -> Session:
     """Open the rows and the run's records at the first step of this session, write run.json and print the header."""
     recipe, task, log = context.recipe, built.task, context.progress.log
-    context.run.begin(start.step, start.record, context.watch.local_progress)
+    trains = start.step < recipe.steps
+    trackers = recipe.logging.trackers if context.world.is_main and trains else ()
+    context.run.begin(start.step, start.record, context.watch.local_progress, trains)
     if context.world.is_main:
         checkpoints.mirror = _mirror(context, start.step)
     batches = StepBatches(
@@ -200,9 +217,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
             (recipe.evaluate.every_steps, recipe.checkpoint.every_steps),
             meter.start,
         ),
-        trackers=Trackers(
-            recipe.logging.trackers if context.world.is_main else (), meter, recipe.data, context.run.path, log
-        ),
+        trackers=Trackers(trackers, meter, recipe.data, context.run.path, log),
     )
     _introduce(session)
     return session
@@ -222,6 +237,10 @@ def _introduce(session: Session) -> None:
     """Write run.json and print the header, both with the live configuration."""
     context, built, engine = session.context, session.built, session.engine
     plan, recipe, accelerator = context.plan, context.recipe, context.accelerator
+    if session.start.step >= recipe.steps and (context.run.path / "run.json").is_file():
+        context.progress.log(context.run.notice)
+        context.progress.log(f"no step is left to train: {recipe.steps} of {recipe.steps} are done")
+        return  # run.json stays that of the session that trained
     described = weights.describe(built.skeleton, recipe) | asdict(engine.describe())
     described |= {"adapter": built.identity["adapter"], "allocator": factory.allocator(accelerator)}
     described |= {"cudnn_attention": cudnn.describe(accelerator.device)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from harness import ROOT, launch_command
@@ -40,7 +41,7 @@ def test_a_finished_run_is_done_and_a_refused_start_leaves_it_alone(workspace, t
     before = everything(directory)
     again = start(workspace, directory, "ddp", 2)
     assert again.returncode == 0, again.output
-    assert again.output.count(f"already done at step {STEPS}, nothing to train") == 1
+    assert again.output.count(f"nothing to do: {directory} is at step {STEPS} of {STEPS}, and its model is in") == 1
     assert everything(directory) == before
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a"}\n{"tex')
@@ -48,6 +49,7 @@ def test_a_finished_run_is_done_and_a_refused_start_leaves_it_alone(workspace, t
         (3, f"data.path={broken}"),
         (4, "seed=9"),
         (2, f"tokenizer.path={directory / 'model'}"),
+        (2, "optimizer.learning_rate=0.5"),
         (2, "steps=x"),
     ):
         refused = start(workspace, directory, None, 1, override)
@@ -64,3 +66,26 @@ def test_a_finished_run_is_done_and_a_refused_start_leaves_it_alone(workspace, t
     old = directory / "previous" / "1"
     assert (old / "model" / "config.json").is_file() and (old / "status.json").read_bytes() == before["status.json"]
     assert "refused_start" not in longer.status
+
+
+def test_a_session_without_a_step_changes_no_record(workspace, tmp_path):
+    """A finished adapter run, then one whose export is missing: made with the facts of the session that trained."""
+    directory = tmp_path / "run"
+    overrides = ("export.verify=off", *workspace.lora)
+    assert start(workspace, directory, None, 1, *overrides).returncode == 0
+    before = everything(directory)
+    again = start(workspace, directory, None, 1, *overrides)
+    assert (again.returncode, everything(directory)) == (0, before), again.output
+    changed = start(workspace, directory, None, 1, *overrides, "optimizer.learning_rate=0.5")
+    text = f"nothing to do: {directory} is at step {STEPS} of {STEPS}; 1 changed key has no effect: "
+    assert changed.returncode == 2 and f"{text}optimizer.learning_rate" in changed.output, changed.output
+    assert f"-> 0.5; steps={2 * STEPS} goes on, output_dir={directory}-2 starts another run" in changed.output
+    check_refused(directory, 2, before)
+    card = (directory / "model" / "README.md").read_text()
+    shutil.rmtree(directory / "model")
+    missing = start(workspace, directory, None, 1, *overrides)
+    assert missing.returncode == 0 and f"no step is left to train: {STEPS} of {STEPS}" in missing.output
+    after = everything(directory)
+    assert all(after[name] == before[name] for name in ("run.json", "metrics.jsonl"))
+    lines = zip(card.splitlines(), (directory / "model" / "README.md").read_text().splitlines(), strict=True)
+    assert [old for old, new in lines if old != new and "card written" not in old] == []

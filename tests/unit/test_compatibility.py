@@ -4,11 +4,11 @@ import copy
 
 import pytest
 
-from samecurve.checkpoint.compatibility import changes, refusals
+from samecurve.checkpoint.compatibility import changes, refusals, without_effect
 from samecurve.checkpoint.resume import CheckpointSelector
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError
-from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.filesystem import LocalFileSystem, next_free
 
 SAVED = {
     "step": 40,
@@ -83,9 +83,40 @@ def test_what_may_not_change_is_refused_all_at_once():
     assert refusals(SAVED, after) == [
         "seed: 0 -> 1",
         "model.rope.theta: 1.0 -> 2.0",
-        "data, changed since the checkpoint: rows: abc -> xyz",
+        "other rows: the content of the data, or of the tokenizer, has changed",
         "steps: 30, but the checkpoint already is at step 40",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"data": {"path": "b.jsonl"}}, "other rows: data.path: a.jsonl -> b.jsonl"),
+        ({"data": {"path": "a.jsonl"}}, "other rows: the content of a.jsonl, or of the tokenizer, has changed"),
+        (
+            {"data": {"path": "a.jsonl", "num_workers": 2}, "batch": {"sequence_length": 64}},
+            "other rows: batch.sequence_length: 32 -> 64",
+        ),
+    ],
+)
+def test_other_rows_are_named_not_hashed(changed, reason):
+    recipe = SAVED["recipe"] | {"data": {"path": "a.jsonl"}, "batch": {"sequence_length": 32}}
+    after = now(recipe=recipe | changed, data__rows="xyz")
+    assert refusals(now(recipe=recipe), after) == [reason]
+
+
+def test_changes_without_a_step_left():
+    after = now(recipe__optimizer__learning_rate=1e-2, recipe__optimizer__momentum=0.9, recipe__steps=40, strategy="tp")
+    assert without_effect(SAVED, after) == ["optimizer.learning_rate 0.001 -> 0.01"]
+    assert without_effect(SAVED, now(recipe__export={"verify": "off"}, recipe__output_dir="runs/y")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "free"), [("lora", "", "lora-2"), ("lora", "lora-2", "lora-3"), ("lora-2", "lora-2", "lora-3")]
+)
+def test_the_first_free_folder(name, there, free, tmp_path):
+    (tmp_path / there).mkdir(exist_ok=True)
+    assert next_free(tmp_path / name) == tmp_path / free
 
 
 def test_a_damaged_checkpoint_that_was_named_says_nothing_about_its_neighbours(tmp_path):
