@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_BYTES = 4 * 10**9
+# Config keys of several families for the number of layers that predict further tokens.
+FURTHER_TOKENS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+)
 
 
 @dataclass(frozen=True)
@@ -261,8 +269,8 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarg
     config.architectures = [type(skeleton).__name__]
     config.dtype = dtype_name(target.dtype)
     config.use_cache = True  # training turns it off, but generation with the export needs it
-    if getattr(skeleton, "generation_config", None) is not None:
-        name_end_of_text(config, target.tokenizer)
+    settle_config(skeleton, config, target.tokenizer)
+    if skeleton.can_generate() and skeleton.generation_config is not None:
         write_generation_config(skeleton.generation_config, target.tokenizer, directory)
     if is_remote(config):
         # transformers annotates `config` as a dict, but passes its own configs.
@@ -270,8 +278,19 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarg
     config.save_pretrained(directory)
 
 
-def name_end_of_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Name the tokenizer's end of text in the config, as transformers' Trainer does (align_special_tokens)."""
+def settle_config(model: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make a config say what the export holds.
+
+    The end of text is the tokenizer's, as transformers' Trainer sets it (align_special_tokens). Layers that predict
+    further tokens, which transformers leaves out, are no longer claimed: servers would look for their weights.
+    """
+    beyond = f".layers.{getattr(config, 'num_hidden_layers', '')}."
+    if not any("mtp" in name or beyond in name for name, _ in model.named_parameters()):
+        for key in FURTHER_TOKENS:
+            if getattr(config, key, None):
+                setattr(config, key, 0)
+    if not model.can_generate():
+        return
     stored, end = config.eos_token_id, tokenizer.eos_token_id
     if isinstance(stored, list) and end is not None and end not in stored:
         config.eos_token_id = [end, *stored]

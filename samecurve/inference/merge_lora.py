@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from samecurve.errors import NumericError
 from samecurve.export.convert import copy_as
-from samecurve.export.hf_export import name_end_of_text, write_generation_config
+from samecurve.export.hf_export import settle_config, write_generation_config
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
 from samecurve.inference import folders, loading
 from samecurve.specs.precision import DTYPES
@@ -78,9 +78,9 @@ def _merge(folder: Path, base: str, output: Path) -> str:
     base_logits, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)
+    settle_config(merged, merged.config, tokenizer)
     generation = merged.generation_config if merged.can_generate() else None
     if generation is not None:
-        name_end_of_text(merged.config, tokenizer)
         merged.generation_config = GenerationConfig()  # save_pretrained refuses what some base models have
     with storage_errors(output):
         merged.save_pretrained(output)

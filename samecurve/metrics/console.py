@@ -150,6 +150,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("mesh", _mesh(facts)),
         ("parameters", _parameters(facts)),
         ("new head", _new_head(facts)),
+        ("not read", facts.get("unread_tensors", "") and f"of model.path: {facts['unread_tensors']}"),
         (
             "precision",
             f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",

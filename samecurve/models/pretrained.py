@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import lora as adapters
 from samecurve.models import weight_conversion
 from samecurve.models.embeddings import grow_embedding
+from samecurve.models.hf_config import CAUSAL, kind_of, kind_of_stored
 from samecurve.models.weight_files import Stored, read, weight_files
 
 if TYPE_CHECKING:
@@ -36,7 +39,8 @@ class Pretrained:
     def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str):
         self._path, self._files = path, weight_files(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        groups = weight_conversion.groups(alone, {name: stored.shape for name, stored in self._files.items()})
+        shapes = {name: stored.shape for name, stored in self._files.items()}
+        groups, self._unused = weight_conversion.groups(alone, shapes)
         self._group = {name: group for group in groups for name in group.made}
         aliases: dict[int, list[str]] = {}  # of each parameter, the name in `named_parameters()` first
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -46,18 +50,45 @@ class Pretrained:
             for names in aliases.values()
             if not adapters.is_adapter_weight(names[0])
         }
+        self._class = type(alone).__name__
+        kinds = {kind_of(alone), kind_of_stored(alone.config)}
+        self._head = None if kinds == {CAUSAL.kind} else alone.base_model_prefix  # else the file's head is another one
+
+    def unread(self) -> tuple[list[str], list[str]]:
+        """List the weights in the files that the model does not have; buffers of old versions are left out.
+
+        Returns:
+            (names of tensors that nobody expects, names of those that transformers leaves out, too, and of heads for
+            another task).
+        """
+        unknown, expected = [], []
+        for name, (target, is_skipped) in self._unused.items():
+            if re.search(r"(inv_freq|position_ids|masked_bias)$", target):
+                continue
+            if is_skipped and target.endswith((".attn.bias", ".attention.bias")):  # the causal masks of old files
+                continue
+            of_head = self._head is not None and (not target.startswith(f"{self._head}.") or ".pooler." in target)
+            (expected if is_skipped or of_head else unknown).append(name)
+        return unknown, expected
+
+    def grouped(self, names: list[str]) -> str:
+        """Count tensors by the shortest beginning of their names that no tensor of the model has."""
+        known = {part for name in self._files.keys() - self._unused.keys() for part in _beginnings(name)}
+        counts = Counter(next((part for part in _beginnings(name) if part not in known), name) for name in names)
+        return ", ".join(f"{part} ({number} tensor{'s' * (number > 1)})" for part, number in counts.items())
 
     def missing(self) -> set[str]:
         """Find the model's parameters that are not in the files."""
         return {name for name in self._names if not self._found(name)}
 
-    def check(self, wanted: set[str], growing: set[str], hint: str = "") -> None:
-        """Check that all wanted parameters can be read from the files.
+    def check(self, wanted: set[str], growing: set[str], hint: str = "", drops_unknown: bool = False) -> None:
+        """Check that all wanted parameters can be read from the files, and that the files hold no others.
 
         Args:
             wanted: names of the parameters.
             growing: names of parameters that may have more rows than in the file, see hf_config.model_config.
             hint: advice about missing parameters for the message.
+            drops_unknown: whether weights that the model does not have are left out, see model.unknown_tensors.
 
         Raises:
             ConfigurationError: lists every problem.
@@ -67,6 +98,13 @@ class Pretrained:
         for name in self._names:
             if name in wanted and name not in missing:
                 problems += filter(None, [self._problem(name, growing)])
+        unknown = [] if drops_unknown else self.unread()[0]
+        if unknown:
+            problems.append(
+                f"model.path: {self._path} holds weights that transformers' {self._class} does not have: "
+                f"{self.grouped(unknown)}; they would be neither trained nor exported. If the model works without "
+                "them, set model.unknown_tensors to drop"
+            )
         if problems:
             raise ConfigurationError("\n".join(problems))
 
@@ -76,7 +114,10 @@ class Pretrained:
         while rest:
             name = next(iter(rest))
             group = self._group[self._found(name)[0]]
-            made = group.convert(read(self._files, group.sources))
+            stored = read(self._files, group.sources)
+            for source, tensor in stored.items():
+                self._check_finite(source, tensor)
+            made = group.convert(stored)
             # one conversion may make several parameters, so that none of its tensors is read twice
             for name in [each for each in rest if self._found(each)[0] in made]:
                 tensor = made[self._found(name)[0]].float()
@@ -109,6 +150,14 @@ class Pretrained:
             return f"{where} {made} the shape {tuple(shape)}, the config needs {tuple(expected)}"
         return ""
 
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        wrong = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if wrong:
+            raise ConfigurationError(
+                f"{self._files[name].file}: {name}: {wrong:,} of {tensor.numel():,} values are NaN or infinite, which "
+                "would make every loss NaN; copy or download the file again, or start from another checkpoint"
+            )
+
     def _check_tied(self, name: str, tensor: Tensor) -> None:
         """Raise ConfigurationError if the files have different tensors for weights that the config ties."""
         for other in self._found(name)[1:]:
@@ -119,6 +168,12 @@ class Pretrained:
                     f"{_where(stored)} is not {self._found(name)[0]}, but the model's config ties the two; set "
                     "tie_word_embeddings to false in its config.json"
                 )
+
+
+def _beginnings(name: str) -> list[str]:
+    """Return the first part of a name, the first two, and so on: a, a.b and a.b.c."""
+    parts = name.split(".")
+    return [".".join(parts[: index + 1]) for index in range(len(parts))]
 
 
 def _where(stored: dict[str, Stored]) -> str:

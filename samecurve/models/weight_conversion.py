@@ -9,6 +9,7 @@ whole model. All code that depends on them is in this module; tested with transf
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -67,17 +68,29 @@ class Group:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
-def groups(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Group]:
-    """Group the stored tensors by the parameters that they are converted to; unused tensors are left out.
+def groups(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Group], dict[str, tuple[str, bool]]]:
+    """Group the stored tensors by the parameters that they are converted to.
 
-    The steps are those of transformers' convert_and_load_state_dict_in_model. `model` is on the meta device, without an
-    adapter; `shapes` holds the stored tensors' shapes by name.
+    The steps are those of transformers' convert_and_load_state_dict_in_model.
+
+    Args:
+        model: on the meta device, without an adapter.
+        shapes: the stored tensors' shapes by name.
+
+    Returns:
+        The groups, and by its stored name each tensor that the model does not have: (the name that transformers looks
+        for, whether its from_pretrained skips the tensor without a warning).
     """
     known, prefix = model.state_dict(), model.base_model_prefix
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    # as PreTrainedModel._adjust_missing_and_unexpected_keys, which has the two names of buffers for all families
+    skipped = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    unused: dict[str, tuple[str, bool]] = {}
     found: dict[str, Group] = {}
     # experts are stacked in this order, and experts.2 comes before experts.10
     for name in sorted(shapes, key=dot_natural_key):
@@ -85,6 +98,7 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> lis
         if target not in known and name in known:  # stored under its own name, which a rule matches by accident
             target, pattern = rename_source_key(name, [], [], prefix, known)
         if target not in known:
+            unused[name] = target, any(re.search(pattern, target) for pattern in skipped)
             continue
         group = found.get(target)
         if group is None:
@@ -94,7 +108,7 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> lis
             group.sources[name] = pattern or name
     for group in found.values():
         _rehearse(group, shapes)
-    return list(found.values())
+    return list(found.values()), unused
 
 
 def _rehearse(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> None:

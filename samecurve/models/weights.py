@@ -34,15 +34,22 @@ Write = Callable[[str, Tensor], None]
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
-    """Describe the model for the header and run.json.
+    """Describe the model for the header and run.json. Raises as `load_weights`.
 
-    `dropout` holds the config's rates above 0 by config key, `new_head` the parameters that `model.path` lacks.
+    `dropout` holds the config's rates above 0 by config key, `new_head` the parameters that `model.path` lacks,
+    `unread_tensors` counts the weights there that the model does not have.
     """
+    head, unread = [], ""
+    if recipe.model.path is not None:
+        pretrained = Pretrained(model, without_adapter(model), recipe.model.path)
+        head = sorted(new_head(model, recipe, pretrained.missing()))
+        unread = pretrained.grouped([name for names in pretrained.unread() for name in names])
     return {
         "model_type": model.config.model_type,
         "attention": model.config._attn_implementation if has_attention(model.config) else "none",
         "dropout": dropout.rates(model.config),
-        "new_head": new_head_names(model, recipe),
+        "new_head": head,
+        "unread_tensors": unread,
     }
 
 
@@ -87,7 +94,8 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     new = new_head(model, recipe, pretrained.missing())
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
     stored = wanted - added.keys() - new
-    pretrained.check(stored, growing, _head_hint(model, pretrained.missing() - new))
+    hint = _head_hint(model, pretrained.missing() - new)
+    pretrained.check(stored, growing, hint, recipe.model.unknown_tensors == "drop")
     yield from _seeded(model, recipe.seed, wanted & new)
     for name, tensor in pretrained.tensors(stored, growing):
         yield name, tensor
@@ -200,10 +208,3 @@ def _head_hint(model: PreTrainedModel, missing: set[str]) -> str:
     return (
         f", the head of a {type(model).__name__}; name a model that has it, or set model.new_head to true to make one"
     )
-
-
-def new_head_names(model: PreTrainedModel, recipe: Recipe) -> list[str]:
-    """List a pretrained model's newly initialized parameters, for the header. Raises as `load_weights`."""
-    if recipe.model.path is None or not (recipe.model.new_head or is_classifier(model)):
-        return []
-    return sorted(new_head(model, recipe, Pretrained(model, without_adapter(model), recipe.model.path).missing()))

@@ -225,3 +225,12 @@ def test_the_card_is_in_the_folder(tmp_path):
         True,
     )
     assert (tmp_path / "model" / "x").exists()
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_layers_that_are_not_exported_are_not_claimed(key, tmp_path):
+    """Servers would look for the weights of layers that predict further tokens, which transformers leaves out."""
+    trained, skeleton = trained_and_skeleton("llama_untied")
+    setattr(skeleton.config, key, 1)
+    export_to(tmp_path / "model", skeleton, weights(trained).items())
+    assert json.loads((tmp_path / "model" / "config.json").read_text())[key] == 0

@@ -12,6 +12,7 @@ from transformers.models.llama import modeling_llama
 
 from samecurve.config.schema import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
+from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
 from samecurve.models.weights import describe, load_weights
@@ -162,6 +163,59 @@ def test_a_missing_tensor_and_a_wrong_shape_are_told_by_name(saved):
     save_file({**tensors, name: torch.ones(7)}, folder / "model.safetensors")
     with pytest.raises(ConfigurationError, match=r"model.norm.weight has the shape \(7,\), the config needs \(32,\)"):
         filled(recipe(path=str(folder)))
+
+
+MTP = {"mtp.layers.0.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2), "model.visual.a": torch.ones(2)}
+
+
+def with_more(folder, tensors) -> SimpleNamespace:
+    stored = load_file(folder / "model.safetensors")
+    # from versions in which each layer had this buffer
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**stored, **old, **tensors}, folder / "model.safetensors")
+    return recipe(path=str(folder))
+
+
+def test_unknown_tensors_stop_the_run(saved):
+    made = with_more(saved[0], MTP)
+    with pytest.raises(ConfigurationError) as error:
+        filled(made)
+    assert "LlamaForCausalLM does not have: model.visual (1 tensor), mtp (2 tensors); they" in str(error.value)
+    assert "set model.unknown_tensors to drop" in str(error.value)
+    made.model = made.model.model_copy(update={"unknown_tensors": "drop"})
+    assert filled(made).keys() == filled(recipe(FAMILIES["llama_tied"])).keys()
+    model = build_skeleton(made, 64, TOKENS)
+    assert describe(model, made)["unread_tensors"] == "model.visual (1 tensor), mtp (2 tensors)"
+
+
+def test_tensors_that_transformers_skips_are_told(saved, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", ["^mtp", "visual"])
+    made = with_more(saved[0], MTP)
+    assert filled(made)
+    model = build_skeleton(made, 64, TOKENS)
+    assert describe(model, made)["unread_tensors"] == "model.visual (1 tensor), mtp (2 tensors)"
+
+
+@pytest.mark.parametrize("head", ["sequence_classification", "embedding"])
+def test_another_tasks_head_is_told(head, saved):
+    made = with_more(saved[0], {"lm_head.weight": torch.ones(64, 32)})
+    model = build_skeleton(made, 64, TOKENS, Head(head))
+    assert describe(model, made)["unread_tensors"] == "lm_head (1 tensor)"
+    assert filled(made, model)
+    with pytest.raises(ConfigurationError, match=r"does not have: model.visual \(1 tensor\)"):
+        filled(with_more(saved[0], {"model.visual.a": torch.ones(2)}), model)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named(wrong, saved):
+    folder, _ = saved
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = wrong
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigurationError, match=rf"model.safetensors: {name}: 1 of 2,048 values are NaN or infinite"):
+        filled(recipe(path=str(folder)))
+    assert filled(recipe(path=str(folder)), names={"model.norm.weight"})  # of another pipeline stage
 
 
 def test_a_vocabulary_that_the_embedding_does_not_hold_is_refused():
@@ -315,6 +369,7 @@ def test_dropout_is_told_by_name():
         "attention": "sdpa",
         "dropout": {},
         "new_head": [],
+        "unread_tensors": "",
     }
     gpt2 = recipe(FAMILIES["gpt2"])
     rates = describe(build_skeleton(gpt2, 64, TOKENS), gpt2)["dropout"]
