@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from samecurve.interfaces.fingerprint import identity
 from samecurve.interfaces.region import Region
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
+from samecurve.models.weights import constant_tensors
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.tasks import registry
@@ -141,7 +143,7 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
     save_task_files = task.save_task_files
     export(
-        tensors,
+        chain(tensors, constant_tensors(skeleton, recipe)),
         skeleton,
         ExportTarget(output, task.tokenizer, dtype=dtype, card=card, save_task_files=save_task_files),
         True,  # the only process

@@ -22,7 +22,7 @@ from samecurve.data.chat_encoder import end_tokens
 from samecurve.errors import CheckpointError, NumericError, SamecurveError, StorageError
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.interfaces.engine import dtype_name
-from samecurve.models.hf_config import CAUSAL, is_remote, kind_of
+from samecurve.models.hf_config import CAUSAL, constants, is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names
 from samecurve.models.weight_conversion import Storage
 from samecurve.storage.atomic import storage_errors, write_json
@@ -72,9 +72,10 @@ def export(
     """Write safetensors, config and tokenizer to a folder, atomically; of an adapted model only peft's adapter.
 
     Args:
-        parameters: the engine's parameters. Gathering one is collective, so every rank iterates to the end, and
-            problems are reported after the last one.
-        skeleton: the model on the meta device. Each of its parameters is expected once, with its name and shape.
+        parameters: the engine's parameters, and then weights.constant_tensors. Gathering one is collective, so every
+            rank iterates to the end, and problems are reported after the last one.
+        skeleton: the model on the meta device. Each of its parameters and constants is expected once, with its name
+            and shape.
         target: the folder.
         is_main: whether this is rank 0, which writes, holds one weight file in memory at most, and raises the errors.
 
@@ -124,7 +125,7 @@ class _FileLayout(NamedTuple):
 
 def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _FileLayout:
     storage = Storage(skeleton)
-    groups = storage.groups([name for name, _ in skeleton.named_parameters()])
+    groups = storage.groups([*(name for name, _ in skeleton.named_parameters()), *sorted(constants(skeleton))])
     return _FileLayout(groups, storage.convert, "model", shard_bytes, _write_config)
 
 
@@ -143,8 +144,8 @@ class _FileWriter:
     """Collects parameters into files. After the first problem nothing more is written, and `finish` raises."""
 
     def __init__(self, skeleton: PreTrainedModel, layout: _FileLayout, directory: Path, dtype: torch.dtype):
-        parameters = dict(skeleton.named_parameters())
-        self._expected = {name: parameters[name] for name in layout.groups}
+        tensors = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
+        self._expected = {name: tensors[name] for name in layout.groups}
         self._layout, self._directory, self._limit, self._dtype = layout, directory, layout.shard_bytes, dtype
         self._stem = layout.stem
         self._waiting: dict[str, Tensor] = {}  # parameters whose group is not complete

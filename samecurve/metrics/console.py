@@ -150,7 +150,8 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("mesh", _mesh(facts)),
         ("parameters", _parameters(facts)),
         ("new head", _new_head(facts)),
-        ("not read", facts.get("unread_tensors", "") and f"of model.path: {facts['unread_tensors']}"),
+        ("not read", facts.get("unread_tensors") and f"of model.path: {facts['unread_tensors']}"),
+        ("not read", facts.get("unread_keys") and f"of model.config: {', '.join(facts['unread_keys'])}"),
         (
             "precision",
             f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,11 +30,11 @@ from transformers import __version__ as transformers_version
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from samecurve.config.documents import suggest
-from samecurve.config.rules_model_config import OWNED
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import choose_attention
 from samecurve.specs.data_names import CHATML
+from samecurve.specs.model_families import CONSTANTS
 
 # With transformers 5.23, a token of these families changes the logits of earlier positions, whatever the config says.
 _NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
@@ -58,6 +59,16 @@ _TITLES = {
     "masked_lm": "masked language model",
     "embedding": "model without a head, for embeddings",
 }
+
+# Keys of published configs: how the published weights were made and stored, and what another key of the recipe sets.
+_RECORDS = frozenset(
+    """
+    _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map dtype gradient_checkpointing
+    task_specific_params tokenizer_class torch_dtype transformers_version unsloth_fixed unsloth_version use_cache
+    """.split()
+)
+# Fields that published configs have although their family's code does not read them.
+_FIELDS_OF_OTHERS = frozenset(("max_window_layers", "n_ctx", "pretraining_tp", "use_mrope", "use_sliding_window"))
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ def model_config(
         config = _stored(settings.path, settings.trust_remote_code)
     else:
         assert settings.config is not None  # a recipe gives either path or config
-        config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})})
+        config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})}, head)
     two_parts = head.kind == "embedding" and config.is_encoder_decoder  # the decoder would also need an input
     model_class = head.model_class(config)
     if model_class is None or "vocab_size" not in _fields(config) or two_parts:
@@ -220,13 +231,23 @@ def check_state(model: PreTrainedModel) -> None:
                 "differ between ranks and be updated twice where activations are recomputed. Use a model with "
                 "LayerNorm or RMSNorm"
             )
-    kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    kept = stored_buffers(model) - constants(model)
     if kept:
         raise ConfigurationError(
             f"model: {family} keeps values in buffers ({', '.join(sorted(kept)[:3])}) that learn by a rule of its "
             "own, as DeepSeek-V3's routing bias follows the load of its experts after each step; here only gradients "
             "change a model, and an export would not contain them; use another model_type"
         )
+
+
+def stored_buffers(model: PreTrainedModel) -> set[str]:
+    """Find the names of the buffers that a checkpoint of the model contains."""
+    return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+
+
+def constants(model: PreTrainedModel) -> set[str]:
+    """Find the stored buffers that training leaves as they are: read with the weights, and exported unchanged."""
+    return {name for name in stored_buffers(model) if name.endswith(CONSTANTS)}
 
 
 def reason(error: Exception) -> str:
@@ -247,40 +268,56 @@ def _stored(path: str, trust_remote_code: bool) -> PreTrainedConfig:
         ) from error
 
 
-def _from_scratch(fields: dict[str, Any], defaults: dict[str, int]) -> PreTrainedConfig:
-    given = {key: value for key, value in fields.items() if key != "model_type"}
+def _from_scratch(fields: dict[str, Any], defaults: dict[str, int], head: Head) -> PreTrainedConfig:
     model_type = fields["model_type"]
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING.keys(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         text = f"transformers {transformers_version} has no model_type {model_type}{hint}"
         raise ConfigurationError(f"model.config.model_type: {text}")
+    idle = {"model_type", *without_effect(fields)}
+    given = {key: value for key, value in fields.items() if key not in idle}
     try:
         # a copy, because transformers completes nested fields in place
         config = AutoConfig.for_model(model_type, **(defaults | copy.deepcopy(given)))
     except Exception as error:  # huggingface_hub's for a wrong type, others from each family's own checks
         text = f"model.config: transformers refuses these fields for a {model_type} ({reason(error)})"
         raise ConfigurationError(text) from error
-    owned = [f"model.config.{key}: the recipe's {OWNED[key]} sets it; remove it" for key in given if key in OWNED]
-    problems = [*owned, *_unknown(given, config)]
+    problems = _unknown(given, config, head)
     if problems:
         raise ConfigurationError("\n".join(problems))
     return config
 
 
-def _unknown(given: dict[str, Any], config: PreTrainedConfig) -> list[str]:
+def without_effect(fields: dict[str, Any]) -> list[str]:
+    """List the keys of a published config.json that change nothing about a model from scratch.
+
+    They say how the published weights were made, stored or sampled from, or are a field in other families alone.
+    """
+    own = inspect.signature(CONFIG_MAPPING[fields["model_type"]].__init__).parameters
+    idle = _FIELDS_OF_OTHERS | vars(GenerationConfig()).keys()
+    return [key for key in fields if key in _RECORDS or (key in idle and key not in own)]
+
+
+def _unknown(given: dict[str, Any], config: PreTrainedConfig, head: Head) -> list[str]:
     """List a problem for each given key that the family does not have.
 
-    Older spellings (rope_theta) are valid if the family translates them; a translated key leaves no attribute.
+    Older spellings (rope_theta) are valid if the family translates them; a translated key leaves no attribute. So are
+    keys that only the model's code knows, such as head_dim of a qwen3_moe: `getattr(config, "head_dim", ...)`.
     """
     known = _fields(config)
-    left = vars(config).keys() | vars(GenerationConfig()).keys()  # generation keys are dropped silently
+    model_class = head.model_class(config)
+    code = "" if model_class is None else inspect.getsource(sys.modules[model_class.__module__])
     legal = [("model", "config", key) for key in known]
-    return [
-        f"model.config.{key}: the config of {config.model_type} has no such key{suggest(path, legal) or '; remove it'}"
-        for path in (("model", "config", key) for key in given)
-        if (key := path[-1]) not in known and key not in OWNED and key in left
-    ]
+    problems = []
+    for key in given.keys() - known:
+        path = ("model", "config", key)
+        if key == "attn_implementation":
+            problems.append("model.config.attn_implementation: the recipe's model.attention sets it; remove it")
+        elif key in vars(config) and not re.search(rf"""config(\.|, ["']){re.escape(key)}\b""", code):
+            text = f"the config of {config.model_type} has no such key{suggest(path, legal) or '; remove it'}"
+            problems.append(f"model.config.{key}: {text}")
+    return sorted(problems)
 
 
 def _fields(config: PreTrainedConfig) -> set[str]:

@@ -14,7 +14,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import lora as adapters
 from samecurve.models import weight_conversion
 from samecurve.models.embeddings import grow_embedding
-from samecurve.models.hf_config import CAUSAL, kind_of, kind_of_stored
+from samecurve.models.hf_config import CAUSAL, constants, kind_of, kind_of_stored
 from samecurve.models.weight_files import Stored, read, weight_files
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Pretrained:
             for names in aliases.values()
             if not adapters.is_adapter_weight(names[0])
         }
+        for name in constants(model):
+            self._names[name], self._shapes[name] = [name], model.get_buffer(name).shape
         self._class = type(alone).__name__
         kinds = {kind_of(alone), kind_of_stored(alone.config)}
         self._head = None if kinds == {CAUSAL.kind} else alone.base_model_prefix  # else the file's head is another one
@@ -78,7 +80,7 @@ class Pretrained:
         return ", ".join(f"{part} ({number} tensor{'s' * (number > 1)})" for part, number in counts.items())
 
     def missing(self) -> set[str]:
-        """Find the model's parameters that are not in the files."""
+        """Find the model's parameters and constants that are not in the files."""
         return {name for name in self._names if not self._found(name)}
 
     def check(self, wanted: set[str], growing: set[str], hint: str = "", drops_unknown: bool = False) -> None:

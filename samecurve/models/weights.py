@@ -21,11 +21,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
 from samecurve.models.embeddings import embeddings
-from samecurve.models.hf_config import (
-    has_attention,
-    is_classifier,
-    reason,
-)
+from samecurve.models.hf_config import constants, has_attention, is_classifier, reason, without_effect
 from samecurve.models.pretrained import Pretrained
 from samecurve.models.skeleton import without_adapter
 from samecurve.specs.data_names import CHATML
@@ -37,7 +33,8 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
     """Describe the model for the header and run.json. Raises as `load_weights`.
 
     `dropout` holds the config's rates above 0 by config key, `new_head` the parameters that `model.path` lacks,
-    `unread_tensors` counts the weights there that the model does not have.
+    `unread_tensors` counts the weights there that the model does not have, `unread_keys` lists keys of model.config
+    without effect.
     """
     head, unread = [], ""
     if recipe.model.path is not None:
@@ -50,6 +47,7 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
         "dropout": dropout.rates(model.config),
         "new_head": head,
         "unread_tensors": unread,
+        "unread_keys": without_effect(recipe.model.config) if recipe.model.config else [],
     }
 
 
@@ -67,8 +65,8 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
     Raises:
         ConfigurationError: the weights cannot be read, or the model cannot be initialized layer by layer.
     """
-    parameters = {name for name, _ in model.named_parameters()}
-    wanted = parameters if names is None else parameters & names
+    stored = {name for name, _ in model.named_parameters()} | (constants(model) if recipe.model.path else set())
+    wanted = stored if names is None else stored & names
     written = set()
     for name, tensor in _source(model, recipe, wanted):
         write(name, tensor)
@@ -78,9 +76,18 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
             f"model: {model.config.model_type} has weights outside its layers, which cannot be initialized: "
             f"{', '.join(sorted(wanted - written))}; use another model_type"
         )
-    for name, tensor in _buffers(model):
+    for name, tensor in _buffers(model, written):
         if names is None or name in names:
             write(name, tensor)
+
+
+def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the buffers that an export contains beside the parameters; see hf_config.constants."""
+    names = constants(model) if not adapters.is_adapted(model) else set()
+    tensors: dict[str, Tensor] = {}
+    if names:
+        load_weights(model, recipe, tensors.__setitem__, names)
+    yield from tensors.items()
 
 
 def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -164,15 +171,19 @@ def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield path, child
 
 
-def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield buffers such as rotary frequencies, which `_init_weights` recomputes after construction on meta."""
+def _buffers(model: PreTrainedModel, written: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers such as rotary frequencies, which `_init_weights` recomputes after construction on meta.
+
+    Those in `written` are left out.
+    """
     for prefix, module in model.named_modules():
-        if module._buffers and not any(b is None for b in module._buffers.values()):
+        names = {name: f"{prefix}.{name}" if prefix else name for name in module._buffers}
+        if names and not any(b is None for b in module._buffers.values()) and not written.issuperset(names.values()):
             with torch.random.fork_rng(devices=[]), torch.no_grad():  # the rule may also draw the module's weights
                 real = _unset(module)
                 model._init_weights(real)
             _check_set(model, prefix, real.named_buffers(recurse=False))
-            yield from ((f"{prefix}.{name}" if prefix else name, b) for name, b in real.named_buffers(recurse=False))
+            yield from ((names[name], b) for name, b in real.named_buffers(recurse=False) if names[name] not in written)
 
 
 def new_head(model: PreTrainedModel, recipe: Recipe, missing: set[str]) -> set[str]:

@@ -9,7 +9,6 @@ from typing import Any
 from samecurve.config import loader
 from samecurve.config.documents import Document, format_problems, merge_blocks, read_document
 from samecurve.config.overrides import apply_override
-from samecurve.config.rules_model_config import accepted
 from samecurve.config.schema_data import SMALLEST_VOCABULARY
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
@@ -83,7 +82,7 @@ def bare_recipe(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     vocabulary = {"tokenizer": {"vocabulary_size": fields.get("vocab_size")}} if from_scratch else {}
     return {
         "output_dir": f"runs/{Path(name).stem}",
-        "model": {"config": accepted(fields)} if from_scratch else {"path": name},
+        "model": {"config": fields} if from_scratch else {"path": name},
         "batch": DEFAULT_BATCH,
         **vocabulary,
     }

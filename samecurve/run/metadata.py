@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from samecurve.distributed.cpu_workers import num_cores
 from samecurve.interfaces.fingerprint import identity
 from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
+from samecurve.models.weights import constant_tensors
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
 
@@ -55,13 +57,17 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
 
 def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
     """Build the facts that decide whether a run may resume, and those whose changes are logged on resuming."""
-    path = plan.recipe.model.path
+    path, known = plan.recipe.model.path, identity(skeleton.config, task)
+    digest = hashlib.sha256()
+    for name, tensor in constant_tensors(skeleton, plan.recipe):  # which checkpoints do not contain
+        digest.update(name.encode() + tensor.numpy().tobytes())
+        known["model"]["constants"] = digest.hexdigest()
     return {
         "recipe": plan.recipe.model_dump(),
         "strategy": plan.strategy.name,
         "world_size": plan.strategy.world_size,
         "versions": versions(),
-        **identity(skeleton.config, task),
+        **known,
         "adapter": _adapter(plan.recipe),
         # the weights that the task uses as reference model, by their content and not by their path
         "reference": weights_fingerprint(weight_files(path)) if task.has_reference and path is not None else None,

@@ -19,6 +19,7 @@ from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
+from samecurve.models.weights import constant_tensors
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
@@ -174,6 +175,7 @@ class Session:
             for pair in self.engine.parameters():
                 context.watch.progress()
                 yield pair
+            yield from constant_tensors(self.built.skeleton, context.recipe)
 
         target = ExportTarget(
             context.run.model,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from pydantic import BaseModel
 from report_cases import message, write
 
+from samecurve.config import rules_model_config
 from samecurve.config.schema import Recipe
 from samecurve.config.source import schema_paths
 
@@ -81,3 +84,9 @@ def test_an_integer_that_no_float_holds(tmp_path, monkeypatch):
     found, code = message(tmp_path, ["r.yaml", f"optimizer.learning_rate=1{'0' * 400}", f"steps={'9' * 5000}"], {})
     assert code == 2 and "command line: optimizer.learning_rate: found an integer of 1329 bits" in found
     assert 'command line: steps: found "9999' in found and "remove the quotes" not in found
+
+
+def test_infinity_in_a_list_of_the_model_may_be_meant():
+    given = {"model_type": "mamba2", "time_step_limit": [0.0, math.inf], "initializer_range": math.inf}
+    problems = dict(rules_model_config._numbers({"model.config": given}.get))
+    assert problems.keys() == {"model.config.initializer_range"}

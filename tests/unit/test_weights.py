@@ -253,9 +253,9 @@ MISTAKES = [
         "model.config.num_hiden_layers: the config of llama has no such key; did you mean num_hidden_layers?",
     ),
     (
-        "unknown keys, a parameter of generation and another family's",
-        recipe({**FAMILIES["gpt2"], "max_length": 5, "rope_theta": 1e4}),
-        "model.config.max_length: the config of gpt2 has no such key; remove it\n"
+        "unknown keys, one of another family",
+        recipe({**FAMILIES["gpt2"], "dropout_of_all": 5, "rope_theta": 1e4}),
+        "model.config.dropout_of_all: the config of gpt2 has no such key; remove it\n"
         "model.config.rope_theta: the config of gpt2 has no such key",
     ),
     (
@@ -311,6 +311,33 @@ def test_mistakes_in_the_model_are_told_by_key(made, message, monkeypatch):
 def test_an_attention_that_is_not_installed_is_told():
     with pytest.raises(ConfigurationError, match=r"model.attention flash_attention_2 \(ImportError: "):
         build_skeleton(recipe(LLAMA, attention="flash_attention_2"), 64, TOKENS)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "cohere2", "qwen2", "olmoe"])
+def test_a_key_that_only_the_code_reads_is_known(family):
+    """transformers reads head_dim by getattr: it is no field of these families' configs."""
+    model = build_skeleton(recipe({**LLAMA, "model_type": family, "head_dim": 16}), 64)
+    assert model.get_submodule("model.layers.0.self_attn.q_proj").weight.shape == (4 * 16, 32)
+
+
+# of a published config.json, beside the sizes
+RECORDS = {
+    "architectures": ["LlamaForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
+    "cache_implementation": "hybrid",
+    "max_window_layers": 28,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.0",
+    "use_cache": True,
+}
+
+
+def test_keys_of_published_configs_are_taken_and_told():
+    made = recipe({**LLAMA, **RECORDS, "pretraining_tp": 1})
+    model = build_skeleton(made, 64)
+    assert describe(model, made)["unread_keys"] == sorted(RECORDS)
+    plain = build_skeleton(recipe(LLAMA), 64).config
+    assert model.config.to_dict() == {**plain.to_dict(), "use_cache": False}
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -370,6 +397,7 @@ def test_dropout_is_told_by_name():
         "dropout": {},
         "new_head": [],
         "unread_tensors": "",
+        "unread_keys": [],
     }
     gpt2 = recipe(FAMILIES["gpt2"])
     rates = describe(build_skeleton(gpt2, 64, TOKENS), gpt2)["dropout"]

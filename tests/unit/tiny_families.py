@@ -15,6 +15,9 @@ FIELDS = {
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
     "qwen2_moe": MOE,
+    "qwen3_moe": {**MOE, "num_experts_per_tok": 2, "head_dim": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
 }
 HEAD_DIM = {"ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "helium"}
 HEAD_DIM |= {"hunyuan_v1_dense", "llama4_text", "ministral3", "qwen3", "seed_oss", "vaultgemma"}

@@ -1,0 +1,67 @@
+"""Constants in buffers: a training step leaves them, a run reads them with the weights and exports them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_export import tokenizer
+from test_weights import filled, recipe
+from tiny_families import tiny_config
+from transformers import AutoModelForCausalLM
+
+from samecurve.export.hf_export import ExportTarget, export
+from samecurve.models.hf_config import constants
+from samecurve.models.skeleton import build_skeleton
+from samecurve.models.weights import constant_tensors
+
+FAMILIES = ["apertus", "gemma4_text"]
+IDS = torch.arange(3, 23)[None]
+
+
+@pytest.fixture(params=FAMILIES)
+def stored(request, tmp_path):
+    """A pretrained folder whose constants are not those of a new model."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(request.param), dtype=torch.float32)
+    for name in constants(model):
+        model.get_buffer(name).mul_(1.5)
+    model.save_pretrained(tmp_path / "base")
+    return model, tmp_path / "base"
+
+
+def test_a_training_step_leaves_constants(stored):
+    model, _ = stored
+    before = {name: model.get_buffer(name).clone() for name in constants(model)}
+    assert len(before) >= 2
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    optimizer.step()
+    assert model(input_ids=IDS, labels=IDS).loss < loss
+    assert all(torch.equal(model.get_buffer(name), tensor) for name, tensor in before.items())
+
+
+def test_constants_are_read_and_exported(stored, tmp_path):
+    model, folder = stored
+    made = recipe(path=str(folder))
+    skeleton = build_skeleton(made, 100)
+    tensors = filled(made, skeleton)
+    for name in constants(model):
+        assert torch.equal(tensors[name], model.get_buffer(name)), name
+    parameters = [(name, tensors[name]) for name, _ in skeleton.named_parameters()]
+    target = ExportTarget(tmp_path / "model", tokenizer())
+    export(iter([*parameters, *constant_tensors(skeleton, made)]), skeleton, target, True)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_a_new_model_has_the_familys_constants():
+    """Not of apertus, whose activations' parameters transformers sets in no rule of their own."""
+    fields = tiny_config("gemma4_text").to_diff_dict() | {"model_type": "gemma4_text"}
+    made = recipe(fields)
+    skeleton = build_skeleton(made, 100)
+    tensors = filled(made, skeleton)
+    assert len(constants(skeleton)) == 2
+    assert all(torch.equal(tensors[name], torch.ones(1)) for name in constants(skeleton))
