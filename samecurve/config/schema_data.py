@@ -29,7 +29,8 @@ class Tokenizer(Section):
     where they are missing."""
     pad_token: Name | None = None
     """Tasks `classify`, `reward`, `embed` and `mlm`: the padding token of a tokenizer that names none. It must be in
-    the vocabulary and in no text; for many decoders it is the `eos_token`. Its embedding is not trained."""
+    the vocabulary and in no text; so it may be the `eos_token` only where no text ends with it. Its embedding is not
+    trained."""
     vocabulary_size: int | None = Field(default=None, ge=SMALLEST_VOCABULARY, le=LARGEST_INTEGER)
     """Train a byte-level BPE of this size on the training data."""
 

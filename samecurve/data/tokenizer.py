@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -92,12 +93,12 @@ def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> 
 def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """Return the tokenizer. Raises DataError if it has no padding token."""
     if tokenizer.pad_token_id is None:
-        example = (
-            f", for example its eos_token: tokenizer.pad_token='{tokenizer.eos_token}'" if tokenizer.eos_token else ""
-        )
+        spare = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        named = next((token for token in spare if re.search("pad|reserved|unused|extra|unk", token.lower())), None)
+        example = f"for example tokenizer.pad_token='{named}'" if named else "or its eos_token if no text ends with it"
         raise DataError(
             f"{tokenizer.name_or_path}: there is no pad_token; set tokenizer.pad_token to one of its tokens that "
-            f"occurs in no text{example}"
+            f"occurs in no text, also not at the end: {example}"
         )
     return tokenizer
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -65,9 +66,9 @@ def _metrics(run: Path, info: ExportInfo) -> list[dict]:
 def model_card(run: Path, info: ExportInfo) -> str:
     """Return the text of README.md for a model of the run directory `run`, which must contain a run.json."""
     known, metrics = sessions(run), _metrics(run, info)
-    facts = known[-1].facts
+    facts = without_folders(known[-1].facts)
     parts = [
-        f"---\n{yaml.safe_dump(metadata(facts, info), sort_keys=False, allow_unicode=True)}---\n",
+        f"---\n{yaml.safe_dump(metadata(known[-1].facts, info), sort_keys=False, allow_unicode=True)}---\n",
         f"# {Path(facts['output_dir']).name}\n",
         *_use(facts, info),
         *_training(facts, metrics, info),
@@ -78,6 +79,24 @@ def model_card(run: Path, info: ExportInfo) -> str:
         *_unknown(facts, info),
     ]
     return "\n".join(parts) + "\n"
+
+
+def without_folders(value: Any) -> Any:
+    """Shorten absolute paths in the texts of `value`, at any depth, because a card is shared with strangers.
+
+    A path below the working directory is written relative to it, any other one by its last part alone.
+    """
+    if isinstance(value, dict):
+        return {key: without_folders(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_folders(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    key, sign, path = value.partition("=") if re.match(r"[\w.]+=[/~]", value) else ("", "", value)  # an override
+    if not path.startswith(("/", "~/")) or len(path.splitlines()) != 1:
+        return value
+    absolute, here = Path(path).expanduser(), Path.cwd()
+    return f"{key}{sign}{absolute.relative_to(here) if absolute.is_relative_to(here) else absolute.name}"
 
 
 def metadata(facts: dict, info: ExportInfo) -> dict:
@@ -217,7 +236,7 @@ def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
     yield "\n## Sessions\n"
     origin = unknown_origin(known[0])
     if origin:
-        yield f"The first session listed here resumed from {origin}, whose history is not known.\n"
+        yield f"The first session listed here resumed from {without_folders(origin)}, whose history is not known.\n"
     rows: list[tuple[object, ...]] = [("began", "from step", "strategy", "processes", "device", "ended")]
     for index, session in enumerate(known):
         facts = session.facts

@@ -80,8 +80,13 @@ def base_path(folder: Path) -> str | None:
         base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path}: base_model_name_or_path cannot be read ({error})") from error
+    # written relative to the directory that the training was started in: this one, or one above the run
+    places = (parent / base for parent in (Path(), *folder.resolve().parents) if (parent / base).is_dir())
+    existing = next(places, None)
+    if existing is not None:
+        return str(existing)
     is_folder = base.startswith((".", "/", "~")) or base.count("/") > 1  # a name on the hub is OWNER/NAME
-    if is_folder and not Path(base).is_dir():
+    if is_folder:
         raise ConfigurationError(
             f"{path}: base_model_name_or_path: no such folder: {base}; restore the base model there, or change the path"
         )

@@ -192,8 +192,11 @@ def stored_config(model: PreTrainedModel) -> LoraConfig:
 
     config = copy.deepcopy(model.peft_config[NAME])
     assert isinstance(config, LoraConfig)  # as `inject` made it
-    path = model.config._name_or_path
-    config.base_model_name_or_path = str(Path(path).resolve()) if Path(path).is_dir() else path
+    # peft looks from the working directory, too: no path of this machine below it; see inference/folders.py
+    path, here = model.config._name_or_path, Path.cwd()
+    absolute = Path(path).resolve()
+    inside = absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+    config.base_model_name_or_path = str(inside) if absolute.is_dir() else path
     config.modules_to_save = whole_modules(model) or None
     if without_pooler(type(model)):  # AutoModel creates a pooler, which target names such as `dense` would match
         config.exclude_modules = ["pooler.dense"]

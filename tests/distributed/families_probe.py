@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -53,7 +54,8 @@ def trained(accelerator, plan, task, kept: list) -> dict:
     held_out = EvaluationBatches(task.validation, recipe.batch.micro_batch_size, engine.shard)
     engine.evaluate(held_out)
     target = Path(recipe.model.path).with_name(Path(recipe.output_dir).name)
-    export(engine.parameters(), skeleton, ExportTarget(target, task.tokenizer), accelerator.is_main_process)
+    tensors = chain(engine.parameters(), weights.constant_tensors(skeleton, recipe))
+    export(tensors, skeleton, ExportTarget(target, task.tokenizer), accelerator.is_main_process)
     described = {"engine": engine.describe().engine, "attention": weights.describe(skeleton, recipe)["attention"]}
     return {"losses": losses, "logits": kept[0][0], "inputs": held_out[0].inputs, **described}
 

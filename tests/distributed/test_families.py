@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from samecurve.models.weight_files import weight_files
 
-FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE]
-EVERY_DAY = ["gpt_neox", "mixtral", "bloom"]
+CONSTANTS = ["apertus", "gemma4_text"]  # have stored buffers, too
+FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS]
+EVERY_DAY = ["gpt_neox", "mixtral", "bloom", *CONSTANTS]
 WITHOUT_SDPA = {"bloom": "eager", "gpt_oss": "eager", "mamba": "none"}
 STRATEGIES = {"single": 1, "fsdp": 2, "zero3": 2}
 

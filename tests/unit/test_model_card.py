@@ -155,6 +155,29 @@ def test_an_adapted_classifier_takes_its_config_from_its_folder(run):
     }
 
 
+def test_no_folder_of_this_machine_is_in_the_card(run, tmp_path, monkeypatch):
+    home = tmp_path / "home" / "somebody"
+    (home / "base").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    own = {
+        "model": {"path": str(home / "base"), "config": None},
+        "output_dir": str(home / "work" / "runs" / "x"),
+        "adapter": {"name": "lora"},
+        "data": {"path": "~/my.jsonl", "mixture": None},
+        "task": "sft",
+    }
+    (home / "work").mkdir()
+    monkeypatch.chdir(home / "work")
+    adapter = {"name": "lora", "base_model": "f00"}
+    overrides = [f"model.path={home / 'base'}", "seed=1"]
+    found = facts(recipe=own, adapter=adapter, overrides=overrides, recipe_path=str(home / "work" / "x.yaml"))
+    written(run, {**found, "resumed_from": str(home / "runs/other/checkpoints/step_00000002")})
+    text = model_card(run, ExportInfo())
+    assert str(tmp_path) not in text and "~" not in text
+    assert "from_pretrained('base')" in text and "output_dir: runs/x" in text
+    assert "| recipe | x.yaml model.path=base seed=1 |" in text
+
+
 def test_a_base_model_on_the_disk_has_no_name_on_the_hub(run, tmp_path):
     (tmp_path / "base").mkdir()
     written(run, facts(recipe={"model": {"path": str(tmp_path / "base"), "config": None}}))

@@ -313,8 +313,13 @@ def test_a_decoder_without_a_pad_token_classifies(tmp_path, no_pad):
 
 
 def test_what_cannot_pad(tmp_path, no_pad):
-    with pytest.raises(DataError, match=r"holds, for example its eos_token: tokenizer.pad_token='<|end_of_text|>'"):
+    with pytest.raises(DataError, match="not at the end: or its eos_token if no text ends with it"):
         registry.load_task(made(tmp_path, tokenizer={"path": no_pad}))
+    tokenizer = AutoTokenizer.from_pretrained(no_pad)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>"]})
+    tokenizer.save_pretrained(tmp_path / "spare")
+    with pytest.raises(DataError, match=r"for example tokenizer.pad_token='<\|reserved_0\|>'"):
+        registry.load_task(made(tmp_path, tokenizer={"path": str(tmp_path / "spare")}))
     with pytest.raises(
         ConfigurationError, match='tokenizer.pad_token: found "<pad>" .text., which is not a token of .*;'
     ):
