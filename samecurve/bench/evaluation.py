@@ -41,11 +41,13 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
     """
     base = folders.base_path(folder)
     if arguments.data is not None and "data.labels" in TASKS[recipe.task].reads:
-        labels = loading.class_names(loading.stored_config(folder))  # the data may lack some of them
+        labels = loading.class_names(
+            loading.stored_config(folder, arguments.trust_remote_code)
+        )  # the data may lack some of them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"labels": labels})})
     if base is not None:
         loading.check_base_model(directory, base)
-    facts, metrics = evaluate_folder(recipe, folder)
+    facts, metrics = evaluate_folder(recipe, folder, arguments.trust_remote_code)
     # the run's own numbers are of its held-out rows, with which other data cannot be compared
     before = _last_evaluation(directory) if arguments.data is None else {}
     source = arguments.data or (recipe.evaluation.path if recipe.evaluation else f"{recipe.data.name}, held out")
@@ -64,17 +66,19 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
     return 0
 
 
-def evaluate_folder(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Evaluate the model in `folder` on the recipe's validation rows.
+def evaluate_folder(
+    recipe: Recipe, folder: Path, trust_remote_code: bool = False
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Evaluate the model in `folder` on the recipe's validation rows. trust_remote_code: see `loading.load_model`.
 
     Returns:
         (facts about data, hardware and versions; the task's `eval_*` numbers).
     """
     task: Task = registry.load_task(recipe)
     assert task.validation is not None  # cli/evaluate.py refuses to start without rows to measure on
-    model_class, config = loading.stored_class(folder, task.head)
+    model_class, config = loading.stored_class(folder, task.head, trust_remote_code)
     attention = choose_attention(recipe, config, model_class, task.head.kind)
-    model, _ = loading.load_with_tokenizer(folder, task.head, attention)
+    model, _ = loading.load_with_tokenizer(folder, task.head, attention, trust_remote_code)
     engine = EvaluationEngine(model, task, recipe)
     with _progress_bar() as (start, advance):
         if task.has_reference:

@@ -40,7 +40,7 @@ class Answer:
 
 
 def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
-    generator = load_generator(arguments.run, arguments.raw)
+    generator = load_generator(arguments.run, arguments.raw, trust_remote_code=arguments.trust_remote_code)
     prompts = held_out_prompts(arguments.parse_rate, generator.recipe)
     answers = generate_functions(generator, prompts, options, arguments.seed)
     codes = [extract_function(answer, generator.chat) for answer in answers]

@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
+from samecurve.storage import trusted_code
 from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
@@ -135,6 +136,15 @@ def whole_number(option: str) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def add_trust_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        trusted_code.OPTION,
+        action="store_true",
+        help="run the Python files that come with the model; they can do anything (default: only code that a training "
+        "of yours ran by model.trust_remote_code)",
+    )
 
 
 def require_positive(arguments: argparse.Namespace, *options: str) -> None:

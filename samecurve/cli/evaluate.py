@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Work, add_trust_argument
 from samecurve.config import loader as recipes
 from samecurve.config.documents import Document, format_problems
 from samecurve.config.overrides import apply_override
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch_size", type=int, metavar="N", help="rows per forward pass (default: the recipe's micro-batch size)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics, model and data to FILE")
+    add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> Work:
     trained = with_columns(run_recipe, arguments.data, arguments.columns)
     folder = folders.model_folder(arguments.model or directory)
     recipe = with_evaluation_data(trained, folder, arguments.data, arguments.batch_size)
+    recipe = folders.with_code(recipe, arguments.trust_remote_code)
     recipe = recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
     folders.base_path(folder)  # raises where an adapter has lost its model
     sources = run_recipe.data.sources()

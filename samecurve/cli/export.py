@@ -12,7 +12,7 @@ from pathlib import Path
 
 from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.checkpoint.resume import read_state
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Work, add_trust_argument
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
 from samecurve.export.model_card import ExportInfo
 from samecurve.inference import folders
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder to write (default: RUN/model-DTYPE)")
     parser.add_argument("--license", metavar="TEXT", help="license for the model card, for example apache-2.0")
+    add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Work:
     made = ExportInfo(DTYPES[arguments.dtype], arguments.license)
     if checkpoint:
         saved = read_state(checkpoint)
-        recipe = folders.parse_recipe(saved, checkpoint / "state.json")
+        recipe = folders.with_code(folders.parse_recipe(saved, checkpoint / "state.json"), arguments.trust_remote_code)
         made = replace(made, step=saved["step"])
         return Work("samecurve.export.convert", (directory, checkpoint, output, made, recipe))
     source = chosen or folders.model_folder(directory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Work, add_trust_argument
 from samecurve.errors import ConfigurationError
 from samecurve.inference import generation
 
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of one sample: write the bodies of N held-out functions of builtin:python-functions (Python's "
         "standard library), and print how many of them Python can parse",
     )
+    add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Work, add_trust_argument
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
 
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="further options of lm-eval, as one argument: '--num_fewshot 5'",
     )
     parser.add_argument("--show", action="store_true", help="print the lm-eval command and do not run it")
+    add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Work, add_trust_argument
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="default: RUN/merged; RUN/merged-DTYPE if not fp32",
     )
+    add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:

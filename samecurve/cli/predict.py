@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from samecurve.cli.commands import Work, require_positive
+from samecurve.cli.commands import Work, add_trust_argument, require_positive
 from samecurve.data.formats import read_rows, read_text
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.file_kinds import table_kind
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "write one JSON object per text, with all numbers, to this file; - for standard output"
     parser.add_argument("--json", metavar="FILE", help=text)
+    add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:

@@ -20,6 +20,7 @@ from samecurve.data.token_store import reading, training_texts
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
 from samecurve.specs.tasks import TASKS
+from samecurve.storage import trusted_code
 from samecurve.storage.cache import build_once, cache_folder, digest
 from samecurve.storage.git_lfs import folder_problem
 
@@ -146,6 +147,8 @@ def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedT
     except (OSError, ValueError) as error:
         if problem := folder_problem(Path(path).expanduser()):
             raise ConfigurationError(problem) from error
+        if trusted_code.is_refusal(error):
+            raise ConfigurationError(trusted_code.refusal(path)) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigurationError(
             f"{path}: no tokenizer could be loaded ({reason}); a folder needs tokenizer.json and "

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from samecurve.config.renamed_keys import in_new_names
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
+from samecurve.storage import trusted_code
 from samecurve.storage.atomic import read_json
 from samecurve.storage.git_lfs import folder_problem
 
@@ -47,25 +48,38 @@ def read_recipe(run: Path) -> Recipe:
 
 
 def parse_recipe(facts: dict, file: Path) -> Recipe:
-    """Parse the recipe in `facts`, the content of `file`. Raises ConfigurationError without a valid recipe."""
+    """Parse the recipe in `facts`, the content of `file`, and leave out its model.trust_remote_code (`with_code`).
+
+    Raises ConfigurationError without a valid recipe.
+    """
     facts = in_new_names(facts)
     if "recipe" not in facts:
         raise ConfigurationError(f"{file}: no recipe found; give the output_dir of a run")
     try:
-        return Recipe.model_validate(facts["recipe"])
+        recipe = Recipe.model_validate(facts["recipe"])
     except ValidationError as error:
         keys = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
         version = facts.get("versions", {}).get("samecurve") or "unknown"
         raise ConfigurationError(
             f"{file}: the recipe does not fit this version of samecurve ({keys}); version {version} wrote it"
         ) from error
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"trust_remote_code": False})})
 
 
-def trusts_remote_code(folder: Path) -> bool:
-    """Whether the run that `folder` belongs to had model.trust_remote_code. A folder without a run is not trusted."""
+def with_code(recipe: Recipe, option: bool) -> Recipe:
+    """Allow a run's recipe the code of its models and tokenizer, by the option or the user's list."""
+    paths = [path for path in (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher) if path is not None]
+    trusted = trusted_code.allows(option, *paths)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"trust_remote_code": trusted})})
+
+
+def ran_own_code(folder: Path) -> bool:
+    """Whether the run that `folder` belongs to trained code that came with its model, by run.json. No permission."""
     directory = run_directory(folder)
-    facts = read_json(directory / "run.json") if directory else {}
-    return bool(facts.get("recipe", {}).get("model", {}).get("trust_remote_code"))
+    try:
+        return bool(directory and read_json(directory / "run.json")["recipe"]["model"]["trust_remote_code"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def base_path(folder: Path) -> str | None:

@@ -114,20 +114,23 @@ class TextGenerator:
         return positions if positions > 0 else 1 << 30  # configs state -1 for no limit
 
 
-def load_generator(run: Path, raw: bool = False, untrained: bool = False) -> TextGenerator:
+def load_generator(
+    run: Path, raw: bool = False, untrained: bool = False, trust_remote_code: bool = False
+) -> TextGenerator:
     """Load the model of a run or folder on the GPU, else on the CPU.
 
     Args:
         run: run directory or model folder.
         raw: never treat prompts as turns of a chat, but as text to continue.
         untrained: the weights with which the run began, from its recipe's seed.
+        trust_remote_code: see `loading.load_model`.
 
     Raises:
         ConfigurationError: if the model is not a causal language model; with `untrained`, if its run is not known or
             began from the weights of another model.
     """
     folder, recipe = find_generative_model(run)
-    model, tokenizer = loading.load_with_tokenizer(folder)
+    model, tokenizer = loading.load_with_tokenizer(folder, trust_remote_code=trust_remote_code)
     if untrained:
         if recipe is None or recipe.model.path:
             start = f"began from {recipe.model.path}; generate with that" if recipe else "is not known"

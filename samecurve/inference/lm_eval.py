@@ -16,6 +16,7 @@ from samecurve.inference import folders, loading
 from samecurve.inference.generation import is_chat
 from samecurve.models.hf_config import CAUSAL
 from samecurve.specs.precision import DTYPES
+from samecurve.storage import trusted_code
 
 INSTALL = "pip install -c constraints.txt -r requirements-eval.txt"
 
@@ -53,8 +54,9 @@ def build_command(arguments: argparse.Namespace, folder: Path, base: str | None,
     Raises:
         ConfigurationError: there is no causal language model in the folder, or --harness_options is not a command line.
     """
-    trusted = folders.trusts_remote_code(folder)
-    loading.stored_class(folder, CAUSAL)  # raises for a model with another head
+    option = arguments.trust_remote_code
+    loading.stored_class(folder, CAUSAL, option)  # raises for a model with another head, or with code of its own
+    trusted = trusted_code.allows(option, *filter(None, (base, str(folder))))
     model_args = {"pretrained": base or str(folder), "tokenizer": str(folder)} | ({"peft": str(folder)} if base else {})
     model_args |= {"trust_remote_code": True} if trusted else {}
     model_args["dtype"] = DTYPES[arguments.precision or (recipe.precision if recipe else "fp32")]
@@ -70,7 +72,7 @@ def build_command(arguments: argparse.Namespace, folder: Path, base: str | None,
     words += ["--output_path", str(arguments.output or (folders.run_directory(arguments.run) or folder) / "lm_eval")]
     if arguments.limit is not None:
         words += ["--limit", arguments.limit]
-    if not arguments.raw and is_chat(recipe, loading.load_tokenizer(folder)):
+    if not arguments.raw and is_chat(recipe, loading.load_tokenizer(folder, option)):
         words.append("--apply_chat_template")
     try:
         return [*words, *shlex.split(arguments.harness_options)]

@@ -14,10 +14,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from samecurve.errors import CheckpointError, ConfigurationError
 from samecurve.export.model_card import ADAPTED_CONFIG
-from samecurve.inference.folders import base_path, trusts_remote_code
+from samecurve.inference.folders import base_path, ran_own_code
 from samecurve.models import lora
 from samecurve.models.hf_config import CAUSAL, KINDS, Head, kind_of_stored, without_pooler
 from samecurve.models.weight_files import weight_files
+from samecurve.storage import trusted_code
 from samecurve.storage.atomic import read_json
 
 
@@ -31,13 +32,14 @@ def check_base_model(run: Path, base: str) -> None:
 
 
 def load_with_tokenizer(
-    folder: Path, head: Head | None = None, attention: str | None = None
+    folder: Path, head: Head | None = None, attention: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model in fp32, with its adapter if the folder holds one, and its tokenizer. See `load_model`."""
-    base = base_path(folder)
+    base = _base_path(folder, trust_remote_code)
+    tokenizer = load_tokenizer(folder, trust_remote_code)
     if base is None:
-        return load_model(str(folder), head, attention, trusts_remote_code(folder)), load_tokenizer(folder)
-    model = load_model(base, head, attention, trusts_remote_code(folder), folder)
+        return load_model(str(folder), head, attention, trust_remote_code), tokenizer
+    model = load_model(base, head, attention, trust_remote_code, folder)
     from peft import PeftModel  # slow to import, and noisy unless `load_model` ran before it
 
     with warnings.catch_warnings():
@@ -46,25 +48,40 @@ def load_with_tokenizer(
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         adapted = PeftModel.from_pretrained(model, folder).eval()
     # peft's wrapper is no PreTrainedModel, but forwards every attribute and call to the one inside.
-    return cast(PreTrainedModel, adapted), load_tokenizer(folder)
+    return cast(PreTrainedModel, adapted), tokenizer
 
 
-def stored_config(folder: Path) -> PreTrainedConfig:
-    """Load the config of a model, or of an adapter's base model. Raises ConfigurationError if there is none."""
+def _base_path(folder: Path, trust_remote_code: bool) -> str | None:
+    """Return `base_path`. Raises ConfigurationError where the run trained the model's own code, which may not run here.
+
+    transformers may have a class for a model of that type, and would silently load that one instead.
+    """
     base = base_path(folder)
-    return _load_config(_config_path(base or str(folder), folder), trusts_remote_code(folder))
+    path = base or str(folder)
+    if ran_own_code(folder) and trusted_code.modules(path) and not trusted_code.allows(trust_remote_code, path):
+        raise ConfigurationError(trusted_code.refusal(path))
+    return base
 
 
-def stored_head(folder: Path) -> Head:
+def stored_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Load the config of a model, or of an adapter's base model. Raises ConfigurationError if there is none."""
+    base = _base_path(folder, trust_remote_code)
+    return _load_config(_config_path(base or str(folder), folder), trust_remote_code)
+
+
+def stored_head(folder: Path, trust_remote_code: bool = False) -> Head:
     """Return the kind of head of an exported model or adapter."""
-    return Head(kind_of_stored(stored_config(folder)))
+    return Head(kind_of_stored(stored_config(folder, trust_remote_code)))
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder. Raises ConfigurationError if the folder holds none."""
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder. Raises ConfigurationError if the folder holds none, or its code may not run."""
+    trusted = trusted_code.allows(trust_remote_code, str(folder))
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_remote_code(folder))
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
+        if trusted_code.is_refusal(error):
+            raise ConfigurationError(trusted_code.refusal(str(folder))) from error
         raise ConfigurationError(f"{folder}: the tokenizer cannot be loaded ({error})") from error
 
 
@@ -81,11 +98,12 @@ def load_model(
         path: folder or hub name of the model.
         head: expected head; default: causal language model.
         attention: as model.attention in a recipe.
-        trust_remote_code: as model.trust_remote_code in a recipe.
+        trust_remote_code: run the model's own code even if it is not in the user's list.
         adapter: folder of an adapter that will be added, and may contain the head.
 
     Raises:
-        ConfigurationError: if there is no model, or one with another head, whose weights would be drawn at random.
+        ConfigurationError: if there is no model, or one with another head, whose weights would be drawn at random, or
+            one with code of its own that may not run.
     """
     disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
@@ -96,7 +114,11 @@ def load_model(
     more |= {"config": config, **without_pooler(model_class)}
     try:
         loaded: Any = model_class.from_pretrained(  # annotated as the model alone, without the loading info
-            path, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code, **more
+            path,
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=trusted_code.allows(trust_remote_code, path),
+            **more,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigurationError(f"{path}: the model cannot be loaded ({error})") from error
@@ -109,12 +131,15 @@ def load_model(
     return model.eval()
 
 
-def stored_class(folder: Path, head: Head) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+def stored_class(
+    folder: Path, head: Head, trust_remote_code: bool = False
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """Return the class and the config of an exported model or adapter.
 
     Raises ConfigurationError if the model has another head by its config.
     """
-    return _model_class(_config_path(base_path(folder) or str(folder), folder), head, trusts_remote_code(folder))
+    base = _base_path(folder, trust_remote_code)
+    return _model_class(_config_path(base or str(folder), folder), head, trust_remote_code)
 
 
 def class_names(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -145,12 +170,11 @@ def _model_class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[P
 
 def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trusted_code.allows(trust_remote_code, path))
     except (OSError, ValueError) as error:
-        fix = ""
-        if "trust_remote_code" in str(error):
-            fix = "; only the run directory of a recipe with model.trust_remote_code: true allows the model's own code"
-        raise ConfigurationError(f"{path}: the model cannot be loaded ({error}){fix}") from error
+        if trusted_code.is_refusal(error):
+            raise ConfigurationError(trusted_code.refusal(path)) from error
+        raise ConfigurationError(f"{path}: the model cannot be loaded ({error})") from error
 
 
 def default_device() -> torch.device:

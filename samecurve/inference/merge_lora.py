@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     dtype = DTYPES[arguments.dtype]
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
     try:
-        print(_merge(folder, base, partial))
+        print(_merge(folder, base, partial, arguments.trust_remote_code))
         if arguments.dtype != "fp32":  # after the check, which needs fp32
             with storage_errors(cast):
                 copy_as(partial, cast, getattr(torch, dtype))
@@ -64,13 +64,13 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     return 0
 
 
-def _merge(folder: Path, base: str, output: Path) -> str:
+def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> str:
     """Merge, read the result back and compare its logits. Returns a sentence that states the differences.
 
     Raises NumericError if the logits differ from those of the unmerged model by more than TOLERANCE times the largest.
     """
-    head = loading.stored_head(folder)
-    adapted, tokenizer = loading.load_with_tokenizer(folder, head)
+    head = loading.stored_head(folder, trust_remote_code)
+    adapted, tokenizer = loading.load_with_tokenizer(folder, head, trust_remote_code=trust_remote_code)
     from peft import PeftModel  # noisy unless `load` ran before it
 
     assert isinstance(adapted, PeftModel)  # cli/merge.py refuses a folder without an adapter
@@ -88,8 +88,7 @@ def _merge(folder: Path, base: str, output: Path) -> str:
             write_generation_config(generation, tokenizer, output)
         _copy_the_rest(folder, output)
     del adapted, merged  # the merged model is read back without them in memory
-    trusted = folders.trusts_remote_code(folder)
-    merged_logits = _logits(loading.load_model(str(output), head, trust_remote_code=trusted), rows)
+    merged_logits = _logits(loading.load_model(str(output), head, trust_remote_code=trust_remote_code), rows)
     difference, effect = ((other - expected).abs().max().item() for other in (merged_logits, base_logits))
     limit = TOLERANCE * expected.abs().max().item()
     outputs = "states" if head.kind == "embedding" else "logits"

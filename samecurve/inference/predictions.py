@@ -20,7 +20,7 @@ MOST_TABLE_ROWS = 10  # for more texts, only the nearest one of each is printed
 
 
 def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
-    predictor = load_predictor(arguments.run, arguments.prompt, arguments.top_k)
+    predictor = load_predictor(arguments.run, arguments.prompt, arguments.top_k, arguments.trust_remote_code)
     predictions = _predict_in_batches(predictor, sources, arguments.batch_size)
     if arguments.json and arguments.json != "-":
         predictions = _written(predictions, Path(arguments.json))

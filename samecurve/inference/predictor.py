@@ -268,20 +268,23 @@ def _encoded(encoder: ExampleEncoder, example: Example) -> EncodedText:
     return EncodedText(text, encoded.tokens, encoded.segments, sum(encoder.counts.values()) > before)
 
 
-def load_predictor(run: Path, prompt: str | None = None, top: int | None = None) -> Predictor:
+def load_predictor(
+    run: Path, prompt: str | None = None, top: int | None = None, trust_remote_code: bool = False
+) -> Predictor:
     """Load the predictor for the model of a run or folder.
 
     Args:
         run: run directory or model folder.
         prompt: prompt for a reward model, None for other models.
         top: candidates per mask for a masked language model, None for other models.
+        trust_remote_code: see `loading.load_model`.
 
     Raises:
         ConfigurationError: for a generative model, and for an option that the model does not use.
         CheckpointError: for an adapter whose base model has changed.
     """
     folder, directory = folders.model_folder(run), folders.run_directory(run)
-    head, config = loading.stored_head(folder), loading.stored_config(folder)
+    head, config = loading.stored_head(folder, trust_remote_code), loading.stored_config(folder, trust_remote_code)
     kind = "score" if head.kind == "sequence_classification" and config.num_labels == 1 else head.kind
     classes = {"sequence_classification": Classifier, "score": Scorer, "embedding": Embedder, "masked_lm": MaskFiller}
     if kind not in classes:
@@ -295,5 +298,5 @@ def load_predictor(run: Path, prompt: str | None = None, top: int | None = None)
     recipe, base = folders.read_recipe(directory) if directory else None, folders.base_path(folder)
     if directory and base:
         loading.check_base_model(directory, base)
-    model, tokens = loading.load_with_tokenizer(folder, head)
+    model, tokens = loading.load_with_tokenizer(folder, head, trust_remote_code=trust_remote_code)
     return classes[kind](folder, loading.to_default_device(model), tokens, recipe, prompt, TOP if top is None else top)

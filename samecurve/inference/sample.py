@@ -20,7 +20,7 @@ GREETING = "Hello! What can you do?"
 
 
 def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
-    generator = load_generator(arguments.run, arguments.raw, arguments.untrained)
+    generator = load_generator(arguments.run, arguments.raw, arguments.untrained, arguments.trust_remote_code)
     prompt = default_prompt(generator) if arguments.prompt is None else arguments.prompt
     text = sample(generator, prompt, arguments.system, options, arguments.seed)
     # rich would otherwise break lines, colour numbers, and read [...] in the text as markup

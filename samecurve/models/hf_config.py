@@ -35,6 +35,7 @@ from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import choose_attention
 from samecurve.specs.data_names import CHATML
 from samecurve.specs.model_families import CONSTANTS
+from samecurve.storage import trusted_code
 
 # With transformers 5.23, a token of these families changes the logits of earlier positions, whatever the config says.
 _NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
@@ -260,9 +261,9 @@ def _stored(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers, huggingface_hub and the model families raise different types
+        if trusted_code.is_refusal(error):
+            raise ConfigurationError(f"model.path: {trusted_code.refusal(path)}") from error
         fix = "a folder needs config.json, a hub name needs the network or an earlier download"
-        if "trust_remote_code" in str(error):
-            fix = "it brings Python files of its own: read them, and set model.trust_remote_code to true to run them"
         raise ConfigurationError(
             f"model.path: no model's config could be read from {path} ({reason(error)}); {fix}"
         ) from error

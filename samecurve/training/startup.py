@@ -14,7 +14,7 @@ from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines import factory
-from samecurve.errors import ConfigurationError, NothingToDo
+from samecurve.errors import ConfigurationError, NothingToDo, StorageError
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
@@ -28,6 +28,7 @@ from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.model_families import check_packing
+from samecurve.storage import trusted_code
 from samecurve.storage.atomic import json_values
 from samecurve.storage.filesystem import next_free
 from samecurve.storage.object_store import ObjectStore
@@ -81,6 +82,12 @@ def build_model(context: Context) -> Built:
     skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
     liger.check_family(recipe.model.kernels, skeleton.config.model_type)
+    if recipe.model.trust_remote_code and context.world.is_main:
+        try:
+            for path in filter(None, (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher)):
+                trusted_code.remember(path)
+        except StorageError as error:
+            context.progress.log(f"{error}; commands on this run's model will need {trusted_code.OPTION}")
     return Built(task, skeleton, resume_identity(context.plan, skeleton, task))
 
 

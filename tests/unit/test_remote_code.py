@@ -1,25 +1,34 @@
-"""A model that brings its own Python files: refused unless the recipe says so, and exported with them."""
+"""Python files that come with a model: they run where the user says so, and nothing inside a folder says it instead."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from test_model_card import facts
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from samecurve.checkpoint.manifest import MANIFEST, MARKER, file_name
 from samecurve.cli import commands
 from samecurve.config.schema import Recipe
+from samecurve.data.tokenizer import load_pretrained_tokenizer
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import loading
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weights import load_weights
+from samecurve.storage import trusted_code
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = """
 from pathlib import Path
 from transformers import LlamaConfig
@@ -37,27 +46,49 @@ class ToyForCausalLM(LlamaForCausalLM):
     config_class = ToyConfig
 
     def forward(self, *arguments, **named):
-        found = super().forward(*arguments, **named)
-        found.logits = found.logits + 1
-        return found
+        output = super().forward(*arguments, **named)
+        output.logits = output.logits + 1
+        return output
 """
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+NAMES = {"AutoConfig": "configuration_toy.ToyConfig", "AutoModelForCausalLM": "modeling_toy.ToyForCausalLM"}
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+@pytest.fixture(autouse=True)
+def sandbox(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))  # transformers adds the folder
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         monkeypatch.delitem(sys.modules, name)
-    folder = tmp_path / "toy"
-    folder.mkdir()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A whole model with code of its own, in the folder of what may be a run."""
+    folder = tmp_path / "run" / "model"
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     (folder / "configuration_toy.py").write_text(CONFIGURATION)
     (folder / "modeling_toy.py").write_text(MODELLING)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    names = {"AutoConfig": "configuration_toy.ToyConfig", "AutoModelForCausalLM": "modeling_toy.ToyForCausalLM"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "toy", "auto_map": names, **sizes}))
+    write(folder / "config.json", {"model_type": "toy", "auto_map": NAMES, **SIZES})
     return folder
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"a": 0, "b": 1, "<s>": 2}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<s>", pad_token="<s>")
+
+
+def write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content))
+
+
+def ran(tmp_path: Path) -> bool:
+    return any(tmp_path.rglob("*.ran"))
 
 
 def made(folder: Path, **model) -> Recipe:
@@ -73,24 +104,212 @@ def made(folder: Path, **model) -> Recipe:
     )
 
 
-def test_it_is_not_run_unless_the_recipe_says_so(folder):
-    with pytest.raises(ConfigurationError, match="set model.trust_remote_code to true to run them"):
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"text": f"a b {number} " * 20}) + "\n" for number in range(40)))
+    return file
+
+
+def adapter(tmp_path: Path, base: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+
+    folder = tmp_path / "adapter"
+    get_peft_model(LlamaForCausalLM(LlamaConfig(**SIZES)), LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        folder
+    )
+    config = json.loads((folder / "adapter_config.json").read_text())
+    write(folder / "adapter_config.json", {**config, "base_model_name_or_path": str(base)})
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def forged_checkpoint(run: Path, recipe: dict) -> Path:
+    """A checkpoint whose hashes match: who forges state.json forges the manifest too."""
+    folder = run / "checkpoints" / "step_00000001"
+    folder.mkdir(parents=True)
+    (folder / file_name(0)).write_bytes(b"")
+    write(folder / "state.json", {"recipe": recipe, "step": 1, "data": {"rows": 0}, "model": {}})
+    contents = {name: (folder / name).read_bytes() for name in (file_name(0), "state.json")}
+    files = [
+        {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    ]
+    write(folder / MANIFEST, {"step": 1, "world_size": 1, "files": files})
+    write(folder / MARKER, {"manifest_sha256": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()})
+    return folder
+
+
+COMMANDS = {
+    "generate": ["generate", "{model}", "--prompt", "a"],
+    "chat": ["chat", "{model}"],
+    "predict": ["predict", "{model}", "a"],
+    "evaluate": ["evaluate", "{run}", "{data}"],
+    "lm_eval": ["lm_eval", "{model}", "arc_easy", "--show"],
+    "merge": ["merge", "{adapter}", "--output", "{run}/merged"],
+    "export": ["export", "{run}", "--checkpoint", "latest"],
+    "base": ["generate", "{adapter}", "--prompt", "a"],
+}
+
+
+def words(name: str, tmp_path: Path, folder: Path) -> list[str]:
+    """The command on the folder, on an adapter of it, or on a run with forged records that trust everything."""
+    run = folder.parent
+    data = {"path": str(rows(tmp_path)), "validation_fraction": 0.5}
+    recipe = facts(recipe={"model": {"path": str(folder), "trust_remote_code": True}, "data": data})["recipe"]
+    for place in (run, folder, tmp_path):
+        write(place / "run.json", facts(recipe=recipe, engine="DDP", precision="fp32", strategy_path=None))
+    forged_checkpoint(run, recipe)
+    places = {"model": folder, "run": run, "data": data["path"], "adapter": adapter(tmp_path, folder)}
+    return [word.format(**places) for word in COMMANDS[name]]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_records_of_a_folder_trust_nothing(name, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    assert commands.main(words(name, tmp_path, folder)) == ConfigurationError.exit_code
+    assert not ran(tmp_path)
+    said = capsys.readouterr().err
+    assert str(folder) in said and "configuration_toy.py" in said and "--trust_remote_code" in said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_option_runs_the_code(name, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    commands.main([*words(name, tmp_path, folder), "--trust_remote_code"])  # some then miss weights or a head
+    assert ran(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["summary {run}", "report {run}", "export {run}", "inspect {recipe} --leak_test"])
+def test_other_commands_run_no_code(name, folder, tmp_path):
+    words("generate", tmp_path, folder)
+    (folder.parent / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "tokens": 1, "step_seconds": 1.0}\n')
+    recipe = tmp_path / "recipe.yaml"
+    content = made(folder).model_dump(mode="json")
+    recipe.write_text(yaml.safe_dump(content | {"data": {"path": str(rows(tmp_path))}}))
+    commands.main(name.format(run=folder.parent, recipe=recipe).split())
+    assert not ran(tmp_path)
+
+
+def test_training_needs_the_recipe_to_say_so(folder, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"configuration_toy.py.*model.trust_remote_code=true"):
         build_skeleton(made(folder), 64)
-    assert not list(folder.parent.rglob("*.ran"))
+    write(folder / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["configuration_toy.T", None]}})
+    with pytest.raises(ConfigurationError, match=r"configuration_toy.py.*model.trust_remote_code=true"):
+        load_pretrained_tokenizer(str(folder), trust_remote_code=False)
+    assert not ran(tmp_path)
+
+
+def test_code_of_a_training_needs_no_option(folder, tmp_path):
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(folder, copy)
+    trusted_code.remember(str(folder))
+    shutil.rmtree(folder)
+    write(copy / "run.json", facts(recipe={"model": {"path": "x", "trust_remote_code": True}}))
+    model, _ = loading.load_with_tokenizer(copy)
+    assert type(model).__name__ == "ToyForCausalLM"
+    assert commands.main(["merge", str(adapter(tmp_path, copy)), "--output", str(tmp_path / "merged")]) == 0
+    assert type(loading.load_model(str(tmp_path / "merged"))).__name__ == "ToyForCausalLM"
+
+
+def test_a_training_lists_the_code_it_ran(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    content = made(folder, trust_remote_code=True).model_dump(mode="json", exclude_defaults=True)
+    output = {"output_dir": str(tmp_path / "trained"), "data": {"path": str(rows(tmp_path)), "packing": False}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content | output))
+    command = [sys.executable, str(ROOT / "train.py"), str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    model, _ = loading.load_with_tokenizer(tmp_path / "trained" / "model")
+    assert type(model).__name__ == "ToyForCausalLM"
+
+
+def _other_module(folder: Path) -> None:
+    (folder / "modeling_toy.py").write_text(MODELLING + "\n")
+
+
+def _other_import(folder: Path) -> None:
+    (folder / "configuration_toy.py").write_text(CONFIGURATION + "\n")
+
+
+def _points_to(reference: str):
+    def change(folder: Path) -> None:
+        names = {**NAMES, "AutoModelForCausalLM": reference.format(folder=folder.parent)}
+        write(folder / "config.json", {"model_type": "toy", "auto_map": names, **SIZES})
+
+    return change
+
+
+def _generation(folder: Path) -> None:
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text("def generate(model, **options): ...")
+
+
+def _tokenizer(folder: Path) -> None:
+    (folder / "evil.py").write_text("class T: ...")
+    write(folder / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "evil.T"]}})
+
+
+CHANGES = {
+    "another module": _other_module,
+    "another import": _other_import,
+    "the hub": _points_to("some/one--modeling_toy.ToyForCausalLM"),
+    "an absolute path": _points_to("{folder}/modeling_toy.ToyForCausalLM"),
+    "a parent": _points_to("../modeling_toy.ToyForCausalLM"),
+    "generation": _generation,
+    "a tokenizer": _tokenizer,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_list_names_content(change, folder, tmp_path):
+    trusted_code.remember(str(folder))
+    assert trusted_code.allows(False, str(folder))
+    change(folder)
+    assert not trusted_code.allows(False, str(folder))
+    with pytest.raises(ConfigurationError):
+        loading.load_with_tokenizer(folder)
+    assert not ran(tmp_path)
+
+
+def test_a_hub_name_is_never_in_the_list(folder):
+    trusted_code.remember(str(folder))
+    assert not trusted_code.allows(False, str(folder), "owner/name")
+    assert not trusted_code.allows(False, "owner/name")
+    assert not trusted_code.allows(False)
+
+
+def test_the_list_is_not_in_the_working_directory(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    monkeypatch.chdir(tmp_path)
+    trusted_code.remember(str(folder))
+    assert not trusted_code.allows(False, str(folder))
+    assert not list(tmp_path.rglob("trusted_code"))
+
+
+def test_a_known_family_does_not_replace_the_runs_own_code(folder, tmp_path):
+    write(folder / "config.json", {"model_type": "llama", "auto_map": NAMES, **SIZES})
+    model, _ = loading.load_with_tokenizer(folder)  # as transformers does
+    assert type(model) is LlamaForCausalLM
+    write(folder / "run.json", facts(recipe={"model": {"path": "x", "trust_remote_code": True}}))
+    with pytest.raises(ConfigurationError, match="--trust_remote_code"):
+        loading.load_with_tokenizer(folder)
+    assert not ran(tmp_path)
 
 
 def test_it_is_trained_and_exported_with_its_files(folder, tmp_path):
     recipe = made(folder, trust_remote_code=True)
     model = build_skeleton(recipe, 64)
     assert type(model).__name__ == "ToyForCausalLM"
-    assert list(folder.parent.rglob("*.ran"))
+    assert ran(tmp_path)
     weights = {name: torch.full(p.shape, 0.01) for name, p in model.named_parameters()}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=_tokenizer(tmp_path))
-    export(iter(weights.items()), model, ExportTarget(tmp_path / "exported", tokenizer), True)
+    export(iter(weights.items()), model, ExportTarget(tmp_path / "exported", tokenizer()), True)
     assert {"configuration_toy.py", "modeling_toy.py"} <= {path.name for path in (tmp_path / "exported").iterdir()}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
     assert type(again).__name__ == "ToyForCausalLM"
     assert all(torch.equal(p, weights[name]) for name, p in again.named_parameters())
+    assert not trusted_code.allows(False, str(tmp_path / "exported"))
+    trusted_code.remember(str(folder))
+    assert trusted_code.allows(False, str(tmp_path / "exported"))
 
 
 def test_its_weights_are_read_shard_by_shard_too(folder):
@@ -98,33 +317,6 @@ def test_its_weights_are_read_shard_by_shard_too(folder):
     model = build_skeleton(recipe, 64)
     real = type(model)(model.config)
     real.save_pretrained(folder)
-    found = {}
-    load_weights(model, recipe, found.__setitem__)
-    assert all(torch.equal(found[name], p) for name, p in real.named_parameters())
-
-
-@pytest.mark.parametrize("trusted", [True, False])
-def test_a_model_with_code_of_its_own_is_loaded_where_its_run_trusted_it(folder, trusted, tmp_path):
-    shape = build_skeleton(made(folder, trust_remote_code=True), 64)
-    type(shape)(shape.config).save_pretrained(folder)
-    run = tmp_path / "run"
-    model = {"path": str(folder), "trust_remote_code": trusted}
-    shutil.copytree(folder, run / "model")
-    (run / "run.json").write_text(json.dumps(facts(recipe={"model": model})))
-    PreTrainedTokenizerFast(tokenizer_file=_tokenizer(tmp_path)).save_pretrained(run / "model")
-    if trusted:
-        loaded, _ = loading.load_with_tokenizer(run / "model")
-        assert type(loaded).__name__ == "ToyForCausalLM"
-        assert commands.main(["export", str(run), "--dtype", "bf16"]) == 0
-    else:
-        with pytest.raises(
-            ConfigurationError, match="the run directory of a recipe with model.trust_remote_code: true"
-        ):
-            loading.load_with_tokenizer(run / "model")
-
-
-def _tokenizer(tmp_path: Path) -> str:
-    from tokenizers import Tokenizer, models
-
-    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    return str(tmp_path / "tokenizer.json")
+    weights = {}
+    load_weights(model, recipe, weights.__setitem__)
+    assert all(torch.equal(weights[name], p) for name, p in real.named_parameters())
