@@ -26,7 +26,6 @@ import torch
 from torch import distributed as dist
 
 from samecurve.bench import barrier, jobs, printing, timing
-from samecurve.bench import explain as explanation
 from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective, is_unsupported
 from samecurve.distributed import network
 from samecurve.distributed.cpu_workers import num_cores
@@ -38,30 +37,12 @@ PROCESSES_PER_CORE = 8  # a thousand Python processes on two cores take all of a
 
 def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Run the command `bench collectives` in a launcher's processes, or else in processes started here."""
-    _check_explain(arguments)
-    backend = "gloo" if arguments.explain else _backend(arguments.backend)
+    backend = _backend(arguments.backend)
     known = [*COLLECTIVES, barrier.NAME]
     names = printing.parse_names("--collectives", arguments.collectives, known, known)
     if "RANK" not in os.environ:
         return _start(arguments, backend)
     return _measure(arguments, backend, names, sizes)
-
-
-def _check_explain(arguments: argparse.Namespace) -> None:
-    """Raise ConfigurationError for what --explain, three processes of Gloo, would have to ignore."""
-    if not arguments.explain:
-        return
-    for name in ("backend", "num_processes", "json"):
-        if (given := getattr(arguments, name)) is not None:
-            raise ConfigurationError(
-                f"--{name}: found {given}, but --explain measures nothing and shows {explanation.RANKS} processes of "
-                f"gloo; leave out --{name} or --explain"
-            )
-    if (world := int(os.environ.get("WORLD_SIZE", explanation.RANKS))) != explanation.RANKS:
-        raise ConfigurationError(
-            f"--explain: found {world} processes, but it shows {explanation.RANKS} and starts them itself; "
-            "leave out the launcher"
-        )
 
 
 def _backend(asked: str | None) -> str:
@@ -73,8 +54,7 @@ def _backend(asked: str | None) -> str:
 def _start(arguments: argparse.Namespace, backend: str) -> int:
     """Run the same command under torchrun and return the exit code."""
     num_gpus = torch.cuda.device_count()
-    default = num_gpus if backend == "nccl" else explanation.RANKS if arguments.explain else 2
-    processes = arguments.num_processes or default
+    processes = arguments.num_processes or (num_gpus if backend == "nccl" else 2)
     if backend == "gloo" and processes > (most := PROCESSES_PER_CORE * num_cores()):
         cores = f"this machine has {num_cores()} cores; start at most {most}, {PROCESSES_PER_CORE} per core"
         raise ConfigurationError(f"--num_processes: found {processes}, but {cores}")
@@ -84,8 +64,7 @@ def _start(arguments: argparse.Namespace, backend: str) -> int:
             f"--num_processes: found {processes}, but a collective needs at least 2{gpus * (backend == 'nccl')}"
         )
     start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", "samecurve"]
-    given = {name: value for name, value in vars(arguments).items() if value is not None and name != "explain"}
-    options = [f"--{name}={value}" for name, value in given.items()] + ["--explain"] * arguments.explain
+    options = [f"--{name}={value}" for name, value in vars(arguments).items() if value is not None]
     with jobs.processes([*start, "bench", "collectives", *options], None, processes) as process:
         return process.wait()
 
@@ -98,9 +77,6 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
     network.choose_interface()
     dist.init_process_group(backend)
     try:
-        if arguments.explain:
-            explanation.explain(names)
-            return 0
         # counted by the processes with LOCAL_RANK 0: not every launcher reports the processes per machine
         machines = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)
         dist.all_reduce(machines)

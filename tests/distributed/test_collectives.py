@@ -38,42 +38,6 @@ def test_two_agents_of_torchrun_are_two_machines(tmp_path):
     assert [each["name"] for each in found["timings"]] == ["all_reduce"] * 2 + ["send_recv"] * 2
 
 
-EXPLAINED = """
-all_reduce: the sum of all, on every rank
-               before        after
-rank 0          1 2 3  111 222 333
-rank 1       10 20 30  111 222 333
-rank 2    100 200 300  111 222 333
-
-ring_all_reduce: the same, by sending parts to the next rank only, two times around the ring
-               before        after
-rank 0          1 2 3  111 222 333
-rank 1       10 20 30  111 222 333
-rank 2    100 200 300  111 222 333
-
-gather: one part of each rank, side by side on rank 0
-          before     after
-rank 0         1  1 10 100
-rank 1        10         -
-rank 2       100         -
-
-all_to_all: part i of each rank, side by side on rank i
-               before     after
-rank 0          1 2 3  1 10 100
-rank 1       10 20 30  2 20 200
-rank 2    100 200 300  3 30 300
-
-barrier: no tensor; no rank continues before all have arrived
-"""
-
-
-def test_explained_on_three_ranks(workspace):
-    names = ",".join(line.split(":")[0] for line in EXPLAINED.splitlines() if ":" in line)
-    bench = ["samecurve/__main__.py", "bench", "collectives", "--explain", "--collectives", names]
-    run = workspace.execute(["fork", "3", str(free_port()), *bench], workspace.folder)
-    assert run.returncode == 0 and EXPLAINED in run.output, run.output
-
-
 @pytest.mark.full
 def test_two_hosts_measure_the_cable_between_them(workspace, tmp_path):
     reason = two_hosts.missing()

@@ -18,7 +18,6 @@ from samecurve.bench import (
     barrier,
     collectives,
     dataloader,
-    explain,
     gemm_shapes,
     matmul,
     options,
@@ -154,19 +153,6 @@ def test_lateness_by_hand(capsys):
     barrier.report(barrier.from_waits([[rank] for rank in range(20)]))
     told = capsys.readouterr().out
     assert "the latest 16 of 20 ranks" in told and "rank 0" in told and "rank 16" not in told
-
-
-@pytest.mark.parametrize("option", ["--backend=gloo", "--num_processes=3", "--json=found.json"])
-def test_what_explain_would_ignore_is_refused(option, capsys):
-    assert commands.main(["bench", "collectives", "--explain", option]) == ConfigurationError.exit_code
-    assert "leave out --" in capsys.readouterr().err
-
-
-def test_explain_shows_three_ranks_only(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert commands.main(["bench", "collectives", "--explain"]) == ConfigurationError.exit_code
-    assert "--explain: found 2 processes" in capsys.readouterr().err
-    assert explain.MEANINGS.keys() == collectives.COLLECTIVES.keys()
 
 
 def test_collectives_at_two_processes(tmp_path):

@@ -1,4 +1,4 @@
-"""generate, chat and the share of functions that parse, with a model whose every next token is known: each token has
+"""generate and chat, with a model whose every next token is known: each token has
 one successor, which an output head that reads a one-hot embedding tells."""
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ import io
 import json
 import shlex
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,25 +14,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from samecurve.bench import parse_rate
 from samecurve.cli import commands
-from samecurve.data import sources
 from samecurve.data.tokenizer import BEGIN_OF_TEXT, BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
 from samecurve.inference import chat
 from samecurve.inference.generation import GenerationOptions
 from samecurve.inference.generator import load_generator
 
 HELLO = ["\n", "h", "i", END_OF_TURN]
-SOURCE = '''
-def one(a):
-    """The first."""
-    x = a
-    return x
-
-def two(a):
-    """The second."""
-    return a + 1
-'''
 
 
 def tokenizer(template: bool = True) -> PreTrainedTokenizerFast:
@@ -182,69 +169,6 @@ def test_a_conversation_that_is_too_long_goes_on_without_the_turn(tmp_path, caps
     assert (
         "the model only 64 positions; shorten the prompt; /reset begins a new conversation" in capsys.readouterr().out
     )
-
-
-# the share that parses
-
-
-@pytest.fixture
-def library(tmp_path, monkeypatch):
-    (tmp_path / "library.py").write_text(SOURCE)
-    monkeypatch.setattr(sources, "builtin_files", lambda: (tmp_path / "library.py",))
-
-
-@pytest.mark.parametrize(
-    ("successors", "template", "line", "ended"),
-    [
-        (["\n", "0", END_OF_TURN], True, "2 of 2 functions parse (100.0%)", 2),
-        (["\n", "(", END_OF_TURN], True, "0 of 2 functions parse (0.0%)", 2),
-        (["\n", "0", "0"], True, "0 of 2 functions parse (0.0%)", 0),
-        (["\n", " ", "0", END_OF_TEXT], False, "0 of 2 functions parse (0.0%)", 2),  # another indentation
-    ],
-)
-def test_the_parse_rate(successors, template, line, ended, library, tmp_path, capsys):
-    folder = written(tmp_path / "model", successors, template)
-    arguments = ["--parse_rate", "2", "--temperature", "0", "--max_new_tokens", "16"]
-    assert commands.main(["generate", str(folder), *arguments]) == 0
-    out = capsys.readouterr().out
-    assert line in out and f"complete {ended};" in out
-
-
-def test_prompts_are_held_out_ones(library):
-    assert len(parse_rate.held_out_prompts(2, None)) == 2
-    with pytest.raises(commands.ConfigurationError, match="held out only 2 functions"):
-        parse_rate.held_out_prompts(3, None)
-
-
-@pytest.mark.parametrize("path", ["builtin:python-functions", "builtin:python-preferences"])
-def test_prompts_that_a_run_trained_on_are_not_asked(path, library, monkeypatch):
-    data = SimpleNamespace(path=path, validation_fraction=0.5)
-    recipe = SimpleNamespace(data=data, evaluation=None)
-    asked = []
-    monkeypatch.setattr(parse_rate.sources, "is_held_out", lambda text, part: asked.append((text, part)) or True)
-    assert len(parse_rate.held_out_prompts(2, recipe)) == 2
-    assert all(part == 0.5 and ("\0" in text) == path.endswith("preferences") for text, part in asked)
-
-
-DOCUMENTED = 'def f(a):\n    """What it does."""'
-
-
-@pytest.mark.parametrize(
-    ("text", "ended", "chat", "good"),
-    [
-        ("return a", True, True, True),
-        ("return a", False, True, None),  # cut off, and parses by chance
-        ("for x in a:\n    print(x)", True, True, True),
-        ("", True, True, False),  # a docstring is no body
-        ("return (a", True, True, False),
-        ("    return a\n\n\ndef g(", False, False, True),  # a text goes on behind the function
-        ("    return a", False, False, None),
-        ("import os", True, False, False),
-    ],
-)
-def test_what_counts_as_a_function(text, ended, chat, good):
-    code = parse_rate.extract_function(parse_rate.Answer(DOCUMENTED, text, ended), chat)
-    assert (None if code is None else parse_rate.is_function(code)) is good
 
 
 # lm_eval

@@ -30,9 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--factor", type=int, default=4, metavar="N", help="factor from one size to the next (default: %(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=0.3, help="time to measure each number (default: %(default)s)")
-    parser.add_argument(
-        "--explain", action="store_true", help="print the tensors of three gloo processes before and after each call"
-    )
     printing.add_json_option(parser)
 
 
