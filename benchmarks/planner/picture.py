@@ -15,6 +15,9 @@ COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#c
 COLOURS += ("#1f6f99", "#00593f", "#7a3500", "#6b3f57")
 WIDTH, HEIGHT, SIDE = 940, 660, 380
 TIME, MEMORY = Box(64, 64 + SIDE, 40, 40 + SIDE), Box(534, 534 + SIDE, 40, 40 + SIDE)
+# Okabe and Ito's palette for colour-blind readers, then darker variants of it
+COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#8c6100")
+COLOURS += ("#1f6f99", "#00593f", "#7a3500", "#6b3f57")
 OFF = 0.2  # dashed lines: 20 % too much and too little
 MARK, LEGEND_COLUMNS, LEGEND_LINE = 3.2, 2, 20
 Point = tuple[str, float, float]
