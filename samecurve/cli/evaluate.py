@@ -28,6 +28,7 @@ from samecurve.specs.precision import DTYPES
 from samecurve.specs.tasks import TASKS
 
 HUB_KEYS = ("data.split", "data.config", "data.revision")
+_ROW_KEYS = ("data.ignore_columns", "data.bad_rows")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +90,7 @@ def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Re
         )
     if not columns:
         return recipe
-    known = [*columns_of(recipe.task), *(HUB_KEYS if of_the_hub else ())]
+    known = [*columns_of(recipe.task), *_ROW_KEYS, *(HUB_KEYS if of_the_hub else ())]
     document = Document("the run's recipe", recipe.model_dump(mode="json"))
     document.content["data"] |= {"config": None, "revision": None}  # those of the data that were trained on
     for argument in columns:

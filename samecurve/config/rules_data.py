@@ -84,6 +84,14 @@ def _stream_of_mixture(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.streaming", text
 
 
+def _stream_without_bad_rows(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.streaming") and value("data.bad_rows") == "drop":
+        text = (
+            "found drop, but data.streaming reads rows during training, so their number cannot be told before it; set "
+        )
+        yield "data.bad_rows", f"{text}it to stop, or data.streaming to false"
+
+
 def _stream_by_length(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.streaming") and value("data.group_by_length"):
         text = "found true, but sorting by length needs the lengths of all rows, which data.streaming does not know"
@@ -204,7 +212,14 @@ def pattern(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 RULES = (
     *(_path_and_mixture, _mixture_by_length),
     *(partial(_in_place_of_mixture, *each) for each in ({"pattern": None} | _HUB_KEYS).items()),
-    *(_idle_buffer, _stream_of_mixture, _stream_by_length, _workers_of_stream, _vocabulary_of_stream),
+    *(
+        _idle_buffer,
+        _stream_of_mixture,
+        _stream_without_bad_rows,
+        _stream_by_length,
+        _workers_of_stream,
+        _vocabulary_of_stream,
+    ),
     *(partial(pattern, "data.pattern"), _no_split, _another_split, _measured_as_trained),
     *(partial(_within_output_dir, key) for key in ("data.path", "evaluate.path")),
     *(partial(_idle_without_split, key) for key in ("config", "revision")),

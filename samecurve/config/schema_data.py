@@ -91,7 +91,7 @@ class Data(Section):
     """`embed`: hard negatives. null: the columns `negative`, `negative_1`, ... of the first row."""
     messages_column: Name | None = None
     """`sft`, `distill`: a list of `{role, content}` or of ShareGPT's `{from, value}`. An assistant's turn with
-    `weight: 0` is not trained. null: `messages` or `conversations`, where a row has one."""
+    `weight: 0` or `train: false` is not trained. null: the columns of the row say its format, see [Data](data.md)."""
     prompt_column: Name | None = None
     """`sft`, `distill`, `dpo`, `reward`: the prompt, as text or as a list of messages. null: `prompt`."""
     completion_column: Name | None = None
@@ -100,6 +100,10 @@ class Data(Section):
     """`dpo`, `reward`: the preferred answer. It begins with the prompt where there is no prompt column."""
     rejected_column: Name = "rejected"
     """`dpo`, `reward`: the other answer."""
+    ignore_columns: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    """Columns, and keys of messages, with content that is not trained on. Without this key such content is an error."""
+    bad_rows: Literal["stop", "drop"] = "stop"
+    """Rows that cannot be used: `stop` ends the run, `drop` trains without them and lists them in `bad_rows.jsonl`."""
     chat: bool = True
     """Chat tasks: render prompt and answer with the chat template. false: concatenate them as they are."""
     train_on: Literal["assistant", "completion", "all"] = "assistant"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from samecurve.data.columns import Columns
 from samecurve.data.schemas.classification import Example, ExampleSource
 from samecurve.data.schemas.conversation import Conversation, ConversationSource
 from samecurve.data.schemas.preference import Pair, PairSource
@@ -31,10 +32,11 @@ class FunctionSource(ConversationSource):
     def identity(self) -> str:
         return "functions"
 
-    def check(self) -> None:
-        """Do nothing: no row was written by the user."""
+    def check(self) -> Columns:
+        """Check nothing: no row was written by the user."""
+        return Columns()
 
-    def documents(self) -> Iterator[Conversation]:
+    def entries(self) -> Iterator[Conversation]:
         for place, prompt, body in _distinct_functions(self.local_files):
             yield _conversation(place, prompt, body)
 
@@ -47,10 +49,11 @@ class PreferenceSource(PairSource):
     def identity(self) -> str:
         return "preferences 2"  # raise it when _corrupted does something else
 
-    def check(self) -> None:
-        """Do nothing: no row was written by the user."""
+    def check(self) -> Columns:
+        """Check nothing: no row was written by the user."""
+        return Columns()
 
-    def documents(self) -> Iterator[Pair]:
+    def entries(self) -> Iterator[Pair]:
         before = "pass"
         for place, prompt, body in _distinct_functions(self.local_files):
             rejected = _corrupted(prompt, body, before)
@@ -105,10 +108,11 @@ class ModuleSource(ExampleSource):
     def identity(self) -> str:
         return "modules"
 
-    def check(self) -> None:
-        """Do nothing: no row was written by the user."""
+    def check(self) -> Columns:
+        """Check nothing: no row was written by the user."""
+        return Columns()
 
-    def documents(self) -> Iterator[Example]:
+    def entries(self) -> Iterator[Example]:
         """Yield each function once, at most _MOST_PER_PACKAGE per package, so that no class dominates."""
         root = Path(sysconfig.get_paths()["stdlib"])
         counts = dict.fromkeys(PACKAGES, 0)
@@ -131,10 +135,11 @@ class DocstringSource(MatchSource):
     def identity(self) -> str:
         return "docstrings"
 
-    def check(self) -> None:
-        """Do nothing: no row was written by the user."""
+    def check(self) -> Columns:
+        """Check nothing: no row was written by the user."""
+        return Columns()
 
-    def documents(self) -> Iterator[Match]:
+    def entries(self) -> Iterator[Match]:
         """Yield each pair whose paragraph and function are both new."""
         # Otherwise a text's second match would be trained as its negative.
         seen: set[str] = set()

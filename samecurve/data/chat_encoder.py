@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -69,6 +70,10 @@ class ChatEncoder(Encoder):
         # with the special tokens, which the template may write by their names
         template = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
         self.identity = digest(_VERSION, self.identity, template, schema.train_on)
+
+    def reads(self, key: str) -> bool:
+        """Whether one of the tokenizer's templates has the key."""
+        return key in json.dumps(self.tokenizer.chat_template)
 
     def encode(self, documents: list[Conversation]) -> list[Encoded]:
         rendered = [self.render(document) for document in documents]

@@ -71,6 +71,10 @@ class Encoder(ABC):
         """Names of the arrays of TokenStream that are stored per token in addition to the ids."""
         return [name for name, wanted in (("trained", self.masked), ("segments", self.segmented)) if wanted]
 
+    def reads(self, key: str) -> bool:
+        """Whether a key of messages, other than those that each row's schema reads, may change the tokens."""
+        return False
+
     @abstractmethod
     def encode(self, documents: list) -> list[Encoded]:
         """Encode the documents, in order, and update `counts`. Raises DataError for one that cannot be encoded."""

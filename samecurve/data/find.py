@@ -33,7 +33,8 @@ def find_conversations(
     """
     if name == FUNCTIONS:
         return FunctionSource(name, sources.builtin_files())
-    return ConversationSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)
+    files = sources.find_source(name, pattern, selection=selection).files
+    return ConversationSource(name, files, schema=schema, selection=selection)
 
 
 def find_pairs(
@@ -49,7 +50,8 @@ def find_pairs(
     """
     if name == PREFERENCES:
         return PreferenceSource(name, sources.builtin_files())
-    return PairSource(name, sources.find_source(name, pattern, selection=selection).files, schema=schema)
+    files = sources.find_source(name, pattern, selection=selection).files
+    return PairSource(name, files, schema=schema, selection=selection)
 
 
 def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.Selection) -> ExampleSource:
@@ -62,7 +64,8 @@ def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.
     if name == MODULES:
         return ModuleSource(name, sources.builtin_files())
     files = sources.find_source(name, data.pattern, selection=selection).files
-    return ExampleSource(name, files, data.text_column, data.text_pair_column, data.label_column, names)
+    columns = data.text_column, data.text_pair_column, data.label_column
+    return ExampleSource(name, files, *columns, names, selection=selection)
 
 
 def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> MatchSource:
@@ -75,13 +78,13 @@ def find_matches(name: str, data: Data, selection: sources.Selection = sources.W
     files = sources.find_source(name, data.pattern, selection=selection).files
     negatives = _negative_columns(files[0]) if data.negative_columns is None else data.negative_columns
     columns = [("anchor_column", data.anchor_column), ("positive_column", data.positive_column)]
-    return MatchSource(name, files, columns=(*columns, *(("negative_columns", column) for column in negatives)))
+    columns += [("negative_columns", column) for column in negatives]
+    return MatchSource(name, files, columns=tuple(columns), selection=selection)
 
 
 def _negative_columns(file: Path | Split) -> list[str]:
     """Return the columns negative, negative_1, negative_2, ... of the first row, which decides for all rows."""
-    _, first = next(sources.table_rows(file, MatchSource.documents_are), ("", {}))
-    numbers = {
-        name: int(match[1] or 0) for name in map(str, first) if (match := re.fullmatch(r"negative(?:_(\d+))?", name))
-    }
+    rows = (row for _, row in sources.table_rows(file, MatchSource.documents_are) if isinstance(row, dict))
+    names = map(str, next(rows, {}))
+    numbers = {name: int(match[1] or 0) for name in names if (match := re.fullmatch(r"negative(?:_(\d+))?", name))}
     return sorted(numbers, key=numbers.__getitem__)

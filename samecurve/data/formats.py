@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +21,18 @@ _LARGEST_FIELD = 2**31 - 1  # bytes; some documents exceed csv's default limit o
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """Yield (place, row) for every row of a table. The place, for messages, is `file:line` or `file: row N`."""
+    """Yield (place, row) for every row of a table. Raises DataError as `rows_or_errors` and for its errors."""
+    for place, row in rows_or_errors(file):
+        if isinstance(row, DataError):
+            raise row
+        yield place, row
+
+
+def rows_or_errors(file: Path) -> Iterator[tuple[str, dict | DataError]]:
+    """Yield (place, row) for every row of a table, with the error in the place of a row that cannot be parsed.
+
+    The place, for messages, is `file:line` or `file: row N`. Raises DataError where the file cannot be read further.
+    """
     kind = table_kind(file)
     assert kind is not None, file
     return _READERS[kind](file)
@@ -59,22 +69,9 @@ def read_text(file: Path | str) -> str:
     return _decode(_counted(file, 1), b"".join(lines_of(file)), 0)
 
 
-def no_column(place: str, row: Iterable, missing: dict[str, str], wanted: str = "", fix: str = "") -> DataError:
-    """Return the error for a row with missing columns.
-
-    Args:
-        place: location of the row.
-        row: the row, or its column names.
-        missing: maps keys of the recipe's `data` block to missing columns.
-        wanted: description of the missing columns; default: their names.
-        fix: advice if no column has a similar name.
-    """
-    found = [str(name) for name in row]
-    near = {key: difflib.get_close_matches(name, found, n=1, cutoff=0.6) for key, name in missing.items()}
-    guesses = " ".join(f"data.{key}={names[0]}" for key, names in near.items() if names)
-    fix = f"did you mean {guesses}?" if guesses else fix or f"set {' and '.join(f'data.{key}' for key in missing)}"
-    wanted = wanted or " and ".join(map(repr, missing.values()))
-    return DataError(f"{place}: no column {wanted}, found: {', '.join(found) or 'nothing'}; {fix}")
+def no_column(place: str, row: Iterable, wanted: str, fix: str = "add it, or remove the row") -> DataError:
+    """Return the error for a row without the wanted columns, of which other rows may know nothing."""
+    return DataError(f"{place}: no column {wanted}, found: {', '.join(map(str, row)) or 'nothing'}; {fix}")
 
 
 def check_characters(place: str, column: str, text: str) -> None:
@@ -107,17 +104,21 @@ def parse_row(at: Callable[[int], str], line: bytes, offset: int) -> dict:
     return row
 
 
-def _json_lines(file: Path) -> Iterator[tuple[str, dict]]:
+def _json_lines(file: Path) -> Iterator[tuple[str, dict | DataError]]:
     """Yield the rows of a jsonl file."""
     # Not read by datasets, which fails if a column changes its type between rows, even an unused one.
     offset = 0
     for number, line in enumerate(lines_of(file), start=1):
         if line.strip():
-            yield f"{file}:{number}", parse_row(_counted(file, number), line, offset)
+            try:
+                row = parse_row(_counted(file, number), line, offset)
+            except DataError as error:
+                row = error
+            yield f"{file}:{number}", row
         offset += len(line)
 
 
-def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
+def _json_rows(file: Path) -> Iterator[tuple[str, dict | DataError]]:
     """Yield the rows of a JSON file: one array of objects, or JSON lines."""
     # Not read by datasets, which returns lists of objects with different keys as text.
     first = next((line for line in lines_of(file) if line.strip(b" \t\r\n" + _BOM)), b"")
@@ -128,9 +129,9 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
     text = _decode(_counted(file, 1), b"".join(lines_of(file)), 0)
     found = _parse_json(_counted(file, 1), text, text.endswith("\n"))
     for number, row in enumerate(found, start=1):
-        if not isinstance(row, dict):
-            raise DataError(f"{file}: row {number}: {row!r:.40} is not a JSON object; correct or remove it")
-        yield f"{file}: row {number}", row
+        place = f"{file}: row {number}"
+        is_row = isinstance(row, dict)
+        yield place, row if is_row else DataError(f"{place}: {row!r:.40} is not a JSON object; correct or remove it")
 
 
 def _check_lines(file: Path, first: bytes) -> None:
@@ -144,14 +145,16 @@ def _check_lines(file: Path, first: bytes) -> None:
         return  # _json_lines reports the error with its line
     if not isinstance(whole, dict):
         return
-    rows = [key for key, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    lists = {key: value[0] for key, value in whole.items() if isinstance(value, list) and value}
+    rows = [key for key, first in lists.items() if isinstance(first, dict) and not {"role", "from"} & first.keys()]
+    fix = f"keep only the list {rows[0]!r}" if rows else "put the object between [ and ] if it is one row"
     raise DataError(
         f"{file}: the file is one JSON object (keys {', '.join(map(repr, whole))}) over several lines, not a list of "
-        f"rows; write a list of objects, or one object per line{f': keep only the list {rows[0]!r}' if rows else ''}"
+        f"rows; write a list of objects, or one object per line: {fix}"
     )
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
+def _csv_rows(file: Path) -> Iterator[tuple[str, dict | DataError]]:
     """Yield the rows of a csv file, with all values as text."""
     # Not read by datasets: its reader, pandas, converts values to numbers, booleans and None ("NA", "None"), depending
     # on the column's other rows.
@@ -178,9 +181,12 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
         elif len(fields) == len(columns):
             yield place, dict(zip(columns, fields, strict=True))
         else:
-            raise DataError(
-                f"{place}: the row has {len(fields)} fields, but the header has {len(columns)}; correct the row, or "
-                "quote the field that contains a comma or a line break"
+            yield (
+                place,
+                DataError(
+                    f"{place}: the row has {len(fields)} fields, but the header has {len(columns)}; correct the row, "
+                    "or quote the field that contains a comma or a line break"
+                ),
             )
 
 
@@ -219,6 +225,21 @@ def _parse_json(at: Callable[[int], str], text: str, ended: bool) -> Any:
         raise DataError(f"{at(0)}: this JSON cannot be read: {error}; remove the line") from error
 
 
+def without_nulls(row: dict) -> dict:
+    """Remove the null fields of all objects within a row's columns, at any depth; entries of lists stay.
+
+    Arrow gives each object the fields of all objects of its column, null where a row lacks them. The rule is TRL's
+    (remove_none_values in trl/data_utils.py), except that a column of the row stays.
+    """
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(part) for key, part in value.items() if part is not None}
+        return [clean(part) for part in value] if isinstance(value, list) else value
+
+    return {column: clean(value) for column, value in row.items()}
+
+
 def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a parquet file. Raises DataError if it cannot be read to its end."""
     import datasets  # Takes two seconds, and is not needed when the tokens are cached.
@@ -228,7 +249,7 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
         # One file at a time, because datasets casts all files of a call to the columns of the first, even unused ones.
         rows = datasets.load_dataset("parquet", data_files=[str(file)], split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
-            yield f"{file}: row {number}", row
+            yield f"{file}: row {number}", without_nulls(row)
     except PermissionError as error:
         raise unreadable(file, error) from error
     except MemoryError:  # ArrowMemoryError is one: nothing is wrong with the file

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from samecurve.data.formats import without_nulls
 from samecurve.errors import DataError
 from samecurve.specs.data_names import Address
 
@@ -58,7 +59,8 @@ class Split:
         try:
             for number, row in enumerate(self.table, start=1):
                 # A row is a dict, as `table` has no format; datasets annotates the rows of every format.
-                yield f"{self.name}, split {self.split}: row {number}", row  # pyright: ignore[reportReturnType]
+                cleaned = without_nulls(row)  # pyright: ignore[reportArgumentType]
+                yield f"{self.name}, split {self.split}: row {number}", cleaned
         except MemoryError:
             raise
         except Exception as error:  # each column's decoder raises its own errors

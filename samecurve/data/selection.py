@@ -36,17 +36,22 @@ class Selection:
         config: configuration of a hub data set.
         revision: revision of a hub data set.
         own: folders that the run writes to, which are never data.
+        drop_bad_rows: whether rows that cannot be used are left out; otherwise they are an error.
+        ignore_columns: columns, and keys of messages, whose content need not be read.
     """
 
     split: str = "train"
     config: str | None = None
     revision: str | None = None
     own: tuple[str, ...] = ()
+    drop_bad_rows: bool = False
+    ignore_columns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe, data: Data) -> Selection:
         own = (recipe.output_dir, str(cache_folder(recipe.data.cache_dir)))
-        return cls(data.split, data.config, data.revision, own)
+        parts = data.split, data.config, data.revision
+        return cls(*parts, own, drop_bad_rows=data.bad_rows == "drop", ignore_columns=data.ignore_columns)
 
 
 WHOLE = Selection()  # all of a local path

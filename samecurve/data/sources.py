@@ -6,17 +6,18 @@ import hashlib
 import os
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.data import hub
-from samecurve.data.formats import check_characters, no_column, read_last_row, read_rows, read_text
+from samecurve.data.columns import Columns
+from samecurve.data.formats import check_characters, no_column, read_last_row, read_text, rows_or_errors
 from samecurve.data.opening import unreadable
-from samecurve.data.row_checks import SHOWN_PROBLEMS, check_rows, what_rows_are
+from samecurve.data.row_checks import SHOWN_PROBLEMS, BadRow, BadRows, nearest, what_rows_are
 from samecurve.data.selection import WHOLE, Selection, folder_files
 from samecurve.errors import DataError
 from samecurve.specs.data_names import BUILTIN, is_hub_name
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _NOT_STDLIB = frozenset("test tests idlelib site-packages dist-packages __pycache__ encodings pydoc_data".split())
 _RACY_SECONDS = 2.0
 _CHECK_SECONDS = 10.0
+_TRIED_ROWS = 20  # rows that a hint is tried on
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class DataSource:
     name: str  # the path as the user wrote it
     files: tuple[Path | hub.Split, ...]
     text_column: str = "text"  # for tables
+    selection: Selection = field(default=WHOLE, kw_only=True)
     quiet: ClassVar[bool] = False  # whether reading shows no progress
+    columns_are_named_by: ClassVar[str] = "data.text_column"  # keys, for messages
 
     @property
     def local_files(self) -> tuple[Path, ...]:
@@ -63,32 +67,111 @@ class DataSource:
         """Settings that, with the files' content, determine the documents."""
         return self.text_column
 
-    def check(self) -> None:
-        """Raise DataError for everything wrong in the rows of a first look, before minutes of tokenising."""
-        if self.name != BUILTIN:
-            expected = f"an object with its text under {self.text_column!r}"
-            check_rows(self.name, self._first_look(), self._text, what_rows_are(self.files, expected))
+    def check(self) -> Columns:
+        """Raise DataError for everything wrong in the rows of a first look, before minutes of tokenising.
+
+        Returns what is read of the rows, nothing for text files.
+        """
+        if self.name == BUILTIN:
+            return Columns()
+        columns = self._check_rows(self._first_look(), f"an object with its text under {self.text_column!r}")
+        return columns if all(isinstance(file, hub.Split) or table_kind(file) for file in self.files) else Columns()
 
     def texts(self, document: str) -> list[str]:
         """Return the texts of a document that a tokenizer is trained on."""
         return [document]
 
-    def documents(self) -> Iterator[str]:
-        """Yield the documents: each text file and each row of a table is one. Raises DataError for a broken one."""
-        for file in self.files:
-            for place, row in self._rows_of(file):
-                yield self._text(place, row)
+    def documents(self) -> Iterator[Any]:
+        """Yield the documents. Raises DataError for a bad row, unless bad rows are dropped."""
+        for entry in self.entries():
+            if not isinstance(entry, BadRow):
+                yield entry
+            elif not self.selection.drop_bad_rows:
+                raise DataError(str(entry))
 
-    def _text(self, place: str, row: dict) -> str:
+    def entries(self) -> Iterator[Any]:
+        """Yield the documents, each text file and each row of a table, and a BadRow in the place of a bad one."""
+        return (self.entry(place, row) for file in self.files for place, row in self._rows_of(file))
+
+    def entry(self, place: str, row: dict | DataError) -> Any:
+        """Return the document of a row or its BadRow."""
+        if isinstance(row, DataError):
+            return BadRow.of(place, row)
+        try:
+            return self.read(place, row)
+        except DataError as error:
+            return BadRow.of(place, error)
+
+    def read(self, place: str, row: dict) -> Any:
+        """Return the document of a row. Raises DataError."""
         return text_of(place, row, self.text_column)
 
-    def _rows_of(self, file: Path | hub.Split) -> Iterator[tuple[str, dict]]:
+    def columns_read(self, row: dict) -> tuple[str, ...]:
+        """Return the names of the columns that `read` reads."""
+        return (self.text_column,)
+
+    def other_columns(self, row: dict) -> Iterator[dict[str, str]]:
+        """Yield what the recipe could say, {key of `data`: column}, for rows like this one, which lacks columns."""
+        yield nearest(row, {"text_column": self.text_column})
+
+    def reading(self, keys: dict[str, str]) -> DataSource:
+        """Return this source with other columns, as `other_columns` names them."""
+        return replace(self, **keys)
+
+    def refuse_lost_content(self, columns: Columns, reads: Callable[[str], bool] | None = None) -> None:
+        """Do nothing: whoever trains on texts chooses one column. Tables of other documents raise DataError.
+
+        Args:
+            columns: what the rows have.
+            reads: whether the chat template reads a key of a message, see `Columns.refuse_lost_content`.
+        """
+
+    def _check_rows(self, rows: Iterator[tuple[str, dict | DataError]], one_is: str) -> Columns:
+        """Read all of these rows once, and return what they have in which column.
+
+        Raises:
+            DataError: with the first problems of all rows, and for content that would be lost.
+        """
+        columns, bad, num_rows = Columns(), BadRows(self.name, self.selection.drop_bad_rows), 0
+        first: list[dict] = []
+        try:
+            for place, row in rows:
+                num_rows += 1
+                if isinstance(row, dict):
+                    columns.add(row, self.columns_read(row))
+                    first += [row] if len(first) < _TRIED_ROWS else []
+                entry = self.entry(place, row)
+                if isinstance(entry, BadRow):
+                    bad.add(entry)
+        except DataError as error:  # the file itself is broken here
+            if not bad.count:
+                raise
+            raise DataError(f"{error}\nbefore that, {bad.count:,} rows cannot be used\n{bad}") from error
+        if not num_rows:
+            raise DataError(f"{self.name}: there are no rows; {what_rows_are(self.files, one_is)}")
+        bad.check(num_rows, self._hint(first) if bad.count == num_rows and bad.lack_columns else "")
+        self.refuse_lost_content(columns)
+        return columns
+
+    def _hint(self, rows: list[dict]) -> str:
+        """Return advice: the first settings of `data` with which all of these rows can be read without a loss."""
+        for keys in filter(None, self.other_columns(rows[0])):
+            candidate, columns = self.reading(keys), Columns()
+            with suppress(DataError):
+                for row in rows:
+                    candidate.read("", row)
+                    columns.add(row, candidate.columns_read(row))
+                candidate.refuse_lost_content(columns)
+                return f"did you mean {' '.join(f'data.{key}={column}' for key, column in keys.items())}?"
+        return f"name the columns with {self.columns_are_named_by}"
+
+    def _rows_of(self, file: Path | hub.Split) -> Iterator[tuple[str, dict | DataError]]:
         if isinstance(file, hub.Split):
             yield from file.rows()
         else:
-            yield from read_rows(file) if table_kind(file) else [(str(file), {self.text_column: read_text(file)})]
+            yield from rows_or_errors(file) if table_kind(file) else [(str(file), {self.text_column: read_text(file)})]
 
-    def _first_look(self) -> Iterator[tuple[str, dict]]:
+    def _first_look(self) -> Iterator[tuple[str, dict | DataError]]:
         """Yield all rows within _CHECK_SECONDS; then only the last row of each jsonl file that is left."""
         deadline = time.monotonic() + _CHECK_SECONDS
         for nth, file in enumerate(self.files):
@@ -110,26 +193,36 @@ class TableSource(DataSource):
     def read(self, place: str, row: dict) -> Any:
         raise NotImplementedError
 
-    def check(self) -> None:
+    def columns_read(self, row: dict) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def check(self) -> Columns:
         """Read all rows once, so that a mistake in the last one is reported before minutes of tokenising."""
-        check_rows(self.name, self._rows(), self.read, what_rows_are(self.files, self.a_line_is))
+        return self._check_rows(self._rows(), self.a_line_is)
 
-    def documents(self) -> Iterator[Any]:
-        return (self.read(place, row) for place, row in self._rows())
+    def entries(self) -> Iterator[Any]:
+        return (self.entry(place, row) for place, row in self._rows())
 
-    def _rows(self) -> Iterator[tuple[str, dict]]:
+    def refuse_lost_content(self, columns: Columns, reads: Callable[[str], bool] | None = None) -> None:
+        columns.refuse_lost_content(self.name, self.selection.ignore_columns, self._advice(columns), reads)
+
+    def _advice(self, columns: Columns) -> str:
+        """Return a way to read the columns that are not read, for the message; "" if none is known."""
+        return ""
+
+    def _rows(self) -> Iterator[tuple[str, dict | DataError]]:
         for file in self.files:
             yield from table_rows(file, self.documents_are)
 
 
-def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str, dict]]:
-    """Yield the rows of a table as `formats.read_rows` does. Raises DataError for a file that is not a table."""
+def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str, dict | DataError]]:
+    """Yield the rows of a table as `formats.rows_or_errors`. Raises DataError also for a file that is not a table."""
     if isinstance(file, hub.Split):
         yield from file.rows()
         return
     if table_kind(file) is None:
         raise DataError(f"{file}: not a table; {documents_are} must be the rows of a jsonl, json, parquet or csv file")
-    yield from read_rows(file)
+    yield from rows_or_errors(file)
 
 
 def find_source(
@@ -147,9 +240,9 @@ def find_source(
         return DataSource(name, builtin_files())
     if is_hub_name(name):
         if not pattern:
-            return DataSource(name, (hub.read_hub_split(name, selection),), text_column)
+            return DataSource(name, (hub.read_hub_split(name, selection),), text_column, selection=selection)
         root = hub.download_hub_folder(name, pattern, selection.revision)
-        return DataSource(name, folder_files(root, name, pattern), text_column)
+        return DataSource(name, folder_files(root, name, pattern), text_column, selection=selection)
     root = Path(name).expanduser()
     problem = path_problem(root)
     if problem.startswith("no such"):
@@ -157,8 +250,8 @@ def find_source(
     if problem:
         raise DataError(f"{name}: {problem}")
     if root.is_file():
-        return DataSource(name, (root,), text_column)
-    return DataSource(name, folder_files(root, name, pattern, selection.own), text_column)
+        return DataSource(name, (root,), text_column, selection=selection)
+    return DataSource(name, folder_files(root, name, pattern, selection.own), text_column, selection=selection)
 
 
 def fingerprint(source: DataSource, cache: Path) -> str:
@@ -220,7 +313,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 def text_of(place: str, row: dict, column: str) -> str:
     """Return the text of a table's row. Raises DataError if the column is missing or not text."""
     if column not in row:
-        raise no_column(place, row, {"text_column": column}, fix="set data.text_column, or remove rows without text")
+        raise no_column(place, row, repr(column), "set data.text_column, or remove rows without text")
     if not isinstance(row[column], str):
         raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; correct or remove the row")
     check_characters(place, column, row[column])

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from samecurve.data import sources
+from samecurve.data.columns import Columns
 from samecurve.data.formats import parse_row, read_text
 from samecurve.data.opening import lines_of, marked_encoding, unreadable
 from samecurve.data.sampler import rows_in_steps
@@ -58,10 +59,11 @@ class ChunkSource(sources.DataSource):
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
 
-    def check(self) -> None:
-        """Do nothing: no data are read ahead."""
+    def check(self) -> Columns:
+        """Check nothing: no data are read ahead."""
+        return Columns()
 
-    def documents(self) -> Iterator[str]:
+    def entries(self) -> Iterator[str]:
         for piece in self.pieces:
             for place, row in _READERS[piece.kind](piece, self.text_column):
                 yield row if isinstance(row, str) else sources.text_of(place, row, self.text_column)

@@ -14,15 +14,19 @@ from types import TracebackType
 
 import numpy as np
 
+from samecurve.data.columns import Columns
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.parallel_encoding import encoded
+from samecurve.data.row_checks import BadRow, BadRows
 from samecurve.data.sources import DataSource, fingerprint, is_held_out
 from samecurve.errors import DataError
+from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.cache import build_once, digest, is_main_process
 
 # Part of the cache key: raise it when the tokens written for the same input change.
-_VERSION = 5
+_VERSION = 6
 _BATCH_CHARACTERS = 1 << 20
+_ENOUGH_BAD_ROWS = 1000  # so many end a run without counting the others
 _PLAIN_LINE_SECONDS = 30.0
 PARTS = ("train", "held_out")
 
@@ -59,12 +63,18 @@ class Corpus:
         held_out: held-out documents.
         empty_documents: number of documents that were dropped because they hold no token.
         counts: the encoder's counts by name.
+        columns: what is read of the rows.
+        num_bad_rows: number of rows that were dropped because they cannot be used.
+        bad_rows: file with a line for each of them.
     """
 
     train: TokenStream
     held_out: TokenStream
     empty_documents: int
     counts: dict[str, int]
+    columns: Columns
+    num_bad_rows: int
+    bad_rows: Path
 
 
 class DocumentEncoder(Encoder):
@@ -93,7 +103,9 @@ def load_corpus(source: DataSource, encoder: Encoder, validation_fraction: float
         DataError: for unusable data.
         StorageError: when the cache cannot be written.
     """
-    key = digest(_VERSION, fingerprint(source, cache), source.identity, validation_fraction, encoder.identity)
+    dropped = ["without bad rows"] if source.selection.drop_bad_rows else []
+    settings = [source.identity, *dropped, validation_fraction, encoder.identity]
+    key = digest(_VERSION, fingerprint(source, cache), *settings)
     return load_corpus_into(cache / "tokens" / key, key, source, encoder, validation_fraction)
 
 
@@ -112,8 +124,11 @@ def load_corpus_into(
     build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
     directory = build_once(target, build)
     meta = json.loads((directory / "meta.json").read_text())
+    columns = Columns.of(meta["columns"])
+    source.refuse_lost_content(columns, encoder.reads)  # the tokens may be of a run with other data.ignore_columns
     train, held_out = (_map(directory, part, meta, key) for part in PARTS)
-    return Corpus(train, held_out, meta["empty_documents"], meta["counts"])
+    bad_rows = directory / BAD_ROWS
+    return Corpus(train, held_out, meta["empty_documents"], meta["counts"], columns, meta["bad_rows"], bad_rows)
 
 
 def training_texts(source: DataSource, validation_fraction: float) -> Iterator[str]:
@@ -124,20 +139,29 @@ def training_texts(source: DataSource, validation_fraction: float) -> Iterator[s
 
 
 def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fraction: float) -> None:
-    source.check()
+    columns = source.check()
+    source.refuse_lost_content(columns, encoder.reads)
     # a task has one encoder for all its sources, whose counts go on
-    num_empty, before = 0, dict(encoder.counts)
+    num_empty, num_rows, before = 0, 0, dict(encoder.counts)
     with ExitStack() as stack:
+        bad_rows = stack.enter_context(open(directory / BAD_ROWS, "w", encoding="utf-8"))
+        bad = BadRows(source.name, source.selection.drop_bad_rows, bad_rows)
         writers = {part: stack.enter_context(_Writer(directory, part, encoder)) for part in PARTS}
         advance = stack.enter_context(reading("tokenising", source))
-        for documents, found in encoded(encoder, _batches(source.documents()), source.num_bytes):
-            for document, one in zip(documents, found, strict=True):
-                if not len(one.tokens):
+        for entries, found in encoded(encoder, _batches(source.entries()), source.num_bytes):
+            for entry, one in zip(entries, found, strict=True):
+                if isinstance(one, BadRow):
+                    bad.add(one)
+                elif not len(one.tokens):
                     num_empty += 1
-                    continue
-                part = "held_out" if is_held_out(str(document), validation_fraction) else "train"
-                writers[part].append(one)
-            advance(documents)
+                else:
+                    part = "held_out" if is_held_out(str(entry), validation_fraction) else "train"
+                    writers[part].append(one)
+            advance([entry for entry in entries if not isinstance(entry, BadRow)])
+            num_rows += len(entries)
+            if bad.count >= _ENOUGH_BAD_ROWS:
+                bad.check(num_rows, complete=False)
+        bad.check(num_rows)
     counts = {part: writers[part].offsets[-1] for part in PARTS}
     meta = {
         "source": source.name,
@@ -146,6 +170,8 @@ def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fra
         "labelled": encoder.labelled,
         "num_tokens": counts,
         "empty_documents": num_empty,
+        "bad_rows": bad.count,
+        "columns": columns.as_dict(),
         "counts": {name: count - before[name] for name, count in encoder.counts.items()},
     }
     (directory / "meta.json").write_text(json.dumps(meta))

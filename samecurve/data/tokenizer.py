@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 MASK = "<|mask|>"  # for mlm
 # Part of the cache key: raise it when training on the same documents gives another tokenizer.
-_VERSION = 3
+_VERSION = 4
 
 
 def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None = None) -> PreTrainedTokenizerFast:

@@ -122,7 +122,7 @@ class Predictor(ABC):
 
     def _text(self, place: str, source: str | dict) -> str:
         if isinstance(source, dict):
-            return text_of(place, "text_column", self._column(source), source)
+            return text_of(place, self._column(source), source)
         if not source.strip():
             raise DataError(f"{place}: the text is empty")
         return source
@@ -153,7 +153,7 @@ class Classifier(Predictor):
                     f"{self.folder}: the model classifies pairs of texts; give --file FILE, a table with the columns "
                     f"{self.data.text_column} and {column}"
                 )
-            pair = text_of(place, "text_pair_column", column, source)
+            pair = text_of(place, column, source)
         return _encoded(self.encoder, Example(place, self._text(place, source), pair, self.names[0]))
 
     def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:

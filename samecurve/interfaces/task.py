@@ -83,6 +83,7 @@ class Task(Protocol):
             In place of logits they also take those, (rows, length), fp32, 0 where nothing is trained.
         counts: plural noun for the unit of `count`.
         origin: split and commit of a dataset from the Hugging Face Hub, else "".
+        bad_rows: files with the rows that were dropped because they cannot be used.
         num_step_statistics: number of sums that `step_loss` returns for `step_metrics`.
         sum_parts: adds up sums over a row's tokens where ranks have parts of the rows (context parallelism), which a
             loss that is not by token has to call; returns its argument unless the engine has set it.
@@ -102,6 +103,7 @@ class Task(Protocol):
     by_log_probability: bool = False
     counts: str = "tokens"
     origin: str = ""
+    bad_rows: Sequence[Path] = ()
     num_step_statistics: int = 0
     sum_parts: Callable[[Tensor], Tensor] = staticmethod(lambda sums: sums)
 

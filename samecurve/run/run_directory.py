@@ -6,6 +6,7 @@
     tensorboard/    the same metrics for TensorBoard           stacks/        stack traces of all ranks after a hang
     trackers/       files of other trackers                    heartbeats/    signs of life, see heartbeat.py
     profile/        traces and a summary of the steps in profile.steps
+    bad_rows.jsonl  rows of the data that were dropped because they cannot be used, see data.bad_rows
     rejected_model/ an export that is not the trained model, see export.verify
     previous/N/     files of an earlier session that this one does not continue, moved there whole
 
@@ -24,6 +25,7 @@ from samecurve.checkpoint.manifest import list_checkpoints, step_of
 from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError, StorageError
 from samecurve.run import failures as restarts
 from samecurve.run.status import STATUS, counted, read_status, split_refused, with_refused
+from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder, next_free
@@ -31,7 +33,7 @@ from samecurve.storage.jsonl import JsonlFile, read_lines
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
-RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl")
+RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl", BAD_ROWS)
 REJECTED = "rejected_model"
 FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move

@@ -20,6 +20,7 @@ _FILE = re.compile(r"\.[A-Za-z]\w{0,7}$")  # `owner/name.jsonl` means a file, `o
 # the lengths at which it fails (models/attention/cudnn.py).
 WIDTH_MULTIPLE = 128
 
+BAD_ROWS = "bad_rows.jsonl"  # rows that data.bad_rows=drop leaves out, in the run directory
 CHATML = "chatml"  # value of tokenizer.chat_template
 
 BUILTIN = "builtin:python-stdlib"

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from samecurve.config.schema import Data, Recipe
 from samecurve.data import sources, token_store
+from samecurve.data.columns import Columns
 from samecurve.data.datasets.base import Rows
 from samecurve.data.datasets.mixture import JoinedRows, MixedRows
 from samecurve.data.encoder import Encoder
@@ -29,15 +30,15 @@ class WholeSource(sources.DataSource):
     def identity(self) -> str:
         return repr([member.identity for member in self.members])
 
-    def check(self) -> None:
+    def check(self) -> Columns:
         _call_all(member.check for member in self.members)
+        return Columns()
 
     def texts(self, document) -> list[str]:
         return self.members[0].texts(document)  # all members hold the same kind of documents
 
     def documents(self) -> Iterator:
-        for member in self.members:
-            yield from member.documents()
+        return (document for member in self.members for document in member.documents())
 
 
 def find_all_sources(recipe: Recipe, find_source: Callable[[Data], sources.DataSource]) -> sources.DataSource:
@@ -79,15 +80,17 @@ def load_mixture(
     weights = [source.weight for source in recipe.data.mixture or ()]
     train = MixedRows([make_rows(corpus.train) for corpus in corpora], weights)
     _check_sources(train, corpora, recipe)
-    validation = None
+    validation, evaluated = None, None
     if recipe.evaluation is not None:
-        validation = make_rows(read(recipe.evaluation, 0.0, splits.EVALUATED).train)
+        evaluated = read(recipe.evaluation, 0.0, splits.EVALUATED)
+        validation = make_rows(evaluated.train)
     elif fraction > 0:
         validation = JoinedRows([make_rows(corpus.held_out) for corpus in corpora])
     counts = splits.add_counts(corpus.counts for corpus in corpora)
     joined_origins = {name: "; ".join(each) for name, each in origins.items()}
     num_empty = sum(corpus.empty_documents for corpus in corpora)
-    loaded = splits.Splits(train, validation, num_empty, {**counts, **joined_origins})
+    described, bad_rows = splits.describe_reading(corpora, evaluated)
+    loaded = splits.Splits(train, validation, num_empty, {**counts, **described, **joined_origins}, bad_rows)
     splits.check_validation(loaded, recipe)
     return loaded
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from samecurve.config.schema import Data, Recipe
@@ -34,13 +35,16 @@ class Splits(Generic[RowsType]):
         train: training rows.
         validation: validation rows; None if the recipe has none.
         empty_documents: number of documents that were dropped because they hold no token.
-        counts: the encoder's counts by name; for data of the hub also the origin (split and commit).
+        counts: the encoder's counts by name; the columns that are read; the number of bad rows that were dropped, if
+            any; for data of the hub also the origin (split and commit).
+        bad_rows: files with the dropped rows.
     """
 
     train: RowsType
     validation: RowsType | None
     empty_documents: int
     counts: Mapping[str, int | str]
+    bad_rows: tuple[Path, ...] = ()
 
     def describe(self) -> dict[str, dict[str, int]]:
         # The keys are those of run.json, which reports read.
@@ -68,6 +72,10 @@ class LoadedTask(Task, Generic[RowsType]):
         """The validation rows, for `metrics`, which is called only where there are some."""
         assert self.splits.validation is not None
         return self.splits.validation
+
+    @property
+    def bad_rows(self) -> tuple[Path, ...]:
+        return self.splits.bad_rows
 
     @property
     def origin(self) -> str:
@@ -113,12 +121,15 @@ def load_splits(
 
     fraction = sources.validation_fraction(recipe)
     training = read(recipe.data, fraction, ORIGIN)
-    validation = None
+    validation, evaluated = None, None
     if recipe.evaluation is not None:
-        validation = make_rows(read(recipe.evaluation, 0.0, EVALUATED).train)
+        evaluated = read(recipe.evaluation, 0.0, EVALUATED)
+        validation = make_rows(evaluated.train)
     elif fraction > 0:
         validation = make_rows(training.held_out)
-    splits = Splits(make_rows(training.train), validation, training.empty_documents, training.counts | origins)
+    described, bad_rows = describe_reading([training], evaluated)
+    counts = training.counts | described | origins
+    splits = Splits(make_rows(training.train), validation, training.empty_documents, counts, bad_rows)
     num_wanted, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
     # each step would read some row twice
     if len(splits.train) < num_wanted:
@@ -129,6 +140,29 @@ def load_splits(
         )
     check_validation(splits, recipe)
     return splits
+
+
+def describe_reading(
+    training: Sequence[token_store.Corpus], evaluated: token_store.Corpus | None
+) -> tuple[dict[str, int | str], tuple[Path, ...]]:
+    """Describe what was read of the rows, and of which rows.
+
+    Args:
+        training: tokens of each source of the training data.
+        evaluated: tokens of separate evaluation data; None without.
+
+    Returns:
+        Entries of `Splits.counts`, and the files with the dropped rows.
+    """
+    columns = [corpus.columns.describe() for corpus in training]
+    if len(columns) > 1:
+        columns = [f"source {index} {text}" for index, text in enumerate(columns) if text]
+    num_bad_rows = sum(corpus.num_bad_rows for corpus in training)
+    counts: dict[str, int | str] = {"columns": "; ".join(columns), "bad_rows": num_bad_rows}
+    if evaluated is not None:
+        counts["evaluation_bad_rows"] = evaluated.num_bad_rows
+    corpora = [*training, *([evaluated] if evaluated is not None else [])]
+    return {name: value for name, value in counts.items() if value}, tuple(corpus.bad_rows for corpus in corpora)
 
 
 def find_text(recipe: Recipe, data: Data) -> sources.DataSource:

@@ -12,6 +12,7 @@ from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.mirror import Mirror
 from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
+from samecurve.data.row_checks import write_bad_rows
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines import factory
 from samecurve.errors import ConfigurationError, NothingToDo, StorageError
@@ -27,6 +28,7 @@ from samecurve.optim.parameter_groups import roles_of
 from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
+from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import check_packing
 from samecurve.storage import trusted_code
 from samecurve.storage.atomic import json_values
@@ -268,6 +270,8 @@ def _introduce(session: Session) -> None:
     facts |= {"resumed_from": resumed_from and str(resumed_from), "start_step": session.start.step}
     parts = {"train": built.task.train, "held_out": built.task.validation}
     facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}
+    if accelerator.is_main_process:
+        write_bad_rows(built.task.bad_rows, context.run.path / BAD_ROWS)
     context.run.write_run(facts)
     session.trackers.open(session.start.step)
     context.progress.log(context.run.notice)

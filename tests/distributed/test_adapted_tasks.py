@@ -18,6 +18,7 @@ from harness import LLAMA, LORA, Run, largest_relative_difference, long, relativ
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
+from task_columns import unread
 from test_encoder_tasks import BERT, CLASSES, STEPS, encoded, labelled
 from transformers import (
     AutoConfig,
@@ -84,6 +85,8 @@ def overrides(workspace, rows, task: str) -> tuple[str, ...]:
     common += [f"evaluate={{path: {rows['held_out']}, every_steps: {STEPS}}}", "schedule.warmup_steps=2"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     common += ["data.chat=false"] if task == "reward" else []
+    columns = ("text", "label", "prompt", "anchor", "positive", "negative", "chosen", "rejected")
+    common += [f"data.ignore_columns=[{','.join(unread(task, columns))}]"]
     tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     family = FAMILIES[task]
     fields = dict(BERT if family == "bert" else LLAMA)

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 from harness import LORA, Run, largest_relative_difference, long, relative_l2
 from safetensors.torch import load_file
+from task_columns import unread
 from test_expert_parallel import config_of
 
 CLASSES = ("cold", "mild", "warm")
 TASKS = ("sft", "distill", "dpo", "reward", "classify", "embed")
 ADAPTER = (LORA, "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]")  # routers and experts cannot be adapted
 WORLDS = {"fsdp_ep": 2, "fsdp_ep_tp": 4}
+
+
+NAMES = ("prompt", "completion", "chosen", "rejected", "anchor", "positive", "negative", "text")
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +30,7 @@ def rows(workspace) -> Path:
     def text() -> str:
         return " ".join(draw.choices(words, k=draw.randint(1, 14)))
 
-    names = ("prompt", "completion", "chosen", "rejected", "anchor", "positive", "negative", "text")
-    made = [{name: f"{text()} {name[0]}{number}" for name in names} for number in range(90)]
+    made = [{name: f"{text()} {name[0]}{number}" for name in NAMES} for number in range(90)]
     path.write_text("".join(json.dumps(row | {"label": draw.choice(CLASSES)}) + "\n" for row in made))
     return path
 
@@ -42,6 +45,7 @@ def run_of(workspace, rows: Path, task: str, strategy: str | None, *more: str) -
     world = WORLDS[strategy] if strategy else 1
     arguments = [f"task={task}", "steps=6", "checkpoint.every_steps=3", "evaluate.every_steps=6"]
     arguments += [f"data={{path: {rows}, packing: false, validation_fraction: 0.15}}", "batch.sequence_length=48"]
+    arguments += [f"data.ignore_columns=[{','.join(unread(task, NAMES))}]"]
     arguments += [f"batch.micro_batch_size={4 // world if strategy else 8}", *more]
     run = workspace.run(strategy, world, *arguments)
     assert run.returncode == 0, run.output

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, Run, largest_relative_difference, launch_command, long
+from task_columns import unread
 
 from samecurve.config.loader import read_recipe
 
@@ -72,6 +73,8 @@ def started(workspace, file: Path, recipe: str, strategy: str | None, verify: st
     path = None if strategy is None else workspace.strategy(strategy)
     command = launch_command("fork", path, 1 if strategy is None else 2, workspace.folder)
     command += [str(ROOT / "recipes" / f"{recipe}.yaml"), f"output_dir={directory}", f"data.path={file}"]
+    columns = json.loads(file.read_text().partition("\n")[0])
+    command += [f"data.ignore_columns=[{','.join(unread(content['task'], columns))}]"]
     command += [*SETTINGS, f"export.verify={verify}", micro, *model, *(["--strategy", str(path)] if path else [])]
     run = workspace.execute(command, directory)
     assert run.returncode == 0, run.output

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness import largest_relative_difference, launch_command, long, relative_l2
 from router_probe import FAMILIES
+from task_columns import unread
 from test_equal_curves import CONTEXT, ENGINES, SCHEDULES
 from test_step_options import needs_compiler
 
@@ -117,6 +118,7 @@ def test_tasks_over_rows_and_pairs_follow_one_process(task, workspace, tmp_path)
     path.write_text("".join(json.dumps(row | {"label": draw.choice("ab")}) + "\n" for row in rows))
     overrides = MODEL, "evaluate.every_steps=0", "checkpoint.every_steps=0", "export.enabled=false", f"data.path={path}"
     overrides += "steps=6", "data.packing=false", "data.validation_fraction=0", *task
+    overrides += (f"data.ignore_columns=[{','.join(unread(task[0].removeprefix('task='), [*columns, 'label']))}]",)
     alone = workspace.run(None, 1, *overrides, "batch.micro_batch_size=8")
     run = workspace.run("ddp", 2, *overrides, "batch.micro_batch_size=3")
     assert alone.returncode == run.returncode == 0, alone.output + run.output

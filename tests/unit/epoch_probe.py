@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from task_columns import unread
 from torch.nn import functional
 from transformers import (
     AutoConfig,
@@ -98,6 +99,7 @@ def settings(folder: Path, path: Path, task: str, batch_size: int, num_steps: in
         "batch": {"global_batch_size": batch_size, "micro_batch_size": 2, "sequence_length": LENGTH},
         "optimizer": {"learning_rate": RATE, "max_grad_norm": 0.8},
     }
+    found["data"]["ignore_columns"] = unread(task, make_rows(1)[0])
     if task in ("sft", "distill", "dpo", "reward"):
         found["data"]["chat"] = False
     if task == "continue_pretrain":

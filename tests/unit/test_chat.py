@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from samecurve.data import parallel_encoding
 from samecurve.data.chat_encoder import ChatEncoder, TextEncoder
+from samecurve.data.row_checks import BadRow
 from samecurve.data.schemas.conversation import ChatSchema, conversation
 from samecurve.data.tokenizer import CHAT_TEMPLATE
 from samecurve.errors import DataError
@@ -345,5 +346,11 @@ def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, 
 
 def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):
     template = "{% if messages[0]['content'] == 'what is 23?' %}{{ raise_exception('no') }}{% endif %}" + UNMARKED
-    with pytest.raises(DataError, match="row 23: the chat template cannot render"):
-        encoded_in_batches(make(template))
+    encoder = ChatEncoder(make(template), ChatSchema())
+    row = [{"role": "user", "content": "what is 23?"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": [{**row[0], "content": f"what is {n}?"}, row[1]]} for n in range(43)]
+    documents = [conversation(f"row {n}", row, ChatSchema()) for n, row in enumerate(rows)]
+    batches = parallel_encoding.encoded(encoder, [documents[:20], documents[20:]], 1 << 30)
+    found = [one for _, part in batches for one in part]
+    (bad,) = (one for one in found if isinstance(one, BadRow))
+    assert found.index(bad) == 23 and str(bad).startswith("row 23: the chat template cannot render")

@@ -15,6 +15,7 @@ from samecurve.data import builtin
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
 from samecurve.data.schemas.conversation import ChatSchema
+from samecurve.data.selection import Selection
 from samecurve.errors import DataError
 from samecurve.specs.data_names import FUNCTIONS
 from samecurve.tasks import registry
@@ -43,17 +44,17 @@ def jsonl(path: Path, *rows: dict) -> Path:
     return path
 
 
-def read(path: Path | str, **schema) -> list[conversation.Conversation]:
-    source = find_conversations(str(path), None, ChatSchema(**schema))
+def read(path: Path | str, *ignored: str, **schema) -> list[conversation.Conversation]:
+    source = find_conversations(str(path), None, ChatSchema(**schema), Selection(ignore_columns=ignored))
     source.check()
     return list(source.documents())
 
 
 def test_messages_win_over_prompt_and_completion_and_places_are_told(tmp_path):
     row = {**GOOD, "prompt": "p", "completion": "c"}
-    (found,) = read(jsonl(tmp_path / "a.jsonl", row))
+    (found,) = read(jsonl(tmp_path / "a.jsonl", row), "prompt")
     assert (found.messages, found.place) == (tuple(GOOD["messages"]), f"{tmp_path}/a.jsonl:1")
-    (found,) = read(tmp_path / "a.jsonl", prompt="prompt")
+    (found,) = read(tmp_path / "a.jsonl", "messages", prompt="prompt")
     assert [message["content"] for message in found.messages] == ["p", "c"]
 
 
@@ -84,7 +85,7 @@ def test_sharegpt_is_read(tmp_path):
     assert [str(found) for found in read(jsonl(tmp_path / "a.jsonl", row))] == [expected]
     assert [str(found) for found in read(jsonl(tmp_path / "b.jsonl", {"conversations": turns}))] == [expected]
     assert [str(found) for found in read(tmp_path / "a.jsonl", messages="conversations")] == [expected]
-    assert str(read(jsonl(tmp_path / "c.jsonl", {**row, **GOOD}))[0]) != expected  # messages win
+    assert str(read(jsonl(tmp_path / "c.jsonl", {**row, **GOOD}), "conversations")[0]) != expected  # messages win
 
 
 def test_arguments_of_tool_calls_are_objects(tmp_path):
@@ -215,9 +216,9 @@ CASES = {
     "bad parquet": (text("no", name="a.parquet"), {}, ("T/a.parquet", "row 0", "complete")),
     # columns
     "misspelt column": (
-        row(mesages=[]),
+        text(json.dumps({"mesages": GOOD["messages"]}) + "\n"),
         {},
-        (HERE, "'messages'", "'prompt'", "'completion'", "found: mesages", "data.messages_column=mesages"),
+        ("T/a.jsonl:1", "'messages'", "'prompt'", "'completion'", "found: mesages", "data.messages_column=mesages"),
     ),
     "no column": (
         row(text="a"),
@@ -228,25 +229,32 @@ CASES = {
             "'prompt'",
             "'completion'",
             "found: text",
-            "data.messages_column",
-            "data.prompt_column",
-            "data.completion_column",
+            "add it, or remove the row",
+            "data.bad_rows=drop",
         ),
     ),
     "half a pair": (
-        row(prompt="a", completions="b"),
+        text(json.dumps({"prompt": "a", "completions": "b"}) + "\n"),
         {},
-        (HERE, "'completion'", "found: prompt, completions", "data.completion_column=completions"),
+        ("T/a.jsonl:1", "'completion'", "found: prompt, completions", "data.completion_column=completions"),
     ),
     "named column": (
         row(chat=[]),
         {"messages_column": "chats"},
-        ("T/a.jsonl", "2 rows", "T/a.jsonl:1", "'chats'", "found: messages", "set data.messages_column"),
+        (
+            "T/a.jsonl",
+            "2 of 2 rows",
+            "T/a.jsonl:1",
+            "'chats'",
+            "found: messages",
+            "name the columns with",
+            "data.messages_column",
+        ),
     ),
     "csv": (
         text("question,completion\na,b\n", name="a.csv"),
         {},
-        ("T/a.csv:2", "'prompt'", "found: question, completion", "set data.messages_column", "data.prompt_column"),
+        ("T/a.csv:2", "'prompt'", "found: question, completion", "data.messages_column", "data.prompt_column"),
     ),
     # types and texts
     "messages are text": (row(messages="a"), {}, (HERE, "'messages'", "'a'", "list of messages", '[{"role": "user"')),
@@ -401,14 +409,16 @@ def test_the_first_problems_of_many_are_told_together(tmp_path):
     with pytest.raises(DataError) as caught:
         read(jsonl(tmp_path / "a.jsonl", GOOD, *[bad] * 12))
     told = "completion is empty; fill or remove the row (and 11 more rows like it)"
-    assert str(caught.value).replace(str(tmp_path), "T").splitlines() == [
-        "T/a.jsonl: 12 rows cannot be used",
-        f"  T/a.jsonl:2: {told}",
-    ]
+    header = (
+        "T/a.jsonl: 12 of 13 rows cannot be used; correct or remove them, or set data.bad_rows=drop to train without"
+    )
+    lines = str(caught.value).replace(str(tmp_path), "T").splitlines()
+    assert lines == [f"{header} them", f"  T/a.jsonl:2: {told}"]
     with pytest.raises(DataError) as caught:
         read(jsonl(tmp_path / "a.jsonl", GOOD, *others, bad, bad))
     lines = str(caught.value).replace(str(tmp_path), "T").splitlines()
-    assert (len(lines), lines[0], lines[-1]) == (12, "T/a.jsonl: 14 rows cannot be used", "  and 4 more")
+    assert (len(lines), lines[0], lines[-1]) == (12, lines[0], "  and 4 more")
+    assert lines[0].startswith("T/a.jsonl: 14 of 15 rows cannot be used; ")
 
 
 def save_tokenizer(folder: Path, **special: str) -> str:
@@ -437,7 +447,7 @@ def test_all_rows_are_looked_at_before_the_first_is_tokenised(tmp_path):
         jsonl(tmp_path / "a.jsonl", GOOD, *[{"prompt": "a", "completion": ""}] * 2),
         tokenizer={**chosen, "chat_template": str(tmp_path / "t.jinja")},
     )
-    with pytest.raises(DataError, match="2 rows cannot be used"):
+    with pytest.raises(DataError, match="2 of 3 rows cannot be used"):
         registry.load_task(recipe)
 
 

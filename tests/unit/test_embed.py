@@ -59,7 +59,7 @@ def test_a_row_is_what_the_tokenizer_makes_of_each_of_its_texts(tmp_path):
             kept = arrays.inputs["attention_mask"][place, nth] == 1
             assert arrays.inputs["input_ids"][place, nth][kept].tolist() == ids
     whole = [len(task.tokenizer(row[name])["input_ids"]) for row in ROWS for name in ("anchor", "positive", "negative")]
-    assert task.splits.counts == {"truncated_texts": sum(length > 8 for length in whole)} and max(whole) > 8
+    assert task.splits.counts["truncated_texts"] == sum(length > 8 for length in whole) and max(whole) > 8
     assert task.describe()["sequences_per_row"] == 3
     assert task.train.num_inputs(np.arange(4)) == sum(arrays_of(task)["attention_mask"].ravel())
 
@@ -188,13 +188,13 @@ def test_metrics_by_hand(tmp_path):
 
 A = {"anchor": "a", "positive": "p", "negative": "n"}
 BAD = [
-    ([A, {"anchor": "b", "negative": "n"}], {}, ("T/rows.jsonl:2", "no column 'positive'", "found: anchor, negative", "set data.positive_column")),
+    ([A, {"anchor": "b", "negative": "n"}], {}, ("T/rows.jsonl:2", "no column 'positive'", "found: anchor, negative", "add it, or remove the row")),
     ([{"anchors": "b", "positive": "p"}], {}, ("T/rows.jsonl:1", "no column 'anchor'", "found: anchors, positive", "data.anchor_column=anchors")),
-    ([A, {"anchor": "b", "positive": "p"}], {}, ("T/rows.jsonl:2", "no column 'negative'", "found: anchor, positive", "set data.negative_columns")),
+    ([A, {"anchor": "b", "positive": "p"}], {}, ("T/rows.jsonl:2", "no column 'negative'", "found: anchor, positive", "add it, or remove the row")),
     ([A, {**A, "negative": None}], {}, ("T/rows.jsonl:2", "'negative'", "None", "not text", "correct or remove the row")),
     ([A, {**A, "anchor": " "}], {}, ("T/rows.jsonl:2", "'anchor'", "empty", "fill or remove the row")),
     ([A, {**A, "negative": "p"}], {}, ("T/rows.jsonl:2", "'positive' and 'negative'", "same text", "correct or remove the row")),
-    ([A], {"negative_columns": ["hard"]}, ("T/rows.jsonl:1", "no column 'hard'", "found: anchor, positive, negative", "set data.negative_columns")),
+    ([A], {"negative_columns": ["hard"]}, ("T/rows.jsonl:1", "no column 'hard'", "found: anchor, positive, negative", "name the columns with", "data.negative_columns")),
     (["{"], {}, ("T/rows.jsonl:1", "JSON at column 2")),
     ([], {}, ("T/rows.jsonl", "no rows", "one anchor and its positive")),
 ]  # fmt: skip

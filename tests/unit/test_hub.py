@@ -16,6 +16,7 @@ import datasets
 import pytest
 import transformers
 from report_cases import check_message
+from task_columns import unread
 
 from samecurve.cli import evaluate
 from samecurve.config import loader
@@ -272,7 +273,8 @@ def test_every_task_trains_on_one_split_and_measures_on_the_other(task, tmp_path
     asked = []
     monkeypatch.setattr(hub, "read_hub_split", lambda name, chosen: asked.append(chosen) or made_split(name, chosen))
     monkeypatch.chdir(tmp_path)
-    Path("r.json").write_text(json.dumps(CONTENT | {"task": task}))
+    data = CONTENT["data"] | {"ignore_columns": unread(task, ROW)}
+    Path("r.json").write_text(json.dumps(CONTENT | {"task": task, "data": data}))
     task = registry.load_task(loader.load_recipe("r.json"))
     assert len(task.train) == 9 and len(task.validation) == 4
     assert {chosen.split for chosen in asked} == {"train", "validation"}

@@ -164,7 +164,12 @@ def test_lines_of_the_input_and_columns_of_a_table(folders, tmp_path, capsys, mo
         ("classify", ["a", "--file", "b"], 2, "--file: cannot be combined with TEXT"),
         ("classify", ["--file", "nowhere"], 2, "--file: no such file"),
         ("classify", [" "], 3, "TEXT 1: the text is empty"),
-        ("classify", ["--file", "rows.jsonl"], 3, "rows.jsonl:1: no column 'text', found: txt; did you mean"),
+        (
+            "classify",
+            ["--file", "rows.jsonl"],
+            3,
+            "rows.jsonl:1: no column 'text', found: txt; add it, or remove the row",
+        ),
         ("classify", ["--file", "empty.txt"], 3, "empty.txt: no text found"),
         ("reward", ["a"], 2, "a reward model scores answers to a prompt; give --prompt TEXT"),
         ("mlm", ["a"], 3, "TEXT 1: no [MASK]; write [MASK] in place of the word"),

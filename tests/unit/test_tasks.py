@@ -12,6 +12,7 @@ import pytest
 import torch
 from report_cases import check_message
 from safetensors.torch import save_file
+from task_columns import unread
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertForMaskedLM
 
 from samecurve.config.schema import Batch, Recipe
@@ -59,7 +60,7 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
         assert arrays.inputs["input_ids"][index][kept].tolist() == ids
     assert arrays.labels.tolist() == [0, 0, 1, 1]
     assert task.names == ("no", "yes")
-    assert task.splits.counts == {"truncated_documents": 2}
+    assert task.splits.counts["truncated_documents"] == 2
     assert set(arrays.inputs) == {"input_ids", "attention_mask"}
 
 
@@ -123,8 +124,8 @@ def test_evaluation_counts_each_row_once(tmp_path):
 
 A, B = {"text": "ab", "label": "no"}, {"text": "ba", "label": "yes"}
 BAD = [
-    ([A, B, {"text": "ab"}], {}, ("T/rows.jsonl:3", "no column 'label'", "found: text", "set data.label_column")),
-    ([A, {"txt": "ab", "label": "no"}], {}, ("T/rows.jsonl:2", "no column 'text'", "found: txt, label", "data.text_column=txt")),
+    ([A, B, {"text": "ab"}], {}, ("T/rows.jsonl:3", "no column 'label'", "found: text", "add it, or remove the row")),
+    ([A, {"txt": "ab", "label": "no"}], {}, ("T/rows.jsonl:2", "no column 'text'", "found: txt, label", "add it, or remove the row")),
     ([A, {**B, "text": 3}], {}, ("T/rows.jsonl:2", "'text'", "3", "not text", "correct or remove the row")),
     ([A, {**B, "text": " "}], {}, ("T/rows.jsonl:2", "'text'", "empty", "fill or remove the row")),
     ([A, {**B, "label": None}], {}, ("T/rows.jsonl:2", "'label'", "None", "a name or a whole number", "correct or remove the row")),
@@ -137,7 +138,7 @@ BAD = [
     ([A, A], {}, ("T/rows.jsonl", "label 'no'", "two classes", "data.labels")),
     (["{"], {}, ("T/rows.jsonl:1", "JSON at column 2")),
     ([], {}, ("T/rows.jsonl", "no rows", "one text and its label")),
-    ([A, B], {"text_pair_column": "other"}, ("T/rows.jsonl", "T/rows.jsonl:1", "no column 'other'", "found: text, label", "set data.text_pair_column")),
+    ([A, B], {"text_pair_column": "other"}, ("T/rows.jsonl", "T/rows.jsonl:1", "no column 'other'", "found: text, label", "name the columns with", "data.text_pair_column")),
 ]  # fmt: skip
 
 
@@ -337,7 +338,10 @@ def test_rows_of_like_length_by_option(tmp_path, task):
         rows.append({**texts, "chosen": one, "rejected": f"{other} c", "label": n % 2})
     plain, grouped = (
         registry.load_task(recipe.model_copy(update={"batch": Batch(global_batch_size=2, sequence_length=64)})).train
-        for recipe in (made(tmp_path, rows, task, group_by_length=wanted) for wanted in (False, True))
+        for recipe in (
+            made(tmp_path, rows, task, group_by_length=wanted, ignore_columns=tuple(unread(task, rows[0])))
+            for wanted in (False, True)
+        )
     )
     assert isinstance(grouped, LengthGroups) and not isinstance(plain, LengthGroups)
     assert isinstance(grouped, type(plain)) and grouped.global_batch_size == 2

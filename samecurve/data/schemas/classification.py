@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samecurve.data import sources
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.formats import check_characters, no_column
+from samecurve.data.row_checks import nearest
 from samecurve.errors import DataError
 from samecurve.storage.cache import build_once, digest
 
@@ -53,6 +55,7 @@ class ExampleSource(sources.TableSource):
     """
 
     documents_are, a_line_is = "labelled texts", "one text and its label"
+    columns_are_named_by = "data.text_column, data.text_pair_column and data.label_column"
 
     pair_column: str | None = None
     label_column: str = "label"
@@ -62,13 +65,23 @@ class ExampleSource(sources.TableSource):
     def identity(self) -> str:
         return json.dumps([self.text_column, self.pair_column, self.label_column, self.names])
 
+    def columns_read(self, row: dict) -> tuple[str, ...]:
+        return (self.text_column, self.label_column, *([] if self.pair_column is None else [self.pair_column]))
+
+    def other_columns(self, row: dict) -> Iterator[dict[str, str]]:
+        pair = {} if self.pair_column is None else {"text_pair_column": self.pair_column}
+        yield nearest(row, {"text_column": self.text_column, **pair, "label_column": self.label_column})
+
+    def reading(self, keys: dict[str, str]) -> ExampleSource:
+        return replace(self, **{key.replace("text_pair", "pair"): column for key, column in keys.items()})
+
     def texts(self, document: Example) -> list[str]:
         return [document.text, *([] if document.pair is None else [document.pair])]
 
     def read(self, place: str, row: dict) -> Example:
-        text = text_of(place, "text_column", self.text_column, row)
-        pair = None if self.pair_column is None else text_of(place, "text_pair_column", self.pair_column, row)
-        label = _value(place, "label_column", self.label_column, row)
+        text = text_of(place, self.text_column, row)
+        pair = None if self.pair_column is None else text_of(place, self.pair_column, row)
+        label = _value(place, self.label_column, row)
         return Example(place, text, pair, self._name(place, label))
 
     def _name(self, place: str, label: Any) -> str:
@@ -189,19 +202,18 @@ class WholeTextEncoder(Encoder):
         return [Encoded([] if all(e.special_tokens_mask) else e.ids) for e in encodings]
 
 
-def text_of(place: str, key: str, column: str, row: dict) -> str:
+def text_of(place: str, column: str, row: dict) -> str:
     """Return the text in a column.
 
     Args:
         place: location of the row, for messages.
-        key: key of the recipe's `data` block that names the column, for messages.
         column: name of the column.
         row: the row.
 
     Raises:
         DataError: if the column is missing, empty or not text.
     """
-    value = _value(place, key, column, row)
+    value = _value(place, column, row)
     if not isinstance(value, str):
         raise DataError(f"{place}: {column!r} is {value!r:.40}, not text; correct or remove the row")
     if not value.strip():
@@ -210,7 +222,7 @@ def text_of(place: str, key: str, column: str, row: dict) -> str:
     return value
 
 
-def _value(place: str, key: str, column: str, row: dict) -> Any:
+def _value(place: str, column: str, row: dict) -> Any:
     if column not in row:
-        raise no_column(place, row, {key: column})
+        raise no_column(place, row, repr(column))
     return row[column]

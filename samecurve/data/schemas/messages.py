@@ -20,8 +20,8 @@ _MAY_BE_EMPTY = ("system", "developer", "tool")
 def messages_of(place: str, column: str, value: Any) -> tuple[dict[str, Any], ...]:
     """Read a column's list of {role, content}, or of ShareGPT's {from, value}.
 
-    An assistant's message may have a `weight` of 0 or 1, as in OpenAI's fine-tuning files. A turn of weight 0 is not
-    trained.
+    An assistant's message may have a `weight` of 0 or 1, as in OpenAI's fine-tuning files, or `train: false`, as in
+    axolotl's, which means the weight 0. A turn of weight 0 is not trained.
 
     Args:
         place: location of the row, for messages.
@@ -62,7 +62,7 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
         raise DataError(f"{place}: {at} has no 'content', found: {', '.join(map(repr, message))}; add it")
     if isinstance(message["content"], list):
         raise DataError(f"{place}: {at}.content is a list of parts, but only text is supported; write one string")
-    _check_weight(place, at, message)
+    _read_weight(place, at, message)
     may_be_empty = role in _MAY_BE_EMPTY or "tool_calls" in message
     check_text(place, f"{at}.content", message["content"], "text", may_be_empty)
     return message
@@ -95,14 +95,22 @@ def _tool_call(place: str, at: str, call: Any) -> Any:
     return {**call, "arguments": arguments}
 
 
-def _check_weight(place: str, at: str, message: dict[str, Any]) -> None:
-    weight = message.get("weight", 0)
+def _read_weight(place: str, at: str, message: dict[str, Any]) -> None:
+    """Check the weight; `train` becomes one."""
+    weight, key = message.get("weight", 0), "weight"
     if isinstance(weight, bool) or weight not in (0, 1):  # True == 1
         raise DataError(f"{place}: {at}.weight is {shown(weight)}; write 0 (not trained) or 1 (trained)")
+    if "train" in message:
+        train = message.pop("train")
+        if not isinstance(train, bool):
+            raise DataError(f"{place}: {at}.train is {shown(train)}; write true or false")
+        if message.setdefault("weight", int(train)) != train:
+            raise DataError(f"{place}: {at} has train: {str(train).lower()} and weight: {weight}; keep one of the two")
+        weight, key = int(train), "train"
     if weight and message["role"] != "assistant":
         raise DataError(
-            f"{place}: {at}.weight is 1, but only assistant turns are trained, and this one's role is "
-            f"{message['role']!r}; remove the weight"
+            f"{place}: {at}.{key} is {message['weight'] if key == 'weight' else 'true'}, but only assistant turns are "
+            f"trained, and this one's role is {message['role']!r}; remove the {key}"
         )
 
 

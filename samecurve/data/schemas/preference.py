@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from samecurve.data import sources
 from samecurve.data.chat_encoder import encoder
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.formats import no_column
-from samecurve.data.schemas.conversation import ChatSchema, Conversation, tools_of, turns
+from samecurve.data.row_checks import nearest
+from samecurve.data.schemas.conversation import ChatSchema, Conversation, Turns, tools_of, turns, with_system
 from samecurve.data.schemas.messages import shown
 from samecurve.errors import DataError
 from samecurve.storage.cache import digest
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 # Part of the cache key: raise it when the same pair gives other tokens or other trained marks.
 _VERSION = 1
-Turns = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Pair:
     chosen: Conversation
     rejected: Conversation
 
+    @property
+    def place(self) -> str:
+        return self.chosen.place
+
     def __str__(self) -> str:
         return f"{self.chosen}\0{self.rejected}"
 
@@ -65,12 +70,30 @@ class PairSource(sources.TableSource):
     """Tables whose rows are preference pairs."""
 
     documents_are, a_line_is = "preference pairs", "one pair of answers"
+    columns_are_named_by = "data.prompt_column, data.chosen_column and data.rejected_column"
 
     schema: PairSchema = PairSchema()
 
     @property
     def identity(self) -> str:
         return json.dumps(asdict(self.schema), sort_keys=True)
+
+    def columns_read(self, row: dict) -> tuple[str, ...]:
+        answers, system = (self.schema.chosen, self.schema.rejected), ["system"] if self.schema.chat else []
+        return (self.schema.prompt or "prompt", *answers, "tools", *system)
+
+    def other_columns(self, row: dict) -> Iterator[dict[str, str]]:
+        wanted = {"chosen_column": self.schema.chosen, "rejected_column": self.schema.rejected}
+        prompt = nearest(row, {"prompt_column": self.schema.prompt or "prompt"})
+        if row.keys() >= set(wanted.values()):
+            yield prompt
+        else:
+            yield nearest(row, wanted)
+            yield prompt and prompt | nearest(row, wanted)
+
+    def reading(self, keys: dict[str, str]) -> PairSource:
+        changes = {key.removesuffix("_column"): column for key, column in keys.items()}
+        return replace(self, schema=replace(self.schema, **changes))
 
     def texts(self, document: Pair) -> list[str]:
         # the prompt only once, as both answers have it
@@ -96,7 +119,7 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
     missing = {key: name for key, name in columns.items() if name is not None and name not in row}
     if missing:
         unpaired = {"chosen_column", "rejected_column"} <= missing.keys() and {"completion", "label"} <= row.keys()
-        raise no_column(place, row, missing, fix=_UNPAIRED if unpaired else "")
+        raise no_column(place, row, " and ".join(map(repr, missing.values())), *([_UNPAIRED] if unpaired else []))
     tools = tools_of(place, row.get("tools"))
     both = (schema.chosen, schema.rejected)
     answers = [turns(place, column, row[column], "assistant", schema.chat) for column in both]
@@ -115,6 +138,7 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
         prompt, *answers = (_split_messages if schema.chat else _split_texts)(place, row, schema, *answers)
     for column, answer in zip(both, answers, strict=True):
         _check_answer(place, column, answer)
+    prompt = with_system(place, row, prompt) if schema.chat else prompt
     return Pair(*(Conversation(place, (*prompt, *answer), len(prompt), tools) for answer in answers))
 
 
@@ -190,6 +214,9 @@ class PairEncoder(Encoder):
         self._completions = train_on == "completion"
         self.identity = digest(_VERSION, self._one.identity)
         self.counts, self.renders = self._one.counts, self._one.renders
+
+    def reads(self, key: str) -> bool:
+        return self._one.reads(key)
 
     def encode(self, documents: list[Pair]) -> list[Encoded]:
         encoded = self._one.encode([answer for pair in documents for answer in (pair.chosen, pair.rejected)])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from samecurve.data import sources
 from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.row_checks import nearest
 from samecurve.data.schemas.classification import text_of
 from samecurve.errors import DataError
 from samecurve.storage.cache import digest
@@ -43,6 +45,7 @@ class MatchSource(sources.TableSource):
     """Tables whose rows are matches. `columns` holds (key of the recipe, column) for each text, the anchor's first."""
 
     documents_are, a_line_is = "anchors and positives", "one anchor and its positive"
+    columns_are_named_by = "data.anchor_column, data.positive_column and data.negative_columns"
 
     columns: tuple[tuple[str, str], ...] = ()
 
@@ -50,11 +53,20 @@ class MatchSource(sources.TableSource):
     def identity(self) -> str:
         return json.dumps(self.columns)
 
+    def columns_read(self, row: dict) -> tuple[str, ...]:
+        return tuple(column for _, column in self.columns)
+
+    def other_columns(self, row: dict) -> Iterator[dict[str, str]]:
+        yield nearest(row, dict(self.columns[:2]))
+
+    def reading(self, keys: dict[str, str]) -> MatchSource:
+        return replace(self, columns=tuple((key, keys.get(key, column)) for key, column in self.columns))
+
     def texts(self, document: Match) -> list[str]:
         return list(document.texts)
 
     def read(self, place: str, row: dict) -> Match:
-        _, positive, *negatives = texts = tuple(text_of(place, key, column, row) for key, column in self.columns)
+        _, positive, *negatives = texts = tuple(text_of(place, column, row) for _, column in self.columns)
         if positive in negatives:
             (_, right), (_, wrong) = self.columns[1], self.columns[2 + negatives.index(positive)]
             raise DataError(f"{place}: {right!r} and {wrong!r} are the same text; correct or remove the row")
