@@ -34,8 +34,9 @@ def test_planted_differences_are_found(strategy, precision, workspace):
 
 @pytest.mark.parametrize("strategy", ["zero2", *long("ddp", "fsdp", "zero3", "pipeline", "pipeline_1f1b")])
 def test_planted_differences_are_found_with_an_adapter(strategy, workspace):
-    found = probe(workspace, strategy, 2, *workspace.lora)
-    assert_found(found, strategy)
+    # the gradients of an adapter are small
+    found = probe(workspace, strategy, 2, *workspace.lora, "optimizer.max_grad_norm=0.001")
+    assert_found(found, strategy, max_grad_norm=0.001)
 
 
 @pytest.mark.full
@@ -76,13 +77,13 @@ def probe(
     return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
 
 
-def assert_found(found: dict[str, str], strategy: str) -> None:
+def assert_found(found: dict[str, str], strategy: str, max_grad_norm: float = 0.8) -> None:
     assert found["as it should be"] == "" and found["later"] == "", found
     masters = {"written elsewhere": "the weights that the model computes with are not the optimizer's: "}
     for key, text in (
         ("rows", "batch.global_batch_size: each of 8 rows has to be read once, but row 0 was read"),
         ("learning rate", "optimizer.learning_rate: the schedule says 0.001, but the optimizer used 0.002"),
-        ("clipping", "optimizer.max_grad_norm: 0.8 makes a gradient norm of"),
+        ("clipping", f"optimizer.max_grad_norm: {max_grad_norm} makes a gradient norm of"),
         ("not applied", "optimizer.name: adamw should move a value by"),
         ("applied twice", "optimizer.name: adamw should move a value by"),
         *(masters.items() if found["engine"] in ("DeepSpeedEngine", "PipelineEngine") else ()),
