@@ -14,7 +14,7 @@ UNKNOWN = "unknown then"  # of a key that the checkpoint is older than
 _OF_ROWS = ("data.", "tokenizer.", "batch.sequence_length", "batch.global_batch_size")
 # Recipe keys whose changes are not logged.
 SILENT = (
-    *("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps"),
+    *("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps", "logging.on_failure"),
     *("profile.steps", "profile.ranks", "rehearse", "memory.limit_gib", "checkpoint.mirror"),
 )
 

@@ -178,6 +178,9 @@ class Logging(Section):
     trackers: tuple[Tracker, ...] = Field(default=("tensorboard",), strict=False)
     """Trackers that get the metrics, each by its own package. They are set up by their own environment variables, such
     as `WANDB_MODE` or `MLFLOW_TRACKING_URI`. See [Run directory](run_directory.md#trackers)."""
+    on_failure: Literal["stop", "warn"] = "stop"
+    """`stop`: a tracker that cannot start ends the run before its first step. `warn`: train without it. A tracker that
+    fails later never ends a run."""
 
 
 class Profile(Section):

@@ -226,7 +226,9 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
             (recipe.evaluate.every_steps, recipe.checkpoint.every_steps),
             meter.start,
         ),
-        trackers=Trackers(trackers, meter, recipe.data, context.run.path, log),
+        trackers=Trackers(
+            trackers, meter, recipe.data, context.run.path, log, needed=recipe.logging.on_failure == "stop"
+        ),
     )
     _introduce(session)
     return session
@@ -273,7 +275,7 @@ def _introduce(session: Session) -> None:
     if accelerator.is_main_process:
         write_bad_rows(built.task.bad_rows, context.run.path / BAD_ROWS)
     context.run.write_run(facts)
-    session.trackers.open(session.start.step)
+    context.world.on_main(lambda: session.trackers.open(session.start.step))
     context.progress.log(context.run.notice)
     context.progress.header(facts)
     context.progress.advice = partial(factory.busy_advice, accelerator)

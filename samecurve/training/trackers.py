@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
+from samecurve.errors import ConfigurationError
 from samecurve.metrics.data_wait import WaitAdvice
 from samecurve.storage.atomic import write_json
+from samecurve.strategy.restarts import is_restart
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data
     from samecurve.metrics.meter import Meter
 
+_PROJECTS = {
+    "wandb": "WANDB_PROJECT",
+    "comet_ml": "COMET_PROJECT_NAME",
+    "swanlab": "SWANLAB_PROJ_NAME",
+    "trackio": "TRACKIO_PROJECT",
+}  # Accelerate itself reads those of mlflow and clearml
+_OFFLINE = {"wandb": " (WANDB_MODE=offline needs no account)"}
+_LEFT = "this tracker gets no more metrics, metrics.jsonl has every step"
 RUN_IDS = "runs.json"  # the run's names in its trackers, by which a later session continues them
 
 
 class Trackers:
     """Logs the record of each step with Accelerate's trackers.
 
-    A tracker that fails is reported once and gets nothing more. It never ends the run: metrics.jsonl has every step.
+    A tracker that fails after its start gets nothing more, is reported then and at the end, and never ends the run:
+    metrics.jsonl has every step.
 
     Args:
         names: logging.trackers; empty on ranks that do not log.
@@ -30,18 +42,42 @@ class Trackers:
         data: for the advice on data loading.
         folder: the run directory.
         log: prints one line (on rank 0 only).
+        needed: a tracker that cannot start is an error (logging.on_failure), except in an automatic restart.
     """
 
-    def __init__(self, names: Sequence[str], meter: Meter, data: Data, folder: Path, log: Callable[[str], None]):
+    def __init__(
+        self,
+        names: Sequence[str],
+        meter: Meter,
+        data: Data,
+        folder: Path,
+        log: Callable[[str], None],
+        needed: bool = True,
+    ):
         self._names, self._meter, self._folder, self._log = names, meter, folder, log
+        self._needed = needed and not is_restart(os.environ)
         self._advice = WaitAdvice(data)
         self._open: dict[str, GeneralTracker] = {}
         self._ids: dict[str, str] = {}  # the content of RUN_IDS
+        self._failures: dict[str, str] = {}  # by name, in a line
 
     def open(self, start_step: int) -> None:
-        """Open the trackers. start_step: the last step of the earlier session's checkpoint, 0 in a fresh run."""
+        """Open the trackers. start_step: the last step of the earlier session's checkpoint, 0 in a fresh run.
+
+        Raises:
+            ConfigurationError: lists the trackers that cannot start.
+        """
         for name in self._names:
             self._try(name, lambda name=name: self._start(name, start_step))
+        if self._failures and self._needed:
+            lines = (
+                f"  {line}; set up its environment variables{_OFFLINE.get(name, '')}, remove it, or train without it "
+                "(logging.on_failure=warn)"
+                for name, line in self._failures.items()
+            )
+            raise ConfigurationError("\n".join(["a tracker cannot start", *lines]))
+        for line in self._failures.values():
+            self._log(f"{line}; {_LEFT}")
 
     def log(self, record: dict) -> None:
         """Log the step's record."""
@@ -49,15 +85,20 @@ class Trackers:
         self._log(self._meter.doubt(record))
         scalars = self._meter.scalars(record) if self._open else {}
         for name, tracker in [*self._open.items()]:  # a copy: _try drops a tracker that fails
-            self._try(name, lambda tracker=tracker: tracker.log(scalars, step=record["step"]))
+            if not self._try(name, lambda tracker=tracker: tracker.log(scalars, step=record["step"])):
+                self._log(f"{self._failures[name]}; {_LEFT}")
 
     def close(self) -> None:
-        """Close the trackers, which upload or write what they still hold."""
+        """Close the trackers, which upload or write what they still hold, and repeat which ones have failed."""
         for name, tracker in [*self._open.items()]:
             self._try(name, tracker.finish)
+        for line in self._failures.values():
+            self._log(line)
 
     def _start(self, name: str, start_step: int) -> None:
-        project, folder = self._folder.resolve().name, self._folder / "trackers"
+        folder = self._folder / "trackers"
+        # Accelerate passes a project, which the package prefers to its environment variable
+        project = os.environ.get(_PROJECTS.get(name, "")) or self._folder.resolve().name
         ids = folder / RUN_IDS
         if start_step and not self._ids and ids.is_file():
             self._ids = json.loads(ids.read_text())
@@ -69,7 +110,8 @@ class Trackers:
         elif name == "mlflow":
             options = {"run_id": self._ids.get(name)}
         elif name == "wandb":
-            options = {"id": self._ids.get(name), "resume": "allow", "dir": str(folder)}
+            chosen = {"WANDB_RESUME": ("resume", "allow"), "WANDB_DIR": ("dir", str(folder))}
+            options = {"id": self._ids.get(name)} | dict(chosen[key] for key in chosen if not os.environ.get(key))
         elif kind.requires_logging_directory:
             options = {"logging_dir": str(folder)}
         if name != "tensorboard":
@@ -82,10 +124,11 @@ class Trackers:
             self._ids[name] = run.info.run_id if name == "mlflow" else run.id
             write_json(ids, self._ids)
 
-    def _try(self, name: str, action: Callable[[], None]) -> None:
+    def _try(self, name: str, action: Callable[[], None]) -> bool:
+        """Whether the action of a tracker succeeds; one that fails is dropped, and recorded in `_failures`."""
         try:
             action()
         except Exception as error:  # of any tracker's package
             self._open.pop(name, None)
-            text = f"{error}; this tracker gets no more metrics, metrics.jsonl has every step"
-            self._log(f"logging.trackers: {name} failed: {text}")
+            self._failures[name] = f"logging.trackers: {name} failed: {error}"
+        return name not in self._failures

@@ -17,6 +17,7 @@ from report_cases import GOOD, check_report, message, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from samecurve.config.schema import Data, Tracker
+from samecurve.errors import ConfigurationError
 from samecurve.specs.trackers import TRACKERS
 from samecurve.training.trackers import Trackers
 
@@ -25,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = os.environ.get("SAMECURVE_TRACKERS", "")
 
 
-def opened(folder: Path, *names: str, start_step: int = 0) -> tuple[Trackers, list[str]]:
+def opened(folder: Path, *names: str, start_step: int = 0, needed: bool = True) -> tuple[Trackers, list[str]]:
     lines: list[str] = []
-    trackers = Trackers(names, METER, Data(path="x"), folder, lambda text: lines.append(text) if text else None)
+    trackers = Trackers(names, METER, Data(path="x"), folder, lambda text: lines.append(text) if text else None, needed)
     trackers.open(start_step)
     return trackers, lines
 
@@ -54,12 +55,11 @@ def test_a_resumed_run_replaces_what_its_checkpoint_does_not_hold(tmp_path):
     assert events(tmp_path) == {1: 9.0, 2: 8.0, 3: 7.0}
 
 
-@pytest.mark.parametrize("method", ["start", "log", "finish"])
-def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(method, tmp_path, monkeypatch):
+def broken(method: str) -> type:
     class Broken(SimpleNamespace):
         requires_logging_directory = False
 
-        def __init__(self, run_name):
+        def __init__(self, run_name, **_):
             super().__init__(start=lambda: None, log=lambda *_, **__: None, finish=lambda: None)
 
             def fail(*_, **__):
@@ -67,12 +67,62 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(method, tmp_path
 
             setattr(self, method, fail)
 
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "aim", Broken)
-    trackers, lines = opened(tmp_path, "aim", "tensorboard")
+    return Broken
+
+
+@pytest.mark.parametrize(("method", "times"), [("start", 2), ("log", 2), ("finish", 1)])
+def test_a_tracker_that_fails_is_said_at_once_and_at_the_end(method, times, tmp_path, monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "aim", broken(method))
+    trackers, lines = opened(tmp_path, "aim", "tensorboard", needed=False)
     log(trackers, 1, 2)
     trackers.close()
-    assert [line for line in lines if "aim" in line and "no route" in line] == lines and len(lines) == 1
+    assert [line for line in lines if "aim failed: no route" in line] == lines and len(lines) == times
     assert events(tmp_path) == {1: 9.0, 2: 8.0}
+
+
+def test_a_tracker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", broken("start"))
+    with pytest.raises(ConfigurationError, match=r"wandb failed: no route; .*WANDB_MODE=offline.*on_failure=warn"):
+        opened(tmp_path, "wandb", "tensorboard")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # hours of training are not lost to a tracker's server
+    _, lines = opened(tmp_path, "wandb", "tensorboard")
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        ("wandb", "WANDB_PROJECT"),
+        ("mlflow", "MLFLOW_EXPERIMENT_NAME"),
+        ("comet_ml", "COMET_PROJECT_NAME"),
+        ("swanlab", "SWANLAB_PROJ_NAME"),
+        ("trackio", "TRACKIO_PROJECT"),
+    ],
+)
+def test_the_project_of_the_environment(name, variable, tmp_path, monkeypatch):
+    """Of Accelerate's own class, whose start is left out."""
+    made = []
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS[name], "start", lambda tracker: made.append(tracker))
+    run = SimpleNamespace(id="1", info=SimpleNamespace(run_id="1"))
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS[name], "tracker", run)
+    folder = tmp_path / "lora"
+    folder.mkdir()
+    opened(folder, name)
+    monkeypatch.setenv(variable, "mine")
+    opened(folder, name)
+    names = [tracker.experiment_name if name == "mlflow" else tracker.run_name for tracker in made]
+    assert names == ["lora", "mine"]
+
+
+def test_the_environment_of_wandb(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["wandb"], "start", lambda tracker: made.append(tracker))
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["wandb"], "tracker", SimpleNamespace(id="1"))
+    monkeypatch.setenv("WANDB_RESUME", "must")
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    monkeypatch.setenv("WANDB_NAME", "mine")  # wandb reads it where no name is passed
+    opened(tmp_path, "wandb")
+    assert made[0].init_kwargs == {"id": None}
 
 
 def test_a_resumed_run_gives_each_tracker_its_own_run(tmp_path, monkeypatch):
