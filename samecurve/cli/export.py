@@ -18,6 +18,7 @@ from samecurve.export.model_card import ExportInfo
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.strategy.resolve import checkpoint_names, named_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, default="fp32", help="precision of the stored weights (default: %(default)s)"
     )
     parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="a checkpoint of the run instead of RUN/model; latest: the newest"
+        "--checkpoint",
+        metavar="NAME",
+        help="a checkpoint of the run instead of RUN/model: latest, best, its name (step_00000040) or its folder",
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder to write (default: RUN/model-DTYPE)")
     parser.add_argument("--license", metavar="TEXT", help="license for the model card, for example apache-2.0")
@@ -77,11 +80,13 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
         return None
     files = LocalFileSystem()
     newest = given in (None, "latest")
-    found = list_checkpoints(files, directory / "checkpoints") if newest else [Path(given)]
+    found = list_checkpoints(files, directory / "checkpoints") if newest else [named_checkpoint(directory, given)]
     if not found or not found[0].is_dir():
         what = f"{directory}: no checkpoint found" if newest else f"--checkpoint: no such folder: {given}"
+        what = "--checkpoint: the run has no best one (checkpoint.best)" if given == "best" else what
         what += "" if given else ", and no model/"
-        raise ConfigurationError(f"{what}; give the output_dir of a run that has saved a checkpoint")
+        names = checkpoint_names(directory) or "; give the output_dir of a run that has saved a checkpoint"
+        raise ConfigurationError(what + names)
     rejected = []
     for folder in found:
         problems = check_files(files, folder)

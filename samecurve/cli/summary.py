@@ -81,10 +81,15 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
         listed.append(("resume the run", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():
         has_new_head = bool(facts.get("recipe", {}).get("model", {}).get("new_head"))
-        start = launch(facts["strategy_path"], world_size, [recipe, *continued(overrides, directory, has_new_head)])
-        listed.append(_use(facts.get("recipe", {}).get("task"), directory))
+        model, weights = "model", "its weights"
+        listed.append(_use(facts.get("recipe", {}), directory))
         listed.append(("export the model", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
-        listed.append(("start a run from its weights", start))
+        if base := read_json(directory / "model" / "adapter_config.json").get("base_model_name_or_path"):
+            model, weights = "merged", "the merged weights"
+            if not (directory / model).is_dir():
+                listed.append((f"merge the adapter into {base}", f"python -m samecurve merge {quoted(directory)}"))
+        started = continued(overrides, directory, has_new_head, model)
+        listed.append((f"start a run from {weights}", launch(facts["strategy_path"], world_size, [recipe, *started])))
     other = another_strategy(facts["strategy"])
     again = [recipe, *_without(overrides, ("output_dir",)), f"output_dir={directory}-{other}"]
     processes = num_processes_again(world_size)
@@ -95,7 +100,10 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     return listed
 
 
-def _use(task: str | None, directory: Path) -> tuple[str, str]:
+def _use(recipe: dict, directory: Path) -> tuple[str, str]:
+    task = recipe.get("task")
+    if task in TASKS and TASKS[task].chats and recipe.get("data", {}).get("chat") and not TASKS[task].predicts:
+        return "chat with the model", f"python -m samecurve chat {quoted(directory)}"
     if task in TASKS and TASKS[task].predicts:
         return "run the model", f"python -m samecurve predict {quoted(directory)} {TASKS[task].predicts}"
     return "generate text", f"python -m samecurve generate {quoted(directory)}"
@@ -112,11 +120,11 @@ def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str
     return f"accelerate launch --config_file {quoted(strategy)} {processes}train.py {typed}"
 
 
-def continued(overrides: Sequence[str], directory: Path, has_new_head: bool = False) -> list[str]:
-    """Build the overrides of a run that starts from an export's weights and tokenizer, with a new output_dir."""
+def continued(overrides: Sequence[str], directory: Path, has_new_head: bool = False, model: str = "model") -> list[str]:
+    """Build the overrides of a run that starts from weights and tokenizer of a folder in the run's, in a new one."""
     kept = _without(overrides, ("output_dir", "model.path", "model.config", "model.new_head", "tokenizer"))
     head = ["model.new_head=false"] if has_new_head else []  # the export already contains the head
-    new = [f"model.path={directory / 'model'}", *head, "tokenizer.path=null", f"output_dir={directory}-continued"]
+    new = [f"model.path={directory / model}", *head, "tokenizer.path=null", f"output_dir={directory}-continued"]
     return [*kept, *new]
 
 

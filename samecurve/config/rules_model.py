@@ -38,8 +38,8 @@ def _model_type(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _folder(value: Callable[[str], Any]) -> Iterator[Finding]:
     path = value("model.path")
-    # any other path may be a name of the Hub, which only loading the model tells
-    if path is not None and path.startswith((".", "/", "~")):
+    # a path of another form without such a folder may be a name of the hub, which only loading the model tells
+    if path is not None and (path.startswith((".", "/", "~")) or Path(path).is_dir()):
         yield from model_folder("model.path", Path(path))
 
 

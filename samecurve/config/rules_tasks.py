@@ -9,6 +9,7 @@ from typing import Any
 
 from samecurve.config.documents import describe
 from samecurve.specs.tasks import TASKS
+from samecurve.storage.atomic import read_json
 from samecurve.storage.git_lfs import folder_problem
 
 Finding = tuple[str, str]
@@ -127,8 +128,9 @@ def model_folder(key: str, folder: Path) -> Iterator[Finding]:
 def _instead(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         run = folder.parent if (folder.parent / "run.json").is_file() else folder
-        command = f"python -m samecurve merge {run}"
-        return f"it is an adapter: merge it into its base model with {command}, and use {run / 'merged'}"
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "its base model")
+        merged = f"merge it first, python -m samecurve merge {run}, and use {run / 'merged'}"
+        return f"this is an adapter of {base}; {merged}"
     if (folder / "model").is_dir():
         return f"use the Hugging Face model folder {folder / 'model'}"
     return "give a Hugging Face model folder"

@@ -23,8 +23,9 @@ from samecurve.config.documents import (
     read_document,
 )
 from samecurve.config.key_hints import near_option
-from samecurve.config.source import InvalidValue
+from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.storage.atomic import read_json
 from samecurve.strategy import launchers, validate
 from samecurve.strategy.launchers import Ancestor, Launch
 from samecurve.strategy.parallel_dims import ParallelDims
@@ -63,7 +64,7 @@ def resolve_plan(
     files = read_files(chosen)
     strategy = describe_strategy(files, launch)
     validate.check_strategy(source, files, strategy, launch)
-    problems += _resume_problems(arguments)
+    problems += _resume_problems(arguments, source)
     problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
     problems += launchers.override_problems(launch, environ, files.accelerate)
     if problems:
@@ -87,12 +88,32 @@ def resolve_plan(
     return replace(plan, resume=resume, fresh=arguments.fresh)
 
 
-def _resume_problems(arguments: argparse.Namespace) -> list[ConfigProblem]:
+def named_checkpoint(run: Path, name: str) -> Path:
+    """Return the folder of a checkpoint by its path or by its name in the run: `best`, `step_00000040`."""
+    inside = run / "checkpoints"
+    if name == "best":
+        name = read_json(inside / "best.json").get("checkpoint", name)
+    return inside / name if (inside / name).is_dir() else Path(name)
+
+
+def checkpoint_names(run: Path) -> str:
+    """List the names of a run's checkpoints for a message, which begins with a semicolon; "" if there are none."""
+    names = sorted(path.name for path in run.glob(f"checkpoints/{_STEP}"))
+    return f"; {run} has {', '.join(names)}" if names else ""
+
+
+def _resume_problems(arguments: argparse.Namespace, source: RecipeSource) -> list[ConfigProblem]:
+    """List the problems of --resume and --fresh, after a checkpoint's name in `arguments` has become its path."""
     found, problems = arguments.resume, []
     if found in ("auto", "none"):
         return problems
+    run = Path()
+    with contextlib.suppress(InvalidValue):
+        run = Path(source.value("output_dir"))
+    found = arguments.resume = str(named_checkpoint(run, found))
     if not os.path.isdir(found):
-        text = f"no such folder: {found}; give auto, none or a checkpoint such as RUN/checkpoints/step_00000040"
+        why = "no best checkpoint (checkpoint.best)" if found == "best" else f"no such folder: {found}"
+        text = f"{why}; give auto, none or a checkpoint such as RUN/checkpoints/step_00000040{checkpoint_names(run)}"
         problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
     elif inside := [path for name in (f"checkpoints/{_STEP}", _STEP) for path in Path(found).glob(name)]:
         text = f"found {found}, which holds checkpoints but is none; give one of them, for example {max(inside)}"
@@ -124,7 +145,8 @@ def command_line() -> argparse.ArgumentParser:
         "--resume",
         metavar="WHAT",
         default="auto",
-        help="auto (default): the newest good checkpoint in output_dir, if it has any; none; or a checkpoint's folder",
+        help="auto (default): the newest good checkpoint in output_dir, if it has any; none; best; or a checkpoint's "
+        "folder, or its name in output_dir",
     )
     parser.add_argument(
         "--fresh",

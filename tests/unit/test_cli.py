@@ -520,6 +520,19 @@ def test_what_does_not_write_is_asked(tmp_path, recipe_file):
     assert "--prompt" in dict(summary.commands(tmp_path, facts | {"recipe": {"task": "reward"}}))["run the model"]
 
 
+def test_the_summary_of_an_adapter_and_of_a_chat(tmp_path, recipe_file):
+    finished(tmp_path, recipe_file)
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    facts = json.loads((tmp_path / "run.json").read_text())
+    lines = dict(summary.commands(tmp_path, facts | {"recipe": {"task": "sft", "data": {"chat": True}}}))
+    assert lines["chat with the model"] == f"python -m samecurve chat {tmp_path}" and "generate text" not in lines
+    assert lines["merge the adapter into org/base"] == f"python -m samecurve merge {tmp_path}"
+    assert f"model.path={tmp_path / 'merged'}" in lines["start a run from the merged weights"]
+    (tmp_path / "merged").mkdir()
+    assert "merge the adapter into org/base" not in dict(summary.commands(tmp_path, facts))
+
+
 def test_the_way_to_go_on_is_legal(tmp_path, recipe_file):
     directory = tmp_path / "run"
     finished(directory, recipe_file)

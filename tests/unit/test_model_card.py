@@ -249,6 +249,7 @@ def test_a_run_without_evaluation_says_so(run):
         (["export", "RUN/model/nothing"], "no run here (no run.json)"),
         (["export", "RUN", "--checkpoint", "latest"], "RUN: no checkpoint found; give the output_dir of a run that"),
         (["export", "RUN", "--checkpoint", "gone"], "--checkpoint: no such folder: gone"),
+        (["export", "RUN", "--checkpoint", "best"], "--checkpoint: the run has no best one (checkpoint.best); give"),
     ],
 )
 def test_mistakes_are_told_first(run, arguments, text, capsys):

@@ -235,6 +235,18 @@ def test_the_plan_carries_what_was_typed(folder):
     assert (plan.recipe_path, plan.overrides, plan.resume) == ("r.yaml", ("seed=1", "steps=9"), "none")
 
 
+@pytest.mark.parametrize(
+    ("name", "step"), [("best", 20), ("step_00000040", 40), ("runs/x/checkpoints/step_00000040", 40)]
+)
+def test_a_checkpoint_is_named(name, step, folder):
+    inside = folder / "runs" / "x" / "checkpoints"
+    for number in (20, 40):
+        (inside / f"step_{number:08d}").mkdir(parents=True)
+    (inside / "best.json").write_text('{"checkpoint": "step_00000020", "eval_loss": 1.0}')
+    plan = message(folder, ["r.yaml", "--resume", name], {})
+    assert Path(plan.resume).resolve() == (inside / f"step_{step:08d}").resolve()
+
+
 def test_a_strategy_is_a_name_or_a_file(folder):
     """Where the working folder has no such file, the name is one of this clone's; an own file wins."""
     assert message(folder, ["r.yaml", "--strategy", "ddp"], {"RANK": "0", "WORLD_SIZE": "2"}).strategy.name == "ddp"
