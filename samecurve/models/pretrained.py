@@ -52,7 +52,7 @@ class Pretrained:
         }
         for name in constants(model):
             self._names[name], self._shapes[name] = [name], model.get_buffer(name).shape
-        self._class = type(alone).__name__
+        self._class, self._buffers = type(alone).__name__, {name for name, _ in alone.named_buffers()}
         kinds = {kind_of(alone), kind_of_stored(alone.config)}
         self._head = None if kinds == {CAUSAL.kind} else alone.base_model_prefix  # else the file's head is another one
 
@@ -65,9 +65,9 @@ class Pretrained:
         """
         unknown, expected = [], []
         for name, (target, is_skipped) in self._unused.items():
-            if re.search(r"(inv_freq|position_ids|masked_bias)$", target):
-                continue
-            if is_skipped and target.endswith((".attn.bias", ".attention.bias")):  # the causal masks of old files
+            shape = self._files[name].shape
+            is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]  # GPT-2's and GPT-J's causal one
+            if is_mask or target in self._buffers or re.search(r"(inv_freq|position_ids|masked_bias)$", target):
                 continue
             of_head = self._head is not None and (not target.startswith(f"{self._head}.") or ".pooler." in target)
             (expected if is_skipped or of_head else unknown).append(name)

@@ -70,6 +70,14 @@ def test_header_names_dropout():
     assert lines["dropout"] == "attn_pdrop 0.1"
 
 
+def test_header_says_what_is_not_read():
+    unread = {"unread_tensors": "mtp (12 tensors)", "unread_keys": ["torch_dtype", "use_cache"]}
+    assert [text for label, text in header_lines({**FACTS, **unread}) if label == "not read"] == [
+        "of model.path: mtp (12 tensors)",
+        "of model.config: torch_dtype, use_cache",
+    ]
+
+
 def test_header_says_how_long_the_warmup_is():
     lines = dict(header_lines({**FACTS, "warmup_steps": 6}))
     assert lines["recipe"] == "recipes/quickstart.yaml (pretrain, 120 steps, 6 of them warm-up)"

@@ -171,7 +171,7 @@ MTP = {"mtp.layers.0.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2), "
 def with_more(folder, tensors) -> SimpleNamespace:
     stored = load_file(folder / "model.safetensors")
     # from versions in which each layer had this buffer
-    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.layers.0.bias": torch.ones(1, 1, 8, 8)}
     save_file({**stored, **old, **tensors}, folder / "model.safetensors")
     return recipe(path=str(folder))
 
