@@ -11,6 +11,7 @@ from pathlib import Path
 
 from samecurve.cli.commands import Work
 from samecurve.config import loader as recipes
+from samecurve.config.hub_access import use_cache_without_hub
 from samecurve.errors import ConfigurationError
 
 
@@ -35,6 +36,8 @@ def run(arguments: argparse.Namespace) -> Work:
             "data.streaming: found true, but inspect has to read all documents; set data.streaming=false and "
             "data.path to a single file"
         )
+    if line := use_cache_without_hub(recipe):
+        print(line, flush=True)
     if arguments.leak_test:
         return Work("samecurve.inference.leak_test", (recipe,))
     title = f"{arguments.recipe}: {recipe.data.name}"

@@ -91,6 +91,11 @@ def _programs(launcher: str, target: Target) -> Iterator[tuple[type[SamecurveErr
     wanted = {launcher: "pip install -r requirements.txt"}
     if launcher == "deepspeed" and target.nodes > 1:
         wanted["pdsh"] = "apt-get install pdsh, on this machine"
+        # DeepSpeed 0.19, launcher/multinode_runner.py
+        for path in dict.fromkeys([str(ssh.ROOT), sys.executable]):
+            if set(path) & set(" \t'\"\\$&;|<>()`*?"):
+                text = "deepspeed gives this path to the other hosts' shells without quotes"
+                yield ConfigurationError, f"{path}: {text}; move it to one without spaces, or use another launcher"
     for name, fix in wanted.items():
         if not shutil.which(name, path=here.own_path(dict(os.environ))):
             yield ConfigurationError, f"{name}: not found; {fix}"

@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from samecurve.config.hub_access import use_cache_without_hub
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.environment import version
@@ -98,8 +99,9 @@ def allocator_settings(environ: Mapping[str, str] = os.environ) -> str:
 def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     """Prepare this process's environment, and check that this machine has what the plan needs.
 
-    Sets PATH and the allocator's settings in os.environ. If DeepSpeed is to compile operators, the first process of the
-    machine also removes stale build locks, and may wait for builds of other hosts (see op_build_locks.py).
+    Sets PATH, the allocator's settings and, without a connection to the hub, HF_HUB_OFFLINE in os.environ. If DeepSpeed
+    is to compile operators, the first process of the machine also removes stale build locks, and may wait for builds of
+    other hosts (see op_build_locks.py).
 
     Raises:
         ConfigurationError: lists everything that this machine lacks.
@@ -107,6 +109,9 @@ def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
     prepare_environment()
     prepare_allocator()
     quiet_libraries()
+    without_hub = use_cache_without_hub(plan.recipe)
+    if without_hub and environ.get("RANK", "0") == "0":
+        print(without_hub, flush=True)
     found = environment_problems(plan.strategy, plan.recipe.precision, environ)
     found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
     if not has_accelerator(environ) and plan.recipe.batch.is_auto and plan.recipe.memory.limit_gib is None:

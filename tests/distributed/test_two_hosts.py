@@ -15,6 +15,7 @@ def test_two_hosts_train_like_one(strategy: str, workspace: Workspace, tmp_path)
     reason = two_hosts.missing()
     if reason:
         pytest.skip(f"two hosts: {reason}")
+    two_hosts.skip_without_quotes("deepspeed")
     local = workspace.run(strategy, 2, *SETTINGS, launcher="deepspeed")
     assert local.returncode == 0, local.output
     exports = {

@@ -61,6 +61,7 @@ def assert_same_curve(found: Run, expected: Run) -> None:
     ],
 )
 def test_every_launcher_trains_like_one_host(launcher, strategy, hosts, workspace):
+    two_hosts.skip_without_quotes(launcher)
     directory = workspace.folder / f"launched_{launcher}_{strategy}"
     command = launch(workspace, directory, strategy, "--hostfile", str(hosts.hostfile), "--launcher", launcher)
     done = hosts.run(command, ROOT, timeout_seconds=600)
@@ -73,6 +74,7 @@ def test_every_launcher_trains_like_one_host(launcher, strategy, hosts, workspac
 @pytest.mark.parametrize("filter", ["--include {}:1,2@{}:0", "--exclude {}:0@{}:1"])
 def test_the_slots_that_are_picked_start(filter, hosts, workspace):
     """Of three slots on the first host and two on the second: ranks 0 and 1 there, rank 2 here."""
+    two_hosts.skip_without_quotes("deepspeed")
     hosts.hostfile.write_text(f"{FIRST} slots=3\n{SECOND} slots=2\n")
     option, slots = filter.format(FIRST, SECOND).split()
     directory = workspace.folder / f"launched_{option[2:]}"

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 ROOT = Path(__file__).resolve().parents[2]
 INTERFACES = ("cable0", "cable1")  # no one GLOO_SOCKET_IFNAME fits both hosts
@@ -39,6 +41,11 @@ def missing() -> str | None:
         return f"network namespaces are not allowed here: {made.stderr.strip()}"
     _run("ip", "netns", "delete", probe)
     return None
+
+
+def skip_without_quotes(launcher: str) -> None:
+    if launcher == "deepspeed" and " " in str(ROOT):  # samecurve/launch/start.py refuses it
+        pytest.skip(f"deepspeed's launcher reaches no other host from a path with a space: {ROOT}")
 
 
 class TwoHosts:

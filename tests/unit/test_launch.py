@@ -234,6 +234,10 @@ def test_what_is_in_the_way_of_a_start_is_told(tmp_path, capsys, monkeypatch):
         one = ["--nodes", "1", "--gpus_per_node", "2", "--launcher", "torchrun", "--master_port", str(port)]
         assert main([*command, *one]) == 6
     assert f"localhost: port {port} is in use; choose another with --master_port" in capsys.readouterr().err
+    (tmp_path / "hostfile").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    monkeypatch.setattr("samecurve.launch.ssh.ROOT", Path("/my files/samecurve"))
+    assert main([*command, "--hostfile", str(tmp_path / "hostfile"), "--launcher", "deepspeed"]) == 2
+    assert "/my files/samecurve: deepspeed gives this path to the other hosts' shells" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
     for launcher, program in (("slurm", "sbatch"), ("kubernetes", "kubectl"), ("trainjob", "kubectl")):
         assert main([*command, "--nodes", "2", "--gpus_per_node", "2", "--launcher", launcher]) == 2

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from samecurve.config import loader
+from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.strategy import preflight
 from samecurve.strategy.plan import Strategy
@@ -101,10 +103,8 @@ def test_what_is_missing(machine, asked, lacks, precision, expected):
         assert line.startswith("strategy probed: ") and text in line
 
 
-def plain_recipe(precision: str) -> SimpleNamespace:
-    model, loss = SimpleNamespace(kernels="torch"), SimpleNamespace(implementation="auto")
-    batch = SimpleNamespace(is_auto=False)
-    return SimpleNamespace(precision=precision, compile="off", model=model, loss=loss, batch=batch)
+def plain_recipe(precision: str) -> Recipe:
+    return loader.load_recipe("recipes/quickstart.yaml", [f"precision={precision}"])
 
 
 def test_check_raises_all_of_it(machine):
