@@ -17,7 +17,6 @@ from samecurve.checkpoint.manifest import (
     marked_digest,
     read_manifest,
 )
-from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import next_free
@@ -144,4 +143,4 @@ def read_state(folder: Path) -> dict:
         raise CheckpointError(f"{folder / STATE}: cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / STATE}: expected a JSON object, found {type(content).__name__}")
-    return in_new_names(content)
+    return content

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from samecurve.config.overrides import latest_overrides
-from samecurve.config.renamed_keys import in_new_names
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.metrics.predicted import of_session
@@ -74,7 +73,7 @@ def _evaluation(evaluated: list[dict]) -> str:
 def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """List (purpose, command). New runs get a new output_dir; otherwise the earlier run's files would be moved."""
     recipe, world_size = facts["recipe_path"], facts["world_size"]
-    overrides = latest_overrides(in_new_names(facts)["overrides"])
+    overrides = latest_overrides(facts["overrides"])
     listed = [("view the curves", f"tensorboard --logdir {quoted(directory / 'tensorboard')}")]
     listed.append(("write a report", f"python -m samecurve report {quoted(directory)}"))
     if any((directory / "checkpoints").glob("step_*")) and read_status(directory / STATUS).get("state") != "done":

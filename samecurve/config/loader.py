@@ -15,7 +15,6 @@ from samecurve.config import inheritance, rules
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.key_hints import block_as_value, called_here
 from samecurve.config.overrides import apply_override
-from samecurve.config.renamed_keys import refuse_old_names
 from samecurve.config.rules_storage import split_output_url
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
@@ -122,7 +121,6 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
 
 
 def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
-    refuse_old_names(document)
     for path in _text_fields(document):
         document.get(*path[:-1])[path[-1]] = document.typed[path]
     try:

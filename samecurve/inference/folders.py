@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from samecurve.config.renamed_keys import in_new_names
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.storage import trusted_code
@@ -52,7 +51,6 @@ def parse_recipe(facts: dict, file: Path) -> Recipe:
 
     Raises ConfigurationError without a valid recipe.
     """
-    facts = in_new_names(facts)
     if "recipe" not in facts:
         raise ConfigurationError(f"{file}: no recipe found; give the output_dir of a run")
     try:

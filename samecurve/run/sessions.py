@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from samecurve.config.renamed_keys import in_new_names
 from samecurve.run.run_directory import previous_folders
 from samecurve.run.status import STATUS, read_status, split_refused
 from samecurve.storage.atomic import read_json
@@ -44,7 +43,7 @@ def unknown_origin(began: SessionRecord) -> str | None:
 
 def _backwards(run: Path) -> Iterator[SessionRecord]:
     for folder in (run, *reversed(previous_folders(run))):
-        facts = in_new_names(read_json(folder / "run.json"))
+        facts = read_json(folder / "run.json")
         if not facts:  # the session ended before it wrote run.json
             continue
         status, _ = split_refused(read_status(folder / STATUS))
