@@ -35,7 +35,9 @@ def refusals(saved: dict, now: dict) -> list[str]:
         causes = ", ".join(of_rows) or f"the content of {_data(now)}, or of the tokenizer, has changed"
         reasons.append(f"other rows: {causes}" if key == "rows" else f"data, changed since the checkpoint: {text}")
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
-    reasons += [text for _, text in _differences(before, after)]
+    path = now["recipe"].get("model", {}).get("path")
+    base = f"model.path: the weights of {path} are not those that the adapter of the checkpoint belongs to"
+    reasons += [base if key == "adapter.base_model" else text for key, text in _differences(before, after)]
     # a checkpoint that is older than this key cannot be compared
     if "reference" in saved and saved["reference"] != now["reference"]:
         reasons.append(

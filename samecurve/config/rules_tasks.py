@@ -47,7 +47,7 @@ def _negative_too(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
     teacher = value("distill.teacher")
-    if teacher is not None and teacher.startswith((".", "/", "~")):
+    if teacher is not None and (teacher.startswith((".", "/", "~")) or Path(teacher).is_dir()):
         yield from model_folder("distill.teacher", Path(teacher))
 
 

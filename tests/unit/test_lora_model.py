@@ -245,6 +245,8 @@ def test_a_checkpoint_is_of_one_adapter_and_one_base():
     saved = facts | {"adapter": {"rank": 4, "base_model": "a"}}
     assert compatibility.refusals(saved, saved) == []
     now = facts | {"adapter": {"rank": 8, "base_model": "b"}}
-    assert compatibility.refusals(saved, now) == ["adapter.base_model: a -> b", "adapter.rank: 4 -> 8"]
+    now["recipe"] = {"steps": 9, "model": {"path": "org/b"}}
+    base = "model.path: the weights of org/b are not those that the adapter of the checkpoint belongs to"
+    assert compatibility.refusals(saved, now) == [base, "adapter.rank: 4 -> 8"]
     assert compatibility.refusals(facts, facts | {"adapter": None}) == []
     assert compatibility.refusals(facts, saved) != []
