@@ -15,7 +15,7 @@ from samecurve.models.weight_files import weight_files
 
 CONSTANTS = ["apertus", "gemma4_text"]  # have stored buffers, too
 FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS]
-EVERY_DAY = ["gpt_neox", "mixtral", "bloom", *CONSTANTS]
+EVERY_DAY = ["gpt_neox", "mixtral", "bloom", "apertus"]
 WITHOUT_SDPA = {"bloom": "eager", "gpt_oss": "eager", "mamba": "none"}
 STRATEGIES = {"single": 1, "fsdp": 2, "zero3": 2}
 

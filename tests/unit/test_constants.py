@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_export import tokenizer
@@ -9,10 +11,13 @@ from test_weights import filled, recipe
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
 
+from samecurve.checkpoint.compatibility import refusals
+from samecurve.config.schema import Recipe
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models.hf_config import constants
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weights import constant_tensors
+from samecurve.run.metadata import resume_identity
 
 FAMILIES = ["apertus", "gemma4_text"]
 IDS = torch.arange(3, 23)[None]
@@ -55,6 +60,23 @@ def test_constants_are_read_and_exported(stored, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_a_run_resumes_with_the_same_constants_only(stored):
+    model, folder = stored
+    content = {"task": "pretrain", "output_dir": "x", "steps": 1, "model": {"path": str(folder)}}
+    content |= {"data": {"path": "x"}, "optimizer": {"learning_rate": 1e-3}}
+    made = Recipe.model_validate(content | {"batch": {"global_batch_size": 1, "sequence_length": 16}})
+    plan = SimpleNamespace(recipe=made, strategy=SimpleNamespace(name="single", world_size=1))
+    rows = SimpleNamespace(fingerprint="x", shares=())
+    task = SimpleNamespace(train=rows, vocabulary_size=100, origin="", has_reference=False)
+    before = resume_identity(plan, build_skeleton(made, 100), task)
+    assert refusals({**before, "step": 0}, before) == []
+    model.get_buffer(min(constants(model))).mul_(2)
+    model.save_pretrained(folder)
+    after = resume_identity(plan, build_skeleton(made, 100), task)
+    (reason,) = refusals({**before, "step": 0}, after)
+    assert reason.startswith("model.constants: ")
 
 
 def test_a_new_model_has_the_familys_constants():
