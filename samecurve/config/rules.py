@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,14 @@ def _template(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "tokenizer.chat_template", text
 
 
+def _template_date(value: Callable[[str], Any]) -> Iterator[Finding]:
+    day = value("tokenizer.template_date")
+    try:
+        date.fromisoformat(day or "2000-01-01")
+    except ValueError:
+        yield "tokenizer.template_date", f"found {day}, which is not a day of the calendar; write YYYY-MM-DD"
+
+
 def _warmup(value: Callable[[str], Any]) -> Iterator[Finding]:
     steps, warmup = value("steps"), value("schedule.warmup_steps")
     if warmup is not None and warmup >= steps:
@@ -218,7 +227,7 @@ RULES: tuple[Rule, ...] = (
     *(_no_data, partial(_readable, "data.path"), partial(_readable, "evaluate.path")),
     *(_sorted_and_packed, _not_packed),
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
-    *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template),
+    *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
     *(_warmup, _two_warmups, _decay, _long_decay, _best, _rollback, _evaluate),
 )

@@ -27,6 +27,9 @@ class Tokenizer(Section):
     chat_template: Name | None = None
     """Chat tasks: a Jinja file that replaces the tokenizer's template, or `chatml`, which also adds ChatML's two tokens
     where they are missing."""
+    template_date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
+    """Chat tasks: the day (YYYY-MM-DD) that the chat template takes for today, if it writes the date. null: the day of
+    the run's first start, also where the run is resumed on a later day."""
     pad_token: Name | None = None
     """Tasks `classify`, `reward`, `embed` and `mlm`: the padding token of a tokenizer that names none. It must be in
     the vocabulary and in no text; so it may be the `eos_token` only where no text ends with it. Its embedding is not
@@ -116,8 +119,8 @@ class Data(Section):
     group_by_length: bool = False
     """Without packing: put rows of similar length into one step and pad to the longest of them."""
     validation_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """The fraction of documents, chosen by their content, that is evaluated on and never trained on.
-    Ignored with `evaluate.path` or `evaluate.split`."""
+    """The fraction of documents, chosen by their content, that is evaluated on and never trained on; at least one of
+    several documents. Ignored with `evaluate.path` or `evaluate.split`."""
     streaming: bool = False
     """`pretrain`, `continue_pretrain`: tokenize during training instead of ahead of it."""
     shuffle_buffer_mib: float = Field(default=64.0, gt=0, le=LARGEST_BUFFER_MIB)

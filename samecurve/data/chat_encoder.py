@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ Span = tuple[int, int]
 _VERSION = 1
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "\N{REFERENCE MARK}"
+_DATED = "strftime_now"  # transformers' function for templates that write today's date, as Llama 3.2's does
 _FIX = "set tokenizer.chat_template to a template of your own that marks the trained text with {% generation %}"
 
 
@@ -36,6 +39,9 @@ class ChatEncoder(Encoder):
     before it; if that is ambiguous, an error is raised. Turns of weight 0 are not trained. The special token that ends
     a turn is trained, even if the mark ends before it. A line break after that token is not trained unless it is
     marked, because generation stops before it.
+
+    Some templates (Command A's) always write a generation prompt at the end. After an answer it is left out, because no
+    model has to write it.
 
     With train_on="completion" everything after the prompt is trained instead, whatever is marked, as in TRL's
     DPOTrainer and KTOTrainer, and in SFTTrainer with completion_only_loss.
@@ -52,7 +58,8 @@ class ChatEncoder(Encoder):
     masked = renders = True
     counted = ("answers_begun_inside_a_token", "messages_with_special_tokens")
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None):
+        """`date`: the day that the template takes for today, as YYYY-MM-DD; None for today."""
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
             raise DataError(
@@ -67,9 +74,40 @@ class ChatEncoder(Encoder):
         # A post-processor would trim spaces from the offsets, and add tokens that the template has already written.
         self._rust.post_processor = processors.Sequence([])
         self._special = tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+        day = datetime.fromisoformat(date or datetime.now().date().isoformat())
+        self._clock = _clock(day)
+        known: str | dict[str, str] = tokenizer.chat_template
+        self._unasked: dict[str, str | None] = {}
+        for template in known.values() if isinstance(known, dict) else (known,):
+            self._unasked[template] = self._unasked_prompt(template)
+        facts = [day.isoformat()] if self.reads(_DATED) else []
+        facts += filter(None, self._unasked.values())
         # with the special tokens, which the template may write by their names
         template = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
-        self.identity = digest(_VERSION, self.identity, template, schema.train_on)
+        self.identity = digest(_VERSION, self.identity, template, schema.train_on, *facts)
+
+    def _unasked_prompt(self, template: str) -> str | None:
+        """Return the generation prompt that a template writes after an answer, too; "" without one, None if unclear.
+
+        Such a template renders a question alike with and without add_generation_prompt, and ends both a question and
+        an answer with the prompt. The answer itself ends with the tokenizer's eos_token.
+        """
+        turns = tuple({"role": role, "content": _PROBE} for role in ("user", "assistant"))
+        probe = Conversation("the chat template", turns)
+        try:
+            asked = self._apply(probe, template, 1, prompt=True)[0]
+            if asked != self._apply(probe, template, 1)[0]:
+                return ""
+            after = self._apply(probe, template, 2)[0].rpartition(_PROBE)[2]
+        except DataError:  # it may need a system prompt or tools
+            return ""
+        eos = str(self.tokenizer.eos_token or "")
+        if eos and eos in after:
+            rest = after.rpartition(eos)[2]
+            return rest if rest.strip() and asked.endswith(rest) else ""
+        common = os.path.commonprefix([after[::-1], asked[::-1]])[::-1]
+        shared = any(token in common for token in self._special)
+        return None if shared and sum(after.count(token) for token in self._special) > 1 else ""
 
     def reads(self, key: str) -> bool:
         """Whether one of the tokenizer's templates has the key."""
@@ -92,6 +130,11 @@ class ChatEncoder(Encoder):
         """Return the rendered text and its trained character ranges."""
         template = self._template(conversation)
         text, marked = self._apply(conversation, template, len(conversation.messages))
+        if self._unasked[template] is None and not _GENERATION.search(template):
+            raise DataError(
+                f"{conversation.place}: the chat template ends a question and an answer alike, with and without a "
+                "generation prompt, so the end of an answer cannot be told from the prompt for the next; " + _FIX
+            )
         if self.schema.train_on == "all":
             return text, [(0, len(text))]
         if self.schema.train_on == "completion":
@@ -137,7 +180,7 @@ class ChatEncoder(Encoder):
             texts, spans = render_jinja_template(
                 [messages],
                 tools=list(conversation.tools) if conversation.tools else None,
-                chat_template=template,
+                chat_template=self._clock + template if _DATED in template else template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
                 # Names such as eos_token, for the template; pyright expects them to be other parameters.
@@ -149,8 +192,11 @@ class ChatEncoder(Encoder):
                 f"{conversation.place}: the chat template cannot render this conversation: {reason}; correct or remove "
                 "the row, or set tokenizer.chat_template to another template"
             ) from error
+        text = str(texts[0])
+        if not prompt and said[-1]["role"] == "assistant":
+            text = text.removesuffix(self._unasked.get(template) or "")
         # render_jinja_template returns (texts, spans), whatever its annotation says.
-        return texts[0], spans[0] if marks else []  # pyright: ignore[reportReturnType]
+        return text, spans[0] if marks else []  # pyright: ignore[reportReturnType]
 
     def _without_untrained(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
         """Remove spans in turns that are not trained."""
@@ -266,8 +312,11 @@ class TextEncoder(Encoder):
         return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
 
 
-def encoder(tokenizer: PreTrainedTokenizerFast, schema: ChatSchema) -> ChatEncoder | TextEncoder:
-    return ChatEncoder(tokenizer, schema) if schema.chat else TextEncoder(tokenizer, schema)
+def encoder(
+    tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None
+) -> ChatEncoder | TextEncoder:
+    """Return the encoder for conversations. `date`: see ChatEncoder."""
+    return ChatEncoder(tokenizer, schema, date) if schema.chat else TextEncoder(tokenizer, schema)
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, stored: int | list[int] | None, chat: bool = True) -> list[int]:
@@ -311,6 +360,17 @@ def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:
     for index, following in zip(answers, [*answers[1:], len(conversation.messages)], strict=True):
         if index >= conversation.num_prompt and conversation.messages[index].get("weight") == 0:
             yield index, following
+
+
+def _clock(day: datetime) -> str:
+    """Return the beginning of a template in which strftime_now is of the given day.
+
+    A Jinja macro, because transformers turns a function among a template's variables into text.
+    """
+    directives = [f"%{dash}{letter}" for letter in "aAbBcdeDFHIjmMnprRSTuUwWxXyYZ" for dash in ("", "-")]
+    values = "".join(f" | replace({name!r}, {day.strftime(name)!r})" for name in directives)
+    # the last expression keeps a line break at the beginning of the template itself
+    return "{% macro " + _DATED + "(format) %}{{ format" + values + " }}{% endmacro %}{{ '' }}"
 
 
 def _shown(text: str) -> str:

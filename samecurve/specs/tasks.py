@@ -73,7 +73,7 @@ class TaskSpec:
 
 
 _TEXTS = ("data.text_column", "data.mixture", "data.streaming")
-_CHAT = ("data.prompt_column", "data.chat", "tokenizer.chat_template")
+_CHAT = ("data.prompt_column", "data.chat", "tokenizer.chat_template", "tokenizer.template_date")
 _CONVERSATIONS = ("data.messages_column", "data.completion_column", "data.train_on", *_CHAT)
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)
 

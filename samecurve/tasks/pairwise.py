@@ -113,7 +113,7 @@ def load_pairs(
     chat_tokenizer = tokenizer.load_tokenizer(recipe, find_source)
     if pads:
         tokenizer.padding(chat_tokenizer)
-    encoder = preference.PairEncoder(chat_tokenizer, schema, recipe.data.train_on)
+    encoder = preference.PairEncoder(chat_tokenizer, schema, recipe.data.train_on, recipe.tokenizer.template_date)
     return chat_tokenizer, splits.load_splits(
         recipe, encoder, find_source, lambda stream: make_rows(recipe, stream, chat_tokenizer)
     )

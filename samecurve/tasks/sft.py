@@ -36,7 +36,7 @@ def load_task(recipe: Recipe) -> causal_lm.CausalTask:
             return causal_lm.document_rows(recipe, stream, padding_token)
         return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token)
 
-    encoder = chat_encoder.encoder(chat_tokenizer, schema)
+    encoder = chat_encoder.encoder(chat_tokenizer, schema, recipe.tokenizer.template_date)
     task = causal_lm.load_causal_task(recipe, chat_tokenizer, encoder, find_source, make_rows)
     task.details = {"train_on": recipe.data.train_on, **task.details}
     return task

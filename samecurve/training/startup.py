@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict, replace
+from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.compatibility import without_effect
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
+from samecurve.checkpoint.manifest import list_checkpoints
 from samecurve.checkpoint.mirror import Mirror
 from samecurve.checkpoint.resume import read_state
 from samecurve.data.batches import StepBatches
 from samecurve.data.row_checks import write_bad_rows
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines import factory
-from samecurve.errors import ConfigurationError, NothingToDo, StorageError
+from samecurve.errors import CheckpointError, ConfigurationError, NothingToDo, StorageError
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
@@ -30,9 +34,10 @@ from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import check_packing
+from samecurve.specs.tasks import TASKS
 from samecurve.storage import trusted_code
 from samecurve.storage.atomic import json_values
-from samecurve.storage.filesystem import next_free
+from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.object_store import ObjectStore
 from samecurve.strategy.preflight import compiler_problems
 from samecurve.tasks import registry
@@ -62,6 +67,7 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     recipe = plan.recipe
     progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
     context = Context(plan, accelerator, run, watch, ControlGroup(), progress)  # all ranks have connected by now
+    context = settle_date(context)
     built = build_model(context)
     # before the engine: a run that is complete or cannot resume must not load weights first
     checkpoints = find_checkpoint(context, built.identity)
@@ -69,6 +75,31 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     engine = build_engine(context, built)
     start = restore(context, engine, checkpoints)
     return open_run(context, built, engine, checkpoints, start)
+
+
+def settle_date(context: Context) -> Context:
+    """Choose the day for chat templates that write today's date, which a resumed run keeps. Collective.
+
+    It is the day of the newest readable checkpoint to resume from, else today by rank 0's clock. As a key of the recipe
+    it becomes part of run.json and of every checkpoint.
+    """
+    plan, recipe = context.plan, context.plan.recipe
+    if not TASKS[recipe.task].chats or not recipe.data.chat or recipe.tokenizer.template_date is not None:
+        return context
+
+    def choose() -> str:
+        candidates = [] if plan.resume in ("auto", "none") else [Path(plan.resume)]
+        if plan.resume == "auto":
+            candidates = list_checkpoints(LocalFileSystem(), context.run.checkpoints)
+        for folder in candidates:
+            with contextlib.suppress(CheckpointError):  # find_checkpoint reports it
+                day = read_state(folder).get("recipe", {}).get("tokenizer", {}).get("template_date")
+                if day is not None:
+                    return day
+        return date.today().isoformat()
+
+    tokenizer = recipe.tokenizer.model_copy(update={"template_date": context.world.on_main(choose)})
+    return replace(context, plan=replace(plan, recipe=recipe.model_copy(update={"tokenizer": tokenizer})))
 
 
 def build_model(context: Context) -> Built:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 
 import pytest
 from report_cases import check_message
@@ -175,6 +176,42 @@ def test_an_answer_that_begins_right_behind_the_question(make):
     assert trained_text(tokenizer, TURNS[1:]) == ["   héllo 🙂\n\n<|end_of_text|>", " 4<|end_of_text|>"]
 
 
+# As Command A has it: the prompt for the next answer always stands at the end.
+UNASKED = UNMARKED.replace("{% if add_generation_prompt %}", "").removesuffix("{% endif %}")
+# and the answer ends with two special tokens
+UNASKED_RESPONSE = UNASKED.replace(
+    "m['content'] +", "m['content'] + ('<|end_of_text|>' if m['role'] != 'user' else '') +"
+)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "completion", "all"])
+@pytest.mark.parametrize("template", [UNASKED, UNASKED_RESPONSE])
+@pytest.mark.parametrize("num_turns", [2, 4])
+def test_an_unasked_prompt_is_not_trained(make, template, train_on, num_turns):
+    turns = TURNS[1 : 1 + num_turns]
+    row = {"prompt": turns[:-1], "completion": turns[-1:]} if train_on == "completion" else turns
+    asked = template + "{% endif %}"
+    asked = asked.replace("{{ '<|im_start|>assistant", "{% if add_generation_prompt %}{{ '<|im_start|>assistant")
+    expected = trained_text(make(asked), row, train_on=train_on)
+    assert expected[-1].rstrip("\n").endswith("<|im_end|>")
+    assert trained_text(make(template), row, train_on=train_on) == [
+        *expected[:-1],
+        expected[-1] if train_on == "assistant" else expected[-1].removesuffix("\n"),
+    ]
+
+
+def test_the_date_of_a_template(make):
+    dated = "{{ strftime_now('%d %b %Y %H:%M') }}" + UNMARKED
+    first, second, alike = (ChatEncoder(make(dated), ChatSchema(), f"2024-07-{day}") for day in (26, 27, 26))
+    said = conversation("here", {"messages": TURNS[1:3]}, ChatSchema())
+    assert first.render(said)[0].startswith("26 Jul 2024 00:00<|im_start|>")
+    assert first.identity == alike.identity != second.identity
+    undated = [ChatEncoder(make(UNMARKED), ChatSchema(), day).identity for day in ("2024-07-26", None)]
+    assert undated[0] == undated[1]
+    today = ChatEncoder(make(dated), ChatSchema()).render(said)[0]
+    assert today.startswith(datetime.now().strftime("%d %b %Y"))
+
+
 def test_an_end_of_turn_behind_the_mark_is_trained_too(make):
     template = CHAT_TEMPLATE.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
     assert template != CHAT_TEMPLATE
@@ -250,6 +287,11 @@ STRICT = "{{ raise_exception('roles must alternate') }}"
 HEADLESS = UNMARKED.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "")
 HEADLESS_CALLS = UNMARKED_CALLS.partition("{% if add_generation")[0]
 ERRORS = [
+    (
+        UNASKED.replace("<|im_end|>", "<|end_of_text|>"),
+        TURNS[1:3],
+        ("here", "question and an answer alike", "the prompt for the next", "{% generation %}"),
+    ),
     (
         HEADLESS_CALLS,
         CALLING,

@@ -208,9 +208,15 @@ class PairEncoder(Encoder):
 
     masked = segmented = True
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: PairSchema, train_on: str = "assistant"):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        schema: PairSchema,
+        train_on: str = "assistant",
+        date: str | None = None,
+    ):
         super().__init__(tokenizer)
-        self._one = encoder(tokenizer, ChatSchema(chat=schema.chat, train_on=train_on))
+        self._one = encoder(tokenizer, ChatSchema(chat=schema.chat, train_on=train_on), date)
         self._completions = train_on == "completion"
         self.identity = digest(_VERSION, self._one.identity)
         self.counts, self.renders = self._one.counts, self._one.renders
