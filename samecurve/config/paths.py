@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -20,7 +21,9 @@ def path_problem(path: str | Path) -> str:
         mode = os.stat(path).st_mode
     except PermissionError:
         return f"no permission to read {Path(path).absolute()}; give this process's user access to its folder"
-    except (OSError, ValueError):  # ValueError: a null byte
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        if getattr(error, "errno", None) == errno.ELOOP:
+            return "is a symbolic link that leads back to itself; let it point to the data"
         return f"no such file or folder: {Path(path).absolute()}"
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return ""

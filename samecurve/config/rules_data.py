@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -197,7 +198,8 @@ def _within_output_dir(key: str, value: Callable[[str], Any]) -> Iterator[Findin
     path, output_dir = value(key), value("output_dir")
     if path is None or "://" in path or path.startswith("builtin:") or is_hub_name(path):
         return
-    data, output = (Path(each).expanduser().resolve() for each in (path, output_dir))
+    # unlike Path.resolve, realpath leaves a link that leads back to itself for another rule to report
+    data, output = (Path(os.path.realpath(Path(name).expanduser())) for name in (path, output_dir))
     if data.is_relative_to(output):
         yield key, f"found {path}, which is inside output_dir ({output_dir}), where the run writes; move one of them"
 

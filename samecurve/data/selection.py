@@ -107,7 +107,7 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
 def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
     """List the files of a folder that match the pattern, or all of them."""
     if pattern:
-        return [file for file in root.glob(pattern) if file.is_file()]
+        return [file for file in root.glob(pattern) if _is_file(file)]
 
     def refuse(error: OSError) -> None:
         raise DataError(
@@ -119,8 +119,19 @@ def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
     # os.walk, because Path.glob silently skips folders without read permission, and their files would be missing.
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found += [file for name in names if (file := Path(folder, name)).is_file()]
+        found += [file for name in names if _is_file(file := Path(folder, name))]
     return found
+
+
+def _is_file(file: Path) -> bool:
+    """Whether a name is a file's. Raises DataError for a link to nothing that would be data."""
+    is_data = (table_kind(file) or is_text(file)) and not file.name.startswith(".")  # Emacs locks a file by a link
+    if is_data and file.is_symlink() and not file.exists():
+        raise DataError(
+            f"{file}: a symbolic link to {os.readlink(file)}, which does not exist; restore the file, or leave it out "
+            "with data.pattern"
+        )
+    return file.is_file()
 
 
 def _without_runs(files: list[Path], root: Path, own: Iterable[str]) -> tuple[list[Path], dict[str, int]]:

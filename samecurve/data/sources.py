@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sysconfig
 import time
@@ -304,10 +305,27 @@ def _stat(file: Path) -> os.stat_result:
 
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document is held out, by a hash of its content, so that its copies are on the same side."""
-    if fraction == 0:
-        return False
-    value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    return value < fraction * 2**64
+    return fraction > 0 and _hash(text) < fraction * 2**64
+
+
+def fraction_of_one(source: DataSource, fraction: float) -> float:
+    """Return the smallest fraction that holds out a document and is at least `fraction`; 0 for 0.
+
+    It holds out the document with the lowest hash and its copies. Copies of one document alone stay for training.
+    """
+    lowest, highest = 2**64, -1
+    for document in source.documents() if fraction > 0 else ():
+        if text := str(document):  # no encoder makes tokens of an empty one
+            value = _hash(text)
+            if value < fraction * 2**64:
+                return fraction
+            lowest, highest = min(lowest, value), max(highest, value)
+    # the next float, because the hash has more digits than one
+    return math.nextafter(lowest / 2**64, 1.0) if lowest < highest else fraction
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def text_of(place: str, row: dict, column: str) -> str:

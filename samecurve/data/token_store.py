@@ -18,7 +18,7 @@ from samecurve.data.columns import Columns
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.parallel_encoding import encoded
 from samecurve.data.row_checks import BadRow, BadRows
-from samecurve.data.sources import DataSource, fingerprint, is_held_out
+from samecurve.data.sources import DataSource, fingerprint, fraction_of_one, is_held_out
 from samecurve.errors import DataError
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.cache import build_once, digest, is_main_process
@@ -133,6 +133,7 @@ def load_corpus_into(
 
 def training_texts(source: DataSource, validation_fraction: float) -> Iterator[str]:
     """Yield the texts of all training documents. A tokenizer may learn from these only."""
+    validation_fraction = fraction_of_one(source, validation_fraction)
     for document in source.documents():
         if not is_held_out(str(document), validation_fraction):
             yield from source.texts(document)

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from samecurve.config.schema import Recipe
+from samecurve.errors import DataError
+from samecurve.interfaces.task import Task
 from samecurve.reports.data_inspection import PartStatistics, Sample, inspect, summary
 from samecurve.reports.inspect_report import render_inspect_page
 from samecurve.storage.atomic import write_text
@@ -28,7 +30,9 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
         num_samples: number of samples of the training part.
         html: where to write the HTML page; None for none.
     """
-    findings = inspect(title, registry.load_task(recipe), num_samples)
+    task, refused = _load_also_few_rows(recipe)
+    findings = inspect(title, task, num_samples)
+    findings.details.update({"training would refuse": refused} if refused else {})
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     for index, sample in enumerate(findings.samples):
         console.print(f"\nsample {index + 1}: {summary(sample)}", markup=False)
@@ -42,6 +46,23 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
         write_text(html, render_inspect_page(findings))
         console.print(f"\n{html}", markup=False)
     return 0
+
+
+def _load_also_few_rows(recipe: Recipe) -> tuple[Task, str]:
+    """Load the task, also of data that are too few to train on or to hold out some.
+
+    Returns:
+        (task, why training would refuse the data): "" if it would not.
+
+    Raises:
+        DataError: there is no row to show.
+    """
+    try:
+        return registry.load_task(recipe), ""
+    except DataError as error:
+        batch = recipe.batch.model_copy(update={"global_batch_size": 1})
+        data = recipe.data.model_copy(update={"validation_fraction": 0.0})
+        return registry.load_task(recipe.model_copy(update={"batch": batch, "data": data})), str(error)
 
 
 def marked(sample: Sample, colours: bool) -> Text:

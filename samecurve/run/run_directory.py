@@ -103,7 +103,7 @@ class RunDirectory:
         try:
             with storage_errors(self.path):
                 fetch()
-                self._claim([Path(read).resolve() for read in reads if read], resume, fresh)
+                self._claim([Path(os.path.realpath(read)) for read in reads if read], resume, fresh)
         except SamecurveError as error:
             if self._is_run():
                 with suppress(SamecurveError):  # the error itself says more

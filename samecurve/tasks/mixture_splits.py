@@ -77,6 +77,10 @@ def load_mixture(
         return token_store.load_corpus(source, encoder, validation_fraction, cache)
 
     corpora = _call_all(partial(read, data) for data in recipe.data.sources())
+    if fraction > 0 and all(len(corpus.held_out.offsets) == 1 for corpus in corpora):
+        fraction = sources.fraction_of_one(find_all_sources(recipe, find_source), fraction)
+        origins.clear()
+        corpora = [read(data, fraction) for data in recipe.data.sources()]
     weights = [source.weight for source in recipe.data.mixture or ()]
     train = MixedRows([make_rows(corpus.train) for corpus in corpora], weights)
     _check_sources(train, corpora, recipe)

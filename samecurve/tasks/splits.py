@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,9 @@ def load_splits(
 
     fraction = sources.validation_fraction(recipe)
     training = read(recipe.data, fraction, ORIGIN)
+    if fraction > 0 and len(training.held_out.offsets) == 1:
+        fraction = sources.fraction_of_one(find_source(recipe.data), fraction)
+        training = read(recipe.data, fraction, ORIGIN)
     validation, evaluated = None, None
     if recipe.evaluation is not None:
         evaluated = read(recipe.evaluation, 0.0, EVALUATED)
@@ -137,6 +141,7 @@ def load_splits(
         raise DataError(
             f"{recipe.data.path}: {len(splits.train)} training rows of batch.sequence_length={length} are fewer than "
             f"batch.global_batch_size={num_wanted}{fix or '; give more data, or lower one of the two'}"
+            f"{_possible_sizes(len(splits.train))}"
         )
     check_validation(splits, recipe)
     return splits
@@ -163,6 +168,15 @@ def describe_reading(
         counts["evaluation_bad_rows"] = evaluated.num_bad_rows
     corpora = [*training, *([evaluated] if evaluated is not None else [])]
     return {name: value for name, value in counts.items() if value}, tuple(corpus.bad_rows for corpus in corpora)
+
+
+def _possible_sizes(num_rows: int) -> str:
+    """Name global batch sizes that work with so few rows, for a message."""
+    if num_rows < 4:
+        return f"; batch.global_batch_size={num_rows} would be 1 step per epoch" if num_rows else ""
+    quarter = 2 ** round(math.log2(num_rows / 4))
+    steps = round(num_rows / quarter)
+    return f"; batch.global_batch_size={quarter} would be about {steps} steps per epoch, and {num_rows} would be 1"
 
 
 def find_text(recipe: Recipe, data: Data) -> sources.DataSource:

@@ -135,6 +135,26 @@ def test_data_that_cannot_be_used_have_their_exit_code(recipe_file, tmp_path, ca
     assert "no column 'messages'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        (
+            "batch.global_batch_size=32",
+            "2 training rows of .* fewer than batch.global_batch_size=32",
+        ),
+        ("data.validation_fraction=0.5", "[01] training rows|no document is held out"),
+    ],
+)
+def test_small_data_are_shown(recipe_file, tmp_path, capsys, key, reason):
+    if "fraction" in key:  # one conversation, with its copies
+        (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": SHORT}) + "\n")
+    assert commands.main(["inspect", recipe_file, key, "--html", str(tmp_path / "look.html")]) == 0
+    out = capsys.readouterr().out
+    assert "sample 1: 29 tokens, 6 trained" in out and re.search(r"rows  +\d of 70 tokens", out)
+    assert re.search(f"training would refuse  +.*chats.jsonl: .*({reason})", out)
+    assert "training would refuse" in (tmp_path / "look.html").read_text()
+
+
 def test_no_model_is_loaded(recipe_file):
     code = (
         "import sys\nfrom samecurve.cli import commands as cli\n"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from samecurve.config.schema import Recipe
+from samecurve.data import token_store, tokenizer
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.data.datasets.base import DocumentRows, PackedRows
 from samecurve.errors import DataError
@@ -71,6 +73,30 @@ def test_the_held_out_part_is_not_trained_on(tmp_path):
     assert 2 < described["held_out"]["documents"] < 25
 
 
+@pytest.mark.parametrize("kind", ["path", "mixture"])
+def test_a_small_fraction_holds_out_one_document(tmp_path, kind):
+    """The one with the lowest hash, with its copy, and the trained tokenizer does not learn from it either."""
+    lowest = min(TEXTS, key=lambda text: hashlib.sha256(text.encode()).digest())
+    make_recipe(tmp_path)
+    (tmp_path / "data" / "copy.txt").write_text(lowest)
+    learnt = []
+    original = token_store.training_texts
+    data = {"validation_fraction": 1e-9, "packing": False}
+    if kind == "mixture":
+        (tmp_path / "more.txt").write_text(TEXTS[0])
+        sources = [{"path": str(tmp_path / name), "weight": 1} for name in ("data", "more.txt")]
+        data |= {"path": None, "mixture": sources}
+    recipe = make_recipe(tmp_path, data, batch={"global_batch_size": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "training_texts", lambda *given: learnt.extend(original(*given)) or iter(learnt))
+        task = registry.load_task(recipe)
+    assert lowest not in learnt and len(learnt) >= len(TEXTS) - 1
+    held_out = task.validation.parts[0].stream
+    assert [len(part.stream.offsets) - 1 for part in task.validation.parts][0] == 2
+    begin, end = task.tokenizer.bos_token, task.tokenizer.eos_token
+    assert task.tokenizer.decode(held_out.tokens.tolist()) == f"{begin}{lowest}{end}" * 2
+
+
 def test_evaluation_from_a_path_of_its_own_holds_nothing_out(tmp_path):
     (tmp_path / "evaluation.txt").write_text("x = 1\n")
     evaluate = {"path": str(tmp_path / "evaluation.txt")}
@@ -127,8 +153,12 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
             "lower one of the two",
         ),
         (
-            {"data": {"validation_fraction": 1e-9}},
-            "no document is held out (data.validation_fraction=1e-09 of 40 documents, each kept whole); "
+            {"batch": {"global_batch_size": 32, "sequence_length": 64}},
+            "; batch.global_batch_size=4 would be about 4 steps per epoch, and 14 would be 1",
+        ),
+        (
+            {"data": {"validation_fraction": 1e-9, "pattern": "00.py"}, "batch": {"global_batch_size": 1}},
+            "no document is held out (data.validation_fraction=1e-09 of 1 documents, each kept whole); "
             "raise the fraction, or set evaluate.path to a separate file",
         ),
     ],

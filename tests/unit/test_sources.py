@@ -18,7 +18,7 @@ from report_cases import missing as absent
 
 from samecurve.config import loader
 from samecurve.data import formats, sources, stream_files
-from samecurve.errors import DataError
+from samecurve.errors import ConfigurationError, DataError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.specs.data_names import BUILTIN
 from samecurve.tasks import registry
@@ -528,6 +528,22 @@ def test_a_file_without_read_permission_is_an_error_that_names_it(name, monkeypa
             sources.find_source(str(folder / "closed" / "a.txt"))
         os.seteuid(me)
         (folder / "closed").chmod(0o700)  # or its owner could not remove it
+
+
+def test_links_that_lead_nowhere(tmp_path):
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    message = "loop.jsonl: is a symbolic link that leads back to itself; let it point to the data"
+    with pytest.raises(DataError, match=message):
+        sources.find_source(str(tmp_path / "loop.jsonl"))
+    with pytest.raises(ConfigurationError, match=f"data.path: .*{message.replace(':', '')}"):
+        loader.load_recipe("recipes/pretrain.yaml", [f"data.path={tmp_path / 'loop.jsonl'}"])
+    jsonl(tmp_path / "a.jsonl", "x")
+    (tmp_path / ".#a.jsonl").symlink_to("someone@host:1")  # Emacs
+    for pattern in (None, "*.jsonl"):
+        with pytest.raises(DataError, match="loop.jsonl: a symbolic link to loop.jsonl, which does not exist; restore"):
+            texts(tmp_path, pattern=pattern)
+    (tmp_path / "loop.jsonl").unlink()
+    assert texts(tmp_path) == ["x"]
 
 
 def test_a_fifo_is_not_missing(tmp_path):
