@@ -85,7 +85,8 @@ def test_the_day_changes_the_rows_that_write_it(task, tmp_path):
     prompt = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     (tmp_path / "plain.jinja").write_text(turns + prompt)
     (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + turns + prompt)
-    rows = [{"prompt": f"{n}?", "completion": "a", "chosen": "a", "rejected": "b"} for n in range(40)]
+    answers = {"completion": "a"} if task == "sft" else {"chosen": "a", "rejected": "b"}
+    rows = [{"prompt": f"{n}?", **answers} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def fingerprint(template: str, day: str) -> str:
