@@ -161,5 +161,15 @@ def test_data_errors_end_all_ranks_at_once(workspace, chats, overrides, tmp_path
     assert time.time() - told < 9  # a rank that is left waiting lives 10 s longer than the one that tells
     assert run.returncode != 0
     assert run.status["exit_code"] == 3
-    assert run.status["reason"] == f"{path}:201: {message}"
+    assert run.status["reason"] == f"{path}:201: {message}, or set data.bad_rows=drop to train without it"
     assert run.output.count(message) == 1
+
+
+def test_dropped_rows_leave_the_curve_as_it_is(workspace, chats, overrides, plain, tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text(chats.read_text() + '{"messages": []}\n{"messages"\n')
+    run = workspace.run("ddp", 2, *overrides, *MODES["packed"], f"data.path={path}", "data.bad_rows=drop")
+    assert run.returncode == 0, run.output
+    assert largest_relative_difference(run.column("loss"), plain["packed"][0]) < 1e-5
+    bad_rows = [json.loads(line) for line in (run.directory / "bad_rows.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in bad_rows] == [201, 202] and run.facts["data"]["bad_rows"] == 2

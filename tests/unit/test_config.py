@@ -229,6 +229,8 @@ CASES = [
      [("command line", "data.split", "test", "builtin:python-stdlib", "remove")]),
     ("a split and a pattern", {}, [*R, "data.path=org/name", "data.pattern=*.txt", "data.split=test"], {},
      [("command line", "data.split", "test", "data.pattern", "keep one")]),
+    ("bad rows of a stream", {}, [*NO_SIZE, "tokenizer.path=t", "data.streaming=true", "data.bad_rows=drop"], {},
+     [("command line", "data.bad_rows", "drop", "data.streaming", "stop")]),
     ("a revision of a URL", {}, [*NO_SIZE, "tokenizer.path=t", "data.path=hf://datasets/org/name@v1", "data.streaming=true", "data.revision=v2"], {},
      [("command line", "data.revision", "v2", "hf://datasets/org/name@v1", "hf://datasets/OWNER/NAME@REVISION")]),
     ("the split that is trained on", {}, [*R, "data.path=org/name", "evaluate.split=train"], {},
