@@ -307,6 +307,7 @@ def write_generation_config(generation: GenerationConfig, tokenizer: PreTrainedT
     written = copy.deepcopy(generation)
     ends = end_tokens(tokenizer, written.eos_token_id)
     written.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    written._from_model_config = False  # transformers may make such a one anew from config.json
     if written.use_cache is False:  # made from the config of the training, which has no cache
         written.use_cache = True
     directory.mkdir(parents=True, exist_ok=True)

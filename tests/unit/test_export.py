@@ -234,3 +234,12 @@ def test_layers_that_are_not_exported_are_not_claimed(key, tmp_path):
     setattr(skeleton.config, key, 1)
     export_to(tmp_path / "model", skeleton, weights(trained).items())
     assert json.loads((tmp_path / "model" / "config.json").read_text())[key] == 0
+
+
+def test_the_generation_config_is_not_made_anew(tmp_path):
+    """transformers may replace one that says so by one of config.json, without its further stop tokens."""
+    trained, skeleton = trained_and_skeleton("llama_untied")
+    assert skeleton.generation_config._from_model_config
+    export_to(tmp_path / "model", skeleton, weights(trained).items())
+    stored = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert not stored.get("_from_model_config") and stored["eos_token_id"] == [2, 0]
