@@ -144,6 +144,9 @@ def suggest(path: KeyPath, legal: Iterable[KeyPath]) -> str:
     return f"; valid keys here: {', '.join(siblings)}" if len(siblings) <= 12 else ""
 
 
+MOST_VALUES = 100_000  # of a YAML file, where each use of an alias counts
+
+
 class _Loader(yaml.SafeLoader):
     """A YAML loader with the floats of YAML 1.2 (`1e-4` is one) and without dates, unlike PyYAML's YAML 1.1.
 
@@ -153,6 +156,18 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str):
         super().__init__(text)
         self.judged: set[yaml.Node] = set()  # blocks that were searched for duplicate keys; an alias is the same node
+        self.built = 0
+
+    def count(self, node: yaml.Node, number: int) -> None:
+        """Count built values. Raises MarkedYAMLError for aliases of aliases, of which 1 KB can stand for millions."""
+        self.built += number
+        if self.built > MOST_VALUES:
+            text = f"its aliases stand for more than {MOST_VALUES:,} values; write out those that are needed"
+            raise yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)  # PyYAML before 6.0.4 repeats the pairs of each alias
+        self.count(node, len(node.value))
 
 
 _FLOAT = re.compile(
@@ -170,6 +185,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) -> Any:
     """Build a node's data, and record the place of every key below it and duplicate keys."""
+    loader.count(node, 1)
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, child, (*path, str(index)), document) for index, child in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
@@ -204,7 +220,7 @@ def parse_yaml(text: str, document: Document) -> Any:
         node = loader.get_single_node()
         return {} if node is None else _build(loader, node, (), document)
     except RecursionError:
-        document.unreadable((), "invalid YAML: an alias refers to a value that contains it")
+        document.unreadable((), "invalid YAML: nested too deeply, or an alias refers to a value that contains it")
         return {}
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int over a word
         mark = getattr(error, "problem_mark", None)
@@ -226,6 +242,9 @@ def _refuse_constant(name: str) -> None:
 def _parse_json(text: str, document: Document) -> Any:
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        document.unreadable((), "invalid JSON: nested too deeply")
+        return {}
     except ValueError as error:
         place = Place(document.name, getattr(error, "lineno", None))
         document.problems.append(ConfigProblem(place, "", f"invalid JSON: {getattr(error, 'msg', error)}"))

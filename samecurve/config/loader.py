@@ -155,6 +155,8 @@ def _explain(detail: ErrorDetails, path: KeyPath) -> str:
         known_elsewhere = any(other[-1] == asked[-1] for other in legal)
         renamed = "" if known_elsewhere else called_here(asked[-1])
         return "unknown key" + (renamed or suggest(asked, legal))
+    if kind == "credentials":  # the value is a secret
+        return detail["msg"]
     if kind == "missing":
         return "missing; add it"
     if kind == "value_error":

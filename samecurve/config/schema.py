@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from samecurve.config.schema_data import Data, Tokenizer
 from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule, num_warmup_steps
-from samecurve.config.section import LARGEST_INTEGER, Count, Name, Natural, Section
+from samecurve.config.section import LARGEST_INTEGER, Count, DataPath, Name, Natural, Section
 from samecurve.specs.tasks import TaskName
 
 # numpy takes seeds below 2**32, and the rank is added to this one.
@@ -99,7 +99,7 @@ class Evaluate(Section):
     every_steps: Natural = 0
     """Steps between evaluations; the last step is evaluated, too. 0: never. Otherwise `path`, `split` or
     `data.validation_fraction` is needed."""
-    path: Name | None = None
+    path: DataPath | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
     split: Name | None = None
     """Hub: the split that is evaluated on, of `data.path` where `path` is null."""

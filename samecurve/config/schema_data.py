@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from samecurve.config.section import LARGEST_INTEGER, Name, Section
+from samecurve.config.section import LARGEST_INTEGER, DataPath, Name, Section
 
 # Every byte and two special tokens.
 SMALLEST_VOCABULARY = 256 + 2
@@ -41,7 +41,7 @@ class Tokenizer(Section):
 class MixtureSource(Section):
     """One data set of `data.mixture`. A column that is null takes the value of `data`."""
 
-    path: Name
+    path: DataPath
     """Where the data are; like `data.path`."""
     weight: float = Field(gt=0)
     """The share of its rows, relative to the weights of the other sources."""
@@ -66,7 +66,7 @@ class MixtureSource(Section):
 class Data(Section):
     """The training data and how rows are made of them. A key that the task does not read is an error."""
 
-    path: Name | None = None
+    path: DataPath | None = None
     """A file, a folder, a data set of the hub (`OWNER/NAME`), or a `builtin:` name. With `streaming` also a URL."""
     split: Name = "train"
     """Hub: the split that is trained on."""

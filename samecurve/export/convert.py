@@ -72,11 +72,25 @@ def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -
 
 
 def copy_as(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy a model folder with its weights in another dtype. Raises NumericError for values out of its range."""
+    """Copy a model folder with its weights in another dtype.
+
+    Raises:
+        NumericError: a value is out of the dtype's range.
+        CheckpointError: a link leads out of the folder.
+    """
+    check_links(source)
     shutil.rmtree(target, ignore_errors=True)  # of a conversion that was killed
     target.mkdir(parents=True)
     for path in source.iterdir():
         _copy(path, target / path.name, dtype)
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError for a link out of a folder: a copy to share would hold the file that it leads to."""
+    inside = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise CheckpointError(f"{path}: a link to {path.resolve()}, which is outside of {folder}; remove it")
 
 
 def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:

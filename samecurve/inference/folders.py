@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from samecurve.config.documents import describe
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.storage import trusted_code
@@ -90,8 +91,11 @@ def base_path(folder: Path) -> str | None:
         return None
     try:
         base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"{path}: base_model_name_or_path cannot be read ({error})") from error
+    if not isinstance(base, str):
+        text = f"base_model_name_or_path: found {describe(base)}, expected the folder or hub name of the base model"
+        raise ConfigurationError(f"{path}: {text}; write it there")
     # written relative to the directory that the training was started in: this one, or one above the run
     places = (parent / base for parent in (Path(), *folder.resolve().parents) if (parent / base).is_dir())
     existing = next(places, None)

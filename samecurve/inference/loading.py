@@ -170,11 +170,18 @@ def _model_class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[P
 
 def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trusted_code.allows(trust_remote_code, path))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted_code.allows(trust_remote_code, path))
     except (OSError, ValueError) as error:
         if trusted_code.is_refusal(error):
             raise ConfigurationError(trusted_code.refusal(path)) from error
         raise ConfigurationError(f"{path}: the model cannot be loaded ({error})") from error
+    kernel = config._attn_implementation or ""
+    if "/" in kernel and not trust_remote_code:
+        raise ConfigurationError(
+            f"{path}: config.json asks for the kernel {kernel} of the hub (attn_implementation), which runs code; "
+            f"remove that key, or add {trusted_code.OPTION}"
+        )
+    return config
 
 
 def default_device() -> torch.device:

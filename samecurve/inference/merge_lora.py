@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from samecurve.errors import NumericError
-from samecurve.export.convert import copy_as
+from samecurve.export.convert import check_links, copy_as
 from samecurve.export.hf_export import settle_config, write_generation_config
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
 from samecurve.inference import folders, loading
@@ -128,7 +128,8 @@ def _without_matrices(model: PreTrainedModel, rows: Tensor) -> Tensor:
 
 
 def _copy_the_rest(folder: Path, output: Path) -> None:
-    """Copy the tokenizer and the task's own files from the adapter's folder."""
+    """Copy the tokenizer and the task's own files from the adapter's folder. Raises as `check_links`."""
+    check_links(folder)
     for path in folder.iterdir():
         skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)
         if skipped or (output / path.name).exists():

@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from samecurve.launch.target import CLONE, Target, command
+from samecurve.launch.target import CLONE, Target, Variable, command
 
 SECONDS_TO_SAVE = 300  # between SIGTERM and the end
 # torchrun gives its processes 30 seconds after SIGTERM unless set otherwise; saving a large model takes longer
@@ -27,7 +27,9 @@ def _header(target: Target, name: str, pods: str) -> str:
 
 
 def _command(launcher: str, target: Target, indent: int) -> str:
-    return "\n".join(f"{' ' * indent}- {json.dumps(word)}" for word in command(launcher, target))
+    # Kubernetes would fill in $(NAME); YAML reads the two escapes of json for an emoji as two broken characters
+    words = (word if isinstance(word, Variable) else word.replace("$(", "$$(") for word in command(launcher, target))
+    return "\n".join(f"{' ' * indent}- {json.dumps(word, ensure_ascii=False)}" for word in words)
 
 
 def job(target: Target) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from samecurve.errors import ConfigurationError
 from samecurve.launch import kubernetes
 from samecurve.launch.kubernetes import SECONDS_TO_SAVE
-from samecurve.launch.target import CLUSTERS, Target, command
+from samecurve.launch.target import CLUSTERS, Target, Variable, command
 
 # Variables that the deepspeed launcher hands to other nodes only if .deepspeed_env lists them.
 PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
@@ -85,7 +85,7 @@ def _about(host: str, target: Target) -> str:
 
 def _words(words: Sequence[str]) -> str:
     """Quote the words for a shell, but let it fill in HEAD, RANK and PORT; lines break before train.py."""
-    quoted = [f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in words]
+    quoted = [f'"{word}"' if isinstance(word, Variable) else shlex.quote(word) for word in words]
     cut = quoted.index("train.py")
     return f'{" ".join(quoted[:cut])} \\\n    {" ".join(quoted[cut:])} "$@"'
 

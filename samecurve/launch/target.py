@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,13 @@ from samecurve.strategy.resolve import resolve_plan
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
 CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
 MOST_LOSSES = "1000"  # of hosts in one run; repeated failures at one step end it earlier, see run/failures.py
-HEAD, RANK = "$HEAD", "$RANK"  # set by the script, or by hand on each node
+
+
+class Variable(str):
+    """A word with a variable for the shell, or for Kubernetes, to fill in. Other words stay as they are written."""
+
+
+HEAD, RANK = Variable("$HEAD"), Variable("$RANK")  # set by the script, or by hand on each node
 CLONE = "/storage/samecurve"  # of this repository, on a volume of the pods
 
 
@@ -47,6 +54,13 @@ class Target:
     listed: tuple[HostSlots, ...] = ()
     selection: tuple[str, ...] = ()
     min_nodes: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for a control character, which would end a comment or a line of a script."""
+        texts = (self.recipe, self.strategy, *self.overrides, self.folder, self.file, self.hostfile, *self.selection)
+        for text in texts:
+            if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text):
+                raise ConfigurationError(f"{text!r}: has a control character, which no script can hold; rename it")
 
     @property
     def nodes(self) -> int:
@@ -115,7 +129,7 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
     if launcher == "slurm":
         return ["python", *under]  # srun starts every rank; strategy/slurm.py reads its variables
     if launcher == "kubernetes":
-        meeting = ["--node_rank=$(JOB_COMPLETION_INDEX)", f"--nproc_per_node={devices}"]
+        meeting = [Variable("--node_rank=$(JOB_COMPLETION_INDEX)"), f"--nproc_per_node={devices}"]
         meeting += ["--master_addr=samecurve-0.samecurve", f"--master_port={port}"]
         return ["torchrun", f"--nnodes={nodes}", *meeting, *under]
     if launcher == "trainjob":  # the operator gives torchrun's options as variables, but no working directory

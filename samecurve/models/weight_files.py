@@ -68,7 +68,7 @@ def header(file: Path) -> dict[str, Stored]:
             }
     except OSError as error:
         raise ConfigurationError(f"{file}: {error.strerror or error}") from error
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, "its header cannot be read") from error
     expected = max((stored.stop for stored in found.values()), default=begin)
     if expected != size:
@@ -109,8 +109,13 @@ def _damaged(file: Path, what: str) -> ConfigurationError:
 def _indexed(index: Path) -> dict[str, Stored]:
     try:
         files = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(f"{index}: the weight_map cannot be read; copy or download it again") from error
+    for file in files.values():
+        if file.parent != index.parent or file.name in ("", ".."):
+            raise ConfigurationError(
+                f"{index}: weight_map names {file}, which is not a file of this folder; correct it"
+            )
     headers = {file: header(file) for file in sorted(set(files.values()))}
     lost = [name for name, file in files.items() if name not in headers[file]]
     if lost:

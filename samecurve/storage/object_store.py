@@ -54,12 +54,22 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def credentials_problem(url: str) -> str:
+    """Say that a URL may hold a secret, and how to give it, "" otherwise. The value is not shown."""
+    parts = urlsplit(url)
+    if not (parts.username or parts.password or parts.query or parts.fragment):
+        return ""
+    return (
+        "the URL has a user, a password or a query, which records, checkpoints and the model card would show; give "
+        "credentials in the environment only (AWS_ACCESS_KEY_ID, HF_TOKEN and the like)"
+    )
+
+
 def url_problem(url: str) -> str:
     """Say what is wrong with the URL of a store and how to mend it, "" if nothing is. Sends no request."""
+    if problem := credentials_problem(url):
+        return f"{problem}, and here PROTOCOL://BUCKET/FOLDER"
     parts = urlsplit(url)
-    if parts.username or parts.password or parts.query or parts.fragment:
-        text = "the URL has a user, a password or a query; give credentials in the environment only"
-        return f"{text}, and here PROTOCOL://BUCKET/FOLDER"  # the value is not shown: it may be a secret
     if not is_url(url) or not parts.scheme or not (parts.netloc + parts.path).strip("/"):
         return f"found {url}, expected PROTOCOL://BUCKET/FOLDER, for example s3://bucket/run"
     import fsspec

@@ -266,3 +266,61 @@ def test_a_train_job_gives_torchrun_what_the_operator_does_not(capsys):
     assert trainer["command"][:2] == ["bash", "-c"] and "--nnodes" not in trainer["command"]
     assert not [each for each in trainer["env"] if each["name"].startswith("PET_")]
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def own_recipe(folder: Path, name: str) -> list[str]:
+    (folder / name).write_text(f"base: {ROOT / 'recipes' / 'pretrain.yaml'}\n")
+    return ["launch", str(folder / name), "data.path=docs", "steps=700", *FSDP]
+
+
+HOST_LISTS = {"a\ntouch PWNED #": "hosts", "a\nEND\ntouch PWNED #": "hosts", "a b": "hosts", "": "hosts"}
+WORDS = ("-oProxyCommand=x", "$(x)", "a;b")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [*HOST_LISTS.items(), *((w, f) for w in WORDS for f in ("hosts", "hostfile"))]
+)
+def test_a_host_is_the_name_of_a_host(name, file, tmp_path, capsys):
+    path = tmp_path / "machines.yaml"
+    named = yaml.safe_dump({"hosts": [name, "b"], "gpus_per_node": 1})
+    path.write_text(named if file == "hosts" else f"{name} slots=1\nb slots=1\n")
+    assert main(["launch", *RECIPE, *FSDP, "--launcher", "torchrun", f"--{file}", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and "machines.yaml:" in captured.err and "letters, digits" in captured.err
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_recipes_name_is_no_command(launcher, tmp_path, capsys, hosts):
+    machines = ["--hosts", hosts] if launcher == "deepspeed" else ["--nodes", "2", "--gpus_per_node", "4"]
+    asked = own_recipe(tmp_path, "a\ntouch PWNED #.yaml")
+    assert main([*asked, "--launcher", launcher, *machines]) == 2
+    assert "has a control character" in capsys.readouterr().err
+
+
+def test_words_with_a_dollar_stay_words(tmp_path, capsys, monkeypatch):
+    recipe = "$(touch PWNED).yaml"
+    asked = own_recipe(tmp_path, recipe)
+    monkeypatch.chdir(ROOT)
+    for name in ("torchrun", "slurm"):
+        assert main([*asked, "--launcher", name, "--nodes", "2", "--gpus_per_node", "4"]) == 0
+        assert f"'{tmp_path / recipe}'" in capsys.readouterr().out
+    assert main([*asked, "--launcher", "torchrun", "--nodes", "2", "--gpus_per_node", "4"]) == 0
+    text = capsys.readouterr().out
+    stand_in = tmp_path / "bin" / "torchrun"
+    stand_in.parent.mkdir()
+    stand_in.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    stand_in.chmod(0o755)
+    environ = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}", "HEAD": "h", "RANK": "1"}
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    assert {"h", "1", str(tmp_path / recipe)} <= set(words) and not (tmp_path / "PWNED").exists()
+
+
+def test_kubernetes_gets_the_words_as_they_are(tmp_path, capsys):
+    recipe = "\U0001f600 $(HOME).yaml"
+    asked = own_recipe(tmp_path, recipe)
+    assert main([*asked, "--launcher", "kubernetes", "--nodes", "2", "--gpus_per_node", "4"]) == 0
+    _, job = yaml.safe_load_all(capsys.readouterr().out)
+    words = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert str(tmp_path / recipe).replace("$(", "$$(") in words  # $$( is Kubernetes' way to write $(
+    assert "--node_rank=$(JOB_COMPLETION_INDEX)" in words

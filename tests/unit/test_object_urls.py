@@ -61,3 +61,13 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_commands_say_that_they_read_local_folders(capsys):
     assert commands.main(["summary", "s3://bucket/run"]) == 2
     assert "s3://bucket/run: commands read local run directories" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["https://user:SECRET@host/x.jsonl", "https://host/x.jsonl?X-Amz-Signature=SECRET"])
+@pytest.mark.parametrize("key", ["data.path", "evaluate.path", "data.mixture"])
+def test_credentials_in_data_urls_are_refused(key, url, capsys):
+    value = f"[{{path: '{url}', weight: 1}}]" if key == "data.mixture" else url
+    given = ["data.path=builtin:python"] if key == "evaluate.path" else []
+    assert commands.main(["inspect", "recipes/pretrain.yaml", *given, f"{key}={value}", "steps=700"]) == 2
+    said = "".join(capsys.readouterr())
+    assert "give credentials in the environment only" in said and "SECRET" not in said

@@ -320,3 +320,32 @@ def test_its_weights_are_read_shard_by_shard_too(folder):
     weights = {}
     load_weights(model, recipe, weights.__setitem__)
     assert all(torch.equal(weights[name], p) for name, p in real.named_parameters())
+
+
+def test_a_kernel_of_the_hub_is_code_too(folder):
+    write(folder / "config.json", {"model_type": "llama", "attn_implementation": "some/kernel", **SIZES})
+    with pytest.raises(ConfigurationError, match=r"some/kernel of the hub .*--trust_remote_code"):
+        loading.load_with_tokenizer(folder)
+
+
+@pytest.mark.parametrize("command", ["export", "merge"])
+def test_a_link_out_of_a_folder_is_not_followed(command, folder, tmp_path, capsys):
+    write(folder / "config.json", {"model_type": "llama", **SIZES})
+    (tmp_path / "private").write_text("a secret")
+    linked = folder if command == "export" else adapter(tmp_path, folder)
+    write(folder.parent / "run.json", facts())
+    (linked / "inside.txt").symlink_to(linked / "config.json" if command == "export" else linked / "README.md")
+    (linked / "notes.txt").symlink_to(tmp_path / "private")
+    asked = [command, str(folder.parent if command == "export" else linked), "--output", str(tmp_path / "shared")]
+    assert commands.main(asked) == 4
+    assert f"{linked / 'notes.txt'}: a link to {tmp_path / 'private'}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("shared*"))
+    (linked / "notes.txt").unlink()
+    assert commands.main(asked) == 0
+
+
+@pytest.mark.parametrize("base", [None, 3, ["a"]])
+def test_an_adapter_has_to_name_its_base_model(base, folder, tmp_path):
+    write(adapter(tmp_path, folder) / "adapter_config.json", {"base_model_name_or_path": base})
+    with pytest.raises(ConfigurationError, match=r"base_model_name_or_path: found .* write it there"):
+        loading.load_with_tokenizer(tmp_path / "adapter")

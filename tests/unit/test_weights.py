@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -407,3 +408,22 @@ def test_dropout_is_told_by_name():
 def test_build_on_a_device_leaves_no_meta_tensor():
     made = construct(LlamaForCausalLM, build_skeleton(recipe(LLAMA), 64, TOKENS).config, torch.device("cpu"))
     assert not any(p.is_meta for p in made.parameters()) and json.dumps(made.config.use_cache) == "false"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
+def test_an_index_names_files_of_its_folder(name, tmp_path):
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    for path in (tmp_path / "elsewhere.safetensors", folder / "sub" / "model.safetensors"):
+        save_file({"w": torch.zeros(2)}, path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ConfigurationError, match="which is not a file of this folder"):
+        weight_files(str(folder))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "model.safetensors"])
+def test_brackets_without_end_are_a_damaged_file(file, tmp_path):
+    text = b"[" * 100_000
+    (tmp_path / file).write_bytes(text if file.endswith("json") else struct.pack("<Q", len(text)) + text)
+    with pytest.raises(ConfigurationError, match="copy or download it again"):
+        weight_files(str(tmp_path))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from samecurve.config.documents import Document, Place, parse_yaml, read_document
 
 
@@ -35,3 +37,27 @@ def test_json_that_is_no_yaml_is_read_without_lines(tmp_path: Path):
     path.write_text(f'{{"{"k" * 2000}": 1,\n "a": "\x7f"}}')
     document = read_document(path)
     assert document.content["a"] == "\x7f" and not document.problems and not document.places
+
+
+BOMBS = {
+    "lists": "\n".join(["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))]),
+    "blocks": "\n".join(
+        [
+            "a0: &a0 {k: 1}",
+            *(f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(9))}}}" for n in range(1, 9)),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
+def test_aliases_of_aliases_end_in_an_error(text):
+    content, document = parsed(text)
+    assert content == {} and len(text) < 2000
+    assert "its aliases stand for more than 100,000 values" in document.problems[-1].text
+
+
+@pytest.mark.parametrize("name", ["deep.yaml", "deep.json"])
+def test_brackets_without_end(name, tmp_path):
+    (tmp_path / name).write_text("[" * 100_000 + "]" * 100_000)
+    assert "nested too deeply" in read_document(tmp_path / name).problems[0].text
