@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,10 @@ def load_with_tokenizer(
         # The model is built without the pooler that exclude_modules names.
         warnings.filterwarnings("ignore", message="You have passed exclude_modules")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        adapted = PeftModel.from_pretrained(model, folder).eval()
+        try:
+            adapted = PeftModel.from_pretrained(model, folder).eval()
+        except UnpicklingError as error:
+            raise _pickled(folder) from error
     # peft's wrapper is no PreTrainedModel, but forwards every attribute and call to the one inside.
     return cast(PreTrainedModel, adapted), tokenizer
 
@@ -120,6 +124,8 @@ def load_model(
             trust_remote_code=trusted_code.allows(trust_remote_code, path),
             **more,
         )
+    except UnpicklingError as error:
+        raise _pickled(path) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigurationError(f"{path}: the model cannot be loaded ({error})") from error
     model, info = loaded
@@ -129,6 +135,14 @@ def load_model(
         saved_as = ", ".join(config.architectures or ["another model"])
         raise ConfigurationError(f"{path}: holds {saved_as}, which is no {head.title} (no {names})")
     return model.eval()
+
+
+def _pickled(path: str | Path) -> ConfigurationError:
+    # torch's own error says how to run such a file
+    return ConfigurationError(
+        f"{path}: its weights are a pickle (.bin) of more than tensors, which would run code and was not read; get the "
+        "model as safetensors"
+    )
 
 
 def stored_class(

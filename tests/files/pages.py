@@ -1,4 +1,4 @@
-"""The documentation as the tests read it: README.md, CONTRIBUTING.md and the pages of docs/."""
+"""The documentation as the tests read it: README.md, CONTRIBUTING.md, SECURITY.md and the pages of docs/."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "docs").glob("*.md"))}
-PAGES |= {name: ROOT / name for name in ("README.md", "CONTRIBUTING.md")}
+PAGES |= {name: ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")}
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

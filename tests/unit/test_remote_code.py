@@ -20,11 +20,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from samecurve.checkpoint.manifest import MANIFEST, MARKER, file_name
 from samecurve.cli import commands
 from samecurve.config.schema import Recipe
+from samecurve.data.chat_encoder import ChatEncoder
+from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.data.tokenizer import load_pretrained_tokenizer
-from samecurve.errors import ConfigurationError
+from samecurve.errors import ConfigurationError, DataError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import loading
+from samecurve.inference.generator import TextGenerator
 from samecurve.models.skeleton import build_skeleton
+from samecurve.models.weight_files import weight_files
 from samecurve.models.weights import load_weights
 from samecurve.storage import trusted_code
 
@@ -349,3 +353,48 @@ def test_an_adapter_has_to_name_its_base_model(base, folder, tmp_path):
     write(adapter(tmp_path, folder) / "adapter_config.json", {"base_model_name_or_path": base})
     with pytest.raises(ConfigurationError, match=r"base_model_name_or_path: found .* write it there"):
         loading.load_with_tokenizer(tmp_path / "adapter")
+
+
+class Canary:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "adapter_model.bin"])
+def test_pickled_weights_do_not_run(file, folder, tmp_path):
+    write(folder / "config.json", {"model_type": "llama", **SIZES})
+    model = adapter(tmp_path, folder) if file.startswith("adapter") else folder
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    torch.save({"w": Canary(tmp_path / "pickle.ran")}, model / file)
+    with pytest.raises(ConfigurationError):
+        loading.load_with_tokenizer(model)
+    if model is folder:
+        with pytest.raises(ConfigurationError, match="convert the weights to safetensors"):
+            weight_files(str(folder))
+    assert not ran(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ().__class__.__base__.__subclasses__() }}",
+        "{% include '/etc/passwd' %}",
+        "{{ cycler.__init__.__globals__.os.popen('touch ran') }}",
+    ],
+)
+def test_a_template_stays_in_its_sandbox(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_tokenizer = tokenizer()
+    made_tokenizer.chat_template = text
+    with pytest.raises(DataError):
+        ChatEncoder(made_tokenizer, ChatSchema()).encode([Conversation("row 1", ({"role": "user", "content": "a"},))])
+    generator = TextGenerator(tmp_path, None, made_tokenizer, None, True, [])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigurationError, match="cannot render"):
+        generator.render([{"role": "user", "content": "a"}])
+    assert not (tmp_path / "ran").exists()
