@@ -30,7 +30,27 @@ make_environment() {
         .venv/bin/python -m pip install --quiet -c constraints.txt "${arguments[@]}"
         for file in "$@"; do stamp "$file" >".venv/.installed_$file"; done
     fi
+    quote_python
     export PATH="$PWD/.venv/bin:$PATH"
+}
+
+# A kernel splits the first line of a script at spaces. pip writes its own scripts for that, but not those that a package
+# brings along, as deepspeed does. They get pip's lines, which are valid in a shell and in Python.
+quote_python() {
+    local script first python="$PWD/.venv/bin/python"
+    [[ $python = *" "* ]] || return 0
+    for script in .venv/bin/*; do
+        IFS= read -r first <"$script" 2>/dev/null || continue
+        [[ $first = "#!$python"* ]] || continue
+        cat >.venv/script <<END
+#!/bin/sh
+'''exec' "${first#??}" "\$0" "\$@"
+' '''
+END
+        tail -n +2 "$script" >>.venv/script
+        cat .venv/script >"$script" # keeps its mode
+    done
+    rm -f .venv/script
 }
 
 stamp() { echo "$(cat "$1" constraints.txt | cksum) $(.venv/bin/python -V)"; }

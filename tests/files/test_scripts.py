@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,20 @@ def test_both_parts_of_the_tests_decide_the_exit_code(units, distributed, expect
     )
     assert (done.returncode, done.stdout.count("of the units")) == (expected, 1), done.stdout + done.stderr
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_scripts_start_in_a_folder_with_a_space(tmp_path):
+    folder = tmp_path / "a folder"
+    python, script, program = (folder / ".venv" / "bin" / name for name in ("python", "deepspeed", "program"))
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    program.write_bytes(b"\x7fELF\0")
+    script.write_text(f"#!{python}\nimport sys\nprint(sys.argv[1:], __name__)\n")
+    script.chmod(0o755)
+    code = f"set -euo pipefail; source '{ROOT}/scripts/_environment.sh'; quote_python; quote_python"
+    subprocess.run(["bash", "-c", code], cwd=folder, check=True)
+    assert subprocess.check_output([script, "a b", "c"], text=True) == "['a b', 'c'] __main__\n"
+    assert program.read_bytes() == b"\x7fELF\0"
 
 
 @pytest.mark.parametrize("is_clone", [True, False])
