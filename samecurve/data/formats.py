@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from samecurve.data.opening import CONVERT, lines_of, marked_encoding, unreadable
+from samecurve.data.opening import CONVERT, LONGEST_ROW, lines_of, marked_encoding, unreadable
 from samecurve.errors import DataError
 from samecurve.specs.file_kinds import COMPRESSED, table_kind
 from samecurve.storage.git_lfs import POINTER_BYTES, pointer_problem
@@ -108,7 +108,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict | DataError]]:
     """Yield the rows of a jsonl file."""
     # Not read by datasets, which fails if a column changes its type between rows, even an unused one.
     offset = 0
-    for number, line in enumerate(lines_of(file), start=1):
+    for number, line in enumerate(lines_of(file, LONGEST_ROW), start=1):
         if line.strip():
             try:
                 row = parse_row(_counted(file, number), line, offset)
@@ -192,7 +192,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict | DataError]]:
 
 def _decoded(file: Path) -> Iterator[str]:
     offset = 0
-    for number, line in enumerate(lines_of(file), start=1):
+    for number, line in enumerate(lines_of(file, LONGEST_ROW), start=1):
         yield _decode(_counted(file, number), line, offset)
         offset += len(line)
 

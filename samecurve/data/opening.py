@@ -22,32 +22,39 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+LONGEST_ROW = 64 << 20  # bytes of a line of a table
 CONVERT = (
     "find out the file's encoding (`file NAME` guesses it), convert the file (iconv -f ENCODING -t UTF-8 NAME), or "
     "leave it out with data.pattern"
 )
 
 
-def lines_of(name: Path | str) -> Iterator[bytes]:
+def lines_of(name: Path | str, longest: int | None = None) -> Iterator[bytes]:
     """Yield the lines of a file, unpacked and with their line breaks, in the file's encoding if that is UTF-8.
 
     UTF-16 and UTF-32 with a byte-order mark are converted to UTF-8.
 
     Args:
         name: a local file, or a path or URL for fsspec.
+        longest: largest length of a line in bytes (in characters where the encoding is converted); None for any.
 
     Raises:
-        DataError: the file cannot be read to its end, is a Git LFS pointer, or is not in the encoding of its mark.
+        DataError: a line is longer, or the file cannot be read to its end, is a Git LFS pointer, or is not in the
+            encoding of its mark.
     """
     encoding = None
     try:
         with contextlib.ExitStack() as stack:
             stream = _unpacked(name, stack)
             encoding = marked_encoding(str(name), stream.peek(POINTER_BYTES)[:POINTER_BYTES])
-            if encoding is None:
-                yield from stream
-            else:  # other characters than "\n" end no line
-                yield from (line.encode() for line in io.TextIOWrapper(stream, encoding, newline="\n"))
+            # other characters than "\n" end no line
+            text = stream if encoding is None else io.TextIOWrapper(stream, encoding, newline="\n")
+            number, limit = 0, -1 if longest is None else longest + 1
+            while line := text.readline(limit):
+                number += 1
+                if longest is not None and len(line) > longest:
+                    raise too_long(f"{name}:{number}")
+                yield line if isinstance(line, bytes) else line.encode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name}: not valid {encoding}, although the file begins with its byte-order mark: {error.reason}; is the "
@@ -57,6 +64,13 @@ def lines_of(name: Path | str) -> Iterator[bytes]:
         raise
     except Exception as error:  # each codec and each kind of file system raises its own errors
         raise unreadable(name, error) from error
+
+
+def too_long(place: str) -> DataError:
+    """Return the error for a line that is longer than LONGEST_ROW. Some tokenizers need 45 times its size in memory."""
+    return DataError(
+        f"{place}: the line is longer than {LONGEST_ROW >> 20} MiB; is a line break missing? If it is one row, split it"
+    )
 
 
 def marked_encoding(name: str, head: bytes) -> str | None:

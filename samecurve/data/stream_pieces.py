@@ -17,7 +17,7 @@ import numpy as np
 from samecurve.data import sources
 from samecurve.data.columns import Columns
 from samecurve.data.formats import parse_row, read_text
-from samecurve.data.opening import lines_of, marked_encoding, unreadable
+from samecurve.data.opening import LONGEST_ROW, lines_of, marked_encoding, too_long, unreadable
 from samecurve.data.sampler import rows_in_steps
 from samecurve.data.stream_files import StreamFile
 from samecurve.errors import DataError
@@ -193,9 +193,11 @@ def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
             # from the byte before, because a line that begins exactly here belongs to this chunk
             stream.seek(offset - 1)
             offset += len(stream.readline()) - 1
-        while offset < piece.stop and (line := stream.readline()):
+        while offset < piece.stop and (line := stream.readline(LONGEST_ROW + 1)):
+            place = f"{file.name}: byte {offset}"
+            if len(line) > LONGEST_ROW:
+                raise too_long(place)
             if line.strip():
-                place = f"{file.name}: byte {offset}"
                 try:
                     row = parse_row(lambda _, place=place: place, line, offset)
                 except DataError:
@@ -215,7 +217,7 @@ def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
 
 def _compressed(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
     name, offset = piece.files[0].name, 0
-    for number, line in enumerate(lines_of(name), start=1):
+    for number, line in enumerate(lines_of(name, LONGEST_ROW), start=1):
         place = f"{name}:{number}"
         if line.strip():
             yield place, parse_row(lambda _, place=place: place, line, offset)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -185,6 +186,21 @@ def test_no_encoding_is_named_without_a_mark(tmp_path, kind, encoding, message):
     (tmp_path / f"a.{kind}").write_bytes(text.encode(encoding))
     with pytest.raises(DataError, match=f"a.{kind}.*{message}"):
         texts(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "csv.gz"])
+def test_a_line_without_an_end_is_refused(tmp_path, suffix, monkeypatch):
+    """Also one that is small only as long as it is packed: no more than the longest row is ever read."""
+    monkeypatch.setattr(formats, "LONGEST_ROW", 1 << 20)
+    data = b'{"text": "x"}\n{"text": "' if "jsonl" in suffix else b"text\n"
+    data += b"a" * (1 << 25)
+    pack = {"gz": gzip.compress, "zst": zstd}.get(suffix.rpartition(".")[2], bytes)
+    (tmp_path / f"a.{suffix}").write_bytes(pack(data))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=f"a.{suffix}:2: the line is longer than .* MiB; is a line break missing"):
+        texts(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    tracemalloc.stop()
 
 
 def test_a_truncated_utf16_file(tmp_path):
