@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from samecurve.specs.optimizers import OPTIMIZERS
 
 # AdamW on all weights. Classification: Devlin et al. 2018 (arXiv:1810.04805), A.3. Preferences: 5e-7 of Zephyr
@@ -22,8 +24,10 @@ ALL_WEIGHTS = {
 ADAPTER_FACTOR = 10
 
 
-def usual_rates(task: str, is_adapted: bool, optimizer: str) -> str:
-    """Return "1e-5 to 5e-5" for a pretrained model; "" where there is no usual range."""
+def usual_rates(task: Any, is_adapted: bool, optimizer: Any) -> str:
+    """Return "1e-5 to 5e-5" for a pretrained model; "" where there is no usual range, or for what is no name."""
+    if not isinstance(task, str) or not isinstance(optimizer, str):  # read before the schema refuses it
+        return ""
     ends, factors = ALL_WEIGHTS.get(task), OPTIMIZERS[optimizer].rates if optimizer in OPTIMIZERS else None
     if ends is None or factors is None:
         return ""
