@@ -16,7 +16,7 @@ from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.mesh import Mesh
 from samecurve.losses.chunked_cross_entropy import TokenSums
 from samecurve.losses.cross_entropy import token_loss_sum
-from samecurve.models import bf16_copies
+from samecurve.models import bf16_copies, fp32_weights
 from samecurve.models.activation_checkpointing import checkpoint_layers
 from samecurve.optim import factory
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
@@ -50,7 +50,7 @@ class FakeModel:
     def allocate(self) -> None:
         """Change and shard the model as TorchEngine does, without compilation and other kernels."""
         recipe, strategy, mesh, model = self._plan.recipe, self._plan.strategy, self._mesh, self.module
-        model = factory.cast_weights(model, recipe.optimizer)
+        model = fp32_weights.cast_weights(model, recipe.optimizer)
         if strategy.tensor_parallel_size > 1:
             tensor_parallel.apply(model, mesh, strategy.tp_sequence_parallel)
         if strategy.dims.ep > 1:
@@ -68,12 +68,12 @@ class FakeModel:
         if strategy.family == "fsdp":
             launch_env.export_launch_env(strategy)
             state = SimpleNamespace(fsdp_plugin=accelerator.plugins(self._plan)["fsdp_plugin"])
-            model = fsdp.shard(cast(Any, SimpleNamespace(state=state, device=CPU)), model, mesh)
+            whole = fp32_weights.names(model, recipe.precision)
+            model = fsdp.shard(cast(Any, SimpleNamespace(state=state, device=CPU)), model, mesh, whole)
         elif copies:
             bf16_copies.install_around(model)
         groups = parameter_groups(model.named_parameters(), recipe.optimizer, roles_of(self._skeleton))
-        if strategy.tensor_parallel_size > 1 or strategy.dims.ep > 1:
-            groups = tensor_parallel.groups_by_mesh(groups)
+        groups = tensor_parallel.groups_by_mesh(groups)
         self.module = model
         self.optimizer = factory.build_optimizer(groups, recipe.optimizer, recipe.precision, recipe.seed)
         rows, length = self._job.micro_batch, self._job.seq

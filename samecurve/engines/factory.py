@@ -11,6 +11,7 @@ from samecurve.distributed.affinity import affinity_advice, load_advice, read_cp
 from samecurve.engines.accelerator import start
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
+from samecurve.models import fp32_weights
 from samecurve.strategy.preflight import allocator_settings, check_room
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
         engine = ScheduledEngine(accelerator, plan, skeleton, task)
     else:
         engine = TorchEngine(accelerator, plan, skeleton, task)
-    verify(plan, engine.describe(), (parameter.shape for parameter in skeleton.parameters()))
+    kept = fp32_weights.names(skeleton, plan.recipe.precision) if plan.strategy.family == "fsdp" else set()
+    shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+    whole = sum(shape.numel() for name, shape in shapes.items() if name in kept)
+    verify(plan, engine.describe(), (shape for name, shape in shapes.items() if name not in kept), whole)
     return engine
 
 

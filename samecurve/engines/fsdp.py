@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
 
 
-def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
+def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh, whole: Collection[str] = ()) -> PreTrainedModel:
     """Shard the model on the meta device in place, then allocate the shards: no rank ever holds a full model.
 
-    The allocated weights are uninitialized.
+    The allocated weights are uninitialized. Every rank has all of those named in `whole`, in their own dtype, and FSDP2
+    does not reduce their gradients.
 
     Raises:
         ConfigurationError: fsdp_transformer_layer_cls_to_wrap names no layer of the model.
@@ -36,7 +37,10 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTr
     plugin = accelerator.state.fsdp_plugin
     assert plugin is not None  # accelerator.py passed it for this strategy
     options: dict[str, Any] = {"mesh": mesh.sharding, "mp_policy": plugin.mixed_precision_policy}
-    options |= {"offload_policy": plugin.cpu_offload}
+    options |= {
+        "offload_policy": plugin.cpu_offload,
+        "ignored_params": {weight for name, weight in model.named_parameters() if name in whole},
+    }
     expert_parallel.shard(model, mesh, {**options, "reshard_after_forward": plugin.reshard_after_forward})
     for layer in _layers(model, plugin):
         fully_shard(layer, **options, reshard_after_forward=plugin.reshard_after_forward)
@@ -56,8 +60,9 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> PreTr
     # only CPUOffloadPolicy, not the policy without offload, has pin_memory
     model.to_empty(device="cpu" if getattr(plugin.cpu_offload, "pin_memory", False) else accelerator.device)
     model.tie_weights()  # allocation may have given each of two tied modules its own parameter
-    for buffer in model.buffers():  # which CPU offload does not cover
-        buffer.data = buffer.data.to(accelerator.device)
+    uncovered = [weight for name, weight in model.named_parameters() if name in whole]
+    for tensor in (*model.buffers(), *uncovered):  # which CPU offload does not cover
+        tensor.data = tensor.data.to(accelerator.device)
     if plugin.forward_prefetch:
         # each layer starts the all-gather of the next layer's weights before its own computation
         for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):

@@ -146,6 +146,15 @@ class Zero12Shards:
                 whole = flat if kind == WEIGHT else state[kind]
                 yield shard, kind, whole.detach().narrow(0, place.start, place.numel)
 
+    def exact_regions(self, names: Container[str]) -> Iterator[tuple[ShardRange, Tensor]]:
+        """Yield this rank's fp32 regions of some weights."""
+        for shard in self.ranges():
+            if shard.name in names:
+                mapping = self._parameters[shard.name]._hp_mapping
+                (flat,) = self._optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
+                place = mapping.hp_fragment_address
+                yield shard, flat.detach().narrow(0, place.start, place.numel)
+
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer.optimizer, updates)
         self._optimizer.update_lp_params()
@@ -190,6 +199,17 @@ class Zero3Shards:
                 state = state_of(self._optimizer.optimizer, flat, kinds[1:], create=writing)
                 for parameter in group:
                     yield from self._visit_one(parameter, flat, state)
+
+    def exact_regions(self, names: Container[str]) -> Iterator[tuple[ShardRange, Tensor]]:
+        """Yield this rank's fp32 regions of some weights."""
+        for index, group in enumerate(self._optimizer.fp16_groups):
+            wanted = [parameter for parameter in group if self._names[id(parameter)] in names]
+            if wanted:
+                with self._swapped_in(index, writing=False) as flat:
+                    for parameter in wanted:
+                        if (shard := self._range_of(parameter)) is not None:
+                            _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+                            yield shard, flat.detach().narrow(0, offset, shard.region.numel)
 
     def finish(self, updates: int) -> None:
         zero = self._optimizer

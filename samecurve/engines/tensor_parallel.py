@@ -216,8 +216,10 @@ def groups_by_mesh(groups: list[dict]) -> list[dict]:
     """Divide an optimizer's parameter groups, because one fused update takes the weights of one mesh only."""
     found = []
     for group in groups:
-        by_mesh: dict[object, list[Tensor]] = {}
-        for weight in group["params"]:
-            by_mesh.setdefault(weight.device_mesh if isinstance(weight, DTensor) else None, []).append(weight)
-        found += [{**group, "params": weights} for weights in by_mesh.values()]
+        lists = {key: group[key] for key in ("params", "names") if key in group}  # one entry for each weight
+        by_mesh: dict[object, list[int]] = {}
+        for place, weight in enumerate(group["params"]):
+            by_mesh.setdefault(weight.device_mesh if isinstance(weight, DTensor) else None, []).append(place)
+        for places in by_mesh.values():
+            found.append({**group, **{key: [values[place] for place in places] for key, values in lists.items()}})
     return found

@@ -39,7 +39,7 @@ from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import bf16_copies, bnb_4bit, compilation, dropout, frozen_weights, liger
+from samecurve.models import bf16_copies, bnb_4bit, compilation, dropout, fp32_weights, frozen_weights, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
@@ -75,7 +75,7 @@ class TorchEngine:
         part = context_parallel.part_of(plan.strategy, self.mesh, skeleton)
         if part.count > 1:
             task.sum_parts = partial(context_parallel.sum_parts, mesh=self.mesh)
-        model = factory.cast_weights(self._build(part), settings)
+        model = fp32_weights.cast_weights(self._build(part), settings)
         summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel) if self.cut else []
         if plan.strategy.dims.ep > 1:
             expert_parallel.apply(model, self.mesh)
@@ -90,10 +90,13 @@ class TorchEngine:
         self.module = getattr(self.model, "module", self.model)
         roles = roles_of(skeleton)
         groups = parameter_groups(self.module.named_parameters(), settings, roles)
-        groups = tensor_parallel.groups_by_mesh(groups) if self.cut or plan.strategy.dims.ep > 1 else groups
+        groups = tensor_parallel.groups_by_mesh(groups)
         self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self.tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
         self.summed = [self.tensors[name] for name in summed]
+        # FSDP2 leaves these whole, and to this engine the reduction of their gradients, in one order on all ranks
+        kept = fp32_weights.names(skeleton, self.recipe.precision) if self.sharded else set()
+        self.whole = [self.tensors[name] for name in self.shapes if name in kept]
         self.state: State = DTensorShards(
             {name: self.tensors[name] for name in self.shapes},
             self.optimizer,
@@ -134,7 +137,7 @@ class TorchEngine:
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:
             frozen_weights.store_in_bf16(model, self.recipe, everywhere=True)
-            return fsdp.shard(self.accelerator, model, self.mesh)
+            return fsdp.shard(self.accelerator, model, self.mesh, fp32_weights.names(model, self.recipe.precision))
         if self.cut:  # only autocast is left to Accelerate
             tensor_parallel.allocate(model, self.device)
         elif self.copies:
@@ -169,6 +172,9 @@ class TorchEngine:
 
         trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         tensor_parallel.sum_gradients(self.summed, self.mesh)
+        if whole := [parameter.grad for parameter in self.whole if parameter.grad is not None]:
+            self.mesh.add(whole, over=LOSS)
+            torch._foreach_div_(whole, self.mesh.dims.size(*LOSS))  # as FSDP2 does
         place_gradients(trained)
         (squares,) = sums.start_read(squared_norm(trained, self.mesh))()  # the step's only wait for the device
         mean, grad_norm = sums.loss / tokens, math.sqrt(squares) / scale

@@ -20,13 +20,14 @@ _WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipel
 _TOLERANCE = 0.1  # of the share of a rank
 
 
-def verify(plan: Plan, running: EngineDescription, shapes: Iterable[Sequence[int]]) -> None:
+def verify(plan: Plan, running: EngineDescription, shapes: Iterable[Sequence[int]], whole: int = 0) -> None:
     """Compare the live engine with the plan.
 
     Args:
         plan: what was asked for.
         running: what runs.
-        shapes: full shape of every weight of the model, frozen ones included.
+        shapes: full shape of every weight of the model, frozen ones included, but those that no strategy cuts.
+        whole: number of parameters in these.
 
     Raises:
         TopologyError: with both values of every difference (exit code 6).
@@ -41,8 +42,8 @@ def verify(plan: Plan, running: EngineDescription, shapes: Iterable[Sequence[int
     if found != asked:  # in this order, too
         differences += [f"  mesh: asked for {dict(asked)!r}, but {dict(found)!r} runs"]
     share = expected_share(plan, shapes)
-    if not isinstance(share, str) and not share[0] <= running.num_parameters_per_rank <= share[1]:
-        ends = f"{math.ceil(share[0]):,} to {math.floor(share[1]):,}"
+    if not isinstance(share, str) and not share[0] <= running.num_parameters_per_rank - whole <= share[1]:
+        ends = f"{math.ceil(share[0] + whole):,} to {math.floor(share[1] + whole):,}"
         differences += [f"  num_parameters_per_rank: asked for {ends}, but {running.num_parameters_per_rank:,} runs"]
     if differences:
         raise TopologyError(

@@ -23,13 +23,15 @@ from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import compilation, dropout, liger
+from samecurve.models import compilation, dropout, fp32_weights, liger
+from samecurve.models.fp32_weights import ExactValues
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
+from samecurve.strategy.parallel_dims import LOSS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +63,11 @@ class ZeroEngine:
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe, self.device)
         router = router_loss.install(recipe, model, self.mesh)
+        kept = fp32_weights.names(skeleton, recipe.precision)
+        self.exact = ExactValues(
+            {name: weight.shape for name, weight in skeleton.named_parameters() if name in kept}, self.device
+        )
+        self.exact.install(model)
         # of the skeleton, because ZeRO-3 replaces every shape by an empty one
         groups = parameter_groups(model.named_parameters(), settings, roles_of(skeleton))
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
@@ -71,11 +78,13 @@ class ZeroEngine:
         module = self.model.module
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         trained, states = {name: self.tensors[name] for name in self.shapes}, state_names(settings, self.shapes)
-        self.state: State = (
+        shards = (
             Zero3Shards(trained, self.model.optimizer, states, self.shard[0])
             if self.model.zero_optimization_stage() == 3
             else Zero12Shards(trained, self.model.optimizer, states, saved=set(trained))
         )
+        self.state: State = shards
+        self._exact_regions = shards.exact_regions
         with torch.no_grad():
             load_weights(skeleton, recipe, self._write)
         beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
@@ -88,6 +97,8 @@ class ZeroEngine:
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""
         tensor = self.tensors[name]
+        if name in self.exact.values:
+            self.exact.values[name].copy_(full)
         if not isinstance(tensor, nn.Parameter):
             tensor.copy_(full)
         elif hasattr(tensor, "ds_id"):
@@ -109,7 +120,20 @@ class ZeroEngine:
         # not safe_set_full_fp32_param, which narrows past the end where the last partition is padded (DeepSpeed 0.19.8)
         safe_set_local_fp32_param(parameter, padded.narrow(0, rank * length, length).to(self.device))
 
+    def _refresh_exact(self) -> None:
+        """Copy the masters of the weights that are computed in fp32, after an update or a resume. Collective."""
+        values = {name: value for name, value in self.exact.values.items() if name in self.shapes}
+        if not values:
+            return
+        masters = {name: torch.zeros_like(value).view(-1) for name, value in values.items()}
+        for shard, part in self._exact_regions(masters):
+            masters[shard.name].narrow(0, shard.region.start, shard.region.numel).copy_(part)
+        self.mesh.add([*masters.values()], over=LOSS)
+        for name, value in values.items():
+            value.view(-1).copy_(masters[name])
+
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        self._refresh_exact()
         forward = self.forward
         set_learning_rate(self.optimizer, learning_rate)
         counts = forward.count(micro_batches)
@@ -139,12 +163,15 @@ class ZeroEngine:
         return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        self._refresh_exact()
         return self.forward.evaluate(micro_batches)
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        self._refresh_exact()
         return self.forward.features(micro_batches)
 
     def outputs(self, batch: MicroBatch) -> Tensor | None:
+        self._refresh_exact()
         return self.forward.outputs(batch)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:

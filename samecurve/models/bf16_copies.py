@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from samecurve.errors import ConfigurationError
+from samecurve.models import fp32_weights
 from samecurve.models.activation_checkpointing import layers
 
 _Weights = tuple[tuple[tuple[str, str], ...], ...]
@@ -27,13 +28,15 @@ def install_in_layers(model: nn.Module) -> None:
     Compiled recomputation refuses side effects; these are undone at the end of the forward pass.
     """
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    kept = fp32_weights.parameters(model, "bf16")
     for layer in _layers(model):
-        _install(layer, _weights(layer))
+        _install(layer, _weights(layer, kept))
 
 
 def install_around(model: nn.Module) -> None:
     """Make the model's other modules compute in bf16, in place. Call after the loss is installed in its forward."""
-    _install(model, _weights(model, {module for layer in _layers(model) for module in layer.modules()}))
+    inside = {module for layer in _layers(model) for module in layer.modules()}
+    _install(model, _weights(model, fp32_weights.parameters(model, "bf16"), inside))
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -43,13 +46,15 @@ def _layers(model: nn.Module) -> list[nn.Module]:
         return []
 
 
-def _weights(module: nn.Module, without: Collection[nn.Module] = ()) -> _Weights:
-    """List the places of each floating-point weight; not of those that are quantized, nor of modules in `without`."""
+def _weights(module: nn.Module, kept: Collection[nn.Parameter], without: Collection[nn.Module] = ()) -> _Weights:
+    """List the places of each floating-point weight; not of those `kept` in fp32, quantized or of modules `without`."""
     places: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for path, owner in module.named_modules():
         for name, weight in owner._parameters.items():
             # bf16 already: frozen weights (frozen_weights.py) and those of adamw_bf16, whose copy takes no memory
-            if owner not in without and weight is not None and weight.dtype in (torch.float32, torch.bfloat16):
+            if weight is None or weight in kept or owner in without:
+                continue
+            if weight.dtype in (torch.float32, torch.bfloat16):
                 places.setdefault(weight, []).append((path, name))
     return tuple(map(tuple, places.values()))
 

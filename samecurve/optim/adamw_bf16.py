@@ -99,7 +99,7 @@ def update_part(
     Args:
         numbers: from `_numbers`.
         hashed: `first_hash` of the first value.
-        weight: bf16 values of the weight.
+        weight: bf16 values of the weight; fp32 ones are not rounded.
         gradient: their gradient.
         mean: their first moment.
         square: their second moment.
@@ -115,6 +115,9 @@ def update_part(
     square.copy_(new_square)
     root = new_square.sqrt_().div_(correction).add_(epsilon)
     exact.mul_(keep).addcdiv_(new_mean.mul_(rate), root)
+    if weight.dtype == torch.float32:  # a weight of fp32_weights.py
+        weight.copy_(exact)
+        return
     if compensation is None:
         weight.copy_(rounded(exact, random_bits(hashed, exact)))
         return

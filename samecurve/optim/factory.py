@@ -5,15 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from samecurve.config.schema import Optimizer
 from samecurve.specs.optimizers import BLOCK_8BIT, OPTIMIZERS, SMALLEST_8BIT
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def state_names(
@@ -57,15 +53,6 @@ def num_bytes_per_parameter(settings: Optimizer) -> float:
     if settings.name == "adamw_bf16":
         return 2 * (4 + _kahan(settings))
     return 4 * (2 + len(OPTIMIZERS[settings.name].states))
-
-
-def cast_weights(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:
-    """Cast the weights, in place, to bf16 for adamw_bf16; other optimizers keep fp32. Buffers are not changed."""
-    if settings.name == "adamw_bf16":
-        # not model.to, which would also round buffers, such as the frequencies of rotary embeddings
-        for parameter in filter(torch.is_floating_point, model.parameters()):
-            parameter.data = parameter.data.to(torch.bfloat16)
-    return model
 
 
 def build_optimizer(

@@ -28,6 +28,7 @@ from samecurve.engines.mesh import Mesh
 from samecurve.engines.zero import ZeroEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import count_trained
+from samecurve.models.fp32_weights import ExactValues
 from samecurve.strategy.parallel_dims import ParallelDims
 
 SMALLEST = 2
@@ -80,7 +81,7 @@ def wrapped(stage: int, scale: str) -> ZeroEngine:
     made.mesh = Mesh(ParallelDims(), 0, made.device)
     made.shard = made.mesh.shard
     made.forward = Forward(made.accelerator, made.mesh, made.model, made.task)
-    made.first_step = SimpleNamespace(is_over=True)
+    made.first_step, made.exact = SimpleNamespace(is_over=True), ExactValues({}, made.device)
     return made
 
 

@@ -15,12 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.config.schema import Adapter, Memory
-from samecurve.models import bf16_copies, lora
+from samecurve.models import bf16_copies, fp32_weights, lora
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
-FAMILIES = {"llama": LLAMA, "tied": {**LLAMA, "tie_word_embeddings": True}, "gpt2": GPT2}
+MAMBA2 = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1}
+MAMBA2 |= {"residual_in_fp32": False}  # FSDP2 casts each layer's inputs, so that its residuals are in bf16
+MAMBA2 |= {"chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+QWEN3_NEXT = {**LLAMA, **DELTA, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+QWEN3_NEXT |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+QWEN3_NEXT |= {"layer_types": ["linear_attention", "full_attention"]}
+RECURRENT = {"mamba2": MAMBA2, "qwen3_next": QWEN3_NEXT}
+FAMILIES = {"llama": LLAMA, "tied": {**LLAMA, "tie_word_embeddings": True}, "gpt2": GPT2, **RECURRENT}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +40,7 @@ def world_of_one():
 
 def build(family: str = "llama", adapter: Adapter | None = None) -> nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gpt2" if family == "gpt2" else "llama", vocab_size=64, **FAMILIES[family])
+    config = AutoConfig.for_model("llama" if family == "tied" else family, vocab_size=64, **FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config)
     if adapter is not None:
         lora.inject(model, adapter)
@@ -51,8 +59,9 @@ def with_copies(model: nn.Module, checkpointing: str = "none") -> nn.Module:
 
 def sharded(model: nn.Module) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    whole = fp32_weights.parameters(model, "bf16")
     for each in [*layers(model), model]:
-        fully_shard(each, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        fully_shard(each, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy, ignored_params=whole)
     return model
 
 
@@ -127,3 +136,55 @@ def test_a_weight_that_is_replaced_is_the_one_that_is_copied():
     head.weight = nn.Parameter(torch.zeros_like(head.weight))
     assert head.weight is head._parameters["weight"]
     assert not model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False).logits.any()
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrence_is_computed_with_unrounded_weights(family):
+    model, seen = with_copies(build(family)), {}
+    kept = fp32_weights.names(model, "bf16")
+    assert {name.rpartition(".")[2] for name in kept} == {"A_log", "dt_bias"} | ({"D"} if family == "mamba2" else set())
+    for name in kept:
+        path, _, own = name.rpartition(".")
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda module, args, name=name, own=own: seen.update({name: getattr(module, own).detach().clone()})
+        )
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in kept:
+            weights[name].add_(1e-4)  # 1 and its neighbour above are 8e-3 apart in bf16
+    model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+    assert seen.keys() == kept and all(torch.equal(seen[name], weights[name]) for name in kept)
+
+
+@pytest.mark.parametrize("steps", [pytest.param(40), pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrence_follows_a_plain_loop(family, steps):
+    """A loop with autocast and fp32 weights. What the forward passes see of A_log may differ by a tenth of its path."""
+    losses, seen = zip(*(plain_curve(family, steps, copies) for copies in (True, False)), strict=True)
+    assert max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True)) < 1e-2
+    for name, first in seen[1][0].items():
+        path = (seen[1][-1][name] - first).abs().mean()
+        assert (seen[0][-1][name] - seen[1][-1][name]).abs().mean() < 0.1 * path, name
+
+
+def plain_curve(family: str, steps: int, copies: bool) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Losses, and the A_log that each step's forward pass sees."""
+    model, losses, seen = build(family), [], []
+    model = with_copies(model) if copies else model
+    for path, module in model.named_modules():
+        if "A_log" in module._parameters:
+            module.register_forward_pre_hook(
+                lambda module, args, path=path: seen[-1].update({path: module.A_log.detach().float().clone()})
+            )
+    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=1e-4), torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        seen.append({})
+        ids = torch.randint(0, 16, (2, 8), generator=generator).repeat(1, 3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not copies):
+            logits = model(input_ids=ids, use_cache=False).logits
+        loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, seen

@@ -58,7 +58,7 @@ def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, ac
     made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale
     made.forward = Forward(made.accelerator, made.mesh, made.model, made.task)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1.0)
-    made.summed, made.first_step = [], SimpleNamespace(is_over=True)
+    made.summed, made.whole, made.first_step = [], [], SimpleNamespace(is_over=True)
     return made
 
 

@@ -1,0 +1,102 @@
+"""Weights that a model computes with in fp32 whatever its precision, and their exact values under DeepSpeed.
+
+They are few: what transformers marks (PreTrainedModel._keep_in_fp32_modules_strict, and _keep_in_fp32_modules for fp16
+alone), for example routers, and the parameters of a recurrence (specs/model_families.py), which transformers uses in
+fp32 but does not mark. A decay of 0.999 per token is 0.996 in bf16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from samecurve.config.schema import Optimizer
+from samecurve.specs.model_families import RECURRENT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def names(model: nn.Module, precision: str) -> set[str]:
+    """Find the names of a model's weights that are computed in fp32 though its precision is bf16 or fp16."""
+    if precision == "fp32":
+        return set()
+    marks = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    marks |= {*((getattr(model, "_keep_in_fp32_modules", None) or ()) if precision == "fp16" else ())}
+    # as core_model_loading.build_glob_alternation of transformers
+    marked = re.compile("|".join(mark.replace("*", ".*") for mark in marks)) if marks else None
+    return {
+        name
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point()
+        and (name.rpartition(".")[2] in RECURRENT or (marked is not None and marked.search(name)))
+    }
+
+
+def parameters(model: nn.Module, precision: str) -> set[nn.Parameter]:
+    """Return the parameters of `names`."""
+    kept = names(model, precision)
+    return {weight for name, weight in model.named_parameters() if name in kept}
+
+
+def cast_weights(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:
+    """Cast the weights, in place, to bf16 for adamw_bf16, but not those of `names`; buffers are not changed."""
+    if settings.name == "adamw_bf16":
+        # not model.to, which would also round buffers, such as the frequencies of rotary embeddings
+        kept = parameters(model, "bf16")
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            if parameter not in kept:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+class ExactValues:
+    """Exact fp32 values of some weights, beside working weights that DeepSpeed rounds to 16 bits.
+
+    The weight's module computes with the exact value, and the working weight gets the gradient. The values are few and
+    small, so each rank has all of them.
+
+    Args:
+        shapes: full shape of each weight by name, because ZeRO-3 partitions the weights themselves.
+        device: of the values.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device):
+        self.values = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
+
+    def install(self, model: nn.Module) -> None:
+        """Make the modules that own the weights compute with the exact values, in place."""
+        owned: dict[str, dict[str, Tensor]] = {}
+        for name, value in self.values.items():
+            path, _, own = name.rpartition(".")
+            owned.setdefault(path, {})[own] = value
+        if owned:  # the attributes are restored at the end of each forward pass, see bf16_copies.py
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        for path, values in owned.items():
+            module = model.get_submodule(path)
+            module.__dict__.update({own: module._parameters[own] for own in values})
+            module.forward = _with_values(module, values)
+
+
+def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> Callable:
+    plain = module.forward
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for own, value in values.items():
+            weight = module._parameters[own]
+            assert weight is not None
+            working = weight.float()
+            # an attribute of the module itself is found before its parameter; the sum is the value without rounding
+            module.__dict__[own] = working + (value - working).detach()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            module.__dict__.update({own: module._parameters[own] for own in values})
+
+    return forward
