@@ -35,8 +35,9 @@ def expected_update(
     w, g = weight.double(), gradient.double()
     kept = w * (1 - group["lr"] * group["weight_decay"])
     change, slack = _change(name, group, w, g, states)
-    # each term may round; at a rate of 1e30 the decay is the largest
-    return kept + change, slack + ULPS[weight.dtype] * (w.abs() + kept.abs() + (kept + change).abs())
+    # each term may round; at a rate of 1e30 the decay is the largest, and values below `tiny` lose digits
+    slack += torch.finfo(weight.dtype).tiny + ULPS[weight.dtype] * (w.abs() + kept.abs() + (kept + change).abs())
+    return kept + change, slack
 
 
 def _change(
