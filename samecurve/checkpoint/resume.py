@@ -132,7 +132,7 @@ class CheckpointSelector:
 
 
 def read_state(folder: Path) -> dict:
-    """Read a checkpoint's state.json, with renamed recipe keys under their current names.
+    """Read a checkpoint's state.json.
 
     Raises:
         CheckpointError: the file is not a JSON object. A matching hash only proves that the file is unchanged.

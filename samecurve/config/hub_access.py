@@ -12,6 +12,7 @@ from samecurve.config.schema import Recipe
 from samecurve.specs.data_names import address, is_hub_name
 
 PATIENCE = 3.0  # seconds
+PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 
 def use_cache_without_hub(
@@ -27,7 +28,7 @@ def use_cache_without_hub(
     paths = (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher)
     data = (source.path for source in recipe.data.sources())
     wanted = [path for path in paths if path and is_hub_name(path)] + [path for path in data if path and address(path)]
-    is_decided = {"HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"} & environ.keys()
+    is_decided = {"HF_HUB_OFFLINE", *PROXIES} & environ.keys()
     if not wanted or is_decided:
         return ""
     endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co")

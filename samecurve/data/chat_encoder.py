@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os.path
 import re
 from collections.abc import Iterator
@@ -110,8 +109,10 @@ class ChatEncoder(Encoder):
         return None if shared and sum(after.count(token) for token in self._special) > 1 else ""
 
     def reads(self, key: str) -> bool:
-        """Whether one of the tokenizer's templates has the key."""
-        return key in json.dumps(self.tokenizer.chat_template)
+        """Whether one of the tokenizer's templates has the key, as in message.key or message["key"]."""
+        named = self.tokenizer.chat_template
+        templates = named.values() if isinstance(named, dict) else [named]
+        return any(re.search(rf"""[.'"]{re.escape(key)}\b""", template or "") for template in templates)
 
     def encode(self, documents: list[Conversation]) -> list[Encoded]:
         rendered = [self.render(document) for document in documents]

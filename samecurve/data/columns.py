@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ CONTENT = frozenset(
 )
 CONTENT_WORDS = 5  # a text of so many words is no id, label, link or short category
 # Keys of a message that messages.py reads, and those that only name something.
-_KEYS_READ = {"role", "content", "from", "value", "weight", "train", "tool_calls", "name", "tool_call_id", "id"}
+_KEYS_READ = {"role", "content", "from", "value", "weight", "train", "loss", "tool_calls", "name", "tool_call_id", "id"}
 _SHOWN_COLUMNS = 12
 
 
@@ -38,13 +39,15 @@ class Unread:
     def add(self, value: object, read: Collection[str]) -> None:
         self.num += 1
         said = set(_texts(value))
-        if said and (said <= set(read) or _contains_all(said, read)):
+        if said and (all(any(_has(whole, text) for whole in read) for text in said) or _contains_all(said, read)):
             self.repeats += 1
         elif any(len(text.split(maxsplit=CONTENT_WORDS)) >= CONTENT_WORDS for text in said):
             self.texts += 1
 
     def is_content(self, name: str) -> bool:
-        return self.num > self.repeats and (name in CONTENT or 2 * self.texts > self.num)
+        own = self.num - self.repeats
+        # a column that mostly repeats others, such as a rendered prompt, may differ in the white space of some rows
+        return own > self.repeats and (name in CONTENT or 2 * self.texts > own)
 
 
 @dataclass
@@ -155,6 +158,11 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, (list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)
+
+
+def _has(whole: str, text: str) -> bool:
+    """Whether a text stands in another one as words: "2" in "it is 2.", and not "x" in "text"."""
+    return text in whole and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", whole) is not None
 
 
 def _contains_all(texts: Iterable[str], read: Collection[str]) -> bool:

@@ -6,6 +6,7 @@ call a chunk a piece, too.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -187,7 +188,8 @@ def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a jsonl chunk. A line belongs to the chunk that contains its first byte."""
     file = piece.files[0]
 
-    def read(stream) -> Iterator[tuple[str, dict]]:
+    def read(opened) -> Iterator[tuple[str, dict]]:
+        stream = io.BufferedReader(opened)  # fsspec's own buffer has no limit for a line
         offset = piece.start
         if offset:
             # from the byte before, because a line that begins exactly here belongs to this chunk

@@ -160,7 +160,7 @@ def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fra
                     writers[part].append(one)
             advance([entry for entry in entries if not isinstance(entry, BadRow)])
             num_rows += len(entries)
-            if bad.count >= _ENOUGH_BAD_ROWS:
+            if bad.count >= _ENOUGH_BAD_ROWS and not source.selection.drop_bad_rows:
                 bad.check(num_rows, complete=False)
         bad.check(num_rows)
     counts = {part: writers[part].offsets[-1] for part in PARTS}

@@ -72,7 +72,7 @@ def allocator(accelerator: Accelerator) -> str:
 
 def busy_advice(accelerator: Accelerator) -> str:
     """Advice to print if other programs slow this run's CPU threads down, "" otherwise."""
-    if accelerator.device.type == "cuda" or accelerator.num_processes > 1:  # several processes have one thread each
+    if accelerator.device.type == "cuda":
         return ""
     return load_advice(read_cpu_binding(torch.get_num_threads()), os.getloadavg()[0])
 

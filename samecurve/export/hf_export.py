@@ -292,7 +292,7 @@ def settle_config(model: PreTrainedModel, config: PreTrainedConfig, tokenizer: P
                 setattr(config, key, 0)
     if not model.can_generate():
         return
-    stored, end = config.eos_token_id, tokenizer.eos_token_id
+    stored, end = getattr(config, "eos_token_id", None), tokenizer.eos_token_id
     if isinstance(stored, list) and end is not None and end not in stored:
         config.eos_token_id = [end, *stored]
     elif not isinstance(stored, list) and end is not None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from samecurve.errors import CheckpointError, ConfigurationError
@@ -18,7 +19,7 @@ from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.inference.folders import base_path, ran_own_code
 from samecurve.models import lora
 from samecurve.models.hf_config import CAUSAL, KINDS, Head, kind_of_stored, without_pooler
-from samecurve.models.weight_files import weight_files
+from samecurve.models.weight_files import indexed_files, weight_files
 from samecurve.storage import trusted_code
 from samecurve.storage.atomic import read_json
 
@@ -116,6 +117,8 @@ def load_model(
     more: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     model_class, config = _model_class(_config_path(path, adapter), head, trust_remote_code)
     more |= {"config": config, **without_pooler(model_class)}
+    if (index := Path(path, SAFE_WEIGHTS_INDEX_NAME)).is_file():
+        indexed_files(index)  # transformers would read files of other folders
     try:
         loaded: Any = model_class.from_pretrained(  # annotated as the model alone, without the loading info
             path,

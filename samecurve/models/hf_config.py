@@ -69,7 +69,11 @@ _RECORDS = frozenset(
     """.split()
 )
 # Fields that published configs have although their family's code does not read them.
-_FIELDS_OF_OTHERS = frozenset(("max_window_layers", "n_ctx", "pretraining_tp", "use_mrope", "use_sliding_window"))
+_FIELDS_OF_OTHERS = frozenset(
+    """
+    experts_per_token initial_context_length max_window_layers n_ctx pretraining_tp use_mrope use_sliding_window
+    """.split()
+)
 
 
 @dataclass(frozen=True)

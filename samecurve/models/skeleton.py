@@ -70,7 +70,7 @@ def _keep_generation_config(model: PreTrainedModel, path: str) -> None:
     """Give the model the generation config of `path`, for its export; without one it has that of its config."""
     try:
         model.generation_config = GenerationConfig.from_pretrained(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         if (Path(path) / GENERATION_CONFIG_NAME).exists():
             raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
 

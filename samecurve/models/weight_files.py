@@ -106,7 +106,8 @@ def _damaged(file: Path, what: str) -> ConfigurationError:
     )
 
 
-def _indexed(index: Path) -> dict[str, Stored]:
+def indexed_files(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor. Raises ConfigurationError for an index that is damaged or names other folders."""
     try:
         files = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -116,6 +117,11 @@ def _indexed(index: Path) -> dict[str, Stored]:
             raise ConfigurationError(
                 f"{index}: weight_map names {file}, which is not a file of this folder; correct it"
             )
+    return files
+
+
+def _indexed(index: Path) -> dict[str, Stored]:
+    files = indexed_files(index)
     headers = {file: header(file) for file in sorted(set(files.values()))}
     lost = [name for name, file in files.items() if name not in headers[file]]
     if lost:

@@ -51,7 +51,8 @@ def _change(
     if name == "lion":
         beta1 = group["betas"][0]
         mean, fresh = beta1 * _double(states, "exp_avg"), (1 - beta1) * g
-        unsure = (mean + fresh).abs() <= RELATIVE * (mean.abs() + fresh.abs())  # rounding decides about the sign
+        size = (mean + fresh).abs()  # rounding decides about the sign of a small one
+        unsure = (size <= RELATIVE * (mean.abs() + fresh.abs())) | (size < torch.finfo(torch.float32).tiny)
         return -rate * (mean + fresh).sign(), 2 * rate * unsure + RELATIVE * rate
     if name == "muon" and group["muon"]:
         # orthogonalized: no singular value, and therefore no element, is above about 1.2
@@ -65,6 +66,8 @@ def _change(
     scale = rate / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + group["eps"])
     lost = (square > 0) & (square < SMALLEST_SQUARE)
     slack = RELATIVE * scale * (mean.abs() + fresh.abs())
+    if name == "adamw_8bit":  # bitsandbytes decays the weight before the update on a CPU, and after it elsewhere
+        slack += rate * group["weight_decay"] * (scale * (mean + fresh)).abs()
     # Kahan's rounding error is decayed with the weight
     error = _double(states, "compensation") * (1 - rate * group["weight_decay"])
     return error - scale * (mean + fresh), slack.masked_fill(lost, math.inf)

@@ -22,6 +22,7 @@ from samecurve.storage.atomic import storage_errors, write_text
 OPTION = "--trust_remote_code"
 _CONFIGS = ("config.json", "tokenizer_config.json")
 _CUSTOM_GENERATE = "custom_generate/generate.py"  # which from_pretrained runs where code is trusted
+ANOTHER_CONFIG = "configuration_files of config.json"  # transformers reads the auto_map of one of those instead
 # other references name a repository of the hub (OWNER/NAME--module.Class) or a file elsewhere on the disk
 _INSIDE = re.compile(rf"\w+\.py|{_CUSTOM_GENERATE}")
 
@@ -32,6 +33,8 @@ def modules(path: str) -> tuple[str, ...]:
     for config in _CONFIGS:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             content = json.loads((folder / config).read_text(encoding="utf-8"))
+            if isinstance(content, dict) and content.get("configuration_files"):
+                names.append(ANOTHER_CONFIG)
             references = _texts(content.get("auto_map")) if isinstance(content, dict) else ()
             names += [f"{reference.rpartition('.')[0]}.py" for reference in references]
     if (folder / _CUSTOM_GENERATE).is_file():

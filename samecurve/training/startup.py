@@ -140,30 +140,37 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
     checkpoint = checkpoints.find(context.plan.resume)
     if checkpoint is not None:
         # on rank 0, because another rank may have read status.json after rank 0 set it to running
-        context.world.on_main(lambda: check_work(run, recipe, read_state(checkpoint), json_values(identity)))
+        log(context.world.on_main(lambda: check_work(run, recipe, read_state(checkpoint), json_values(identity))))
     return checkpoints
 
 
-def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -> None:
+def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -> str:
     """Refuse a start that would train no step, unless its export is missing. For rank 0.
 
     Args:
         saved, identity: see `compatibility.refusals`.
+
+    Returns:
+        A line to print about changed keys that have no effect on the missing export; "" otherwise.
 
     Raises:
         NothingToDo: the same command has already completed.
         ConfigurationError: keys have changed, which without a step would only change what the run says of itself.
     """
     if saved["step"] < recipe.steps:
-        return
+        return ""
     where = f"nothing to do: {run.path} is at step {saved['step']} of {recipe.steps}"
     ways = f"steps={2 * recipe.steps} goes on, output_dir={next_free(run.path)} starts another run, --fresh starts over"
-    changed = without_effect(saved, identity)
-    if changed:
+    is_complete = run.is_done and (run.is_exported or not recipe.export.enabled)
+    if changed := without_effect(saved, identity):
         count = "1 changed key has" if len(changed) == 1 else f"{len(changed)} changed keys have"
-        raise ConfigurationError(f"{where}; {count} no effect: {', '.join(changed)}; {ways}")
-    if run.is_done and (run.is_exported or not recipe.export.enabled):
+        text = f"{count} no effect: {', '.join(changed)}"
+        if not is_complete:
+            return f"only the export of {run.path} is missing; {text}"
+        raise ConfigurationError(f"{where}; {text}; {ways}")
+    if is_complete:
         raise NothingToDo(f"{where}{f', and its model is in {run.model}' if run.is_exported else ''}; {ways}")
+    return ""
 
 
 def settle_compile(context: Context, built: Built, checkpoints: Checkpoints) -> Context:

@@ -328,7 +328,7 @@ def test_a_step_under_zero_is_followed_in_few_files():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## One step under ZeRO-3\n")[1].split("\n### ")[0]
     files = re.findall(r"^\| `([\w/.]+\.py)` \|", page, re.MULTILINE)
     (number, lines), *_ = re.findall(r"These are (\d+) files with about ([\d,]+) lines", page)
-    assert len(set(files)) == int(number) == 10
+    assert len(set(files)) == int(number) <= 12
     paths = (ROOT / file if file == "train.py" else ROOT / "samecurve" / file for file in files)
     found = sum(len(path.read_text().splitlines()) for path in paths)
     assert found == pytest.approx(int(lines.replace(",", "")), rel=0.1)

@@ -22,7 +22,7 @@ from samecurve.specs.model_families import COUNTED_EXPERTS, FAMILIES, PACKED, UN
 
 LENGTH, ROWS = 32, 2
 # every token meets all experts: the formula says that it does not know
-ALL_EXPERTS = {"llama4_text"}
+ALL_EXPERTS = {"llama4_text", "ernie4_5_moe"}
 # how often the formula's attention is computed: two maps whose values are twice as wide
 ATTENTION = {"diffllama": 2}
 ENCODERS = set(

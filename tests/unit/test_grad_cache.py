@@ -65,7 +65,7 @@ def engine(accumulation: int, dropout: float = 0.0) -> TorchEngine:
     made = TorchEngine.__new__(TorchEngine)
     made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
     made.mesh, made.accumulation_steps = Mesh(ParallelDims(), 0, made.device), accumulation
-    made.plan, made.sharded = SimpleNamespace(strategy=SimpleNamespace(family="single")), False
+    made.plan, made.sharded, made.whole = SimpleNamespace(strategy=SimpleNamespace(family="single")), False, []
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
     made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None
     rows = Batch(global_batch_size=8, micro_batch_size=-(-8 // accumulation), sequence_length=1).micro_batches(1)

@@ -33,7 +33,9 @@ def test_a_hub_that_answers_is_used(listening):
     assert hub_access.use_cache_without_hub(recipe(), environ) == "" and "HF_HUB_OFFLINE" not in environ
 
 
-@pytest.mark.parametrize("given", [{"HF_HUB_OFFLINE": "0"}, {"https_proxy": "http://proxy"}])
+@pytest.mark.parametrize(
+    "given", [{"HF_HUB_OFFLINE": "0"}, {"https_proxy": "http://proxy"}, {"http_proxy": "http://proxy"}]
+)
 def test_what_the_user_decided_stays(given):
     environ = {"HF_ENDPOINT": CLOSED, **given}
     assert hub_access.use_cache_without_hub(recipe(), environ) == ""

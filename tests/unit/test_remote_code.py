@@ -253,7 +253,16 @@ def _tokenizer(folder: Path) -> None:
     write(folder / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "evil.T"]}})
 
 
+def _other_config(folder: Path) -> None:
+    """transformers reads the auto_map of the file that configuration_files names."""
+    (folder / "config.1.0.0.json").write_text((folder / "config.json").read_text().replace("modeling_toy", "evil"))
+    (folder / "evil.py").write_text((folder / "modeling_toy.py").read_text())
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"configuration_files": ["config.1.0.0.json"]}))
+
+
 CHANGES = {
+    "another config": _other_config,
     "another module": _other_module,
     "another import": _other_import,
     "the hub": _points_to("some/one--modeling_toy.ToyForCausalLM"),

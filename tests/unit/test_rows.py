@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from samecurve.config import loader
 from samecurve.data import chat_encoder, sources
+from samecurve.data.chat_encoder import ChatEncoder
+from samecurve.data.columns import Columns
 from samecurve.data.find import find_conversations
 from samecurve.data.row_checks import write_bad_rows
 from samecurve.data.schemas.conversation import ChatSchema
@@ -121,6 +123,7 @@ def test_train_false_is_weight_zero(tmp_path):
         return list(source.documents())
 
     assert of(train=False)[0].messages == of(weight=0)[0].messages != of()[0].messages
+    assert of(loss=False)[0].messages == of(weight=0)[0].messages  # ms-swift's
     for flags, expected in (({}, "wrong<|im_end|>right<|im_end|>"), ({"train": False}, "right<|im_end|>")):
         of(**flags)
         task = load(tmp_path, tmp_path / "a.jsonl")
@@ -379,3 +382,32 @@ def test_nulls_of_arrow_are_not_trained(tmp_path):
 def test_the_header_has_a_line_for_the_columns(tmp_path):
     described = load(tmp_path, write(tmp_path, [{"messages": CHAT, "id": 1}] * 2)).describe()
     assert ("columns", "read: messages; not read: id (2 rows have one)") in console._data(described)
+
+
+@pytest.mark.parametrize(
+    ("value", "read", "lost"),
+    [
+        ("2", "so it is 2.", False),  # an answer beside the solution that ends in it
+        ("x", "the text", True),  # part of a word
+        ("Berlin", "So it is Paris.", True),
+    ],
+)
+def test_a_text_that_stands_in_another_is_not_lost(value, read, lost):
+    columns = Columns()
+    columns.add({"messages": read, "answer": value}, {"messages"})
+    assert columns.unread["answer"].is_content("answer") is lost
+
+
+def test_a_column_that_repeats_others_in_most_rows_is_not_lost():
+    columns = Columns()
+    for index in range(3):
+        columns.add({"messages": "one two", "prompt": "one two" if index else "one  two"}, {"messages"})
+    assert not columns.unread["prompt"].is_content("prompt")
+
+
+def test_a_template_reads_keys_of_messages_alone(tmp_path):
+    write(tmp_path, [{"messages": CHAT}])
+    encoder = ChatEncoder(load(tmp_path, tmp_path / "a.jsonl").tokenizer, ChatSchema())
+    encoder.tokenizer.chat_template = "{% if enable_thinking %}{{ m.reasoning_content }}{{ m['name'] }}{% endif %}"
+    assert encoder.reads("reasoning_content") and encoder.reads("name")
+    assert not encoder.reads("thinking") and not encoder.reads("reasoning")

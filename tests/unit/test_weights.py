@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from samecurve.config.schema import Adapter, Model, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
+from samecurve.inference import loading
 from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
@@ -419,6 +420,9 @@ def test_an_index_names_files_of_its_folder(name, tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(ConfigurationError, match="which is not a file of this folder"):
         weight_files(str(folder))
+    LlamaConfig(hidden_size=8, num_attention_heads=1, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    with pytest.raises(ConfigurationError, match="which is not a file of this folder"):
+        loading.load_model(str(folder))  # as the commands do, where transformers reads the weights
 
 
 @pytest.mark.parametrize("file", ["model.safetensors.index.json", "model.safetensors"])

@@ -96,17 +96,19 @@ def _tool_call(place: str, at: str, call: Any) -> Any:
 
 
 def _read_weight(place: str, at: str, message: dict[str, Any]) -> None:
-    """Check the weight; `train` becomes one."""
+    """Check the weight; `train` (axolotl) and `loss` (ms-swift) become one."""
     weight, key = message.get("weight", 0), "weight"
     if isinstance(weight, bool) or weight not in (0, 1):  # True == 1
         raise DataError(f"{place}: {at}.weight is {shown(weight)}; write 0 (not trained) or 1 (trained)")
-    if "train" in message:
-        train = message.pop("train")
-        if not isinstance(train, bool):
-            raise DataError(f"{place}: {at}.train is {shown(train)}; write true or false")
-        if message.setdefault("weight", int(train)) != train:
-            raise DataError(f"{place}: {at} has train: {str(train).lower()} and weight: {weight}; keep one of the two")
-        weight, key = int(train), "train"
+    for name in ("train", "loss"):
+        if (flag := message.pop(name, None)) is None:
+            continue
+        if not isinstance(flag, bool):
+            raise DataError(f"{place}: {at}.{name} is {shown(flag)}; write true or false")
+        if message.setdefault("weight", int(flag)) != flag:
+            text = f"{place}: {at} has {name}: {str(flag).lower()} and weight: {message['weight']}"
+            raise DataError(f"{text}; keep one of the two")
+        weight, key = int(flag), name
     if weight and message["role"] != "assistant":
         raise DataError(
             f"{place}: {at}.{key} is {message['weight'] if key == 'weight' else 'true'}, but only assistant turns are "
