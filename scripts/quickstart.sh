@@ -31,9 +31,9 @@ set -x
 accelerate launch --config_file "configs/$strategy.yaml" --num_processes "$num_processes" --main_process_port 0 \
     train.py recipes/quickstart.yaml ${micro_batch_size:+batch.micro_batch_size=$micro_batch_size} "$@"
 python -m samecurve summary "$run"
-python -m samecurve report "$run"
 python -m samecurve generate "$run" --temperature 0.3 --untrained --max_new_tokens 40
 python -m samecurve generate "$run" --temperature 0.3
+python -m samecurve report "$run"
 { set +x; } 2>/dev/null
 say "the same prompt before and after: minutes teach 2 million parameters what Python looks like, not what it means"
 say "the curves: $run/report.html"

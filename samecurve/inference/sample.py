@@ -9,9 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from samecurve.errors import ConfigurationError
+from samecurve.inference.folders import run_directory
 from samecurve.inference.generation import GenerationOptions
 from samecurve.inference.generator import TextGenerator, load_generator
+from samecurve.run.run_directory import SAMPLES, read_metrics
 from samecurve.specs.data_names import BUILTIN, FUNCTIONS
+from samecurve.storage.jsonl import JsonlFile
 
 FUNCTION = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""'
 # Default prompts by the data set that a model was trained on.
@@ -23,6 +26,10 @@ def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
     generator = load_generator(arguments.run, arguments.raw, arguments.untrained, arguments.trust_remote_code)
     prompt = default_prompt(generator) if arguments.prompt is None else arguments.prompt
     text = sample(generator, prompt, arguments.system, options, arguments.seed)
+    if directory := run_directory(arguments.run):
+        step = 0 if arguments.untrained else max((record["step"] for record in read_metrics(directory)), default=0)
+        # for the report; a directory that cannot be written to is no error
+        JsonlFile(directory / SAMPLES).append({"step": step, "prompt": prompt, "text": text, "seed": arguments.seed})
     # rich would otherwise break lines, colour numbers, and read [...] in the text as markup
     console = Console(highlight=False, soft_wrap=True)
     as_what = "prompt as a user's message, " if generator.chat else ""

@@ -23,14 +23,17 @@ from samecurve.reports.plot import (
     session_marks,
 )
 from samecurve.reports.run_summary import NOT_KNOWN, Run, differences, parts, relative_losses, results
+from samecurve.run.run_directory import SAMPLES
 from samecurve.run.sessions import unknown_origin
 from samecurve.run.status import refused_text
 from samecurve.storage.atomic import utc_timestamp
+from samecurve.storage.jsonl import read_lines
 
 NAMES = "AB"
 # Perplexity follows from the loss, and counts do not change.
 NO_CURVES = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_rows", "eval_pairs")
 FROM_ZERO = Scale(from_zero=True)
+MOST_SAMPLES = 6
 _STYLE = """
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 1rem 1.5rem }
 figure { margin: 0; break-inside: avoid } figure:first-child { grid-column: 1 / -1 }
@@ -41,6 +44,7 @@ svg .run0 { stroke: var(--run0) } svg .dot0, svg .mark0 { fill: var(--run0) } .n
 svg .run1 { stroke: var(--run1) } svg .dot1, svg .mark1 { fill: var(--run1) } .name1 { color: var(--run1) }
 @media print { .plots { grid-template-columns: 1fr 1fr } }
 .bad { color: var(--bad); white-space: pre-wrap; overflow-wrap: anywhere } .small { color: var(--muted) }
+.samples td { white-space: pre-wrap; font-family: monospace }
 summary { font-size: 1.1rem; font-weight: 600; margin-top: 2rem; cursor: pointer }
 """
 
@@ -60,6 +64,8 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs):
         yield _introduction(run, index, len(runs) > 1)
     yield from _curves(runs)
+    for index, run in enumerate(runs):
+        yield from _samples(run, _of(index, runs))
     yield "<h2>Results</h2>"
     yield _side_by_side([results(run) for run in runs])
     if len(runs) > 1:
@@ -72,6 +78,16 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs):
         yield from _configuration(run, _of(index, runs))
     yield f'<p class="small">Written {utc_timestamp()}.</p>'
+
+
+def _samples(run: Run, of: str) -> Iterator[str]:
+    """Show the last texts that `generate` wrote of this run, those before training first."""
+    written = {(sample["step"], sample["prompt"]): sample["text"] for sample in read_lines(run.directory / SAMPLES)}
+    if not written:
+        return
+    last = sorted(list(written.items())[-MOST_SAMPLES:], key=lambda item: item[0][0])
+    rows = [(f"step {step}" if step else "before training", f"[{prompt}]{text}") for (step, prompt), text in last]
+    yield f'<h2>Samples{of}</h2>\n<p>Prompts are in brackets.</p>\n<div class="samples">{html_table(rows)}</div>'
 
 
 def _folded(title: str, content: str) -> str:

@@ -37,6 +37,7 @@ RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl", BAD_ROWS)
 REJECTED = "rejected_model"
 FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move
+SAMPLES = "samples.jsonl"  # texts that `samecurve generate` wrote
 REPORT, REPORTS = "report.html", "report*.html"  # from `samecurve report`; report_OTHER.html compares two runs
 
 
@@ -243,7 +244,9 @@ class RunDirectory:
         if self._before:  # status.json itself already belongs to this session, unless a finished run's was kept
             write_json(target / STATUS, self._before)
             (self.path / STATUS).unlink(missing_ok=True)
-        reports = sorted(self.path.glob(REPORTS))  # of the earlier session; they would look like the new run's
+        reports = sorted(
+            [*self.path.glob(REPORTS), *self.path.glob(SAMPLES)]
+        )  # of the earlier session; they would look like the new run's
         for path in (*reports, *self._present):
             if path.exists():
                 os.rename(path, target / path.name)

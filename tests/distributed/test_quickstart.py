@@ -57,6 +57,8 @@ def test_it_shows_a_sample_and_where_everything_is(quickstart):
     directory = quickstart.run.directory
     before, after = quickstart.run.output.split("def ]")[1:]
     assert before != after and len(after.partition("\n== ")[0].split()) > 10
+    shown = re.findall(r"<th>(before training|step 12)<td>\[import os", (directory / "report.html").read_text())
+    assert shown == ["before training", "step 12"]
     assert f"run directory {directory}\n" in quickstart.run.output
     assert quickstart.commands["view the curves"] == f"tensorboard --logdir '{directory}/tensorboard'"
     events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0}).Reload()

@@ -160,6 +160,14 @@ def test_what_a_browser_shows(run, width, tmp_path, capsys):
         assert not [e for e in texts[:index] if a < e[2] and e[0] < c and b + 2 < e[3] and e[1] + 2 < d]
 
 
+def test_samples_before_and_after(run, capsys):
+    lines = [{"step": 4, "prompt": "def ", "text": "f(<b>):\n  x"}, {"step": 0, "prompt": "def ", "text": "qq"}]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    page = made(capsys, run)
+    assert row(page, "before training") == ["[def ]qq"] and "[def ]f(&lt;b&gt;):\n  x" in page
+    assert page.index("</figure>") < page.index("Samples") < page.index("<h2>Results")
+
+
 def test_where_it_went_on_and_under_what(run, capsys):
     page = made(capsys, run)
     told = "session 2 resumed after step 2: ddp, world size 2"
