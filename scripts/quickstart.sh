@@ -40,6 +40,6 @@ say "the curves: $run/report.html"
 cat <<'END'
 == next, a model of yours on your own conversations (chats.jsonl: a line {"messages": [{"role": "user", ...}, ...]} each):
      source .venv/bin/activate
-     python -m samecurve inspect recipes/sft.yaml model.path=FOLDER_OR_HUB_NAME data.path=chats.jsonl
-     python train.py recipes/sft.yaml model.path=FOLDER_OR_HUB_NAME data.path=chats.jsonl
+     python -m samecurve inspect recipes/lora.yaml model.path=FOLDER_OR_HUB_NAME data.path=chats.jsonl
+     python train.py recipes/lora.yaml model.path=FOLDER_OR_HUB_NAME data.path=chats.jsonl
 END

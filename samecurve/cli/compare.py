@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     curves = [Curve(outcome.job.name, losses(outcome)) for outcome in outcomes if not outcome.reason]
     with storage_errors(output):
         (output / "table.md").write_text(text, encoding="utf-8")
+        (output / "chart.svg").unlink(missing_ok=True)
         if curves:
             (output / "chart.svg").write_text(chart(curves, title, tolerance), encoding="utf-8")
     print(f"\n{text}\n{output / 'table.md'}  {output / 'chart.svg' if curves else ''}")

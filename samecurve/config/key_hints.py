@@ -75,7 +75,7 @@ def block_as_value(key: str, found: Any, fields: list[str]) -> str:
 
 def near_option(message: str, parser: argparse.ArgumentParser) -> str:
     """The hint for argparse's message about unknown options: the nearest option of the parser for each, if any."""
-    known = [option for action in parser._actions for option in action.option_strings]
+    known = [option for action in parser._actions for option in action.option_strings if action.dest != "help"]
     given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
     near = (difflib.get_close_matches(option, known, n=1) for option in given)
     return "".join(f"; did you mean {option}?" for options in near for option in options)

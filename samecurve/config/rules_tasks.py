@@ -127,10 +127,12 @@ def model_folder(key: str, folder: Path) -> Iterator[Finding]:
 
 def _instead(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
-        run = folder.parent if (folder.parent / "run.json").is_file() else folder
+        run = folder.parent if folder.name == "model" and (folder.parent / "run.json").is_file() else folder
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "its base model")
         merged = f"merge it first, python -m samecurve merge {run}, and use {run / 'merged'}"
         return f"this is an adapter of {base}; {merged}"
+    if (folder / "model" / "adapter_config.json").is_file():
+        return _instead(folder / "model")
     if (folder / "model").is_dir():
         return f"use the Hugging Face model folder {folder / 'model'}"
     return "give a Hugging Face model folder"

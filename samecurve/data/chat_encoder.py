@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os.path
 import re
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ class ChatEncoder(Encoder):
         self._unasked: dict[str, str | None] = {}
         for template in known.values() if isinstance(known, dict) else (known,):
             self._unasked[template] = self._unasked_prompt(template)
-        facts = [day.isoformat()] if self.reads(_DATED) else []
+        facts = [day.isoformat()] if _DATED in json.dumps(self.tokenizer.chat_template) else []
         facts += filter(None, self._unasked.values())
         # with the special tokens, which the template may write by their names
         template = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]

@@ -37,6 +37,7 @@ RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl", BAD_ROWS)
 REJECTED = "rejected_model"
 FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move
+MADE_OF_MODEL = ("merged", "model-*")
 SAMPLES = "samples.jsonl"  # texts that `samecurve generate` wrote
 REPORT, REPORTS = "report.html", "report*.html"  # from `samecurve report`; report_OTHER.html compares two runs
 
@@ -272,6 +273,8 @@ class RunDirectory:
         # because without it the rest does not look like a run's files.
         names = OF_ONE_SESSION if self.continues else ("checkpoints", *FOLDERS, *reversed(RECORDS))
         paths = [self.path / name for name in dict.fromkeys(names) if name != STATUS]
+        if self._is_run():  # what `merge` and `export` made of the earlier model, before run.json
+            paths[-1:-1] = [path for pattern in MADE_OF_MODEL for path in sorted(self.path.glob(pattern))]
         return [path for path in paths if path.exists()]
 
     def _is_run(self) -> bool:

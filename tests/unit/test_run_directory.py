@@ -183,6 +183,15 @@ def test_going_on_leaves_no_gap_and_no_double_step(tmp_path):
     assert "4 steps after the checkpoint" in run.notice
 
 
+def test_what_was_made_of_the_earlier_model_moves_with_it(tmp_path):
+    interrupted_run(tmp_path)
+    for name in ("model", "merged", "model-bf16"):
+        (tmp_path / name).mkdir()
+    RunDirectory(tmp_path, resume="auto").begin(4, {"step": 4, "loss": 4.0})
+    assert {"model", "merged", "model-bf16"} <= {path.name for path in (tmp_path / "previous" / "1").iterdir()}
+    assert not (tmp_path / "merged").exists()
+
+
 def test_a_line_that_a_power_cut_took_comes_back_from_the_checkpoint(tmp_path):
     interrupted_run(tmp_path, num_steps=3, saved=(4,))
     run = RunDirectory(tmp_path, resume="auto")
