@@ -1,4 +1,7 @@
-"""Write docs/recipe_reference.md from the schema: `python -m samecurve.config.reference > docs/recipe_reference.md`.
+"""Write the list of a recipe's keys from the schema, as a page and as YAML.
+
+    python -m samecurve.config.reference > docs/recipe_reference.md
+    python -m samecurve.config.reference --yaml > recipes/base.yaml
 
 The meaning of a key is the text below it in the schema. It is read from the source here, because pydantic's own
 `use_attribute_docstrings` takes a tenth of a second at each start of a run, which has no use for these texts.
@@ -9,6 +12,9 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
+import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -20,10 +26,15 @@ _HEADER = """\
 
 <!-- Written by `python -m samecurve.config.reference` from samecurve/config/schema*.py. Do not edit. -->
 
-A recipe is a YAML file. It names another one with `base:` and gives the keys that differ;
-[`recipes/base.yaml`](../recipes/base.yaml) lists them all, with the defaults below. On the command line a key is given
+A recipe is a YAML file that gives the keys whose defaults it changes, and may name another recipe with `base:`.
+[`recipes/base.yaml`](../recipes/base.yaml) is this page as YAML, to copy lines from. On the command line a key is given
 as `key.path=value`; of a key that is given twice there, the last value counts and the header says so. An unknown key is
 an error, and so is a key that the task, the optimizer or another option does not read.
+"""
+_YAML_HEADER = """\
+# Every key of a recipe with its default, in comments: a recipe gives only what differs. Copy the lines that you change.
+# Any key can also be given on the command line, as `key.path=value`. How the work is spread over devices is not said
+# here: that is the strategy (configs/). Written by `python -m samecurve.config.reference --yaml`; do not edit.
 """
 # Larger limits only keep counters from overflowing
 _LARGEST_SHOWN = 10**6
@@ -67,6 +78,32 @@ def tables(section: type[Section], prefix: str) -> Iterator[str]:
         yield from tables(each, name)
 
 
+def render_yaml() -> str:
+    """The same list as YAML, all of it in comments: `##` before a meaning, `#` before a key and its default."""
+    lines = "\n".join([_YAML_HEADER, *_yaml_lines(Recipe, "")])
+    return re.sub(r"\n{3,}", "\n\n", lines).rstrip() + "\n"
+
+
+def _yaml_lines(section: type[Section], indent: str) -> Iterator[str]:
+    schema, texts = section.model_json_schema(), meanings(section)
+    for key, field in section.model_fields.items():
+        sections = _sections(field.annotation)
+        is_block = sections == [field.annotation]
+        # links lead out of docs/, where the texts are read
+        meaning = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", inspect.getdoc(sections[0]) if is_block else texts[key])
+        if is_block:
+            yield ""
+        yield from textwrap.wrap(meaning, 117, initial_indent=f"## {indent}", subsequent_indent=f"## {indent}")
+        if is_block:
+            yield f"# {indent}{key}:"
+            yield from _yaml_lines(sections[0], f"{indent}  ")
+            yield ""
+            continue
+        options = _type(schema["properties"][key], sections).replace("`", "")
+        default = f" {json.dumps(field.default).strip(chr(34))}" if not field.is_required() else ""
+        yield f"# {indent}{key}:{default}".ljust(34) + f" # {options if default else options + ', required'}"
+
+
 def _sections(annotation: Any) -> list[type[Section]]:
     """The sections that an annotation names, at any depth: of a list of them, too."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -96,4 +133,4 @@ def _type(schema: dict[str, Any], sections: list[type[Section]]) -> str:
 
 
 if __name__ == "__main__":
-    print(render_reference(), end="")
+    print(render_yaml() if sys.argv[1:] == ["--yaml"] else render_reference(), end="")

@@ -104,7 +104,7 @@ def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key has no effect because the task does not use it."""
     task, found, tasks = value("task"), value(key), readers(key)
-    # recipes/base.yaml gives every key, so a default value does not mean that somebody asked for it
+    # at its default a key asks for nothing
     if task not in tasks and found != _default(key):
         which = f"task {tasks[0]} uses" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} use"
         yield key, f"found {describe(found)}, but only {which} this key and task is {task}; remove it"

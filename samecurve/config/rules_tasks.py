@@ -102,7 +102,7 @@ def _own_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _no_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if all(value(key) is None for key in ("tokenizer.path", "tokenizer.vocabulary_size", "model.path")):
+    if value("model.config") and value("tokenizer.path") is value("tokenizer.vocabulary_size") is None:
         yield "tokenizer", "a model from scratch has no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
 
 

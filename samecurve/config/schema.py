@@ -187,7 +187,7 @@ class Profile(Section):
     """PyTorch's profiler. See [Profiling](profiling.md)."""
 
     steps: tuple[Count, Count] | None = Field(default=None, strict=False)
-    """The first and the last recorded step, 1-based and inclusive. null disables profiling."""
+    """The first and the last recorded step, such as `[10, 12]`, counted from 1. null disables profiling."""
     ranks: tuple[Natural, ...] = Field(default=(0,), strict=False, min_length=1)
     """The ranks that write a trace. The lowest of them writes the summary."""
 
@@ -243,17 +243,18 @@ class Recipe(Section):
     """Optimizer steps."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """The computing precision. Trained weights stay fp32, except those of `adamw_bf16`. A CPU without bf16
-    instructions is many times faster in fp32; the header warns."""
+    instructions (AVX512-BF16, AMX) is many times faster in fp32; the header warns where that was measured."""
     fp8: Annotated[Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"], BeforeValidator(_off)] = "off"
-    """Compute the layers' linear products in 8 bits with torchao's recipe of that name. It needs `precision: bf16`."""
+    """Compute the layers' linear products in 8 bits with torchao's recipe of that name. It needs `precision: bf16`
+    and an Ada or Hopper GPU; a CPU emulates it, slowly."""
     rehearse: bool = False
     """Before the first step, try in processes of their own whether the longest batch, an evaluation, a checkpoint and
     the export fit into memory and on the disk. A run that its launcher restarts skips this.
     See [Clusters](clusters.md#before-the-first-step-rehearse)."""
-    model: Model
+    model: Model = Model()
     adapter: Adapter = Adapter()
     tokenizer: Tokenizer = Tokenizer()
-    data: Data
+    data: Data = Data()
     embed: Embed = Embed()
     distill: Distill = Distill()
     batch: Batch = Batch()
@@ -265,7 +266,9 @@ class Recipe(Section):
     memory: Memory = Memory()
     compile: Annotated[Literal["off", "auto", "regional", "full"], BeforeValidator(_off)] = "off"
     """`regional` compiles one layer for all that are alike, and the chunked loss. `full` compiles the whole model.
-    `auto` is `regional` where the steps that are left are predicted to repay it, else `off`; the header says why."""
+    `auto` is `regional` where the steps that are left are predicted to repay it, else `off`; the header says why.
+    A batch of another shape compiles once more, varying lengths once for all of them. It needs a C++ compiler on a
+    CPU, a C compiler on a GPU."""
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     export: Export = Export()

@@ -56,10 +56,8 @@ def emit(
     texts = _strategy(folder, choice) | {"cluster.yaml": cluster_file.text(machines)}
     if not inputs.is_recipe(request.model):
         bare = inputs.bare_recipe(request.model, model_config.read(request.model))
-        # `base` is relative to the recipe's own folder
-        content = {"base": os.path.relpath(inputs.BASE, folder), **bare}
         about = f"# The job that was planned for {request.model}; data.path is for you to add.\n"
-        texts["recipe.yaml"] = about + yaml.safe_dump(content, sort_keys=False)
+        texts["recipe.yaml"] = about + yaml.safe_dump(bare, sort_keys=False)
     record = {"recipe": recipe, "overrides": overrides, "launchers": list(launchers), **plan_text.record(choice)}
     assert choice.job
     texts["layout.svg"] = layout_picture.svg(choice.job, wanted.batch.global_batch_size)

@@ -17,7 +17,6 @@ from samecurve.planner.coverage import refuse
 from samecurve.planner.wanted import Wanted
 from samecurve.specs.tasks import TASKS
 
-BASE = Path(__file__).resolve().parents[2] / "recipes" / "base.yaml"
 SEARCHED = {
     "micro_batch": ("batch", "micro_batch_size"),
     "checkpointing": ("memory", "activation_checkpointing"),
@@ -73,7 +72,7 @@ def _recipe(name: str, overrides: Sequence[str]) -> RecipeSource:
 
 
 def bare_recipe(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what a recipe for a model without one says beside recipes/base.yaml.
+    """Return what a recipe for a model without one says.
 
     A folder or hub name has weights and a tokenizer; a config.json is trained from scratch, with a tokenizer of its
     vocabulary.
@@ -89,7 +88,7 @@ def bare_recipe(name: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bare(name: str, fields: dict[str, Any], overrides: Sequence[str]) -> RecipeSource:
-    document: Document = read_document(BASE)
+    document = Document(name)
     # a recipe needs data, and Python's own library is on every machine
     data = {"data": {"path": TASKS["pretrain"].builtin}}
     document.content = merge_blocks(document.content, merge_blocks(bare_recipe(name, fields), data))

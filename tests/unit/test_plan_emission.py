@@ -21,7 +21,6 @@ from samecurve.planner.cluster_file import cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = {
-    "base": str(ROOT / "recipes" / "base.yaml"),
     "steps": 100,
     "output_dir": "runs/emitted",
     "tokenizer": {"vocabulary_size": 4096},
