@@ -18,7 +18,7 @@ from torch import Tensor
 from samecurve.engines.first_update import FirstUpdate
 from samecurve.errors import TopologyError
 from samecurve.optim.dtensor import local_gradient
-from samecurve.optim.norms import norms
+from samecurve.optim.norms import sum_of_squares
 
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
@@ -85,7 +85,7 @@ class FirstStep:
                 if parameter.grad is not None:
                     by_copies.setdefault(self.copies(parameter), []).append(local_gradient(parameter))
         for copies, gradients in by_copies.items():
-            self._squares += norms(gradients).square().sum().item() / copies
+            self._squares += sum_of_squares(gradients).item() / copies
 
     def checked(self, result: StepResult, learning_rate: float, unclipped_norm: float | None = None) -> StepResult:
         """Return `result`; after the first step that was applied, compare it with the recipe. Collective.

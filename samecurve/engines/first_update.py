@@ -98,7 +98,12 @@ class FirstUpdate:
             worst = int(excess.argmax())
             if excess[worst] > 0:
                 row[1:] = torch.stack([torch.ones(()), value[worst] - before[worst], after[worst] - before[worst]])
-            if sample.group["lr"] >= SMALLEST_RATE and sample.gradient.any():
+            rate = sample.group["lr"]
+            # plain SGD's move of a small gradient may be less than the weight's last digit
+            moving = torch.where(
+                slack > 0.1 * rate, sample.gradient != 0, value.to(sample.before.dtype) != sample.before
+            )
+            if rate >= SMALLEST_RATE and moving.any():
                 moves += torch.tensor([1.0, float((after != before).any())])
         return torch.cat([table.flatten(), moves])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from samecurve.optim.dtensor import local_gradient
-from samecurve.optim.norms import norms
+from samecurve.optim.norms import sum_of_squares
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ def squared_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     """
     squares = _by_copies(parameters, mesh)
     if [*squares] == [mesh.dims.world_size]:  # every rank has all gradients
-        return squares[mesh.dims.world_size].reshape(1).to(mesh.device, non_blocking=True)
+        return squares[mesh.dims.world_size].reshape(1)
     return mesh.total(_share(squares), over=DIMENSIONS)
 
 
 def squares_share(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     """Compute this rank's share of `squared_norm`, (1,) fp64: the sum over all ranks counts each element once."""
     squares = _by_copies(parameters, mesh)
-    return _share(squares).to(mesh.device) if squares else torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    return _share(squares) if squares else torch.zeros(1, dtype=torch.float64, device=mesh.device)
 
 
 def _by_copies(parameters: Sequence[nn.Parameter], mesh: Mesh) -> dict[int, Tensor]:
@@ -62,7 +62,7 @@ def _by_copies(parameters: Sequence[nn.Parameter], mesh: Mesh) -> dict[int, Tens
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         by_copies.setdefault(num_copies(parameter, mesh), []).append(local_gradient(parameter))
-    return {copies: norms(gradients).square().sum() for copies, gradients in by_copies.items()}
+    return {copies: sum_of_squares(gradients).to(mesh.device) for copies, gradients in by_copies.items()}
 
 
 def _share(squares: dict[int, Tensor]) -> Tensor:

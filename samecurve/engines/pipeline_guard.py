@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from samecurve.engines import deepspeed_introspection
 from samecurve.engines.sharded_state import DeepSpeedParameter
-from samecurve.optim.norms import norms
+from samecurve.optim.norms import sum_of_squares
 
 if TYPE_CHECKING:
     from samecurve.engines.pipeline_stage import StageModule
@@ -90,7 +90,7 @@ class PipelineGuard:
 
 
 def _squares(gradients: list[Tensor]) -> float:
-    return norms(gradients).square().sum().item() if gradients else 0.0
+    return sum_of_squares(gradients).item() if gradients else 0.0
 
 
 def sum_over_ranks(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:

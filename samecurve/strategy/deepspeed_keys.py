@@ -126,7 +126,11 @@ ZERO: Table = {
         "pipeline_read": BOOLEAN,
         "pipeline_write": BOOLEAN,
         "fast_init": BOOLEAN,
-        "ratio": FRACTION,
+        "ratio": Rejected(  # backup_optimizer in runtime/zero/stage3.py
+            f"{_DEEPSPEED} updates what stays on the GPU by a second optimizer, whose moments no checkpoint holds; "
+            "remove it",
+            (None, 1, 1.0),
+        ),
         "super_offload": Rejected(_UNCOMPARED, (None, False)),
         "cpuadam_cores_perc": FRACTION,
     },

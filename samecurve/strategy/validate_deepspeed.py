@@ -95,10 +95,6 @@ def _offload(document: Document, strategy: Strategy) -> None:
         text = f"found {strategy.secondary_partition}, but a second copy of offloaded weights has not been compared "
         text += "with one process; remove it or offload_param"
         document.problem(("zero_optimization", "zero_hpz_partition_size"), text)
-    ratio = document.get("zero_optimization", "offload_optimizer", "ratio")
-    if isinstance(ratio, (int, float)) and ratio < 1 and low_stage:
-        text = f"found {ratio}, but only stage 3 offloads a part and zero_optimization.stage is {strategy.zero_stage}"
-        document.problem(("zero_optimization", "offload_optimizer", "ratio"), f"{text}; remove it")
 
 
 def _pipeline(document: Document, strategy: Strategy) -> None:

@@ -26,6 +26,7 @@ class Training:
         shapes = {name: weight.shape for name, weight in self.named.items()}
         kinds = state_names(settings(name, **more), shapes, {"weight 0"})
         self.state = DTensorShards(self.named, self.optimizer, kinds, replica=(0, 1))
+        self.scale = 1.0
         self._draw = torch.Generator().manual_seed(1)
 
     def problems(self, rate: float, after=lambda: None, working=lambda master: master) -> list[str]:
@@ -39,7 +40,7 @@ class Training:
             gradient = torch.randn(weight.shape, generator=self._draw) * (torch.arange(weight.numel()) % 3).view_as(
                 weight
             )
-            weight.grad = gradient.to(weight.dtype)
+            weight.grad = gradient.to(weight.dtype) * self.scale
         update.before(self.optimizer)
         self.optimizer.step()
         after()
@@ -52,6 +53,14 @@ class Training:
 def test_right_updates_pass(name, more, rates):
     training = Training(name, ours(name, **more), **more)
     assert [training.problems(rate) for rate in rates] == [[]] * len(rates)
+
+
+def test_moves_below_the_last_digit_pass():
+    training = Training("sgd", ours("sgd"))
+    training.scale = 1e-12
+    for group in training.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    assert training.problems(0.01) == []
 
 
 def test_values_that_overflow_are_left_to_the_next_loss():

@@ -406,7 +406,7 @@ CASES = [
     ("stage3 key", *zadd('"stage3_prefetch_bucket_size": 2'),
      [("ds_configs/zero2.json:7", "zero_optimization.stage3_prefetch_bucket_size", "stage 3", "zero_optimization.stage", "2", "remove")]),
     ("ratio", *use("ds_configs/mine.json", files={"ds_configs/mine.json": '{"zero_optimization": {"stage": 2,\n"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}'}),
-     [("ds_configs/mine.json:2", "zero_optimization.offload_optimizer.ratio", "0.5", "stage 3", "zero_optimization.stage", "2", "remove")]),
+     [("ds_configs/mine.json:2", "zero_optimization.offload_optimizer.ratio", "0.5", "second optimizer", "remove")]),
     ("act", *top('"activation_checkpointing": {"partition_activations": true}'),
      [("ds_configs/zero2.json:2", "activation_checkpointing.partition_activations", "true", "memory.activation_checkpointing", "remove")]),
     ("pipeline: act", *top('"activation_checkpointing": {"cpu_checkpointing": true, "number_checkpoints": 2}', "pipeline"),
