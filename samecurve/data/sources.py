@@ -20,9 +20,10 @@ from samecurve.data.formats import check_characters, no_column, read_last_row, r
 from samecurve.data.opening import unreadable
 from samecurve.data.row_checks import SHOWN_PROBLEMS, BadRow, BadRows, nearest, what_rows_are
 from samecurve.data.selection import WHOLE, Selection, folder_files
-from samecurve.errors import DataError
+from samecurve.errors import DataError, StorageError
 from samecurve.specs.data_names import BUILTIN, is_hub_name
 from samecurve.specs.file_kinds import table_kind
+from samecurve.storage.atomic import write_text
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
@@ -258,7 +259,8 @@ def find_source(
 def fingerprint(source: DataSource, cache: Path) -> str:
     """Return a digest of the files' content, or of the commit for a split of the hub.
 
-    The digest is cached by the files' sizes and modification times, so they are read once.
+    The digest is cached by the files' paths, sizes, times and inodes, so they are read once. These only say whether the
+    files must be read again: the digest of a copy, or on another machine, is the same.
     """
     splits = [file.identity for file in source.files if isinstance(file, hub.Split)]
     if not splits:
@@ -267,18 +269,22 @@ def fingerprint(source: DataSource, cache: Path) -> str:
 
 
 def _fingerprint(files: tuple[Path, ...], cache: Path) -> str:
-    stats = [(str(file.resolve()), (stat := _stat(file)).st_size, stat.st_mtime_ns) for file in files]
-    remembered = cache / "fingerprints" / digest(stats)
-    if remembered.is_file() and (known := remembered.read_text()):  # empty after a crash
-        return known
+    stats = [(file, _stat(file)) for file in files]
+    # inode and time of change, as git's index has: a tool may replace a file, and give the new one the old one's times
+    key = digest([(str(file.resolve()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for file, s in stats])
+    remembered = cache / "fingerprints" / key
+    with suppress(OSError):
+        known, _, check = remembered.read_text(encoding="utf-8", errors="replace").partition(" ")
+        if check == digest(key, known):
+            return known
     # with the kind, because the same bytes are other documents as a table than as a text
     contents = digest([(table_kind(file), hashed) for file, hashed in zip(files, _hashes(files), strict=True)])
     # Git's "racy" problem: a file modified just now may change again within one tick of the file system's clock.
-    if max(mtime for _, _, mtime in stats) < (time.time() - _RACY_SECONDS) * 1e9:
+    if max(max(s.st_mtime_ns, s.st_ctime_ns) for _, s in stats) < (time.time() - _RACY_SECONDS) * 1e9:
         # Only speed is lost; a cache that cannot be written is reported where the tokens are stored.
-        with suppress(OSError):
+        with suppress(OSError, StorageError):
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.write_text(contents)
+            write_text(remembered, f"{contents} {digest(key, contents)}")
     return contents
 
 

@@ -75,7 +75,8 @@ def _local(file: Path, below: Path) -> StreamFile:
         open(file, "rb").close()  # report an unreadable file now, not at the block that reads it
     except OSError as error:
         raise unreadable(file, error) from error
-    return StreamFile(str(file), os.path.relpath(file, below), stat.st_size, str(stat.st_mtime_ns))
+    version = f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    return StreamFile(str(file), os.path.relpath(file, below), stat.st_size, version)
 
 
 def _of_split(where: Address, selection: sources.Selection) -> list[StreamFile]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import array
+import io
 import json
+import math
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +23,16 @@ from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.parallel_encoding import encoded
 from samecurve.data.row_checks import BadRow, BadRows
 from samecurve.data.sources import DataSource, fingerprint, fraction_of_one, is_held_out
-from samecurve.errors import DataError
+from samecurve.errors import StorageError
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.cache import build_once, digest, is_main_process
+from samecurve.storage.verified_files import BLOCK_BYTES, DamagedEntryError, Entry, NewEntry
 
 # Part of the cache key: raise it when the tokens written for the same input change.
 _VERSION = 6
 _BATCH_CHARACTERS = 1 << 20
 _ENOUGH_BAD_ROWS = 1000  # so many end a run without counting the others
+_LARGE_BYTES = 1 << 30  # larger token files are verified block by block; smaller ones as a whole, in 0.1 s
 _PLAIN_LINE_SECONDS = 30.0
 PARTS = ("train", "held_out")
 
@@ -46,7 +52,7 @@ class TokenStream:
         labels: (num_documents,) int64, class of each document.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | VerifiedTokens
     offsets: np.ndarray
     fingerprint: str
     trained: np.ndarray | None = None
@@ -75,6 +81,50 @@ class Corpus:
     columns: Columns
     num_bad_rows: int
     bad_rows: Path
+
+
+class VerifiedTokens:
+    """Tokens in a large file, (num_tokens,), of which each block is verified before it is first read.
+
+    Indexing returns arrays. The processes of a data loader, which are forks, share what is verified.
+
+    Raises StorageError, when indexed, for a damaged block.
+    """
+
+    def __init__(self, entry: Entry, name: str, dtype: np.dtype):
+        num_blocks = len(entry.hashes(name).blocks)
+        self._entry, self._name, self._per_block = entry, name, BLOCK_BYTES // dtype.itemsize
+        self._tokens = np.memmap(entry.folder / name, dtype=dtype, mode="r")
+        self._verified = np.frombuffer(mmap.mmap(-1, num_blocks), dtype=bool)  # in memory that forks share
+        self._all_verified = False
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
+        if not self._all_verified:
+            if isinstance(index, slice):
+                start, stop, step = index.indices(len(self))
+                assert step == 1  # nobody asks for others
+                blocks = np.arange(start // self._per_block, -(-stop // self._per_block))
+            else:
+                blocks = np.asarray(index) // self._per_block
+            wanted = np.unique(blocks[~self._verified[blocks]])
+            for block in wanted.tolist():
+                self._verify(block)
+            self._all_verified = not len(wanted) and bool(self._verified.all())
+        return self._tokens[index]
+
+    def _verify(self, block: int) -> None:
+        try:
+            self._entry.check_block(self._name, block, self._tokens[block * self._per_block :][: self._per_block])
+        except DamagedEntryError as error:
+            self._entry.condemn()
+            raise StorageError(
+                f"{self._entry.folder}: {error}; start the run again, which tokenizes the data anew; if this message "
+                "comes again, delete the folder first"
+            ) from error
+        self._verified[block] = True
 
 
 class DocumentEncoder(Encoder):
@@ -122,13 +172,10 @@ def load_corpus_into(
         validation_fraction: fraction of the documents to hold out, in [0, 1).
     """
     build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
-    directory = build_once(target, build)
-    meta = json.loads((directory / "meta.json").read_text())
-    columns = Columns.of(meta["columns"])
-    source.refuse_lost_content(columns, encoder.reads)  # the tokens may be of a run with other data.ignore_columns
-    train, held_out = (_map(directory, part, meta, key) for part in PARTS)
-    bad_rows = directory / BAD_ROWS
-    return Corpus(train, held_out, meta["empty_documents"], meta["counts"], columns, meta["bad_rows"], bad_rows)
+    corpus = build_once(target, build, partial(_open, key=key))
+    # the tokens may be of a run with other data.ignore_columns
+    source.refuse_lost_content(corpus.columns, encoder.reads)
+    return corpus
 
 
 def training_texts(source: DataSource, validation_fraction: float) -> Iterator[str]:
@@ -139,15 +186,15 @@ def training_texts(source: DataSource, validation_fraction: float) -> Iterator[s
             yield from source.texts(document)
 
 
-def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fraction: float) -> None:
+def _write(files: NewEntry, source: DataSource, encoder: Encoder, validation_fraction: float) -> None:
     columns = source.check()
     source.refuse_lost_content(columns, encoder.reads)
     # a task has one encoder for all its sources, whose counts go on
     num_empty, num_rows, before = 0, 0, dict(encoder.counts)
     with ExitStack() as stack:
-        bad_rows = stack.enter_context(open(directory / BAD_ROWS, "w", encoding="utf-8"))
+        bad_rows = stack.enter_context(io.TextIOWrapper(files.create(BAD_ROWS), encoding="utf-8"))
         bad = BadRows(source.name, source.selection.drop_bad_rows, bad_rows)
-        writers = {part: stack.enter_context(_Writer(directory, part, encoder)) for part in PARTS}
+        writers = {part: stack.enter_context(_Writer(files, part, encoder)) for part in PARTS}
         advance = stack.enter_context(reading("tokenising", source))
         for entries, found in encoded(encoder, _batches(source.entries()), source.num_bytes):
             for entry, one in zip(entries, found, strict=True):
@@ -175,18 +222,18 @@ def _write(directory: Path, source: DataSource, encoder: Encoder, validation_fra
         "columns": columns.as_dict(),
         "counts": {name: count - before[name] for name, count in encoder.counts.items()},
     }
-    (directory / "meta.json").write_text(json.dumps(meta))
+    files.write("meta.json", json.dumps(meta).encode())
 
 
 class _Writer:
     """Writes the files of one part: tokens, trained marks and segments as they come, offsets and labels at the end."""
 
-    def __init__(self, directory: Path, part: str, encoder: Encoder):
+    def __init__(self, entry: NewEntry, part: str, encoder: Encoder):
         self.offsets = array.array("q", [0])
         self.labels = array.array("q") if encoder.labelled else None
-        self._dtype, self._directory, self._part = encoder.dtype, directory, part
-        self._tokens = open(directory / f"{part}.bin", "wb")
-        self._beside = {name: open(directory / f"{part}_{name}.bin", "wb") for name in encoder.token_arrays}
+        self._dtype, self._entry, self._part = encoder.dtype, entry, part
+        self._tokens = entry.create(f"{part}.bin")
+        self._beside = {name: entry.create(f"{part}_{name}.bin") for name in encoder.token_arrays}
 
     def __enter__(self) -> _Writer:
         return self
@@ -196,12 +243,13 @@ class _Writer:
             file.close()
         for name, values in (("offsets", self.offsets), ("labels", self.labels)):
             if error is None and values is not None:  # after an error build_once removes the folder
-                np.save(self._directory / f"{self._part}_{name}.npy", np.array(values, dtype=np.int64))
+                with self._entry.create(f"{self._part}_{name}.npy") as file:
+                    np.save(file, np.array(values, dtype=np.int64))
 
     def append(self, encoded: Encoded) -> None:
-        np.asarray(encoded.tokens, dtype=self._dtype).tofile(self._tokens)
+        self._tokens.write(np.asarray(encoded.tokens, dtype=self._dtype))
         for name, file in self._beside.items():
-            np.asarray(getattr(encoded, name), dtype=np.uint8).tofile(file)
+            file.write(np.asarray(getattr(encoded, name), dtype=np.uint8))
         if self.labels is not None:
             assert encoded.label is not None  # the encoder is labelled
             self.labels.append(encoded.label)
@@ -222,22 +270,34 @@ def _batches(documents: Iterator) -> Iterator[list]:
         yield batch
 
 
-def _map(directory: Path, part: str, meta: dict, key: str) -> TokenStream:
+def _open(entry: Entry, key: str) -> Corpus:
+    """Map the files of a finished entry. Raises DamagedEntryError."""
+    meta = json.loads(entry.read("meta.json"))
+    train, held_out = (_map(entry, part, meta, key) for part in PARTS)
+    columns, bad_rows = Columns.of(meta["columns"]), entry.path(BAD_ROWS)
+    return Corpus(train, held_out, meta["empty_documents"], meta["counts"], columns, meta["bad_rows"], bad_rows)
+
+
+def _map(entry: Entry, part: str, meta: dict, key: str) -> TokenStream:
     num_tokens = meta["num_tokens"][part]
-    tokens = _map_file(directory / f"{part}.bin", np.dtype(meta["dtype"]), num_tokens)
-    offsets = np.load(directory / f"{part}_offsets.npy", mmap_mode="r")
-    marks = {
-        name: _map_file(directory / f"{part}_{name}.bin", np.dtype(np.uint8), num_tokens) for name in meta["beside"]
-    }
-    labels = np.load(directory / f"{part}_labels.npy", mmap_mode="r") if meta["labelled"] else None
-    return TokenStream(tokens, offsets, digest(key, part), **marks, labels=labels)
+    offsets = np.load(entry.path(f"{part}_offsets.npy"), mmap_mode="r")
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != num_tokens or (offsets[1:] < offsets[:-1]).any():
+        raise DamagedEntryError(f"{part}_offsets.npy does not rise from 0 to the {num_tokens:,} tokens of meta.json")
+    arrays = {name: _map_file(entry, f"{part}_{name}.bin", np.dtype(np.uint8), num_tokens) for name in meta["beside"]}
+    if meta["labelled"]:
+        arrays["labels"] = np.load(entry.path(f"{part}_labels.npy"), mmap_mode="r")
+    tokens = _map_file(entry, f"{part}.bin", np.dtype(meta["dtype"]), num_tokens, _LARGE_BYTES)
+    return TokenStream(tokens, offsets, digest(key, part), **arrays)
 
 
-def _map_file(file: Path, dtype: np.dtype, num_tokens: int) -> np.ndarray:
-    if not file.is_file() or file.stat().st_size != num_tokens * dtype.itemsize:
-        raise DataError(
-            f"{file}: the file does not hold the {num_tokens} tokens that meta.json states; delete {file.parent}"
-        )
+def _map_file(entry: Entry, name: str, dtype: np.dtype, num_tokens: int, most_bytes: float = math.inf) -> Any:
+    """Map a file with a value per token: VerifiedTokens if it has more than `most_bytes`, else an array."""
+    size = entry.hashes(name).size
+    if size != num_tokens * dtype.itemsize:
+        raise DamagedEntryError(f"{name} does not hold the {num_tokens:,} tokens of meta.json")
+    if size > most_bytes:
+        return VerifiedTokens(entry, name, dtype)
+    file = entry.path(name)
     # An empty file cannot be mapped.
     return np.memmap(file, dtype=dtype, mode="r") if num_tokens else np.empty(0, dtype=dtype)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,10 @@ from samecurve.specs.tasks import TASKS
 from samecurve.storage import trusted_code
 from samecurve.storage.cache import build_once, cache_folder, digest
 from samecurve.storage.git_lfs import folder_problem
+from samecurve.storage.verified_files import NewEntry
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     from samecurve.config.schema import Data, Recipe
@@ -33,6 +34,7 @@ BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 MASK = "<|mask|>"  # for mlm
 # Part of the cache key: raise it when training on the same documents gives another tokenizer.
 _VERSION = 4
+_FILE = "tokenizer.json"
 
 
 def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None = None) -> PreTrainedTokenizerFast:
@@ -165,12 +167,13 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
     markers = (BEGIN_OF_TEXT, END_OF_TEXT, *more)
     # the first two markers are the same in every tokenizer that is trained here
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity, fraction, size, *markers[2:])
-    build = partial(
-        train_tokenizer, source=source, validation_fraction=fraction, vocabulary_size=size, special_tokens=markers
-    )
-    directory = build_once(cache / "tokenizers" / key, build)
+
+    def build(entry: NewEntry) -> None:
+        entry.write(_FILE, train_tokenizer(source, fraction, size, markers).to_str(pretty=True).encode())
+
+    file = build_once(cache / "tokenizers" / key, build, lambda entry: entry.path(_FILE))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(directory / "tokenizer.json"),
+        tokenizer_file=str(file),
         bos_token=BEGIN_OF_TEXT,
         eos_token=END_OF_TURN if chat else END_OF_TEXT,  # where generation stops
         pad_token=END_OF_TEXT,
@@ -185,13 +188,12 @@ def _trained(recipe: Recipe, source: sources.DataSource, size: int) -> PreTraine
 
 
 def train_tokenizer(
-    directory: Path,
     source: sources.DataSource,
     validation_fraction: float,
     vocabulary_size: int,
     special_tokens: Sequence[str] = (BEGIN_OF_TEXT, END_OF_TEXT),
-) -> None:
-    """Train a byte-level BPE on the training documents, and write it to tokenizer.json in `directory`.
+) -> Tokenizer:
+    """Train a byte-level BPE on the training documents.
 
     Args:
         validation_fraction: fraction of the documents that is held out, and not learnt from.
@@ -219,7 +221,7 @@ def train_tokenizer(
     end = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))
     pair = f"{BEGIN_OF_TEXT} $A {END_OF_TEXT} $B:1"
     tokenizer.post_processor = processors.TemplateProcessing(f"{BEGIN_OF_TEXT} $A", pair, special_tokens=[begin, end])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
 
 
 def _watched(texts: Iterator[str], advance) -> Iterator[str]:

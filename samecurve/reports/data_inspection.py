@@ -206,7 +206,7 @@ def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray)
     if tokenizer.unk_token_id is None:
         counts["unknown tokens"] = "none: the tokenizer has a token for every byte or character"
     else:
-        num_unknown = int((rows.stream.tokens == tokenizer.unk_token_id).sum())
+        num_unknown = int((rows.stream.tokens[:] == tokenizer.unk_token_id).sum())
         counts["unknown tokens"] = _share(num_unknown, num_tokens)
     return counts
 

@@ -1,4 +1,4 @@
-"""Content-addressed cache: each entry is a directory that is built once and, if it exists, is complete."""
+"""Content-addressed cache: each entry is a folder that is built once and verified whenever it is read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, TypeVar
 
-from samecurve.errors import StorageError
+from samecurve.errors import ConfigurationError, StorageError
+from samecurve.storage.file_lock import lock_folder
+from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.verified_files import DamagedEntryError, Entry, NewEntry
 
+_BUILDING = ".building-"  # begins the names of folders that are being built, or were when their builder was killed
 _POLL_SECONDS = 0.2
+_DAMAGED_POLL_SECONDS = 2.0  # to look costs reading the files
+T = TypeVar("T")
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -31,23 +39,36 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def build_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Return `target`; if it does not exist, `build(temporary directory)` fills it first.
+def build_once(target: Path, build: Callable[[NewEntry], None], load: Callable[[Entry], T]) -> T:
+    """Return what `load` reads from the entry `target`; if it does not exist or is damaged, `build` fills it first.
 
-    One process per machine builds (LOCAL_RANK 0), the others wait for the finished directory. No collective is used,
+    One process per machine builds (LOCAL_RANK 0), the others wait for the finished entry. No collective is used,
     because the process group's timeout would end a long build. If the builder dies, its launcher ends the waiting
-    processes.
+    processes. Each process verifies what it reads: a note that another one has done so could be of an earlier start.
+
+    Args:
+        target: folder of the entry.
+        build: writes the files of a new entry.
+        load: reads files of a finished entry. May be called several times.
 
     Raises:
-        StorageError: the cache cannot be written.
-        Exception: any error of `build`.
+        StorageError: the cache cannot be written, or its disk damages what is written.
+        Exception: any error of `build`, or of `load` except for DamagedEntryError.
     """
-    if target.is_dir():
-        return target
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        while not target.is_dir():
-            time.sleep(_POLL_SECONDS)
-        return target
+    is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
+    while True:
+        wait = _POLL_SECONDS
+        try:
+            return load(Entry(target))
+        except FileNotFoundError:
+            pass
+        except DamagedEntryError as error:
+            wait = _DAMAGED_POLL_SECONDS
+            if is_builder:
+                _print(f"{target}: {error}; this entry of the cache is built again")
+        if is_builder:
+            break
+        time.sleep(wait)
     try:
         _build_and_rename(target, build)
     except OSError as error:
@@ -55,20 +76,73 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
             f"{error.filename or target}: the cache could not be written ({error.strerror or error}); "
             "free some space or set data.cache_dir (or SAMECURVE_CACHE) to a folder that can be written"
         ) from error
-    return target
-
-
-def _build_and_rename(target: Path, build: Callable[[Path], None]) -> None:
-    # a name of its own: on a shared disk other machines may build the same entry
-    temporary = target.parent / f".building-{target.name}-{uuid.uuid4().hex}"
-    temporary.mkdir(parents=True)
     try:
-        build(temporary)
+        return load(Entry(target))
+    except DamagedEntryError as error:
+        raise StorageError(
+            f"{target}: {error}, right after it was written; delete this folder, check the disk and the memory of this "
+            "machine, or set data.cache_dir (or SAMECURVE_CACHE) to a folder on another disk"
+        ) from error
+
+
+def _print(line: str) -> None:
+    with suppress(OSError):  # a full or closed output
+        print(line, flush=True)
+
+
+def _build_and_rename(target: Path, build: Callable[[NewEntry], None]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work, lock = _locked_folder(target)
+    try:
+        _sweep(work)
+        new = work / "new"
+        new.mkdir()
+        entry = NewEntry(new)
+        build(entry)
+        entry.finish()
         try:
-            temporary.rename(target)
+            new.rename(target)
         except OSError:
-            # On a shared file system, another machine may have finished first, with the same content.
-            if not target.is_dir():
+            if not target.exists():
                 raise
+            # on a shared file system, another machine may have finished first, with the same content
+            if not is_whole(target):
+                target.rename(work / "damaged")
+                new.rename(target)
+        LocalFileSystem().sync_folder(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+        lock.close()
+
+
+def is_whole(target: Path) -> bool:
+    """Whether there is an entry, and all of its files are what was written."""
+    try:
+        Entry(target).verify()
+    except (DamagedEntryError, OSError):
+        return False
+    return True
+
+
+def _locked_folder(target: Path) -> tuple[Path, IO]:
+    """Create a folder beside `target` to build in, and lock it. Returns the folder and its lock."""
+    while True:
+        # a name of its own: on a shared disk other machines may build the same entry
+        work = target.parent / f"{_BUILDING}{target.name}-{uuid.uuid4().hex}"
+        work.mkdir()
+        # another builder may sweep the folder before it is locked
+        with suppress(ConfigurationError, FileNotFoundError):
+            lock = lock_folder(work)
+            if os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):
+                return work, lock
+
+
+def _sweep(work: Path) -> None:
+    """Remove what killed builds left beside `work`, which this process has locked."""
+    with suppress(ConfigurationError):
+        lock_folder(work).close()
+        return  # a lock that can be taken twice does not tell who is alive
+    for folder in work.parent.glob(f"{_BUILDING}*"):
+        # locked by a live builder, just removed, or of a user whose files stay
+        with suppress(ConfigurationError, OSError), lock_folder(folder):
+            shutil.rmtree(folder)

@@ -10,18 +10,18 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from samecurve.data.batches import EvaluationBatches
-from samecurve.errors import DataError, NumericError, SamecurveError
+from samecurve.errors import NumericError, SamecurveError
 from samecurve.interfaces.fingerprint import identity
 from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import versions
-from samecurve.storage.cache import build_once, cache_folder, digest
+from samecurve.storage.cache import build_once, cache_folder, digest, is_whole
+from samecurve.storage.verified_files import NewEntry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,14 +50,13 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
 
     Raises:
         StorageError: when the cache cannot be written.
-        DataError: for a damaged file in the cache.
         NumericError: for a model whose log-probabilities are not finite.
     """
     recipe, world = start.recipe, start.world
     key = digest(_VERSION, rows.fingerprint, model, recipe.precision)
     target = cache_folder(recipe.data.cache_dir) / "references" / key
     # each machine may have a cache of its own, and to compute the values takes all ranks
-    if not world.conclude(target.is_dir(), all):
+    if not world.conclude(is_whole(target), all):
         with _progress_bar(f"reference log-probabilities of {len(rows):,} {split} pairs", world.is_main) as advance:
             values = compute_log_probabilities(rows, start, advance)
         num_broken = int((~np.isfinite(values)).any(axis=1).sum())
@@ -67,13 +66,17 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
                 "not finite; use another precision, or other weights in model.path"
             )
 
-        def write() -> None:
+        def save(entry: NewEntry) -> None:
+            with entry.create(_FILE) as file:
+                np.save(file, values)
+
+        def build() -> None:
             # in build_once, the other ranks would wait forever if this write failed
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                build_once(target, lambda folder: np.save(folder / _FILE, values))
+                build_once(target, save, lambda entry: entry.path(_FILE))
 
-        _call_on_all_ranks(world, write)
-    rows.reference = _call_on_all_ranks(world, lambda: _read(target / _FILE, len(rows)))
+        _call_on_all_ranks(world, build)
+    rows.reference = np.load(target / _FILE, mmap_mode="r")
 
 
 def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
@@ -121,18 +124,6 @@ def _call_on_all_ranks(world: ControlGroup, call: Callable[[], T]) -> T:
     if verdict is not None:
         raise verdict
     return results[0]
-
-
-def _read(file: Path, num_rows: int) -> np.ndarray:
-    try:
-        values = np.load(file, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: the file could not be read ({error}); delete {file.parent}") from error
-    if values.shape != (num_rows, 2) or not np.isfinite(values).all():
-        raise DataError(
-            f"{file}: the file does not have two finite numbers for each of {num_rows} pairs; delete {file.parent}"
-        )
-    return values
 
 
 @contextmanager

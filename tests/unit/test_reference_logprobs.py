@@ -13,7 +13,7 @@ from samecurve.data.batches import EvaluationBatches
 from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.distributed.control_group import ControlGroup
-from samecurve.errors import DataError, NumericError, StorageError
+from samecurve.errors import NumericError, StorageError
 from samecurve.interfaces.task import InitialState
 from samecurve.tasks import reference_logprobs
 
@@ -88,17 +88,19 @@ def test_what_is_not_finite_is_told_and_not_kept(tmp_path):
     assert not list(tmp_path.glob("references/*"))
 
 
-@pytest.mark.parametrize("damage", ["cut", "other", "nan"])
-def test_a_damaged_file_is_told(damage, tmp_path):
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_damaged_file_is_computed_again(damage, tmp_path, capsys):
     rows = AnswerRows(stream(*PAIRS), 8, 0)
-    give(rows, Ranks(rows, 1), tmp_path)
+    expected = give(rows, Ranks(rows, 1), tmp_path).tolist()
     (file,) = tmp_path.glob("references/*/*.npy")
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-4])
     else:
-        np.save(file, np.full((11 if damage == "nan" else 10, 2), np.nan if damage == "nan" else 0.0))
-    with pytest.raises(DataError, match=f"{file.parent}"):
-        give(rows, Ranks(rows, 1), tmp_path)
+        np.save(file, np.zeros((11, 2), dtype=np.float32))
+    engine = Ranks(rows, 1)
+    assert give(rows, engine, tmp_path).tolist() == expected
+    assert engine.calls == 1
+    assert f"{file.parent}: log_probabilities.npy " in capsys.readouterr().out
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path):

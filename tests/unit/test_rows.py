@@ -89,8 +89,9 @@ def test_alpaca_is_read_as_llama_factory_reads_it(tmp_path, name):
 def test_answers_in_the_history_are_trained(tmp_path, train_on):
     row, _ = ALPACA["system and history"]
     source = find_conversations(str(write(tmp_path, [row])), None, ChatSchema(train_on=train_on))
-    train_tokenizer(tmp_path, source, 0.0, 260, ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|im_end|>")
+    markers = ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>")
+    trained = train_tokenizer(source, 0.0, 260, markers)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|im_end|>")
     tokenizer.chat_template = chat_encoder_template()
     text, spans = chat_encoder.ChatEncoder(tokenizer, source.schema).render(next(source.documents()))
     trained = [text[start:end] for start, end in spans]

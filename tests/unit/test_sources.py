@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
@@ -440,13 +441,31 @@ def test_fingerprint_is_of_the_content(tmp_path):
     assert sources.fingerprint(sources.find_source(str(tmp_path / "b.txt")), tmp_path / "cache") != first
 
 
-def test_an_old_file_is_read_once_for_its_fingerprint(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("one")
-    os.utime(tmp_path / "a.txt", (1, 1))
-    source = sources.find_source(str(tmp_path / "a.txt"))
+@pytest.mark.parametrize("change", ["nothing", "replaced", "rewritten", "remembered"])
+def test_an_old_file_is_read_once_for_its_fingerprint(tmp_path, monkeypatch, change):
+    """Replaced or rewritten with the same size and time, as rsync -t, tar and SOURCE_DATE_EPOCH do."""
+    monkeypatch.setattr(sources, "_RACY_SECONDS", 0.0)
+    file, new = tmp_path / "a.txt", tmp_path / "new"
+    file.write_text("one")
+    os.utime(file, (1, 1))
+    time.sleep(0.02)  # several ticks of the file system's clock
+    source, read = sources.find_source(str(file)), []
     first = sources.fingerprint(source, tmp_path / "cache")
-    monkeypatch.setattr(sources, "_file_hash", lambda file: pytest.fail("read again"))
-    assert sources.fingerprint(source, tmp_path / "cache") == first
+    hashed = sources._file_hash
+    monkeypatch.setattr(sources, "_file_hash", lambda file: read.append(file) or hashed(file))
+    if change == "replaced":
+        new.write_text("two")
+        os.utime(new, (1, 1))
+        new.replace(file)
+    elif change == "rewritten":
+        file.write_text("two")
+        os.utime(file, (1, 1))
+    elif change == "remembered":
+        (remembered,) = (tmp_path / "cache" / "fingerprints").iterdir()
+        remembered.write_text(remembered.read_text().translate(str.maketrans("0123", "1230")))
+    again = sources.fingerprint(source, tmp_path / "cache")
+    assert (again == first) is (change in ("nothing", "remembered"))
+    assert bool(read) is (change != "nothing")
 
 
 def test_held_out_is_a_stable_property_of_the_text():

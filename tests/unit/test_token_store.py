@@ -6,11 +6,15 @@ import sys
 import numpy as np
 import pyarrow.parquet
 import pytest
+from file_damage import DAMAGES
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.data import sources, token_store
-from samecurve.errors import DataError
+from samecurve.data.encoder import Encoded
+from samecurve.errors import DataError, StorageError
+from samecurve.storage import verified_files
+from samecurve.storage.filesystem import LocalFileSystem
 
 
 def make_tokenizer(**special: str) -> PreTrainedTokenizerFast:
@@ -95,12 +99,100 @@ def test_what_the_cache_is_keyed_by(tmp_path, tokenizer, change):
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == (1 if change == "nothing" else 2)
 
 
-def test_a_damaged_cache_is_refused(tmp_path, tokenizer):
+class EveryArray(token_store.DocumentEncoder):
+    """Writes every file that a token cache can have."""
+
+    masked = segmented = labelled = True
+
+    def encode(self, documents):
+        arrays = [np.arange(len(tokens)) % 2 for tokens in self(documents)]
+        return [Encoded(tokens, a, a, label=5) for tokens, a in zip(self(documents), arrays, strict=True)]
+
+
+def arrays_of(corpus: token_store.Corpus) -> list:
+    parts = (corpus.train, corpus.held_out)
+    arrays = [array for p in parts for array in (p.tokens[:], p.offsets, p.trained, p.segments, p.labels)]
+    return [*(array.tolist() for array in arrays), corpus.counts, corpus.columns, corpus.bad_rows.read_bytes()]
+
+
+FILES = ["bad_rows.jsonl", "files.json", "meta.json"] + [
+    f"{part}{suffix}"
+    for part in token_store.PARTS
+    for suffix in (".bin", "_trained.bin", "_segments.bin", "_offsets.npy", "_labels.npy")
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A function that loads a corpus, its cache, and what the arrays should be."""
+    folder = tmp_path_factory.mktemp("built")
+    encoder = EveryArray(make_tokenizer(bos_token="<s>", eos_token="</s>"))
+    source = write(folder / "data", *["a " * n for n in range(1, 60)])
+
+    def load():
+        return token_store.load_corpus(source, encoder, 0.3, folder / "cache")
+
+    expected = arrays_of(load())
+    (entry,) = (folder / "cache" / "tokens").iterdir()
+    assert sorted(path.name for path in entry.iterdir()) == sorted(FILES)
+    return load, entry, expected
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_built_again(built, name, damage, capsys, monkeypatch):
+    monkeypatch.setattr(LocalFileSystem, "sync", lambda self, file: None)  # ten times as fast
+    load, entry, expected = built
+    if not DAMAGES[damage](entry / name):
+        return  # an empty file is as it was
+    assert arrays_of(load()) == expected
+    line = f"{entry}: {name} "
+    out = capsys.readouterr().out
+    assert out.startswith(line) and out.count("the cache is built again") == 1
+    assert arrays_of(load()) == expected and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("damage", ["reordered", "zeroed"])
+@pytest.mark.parametrize("large", [False, True])
+def test_tokens_changed_in_place_are_never_read(built, damage, large, monkeypatch):
+    load, entry, expected = built
+    tokens = np.memmap(entry / "train.bin", dtype=np.uint16, mode="r+")
+    tokens[:] = tokens[::-1].copy() if damage == "reordered" else 0
+    tokens.flush()
+    if large:
+        monkeypatch.setattr(token_store, "_LARGE_BYTES", 0)
+        stream = load().train
+        with pytest.raises(StorageError, match=f"{entry}: train.bin differs .* start the run again"):
+            stream.tokens[np.array([3])]
+    assert arrays_of(load()) == expected
+
+
+def test_large_files_are_verified_block_by_block(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(token_store, "_LARGE_BYTES", 0)
+    for module in (token_store, verified_files):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 8)  # 4 tokens
+    source = write(tmp_path / "data", *["a b", "b c", "c a b"] * 5)
+    tokens = token_store.load_corpus(
+        source, token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache"
+    ).train.tokens
+    checked = []
+    check = verified_files.Entry.check_block
+    monkeypatch.setattr(
+        verified_files.Entry, "check_block", lambda self, *block: checked.append(block[1]) or check(self, *block)
+    )
+    whole = [7, 1, 2, 8, 7, 2, 3, 8, 7, 3, 1, 2, 8] * 5
+    assert tokens[5:9].tolist() == whole[5:9] and tokens[np.array([[4], [13]])].tolist() == [[whole[4]], [whole[13]]]
+    assert checked == [1, 2, 3]
+    assert tokens[:].tolist() == tokens[:].tolist() == whole
+    assert sorted(checked) == list(range(17)) and len(tokens) == 65
+
+
+@pytest.mark.parametrize("offsets", [[], [1, 4], [0, 3, 2, 4], [0, 3], [0, 5]])
+def test_offsets_that_do_not_cover_the_tokens_are_refused(tmp_path, tokenizer, monkeypatch, offsets):
+    save = np.save
+    monkeypatch.setattr(np, "save", lambda file, values: save(file, offsets if "train" in file.name else values))
     source, encoder = write(tmp_path / "data", "a b"), token_store.DocumentEncoder(tokenizer)
-    token_store.load_corpus(source, encoder, 0.0, tmp_path / "cache")
-    (file,) = (tmp_path / "cache").rglob("train.bin")
-    file.write_bytes(b"")
-    with pytest.raises(DataError, match=f"does not hold the 4 tokens .* delete {file.parent}"):
+    with pytest.raises(StorageError, match="train_offsets.npy does not rise from 0 to the 4 tokens"):
         token_store.load_corpus(source, encoder, 0.0, tmp_path / "cache")
 
 

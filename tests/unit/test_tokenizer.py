@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from file_damage import DAMAGES
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -59,18 +60,15 @@ def test_trained_on_the_data(tmp_path):
 def test_training_is_deterministic_across_processes(tmp_path):
     program = """
 import sys
-from pathlib import Path
 from samecurve.data import sources, tokenizer
-tokenizer.train_tokenizer(Path(sys.argv[2]), sources.find_source(sys.argv[1]), 0.0, 400)
+tokenizer.train_tokenizer(sources.find_source(sys.argv[1]), 0.0, 400).save(sys.argv[2])
 """
     make_recipe(tmp_path)
     for seed in "12":
-        (tmp_path / seed).mkdir()
         environment = {"PYTHONHASHSEED": seed, "PATH": "", "RAYON_NUM_THREADS": seed}
-        command = [sys.executable, "-c", program, str(tmp_path / "data"), str(tmp_path / seed)]
+        command = [sys.executable, "-c", program, str(tmp_path / "data"), str(tmp_path / f"{seed}.json")]
         subprocess.run(command, check=True, env=environment)
-    first, second = ((tmp_path / seed / "tokenizer.json").read_text() for seed in "12")
-    assert first == second
+    assert (tmp_path / "1.json").read_text() == (tmp_path / "2.json").read_text()
 
 
 def test_training_is_cached_and_keyed_by_content(tmp_path, monkeypatch):
@@ -82,6 +80,17 @@ def test_training_is_cached_and_keyed_by_content(tmp_path, monkeypatch):
     (tmp_path / "data" / "new.txt").write_text("more")
     tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["tokenizer.json", "files.json"])
+def test_a_damaged_tokenizer_is_trained_again(tmp_path, capsys, name, damage):
+    expected = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path)).backend_tokenizer.to_str()
+    (file,) = (tmp_path / "cache").rglob(name)
+    capsys.readouterr()
+    assert DAMAGES[damage](file)
+    assert tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path)).backend_tokenizer.to_str() == expected
+    assert capsys.readouterr().out.startswith(f"{file.parent}: {name} ")
 
 
 def test_saved_and_loaded_by_path(tmp_path):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Part of the cache key: raise it when the same rows give other class names.
 _VERSION = 2
 _SHOWN_NAMES = 8
+_FILE = "names.json"
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,14 @@ def class_names(source: ExampleSource, cache: Path) -> tuple[str, ...]:
             a single class.
     """
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity)
-    directory = build_once(cache / "classes" / key, lambda folder: _write_names(folder, source))
-    return tuple(json.loads((directory / "names.json").read_text()))
+    return build_once(
+        cache / "classes" / key,
+        lambda entry: entry.write(_FILE, json.dumps(_read_names(source)).encode()),
+        lambda entry: tuple(json.loads(entry.read(_FILE))),
+    )
 
 
-def _write_names(directory: Path, source: ExampleSource) -> None:
+def _read_names(source: ExampleSource) -> list[str]:
     source.check()
     first: dict[str, str] = {}
     for example in source.documents():
@@ -148,7 +152,7 @@ def _write_names(directory: Path, source: ExampleSource) -> None:
             f"{source.name}: every row has the label {names[0]!r}, but a classifier needs two classes; add rows of "
             "another class, or name all classes in data.labels"
         )
-    (directory / "names.json").write_text(json.dumps(names))
+    return names
 
 
 class ExampleEncoder(Encoder):
