@@ -266,9 +266,9 @@ class Recipe(Section):
     memory: Memory = Memory()
     compile: Annotated[Literal["off", "auto", "regional", "full"], BeforeValidator(_off)] = "off"
     """`regional` compiles one layer for all that are alike, and the chunked loss. `full` compiles the whole model.
-    `auto` is `regional` where the steps that are left are predicted to repay it, else `off`; the header says why.
-    A batch of another shape compiles once more, varying lengths once for all of them. It needs a C++ compiler on a
-    CPU, a C compiler on a GPU."""
+    `auto` is `regional` where at least 1,000 steps are left and the strategy allows it, else `off`; the header says
+    why. A batch of another shape compiles once more, varying lengths once for all of them. It needs a C++ compiler on
+    a CPU, a C compiler on a GPU."""
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     export: Export = Export()

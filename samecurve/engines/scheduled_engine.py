@@ -42,9 +42,9 @@ from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, local_numel
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
-from samecurve.planner.timetables import ScheduleRun
 from samecurve.specs.precision import PRECISIONS, compute_dtype
 from samecurve.strategy.parallel_dims import DIMENSIONS
+from samecurve.strategy.timetables import ScheduleRun
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

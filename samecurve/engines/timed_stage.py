@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.pipelining import PipelineStage
 from torch.profiler import record_function
 
-from samecurve.planner.timetables import Pass
+from samecurve.strategy.timetables import Pass
 
 
 class TimedStage(PipelineStage):

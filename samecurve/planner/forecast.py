@@ -1,7 +1,13 @@
-"""Predicted step time and memory of a run that is about to start, for its header, run.json, summary and report."""
+"""Predicted step time and memory of a run that is about to start, for its header, run.json, summary and report.
+
+training/startup.py starts this module as a process, which reads (plan, fields, device) and prints `forecast`'s JSON.
+"""
 
 from __future__ import annotations
 
+import json
+import pickle
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +23,9 @@ from samecurve.planner.hardware import canonical, known_gpu
 from samecurve.planner.job import Job
 from samecurve.planner.plan_text import PUBLIC
 from samecurve.planner.wanted import Wanted
-from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Plan
 
 UNCALIBRATED_CPU = "most rates of this CPU are assumed; `plan --calibrate RUN` learns them from a finished run"
-
-
-# One layer, forward and backward, and its variants; the gain has to be twice that, because both are estimates.
-COMPILE_SECONDS, WORTH = 60.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -80,33 +81,6 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
     }
 
 
-def compile_choice(plan: Plan, fields: Mapping[str, Any], device: Device, steps_left: int) -> tuple[str, str]:
-    """Choose between `compile: regional` and `off` by the predicted seconds of the steps that are left.
-
-    Args:
-        plan: with the micro-batch size that the run uses.
-        fields: of the model's Hugging Face config.
-        steps_left: number of steps until the end of the run.
-
-    Returns:
-        The choice, and the reason.
-    """
-    strategy = plan.strategy
-    # `auto` must not become what the strategies' own rules refuse
-    refused = strategy.family == "schedule" and not SCHEDULES[strategy.pipeline_schedule].takes_compiled_layers
-    if strategy.zero_stage == 3 or refused or strategy.dims.ep > 1:
-        return "off", f"{strategy.name} cannot be compiled"
-    try:
-        coverage.refuse(plan.recipe)
-        job = _job(plan, fields, _machines(device, strategy.world_size))
-        eager, compiled = (predict(replace(job, compile=kind)).seconds for kind in (False, True))
-    except (ConfigurationError, ValueError, ZeroDivisionError) as error:
-        return "off", f"the gain is not known: {str(error).splitlines()[0]}"
-    saved = steps_left * (eager - compiled)
-    text = f"compiling would save {saved:,.0f} s in {steps_left:,} steps of {eager:.3g} s, and is assumed to take"
-    return ("regional" if saved > WORTH * COMPILE_SECONDS else "off"), f"{text} {COMPILE_SECONDS:.0f} s"
-
-
 def _machines(device: Device, world_size: int) -> Cluster:
     """Describe the run's machines. Raises ConfigurationError for a GPU without known rates."""
     card = known_gpu(device.name)
@@ -131,3 +105,8 @@ def _job(plan: Plan, fields: Mapping[str, Any], machines: Cluster) -> Job:
     # of multimodal models
     wanted = Wanted.of_recipe(source, fields.get("text_config") or fields, "the model's config")
     return strategies.job(wanted, plan.strategy, machines)
+
+
+if __name__ == "__main__":
+    plan_, fields_, device_ = pickle.load(sys.stdin.buffer)
+    print(json.dumps(forecast(plan_, fields_, Device(**device_))))

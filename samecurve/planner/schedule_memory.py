@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, in_flight, stage_parameters
-from samecurve.planner.timetables import order
 from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.timetables import order
 
 
 def is_scheduled(job: Job) -> bool:

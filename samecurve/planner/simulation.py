@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from samecurve.planner import data_parallel_time, events, kernels, step_time, timetables
+from samecurve.planner import data_parallel_time, events, kernels, step_time
 from samecurve.planner.events import Lane, Task
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import BY_COST, profile
 from samecurve.planner.stages import Stage, stages
-from samecurve.planner.timetables import Pass
+from samecurve.strategy import timetables
 from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.timetables import Pass
 
 PARTS = 16  # of a pass, between which collectives can begin: at most that many groups of layers
 # What other stacks' schedules are simulated as; zero-bubble's own ones do not fold the stages.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from samecurve.planner.job import Job
 from samecurve.planner.pipeline_partition import divide
-from samecurve.planner.timetables import micro_batches_kept
 from samecurve.strategy.pipeline_schedules import SCHEDULES, PipelineSchedule
+from samecurve.strategy.timetables import micro_batches_kept
 
 # Schedules that repeat themselves between their start and their end, so that further micro-batches keep nothing more.
 STEADY = ("1F1B", "ZBVZeroBubble", "DualPipeV")

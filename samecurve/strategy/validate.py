@@ -23,6 +23,7 @@ from samecurve.strategy import (
 )
 from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
+from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.world_size import world_problems
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ Value = Callable[[str], Any]
 # Strategies that take 4-bit weights: they keep whole weights on every device, in the model's dtype.
 _QUANTIZED = ("single", "ddp")
 _NO_LOGITS = ("chunked", "liger")  # loss.implementation
+AUTO_COMPILE_STEPS = 1000  # from which on `compile: auto` compiles (assumed: fewer seldom repay a minute of compiling)
 
 
 def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launch: Launch) -> None:
@@ -104,6 +106,23 @@ def _compile(value: Value, strategy: Strategy) -> Iterator[Finding]:
         text = "FSDP gathers weights around every layer, which splits the compiled graph there anyway; use regional"
     if text:
         yield "compile", f"found {kind}, but {text}"
+
+
+def choose_compile(strategy: Strategy, steps_left: int) -> tuple[str, str]:
+    """Choose what `compile: auto` means: regional where the strategy allows it and many steps are left.
+
+    Args:
+        steps_left: number of steps until the end of the run.
+
+    Returns:
+        The value of `compile`, and the reason.
+    """
+    schedule = SCHEDULES.get(strategy.pipeline_schedule)
+    # `auto` must not become what the rules of the strategies refuse
+    if strategy.zero_stage == 3 or strategy.dims.ep > 1 or (schedule and not schedule.takes_compiled_layers):
+        return "off", f"{strategy.name} cannot be compiled"
+    kind, compared = ("off", "fewer than") if steps_left < AUTO_COMPILE_STEPS else ("regional", "at least")
+    return kind, f"{steps_left:,} steps are left, {compared} {AUTO_COMPILE_STEPS:,}"
 
 
 def _fp8(value: Value, strategy: Strategy) -> Iterator[Finding]:

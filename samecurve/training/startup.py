@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import pickle
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
@@ -29,7 +33,6 @@ from samecurve.models.compilation import Recompilations
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.parameter_groups import roles_of
-from samecurve.planner import forecast
 from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.data_names import BAD_ROWS
@@ -40,6 +43,7 @@ from samecurve.storage.atomic import json_values
 from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.object_store import ObjectStore
 from samecurve.strategy.preflight import compiler_problems
+from samecurve.strategy.validate import choose_compile
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
@@ -56,6 +60,8 @@ if TYPE_CHECKING:
     from samecurve.run.run_directory import RunDirectory
     from samecurve.strategy.plan import Plan
 
+PREDICTION_SECONDS = 60.0  # the prediction's process takes less than a second
+
 
 def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: RunSupervisor) -> Session:
     """Start one execution of train.py, from the first step or from an earlier session's checkpoint. Collective.
@@ -71,7 +77,7 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     built = build_model(context)
     # before the engine: a run that is complete or cannot resume must not load weights first
     checkpoints = find_checkpoint(context, built.identity)
-    context = settle_compile(context, built, checkpoints)
+    context = settle_compile(context, checkpoints)
     engine = build_engine(context, built)
     start = restore(context, engine, checkpoints)
     return open_run(context, built, engine, checkpoints, start)
@@ -173,20 +179,19 @@ def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -
     return ""
 
 
-def settle_compile(context: Context, built: Built, checkpoints: Checkpoints) -> Context:
-    """Choose what `compile: auto` means for the steps that are left, by rank 0's prediction. Collective."""
-    plan, found = context.plan, checkpoints.resumed_from
+def settle_compile(context: Context, checkpoints: Checkpoints) -> Context:
+    """Choose what `compile: auto` means for the steps that are left; rank 0 decides. Collective."""
+    plan, checkpoint = context.plan, checkpoints.resumed_from
     if plan.recipe.compile != "auto":
         return context
 
     def choose() -> tuple[str, str]:
-        left = plan.recipe.steps - (read_state(found)["step"] if found else 0)
         on_gpu = context.accelerator.device.type == "cuda"
         missing = next(compiler_problems(plan.recipe.model_copy(update={"compile": "regional"}), on_gpu), "")
         if missing:
             return "off", missing.partition(": ")[2]
-        # the CPU's rates are the assumed or calibrated ones: its peak is measured later
-        return forecast.compile_choice(plan, built.skeleton.config.to_dict(), _device(context, None), left)
+        done = read_state(checkpoint)["step"] if checkpoint else 0
+        return choose_compile(plan.strategy, plan.recipe.steps - done)
 
     kind, why = context.world.on_main(choose)
     recipe = plan.recipe.model_copy(update={"compile": kind})
@@ -304,8 +309,8 @@ def _introduce(session: Session) -> None:
         warning = matmul_speed.precision_warning(recipe, built.skeleton, accelerator.device)
         facts |= {"precision_warning": warning or None}
         # on rank 0, which alone knows the peak of its device
-        peak, fields = session.meter.machine.peak, built.skeleton.config.to_dict()
-        facts |= {"predicted": forecast.forecast(plan, fields, _device(context, peak and peak.tflops))}
+        peak = session.meter.machine.peak
+        facts |= {"predicted": predict(context, built.skeleton.config.to_dict(), peak and peak.tflops)}
     resumed_from = session.checkpoints.resumed_from
     facts |= {"resumed_from": resumed_from and str(resumed_from), "start_step": session.start.step}
     parts = {"train": built.task.train, "held_out": built.task.validation}
@@ -320,7 +325,34 @@ def _introduce(session: Session) -> None:
     context.progress.log(factory.core_advice(accelerator, plan.strategy, context.world))
 
 
-def _device(context: Context, peak_tflops: float | None) -> forecast.Device:
+def predict(context: Context, fields: dict, peak_tflops: float | None) -> dict:
+    """Predict step time and memory in a short process of its own, because nothing that trains depends on the planner.
+
+    Args:
+        fields: of the model's Hugging Face config.
+        peak_tflops: of matrix products on this device; None if unknown.
+
+    Returns:
+        See planner/forecast.forecast; only `reason` where the process has failed.
+    """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", context.plan.strategy.world_size))
-    memory = device_memory_bytes(context.accelerator.device, processes) / GIB
-    return forecast.Device(factory.device_name(context.accelerator), memory, peak_tflops, processes)
+    device = {
+        "name": factory.device_name(context.accelerator),
+        "memory_gib": device_memory_bytes(context.accelerator.device, processes) / GIB,
+        "peak_tflops": peak_tflops,
+        "per_node": processes,
+    }
+    # python -m searches the working directory, which need not be the one with this package
+    search = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "samecurve.planner.forecast"],
+            input=pickle.dumps((context.plan, fields, device)),
+            capture_output=True,
+            timeout=PREDICTION_SECONDS,
+            check=True,
+            env={**os.environ, "PYTHONPATH": search},
+        )
+        return json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return {"reason": f"the planner's process failed: {error}"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from harness import Run
 
 from samecurve.metrics.profiling.trace import read_trace
-from samecurve.planner.timetables import COSTS, Entry, Pass, ScheduleRun, order
+from samecurve.strategy.timetables import COSTS, Entry, Pass, ScheduleRun, order
 
 
 def traced(run: Run) -> list[list[Entry]]:

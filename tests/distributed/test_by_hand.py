@@ -15,7 +15,7 @@ import torch
 from harness import ROOT, Workspace, long
 
 from benchmarks.ports import free_port
-from samecurve.planner import timetables
+from samecurve.strategy import timetables
 
 FOLDER = ROOT / "examples" / "by_hand"
 SCHEDULES = ("GPipe", "1F1B", "zero bubble")

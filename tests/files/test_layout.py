@@ -193,6 +193,17 @@ def test_no_circles(own_imports):
     assert circles(packages) == []
 
 
+def test_a_run_loads_no_planner(own_imports):
+    """The planner is a program of its own: training starts it as a process, and imports none of it."""
+    loaded, waiting = set[str](), ["train"]
+    while waiting:
+        if (module := waiting.pop()) not in loaded:
+            loaded.add(module)
+            waiting += [each.target for each in own_imports if each.module == module]
+    assert {package_of(module) for module in loaded} >= {"training", "engines", "metrics", "strategy"}
+    assert [module for module in sorted(loaded) if package_of(module) == "planner"] == []
+
+
 @pytest.mark.parametrize(
     ("module", "line", "wrong"),
     [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import built_in
 from samecurve.planner.strategy_files import read
 from samecurve.strategy.plan import Plan
+from samecurve.training import startup
 
 RECIPE = "recipes/quickstart.yaml"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "zero3")
@@ -373,35 +375,29 @@ def test_texts_beside_each_other():
         assert announced(unknown) == [] and of_session({"predicted": unknown, "start_step": 3}, records) == {}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "steps", "choice", "why"),
-    [
-        ("ddp", 560, "off", r"compiling would save [\d,]+ s in 560 steps of "),
-        ("ddp", 1_000_000, "regional", r"compiling would save [\d,]+ s in 1,000,000 steps of "),
-        ("zero3", 1_000_000, "off", "zero3 cannot be compiled"),
-        ("fsdp_ep", 1_000_000, "off", "fsdp_ep cannot be compiled"),
-        ("pipeline_zbv", 1_000_000, "off", "pipeline_zbv cannot be compiled"),
-        ("pipeline_1f1b", 1_000_000, "regional", r"compiling would save [\d,]+ s in 1,000,000 steps of "),
-    ],
-)
-def test_auto_compiles_where_the_steps_repay_it(strategy, steps, choice, why):
-    """A quickstart does not; neither do the last steps of a long run."""
+def test_a_run_predicts_in_a_process_of_its_own(monkeypatch):
+    """The process prints what the planner says of the same run; one that fails leaves its reason in run.json."""
     wanted = inputs.read(RECIPE, ["precision=fp32"])
-    described, _ = strategies.describe(wanted, read(f"configs/{strategy}.yaml"), {}, 2)
+    described, _ = strategies.describe(wanted, read("configs/ddp.yaml"), {}, 2)
+    assert wanted.source.recipe and wanted.source.recipe.model.config
     plan = Plan(wanted.source.recipe, described, RECIPE, ())
     fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}
-    found, reason = forecast.compile_choice(plan, fields, forecast.Device("cpu", 16, None, 2), steps)
-    assert found == choice and re.match(why, reason)
+    monkeypatch.setattr(startup, "device_memory_bytes", lambda *_: 16 * 2**30)
+    monkeypatch.setattr(startup.factory, "device_name", lambda _: "cpu")
+    context = cast(Any, SimpleNamespace(plan=plan, accelerator=SimpleNamespace(device=None)))
+    expected = forecast.forecast(plan, fields, forecast.Device("cpu", 16, 0.2, 2))
+    assert startup.predict(context, fields, 0.2) == json.loads(json.dumps(expected)) and expected["step_seconds"] > 0
+    monkeypatch.setattr(startup.sys, "executable", "/nowhere/python")
+    assert startup.predict(context, fields, 0.2)["reason"].startswith("the planner's process failed: ")
 
 
 def test_a_gpu_without_rates_says_so():
     wanted = inputs.read(RECIPE, [])
     described, _ = strategies.describe(wanted, read("configs/ddp.yaml"), {}, 2)
+    assert wanted.source.recipe and wanted.source.recipe.model.config
     plan = Plan(wanted.source.recipe, described, RECIPE, ())
     device = forecast.Device("Radeon 42", 16, None, 2)
     fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}
     assert forecast.forecast(plan, fields, device) == {"reason": "no rates of a GPU called Radeon 42 are known"}
-    kind, reason = forecast.compile_choice(plan, fields, device, 10**6)
-    assert kind == "off" and "Radeon 42" in reason
     adapted = plan.recipe.model_copy(update={"adapter": plan.recipe.adapter.model_copy(update={"name": "lora"})})
     assert "adapter.name: found lora" in forecast.forecast(replace(plan, recipe=adapted), fields, device)["reason"]

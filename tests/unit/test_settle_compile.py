@@ -1,4 +1,4 @@
-"""`compile: auto` at a run's start: who decides, by how many steps, and what the header shows."""
+"""`compile: auto` at a run's start: by which rule, who decides, and what the header shows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ import pytest
 import torch
 
 from samecurve.config import loader
+from samecurve.planner import inputs, strategies
+from samecurve.planner.strategy_files import read
+from samecurve.strategy.plan import Strategy
+from samecurve.strategy.validate import AUTO_COMPILE_STEPS, choose_compile
 from samecurve.training import startup
 
-WHY = "compiling would save 9 s"
+RECIPE = "recipes/quickstart.yaml"
+
+
+def strategy_of(name: str) -> Strategy:
+    strategy, problems = strategies.describe(inputs.read(RECIPE, []), read(f"configs/{name}.yaml"), {}, 2)
+    assert not problems or name == "fsdp_ep"  # the quickstart's model has no experts
+    return strategy
 
 
 @dataclass(frozen=True)
 class Planned:
     recipe: Any
+    strategy: Strategy
 
 
 @dataclass(frozen=True)
@@ -30,51 +41,53 @@ class Started:
     compile_choice: str = ""
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[int]:
-    """The numbers of steps that the planner was asked about; it answers regional."""
-    steps: list[int] = []
-
-    def choice(plan, fields, device, left):
-        steps.append(left)
-        return "regional", WHY
-
-    monkeypatch.setattr(startup.forecast, "compile_choice", choice)
-    monkeypatch.setattr(startup, "_device", lambda *_: None)
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
     monkeypatch.setattr(startup, "compiler_problems", lambda *_: iter(()))
     monkeypatch.setattr(startup, "read_state", lambda _: {"step": 30})
-    return steps
 
 
-def settled(compile_value: str, resumed_from: str | None = None, on_main=lambda choose: choose()) -> Started:
-    recipe = loader.load_recipe("recipes/quickstart.yaml", [f"compile={compile_value}", "steps=100"])
-    started = Started(Planned(recipe), SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(on_main=on_main))
-    built = SimpleNamespace(skeleton=SimpleNamespace(config=SimpleNamespace(to_dict=dict)))
-    found = startup.settle_compile(
-        cast(Any, started), cast(Any, built), cast(Any, SimpleNamespace(resumed_from=resumed_from))
-    )
-    return cast(Started, found)
+def settled(value: str, steps: int = 1020, resumed_from: str | None = None, on_main=lambda choose: choose()) -> Started:
+    recipe = loader.load_recipe(RECIPE, [f"compile={value}", f"steps={steps}"])
+    planned = Planned(recipe, strategy_of("ddp"))
+    started = Started(planned, SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(on_main=on_main))
+    checkpoints = SimpleNamespace(resumed_from=resumed_from)
+    return cast(Started, startup.settle_compile(cast(Any, started), cast(Any, checkpoints)))
 
 
-@pytest.mark.parametrize(("resumed_from", "left"), [(None, 100), ("checkpoint", 70)])
-def test_by_the_steps_that_are_left(resumed_from, left, asked):
-    found = settled("auto", resumed_from)
-    assert asked == [left] and found.plan.recipe.compile == "regional"
-    assert found.compile_choice == f"regional (auto): {WHY}"
+@pytest.mark.parametrize(
+    ("strategy", "steps", "choice"),
+    [
+        ("ddp", AUTO_COMPILE_STEPS - 1, ("off", "999 steps are left, fewer than 1,000")),
+        ("ddp", AUTO_COMPILE_STEPS, ("regional", "1,000 steps are left, at least 1,000")),
+        ("pipeline_1f1b", 10**6, ("regional", "1,000,000 steps are left, at least 1,000")),
+        ("zero3", 10**6, ("off", "zero3 cannot be compiled")),
+        ("fsdp_ep", 10**6, ("off", "fsdp_ep cannot be compiled")),
+        ("pipeline_zbv", 10**6, ("off", "pipeline_zbv cannot be compiled")),
+    ],
+)
+def test_auto_compiles_many_steps_where_it_may(strategy, steps, choice):
+    assert choose_compile(strategy_of(strategy), steps) == choice
 
 
-def test_all_ranks_take_the_answer_of_rank_0(asked):
-    found = settled("auto", on_main=lambda choose: ("off", "rank 0 says so"))
-    assert not asked and (found.plan.recipe.compile, found.compile_choice) == ("off", "off (auto): rank 0 says so")
+@pytest.mark.parametrize(("resumed_from", "kind", "left"), [(None, "regional", "1,020"), ("checkpoint", "off", "990")])
+def test_by_the_steps_that_are_left(resumed_from, kind, left):
+    context = settled("auto", resumed_from=resumed_from)
+    assert context.plan.recipe.compile == kind
+    assert context.compile_choice.startswith(f"{kind} (auto): {left} steps are left")
 
 
-def test_nothing_is_compiled_without_a_compiler(asked, monkeypatch):
+def test_all_ranks_take_the_answer_of_rank_0():
+    context = settled("auto", on_main=lambda choose: ("off", "rank 0 says so"))
+    assert (context.plan.recipe.compile, context.compile_choice) == ("off", "off (auto): rank 0 says so")
+
+
+def test_nothing_is_compiled_without_a_compiler(monkeypatch):
     monkeypatch.setattr(startup, "compiler_problems", lambda *_: iter(("compile: no C++ compiler; install g++",)))
-    found = settled("auto")
-    assert not asked and found.compile_choice == "off (auto): no C++ compiler; install g++"
+    assert settled("auto").compile_choice == "off (auto): no C++ compiler; install g++"
 
 
 @pytest.mark.parametrize("value", ["off", "regional"])
-def test_other_values_stay(value, asked):
-    found = settled(value)
-    assert not asked and (found.plan.recipe.compile, found.compile_choice) == (value, "")
+def test_other_values_stay(value):
+    context = settled(value)
+    assert (context.plan.recipe.compile, context.compile_choice) == (value, "")

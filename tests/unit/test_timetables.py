@@ -16,8 +16,8 @@ from samecurve.planner.profiles import profile
 from samecurve.planner.stages import ENOUGH, STEADY, in_flight, stages
 from samecurve.planner.step_time import breakdown, stage_time
 from samecurve.planner.strategy_files import read
-from samecurve.planner.timetables import micro_batches_kept, order, timetable
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
+from samecurve.strategy.timetables import micro_batches_kept, order, timetable
 
 SIZES = [(ranks, count) for ranks in (1, 2, 3, 4, 8) for count in (1, 2, 3, 4, 6, 8, 12, 16, 19, 32)]
 

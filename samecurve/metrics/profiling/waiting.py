@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from samecurve.metrics.profiling.intervals import covered
-from samecurve.planner.timetables import Pass, ScheduleRun, order, timetable
+from samecurve.strategy.timetables import Pass, ScheduleRun, order, timetable
 
 MICROSECONDS = 1e-6
 
