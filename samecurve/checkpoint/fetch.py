@@ -138,7 +138,7 @@ def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
 
 def _fetch_history(store: ObjectStore, run: Path, step: int) -> None:
     """Fetch the records of the earlier session, unless those of this folder reach as far as its checkpoint."""
-    if max((line["step"] for line in read_lines(run / HISTORY[-1])), default=-1) >= step:
+    if max((line["step"] for line in read_lines(run / HISTORY[-1]).records), default=-1) >= step:
         return
     sizes = store.sizes("")
     for name in (name for name in HISTORY if name in sizes):

@@ -46,7 +46,7 @@ class FinishedRun:
 def read(folder: Path) -> FinishedRun:
     """Read a run directory. Raises ConfigurationError, which says why the run teaches nothing."""
     try:
-        facts, records = read_json(folder / "run.json"), read_lines(folder / "metrics.jsonl")
+        facts, records = read_json(folder / "run.json"), read_lines(folder / "metrics.jsonl").records
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--calibrate {folder}: not the files of a run: {error}") from None
     if not facts:

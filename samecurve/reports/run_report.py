@@ -23,7 +23,7 @@ from samecurve.reports.plot import (
     session_marks,
 )
 from samecurve.reports.run_summary import NOT_KNOWN, Run, differences, parts, relative_losses, results
-from samecurve.run.run_directory import SAMPLES
+from samecurve.run.run_directory import SAMPLES, SAMPLES_LINE
 from samecurve.run.sessions import unknown_origin
 from samecurve.run.status import refused_text
 from samecurve.storage.atomic import utc_timestamp
@@ -82,7 +82,8 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
 
 def _samples(run: Run, of: str) -> Iterator[str]:
     """Show the last texts that `generate` wrote of this run, those before training first."""
-    written = {(sample["step"], sample["prompt"]): sample["text"] for sample in read_lines(run.directory / SAMPLES)}
+    samples = read_lines(run.directory / SAMPLES, SAMPLES_LINE).records
+    written = {(sample["step"], sample["prompt"]): sample["text"] for sample in samples}
     if not written:
         return
     last = sorted(list(written.items())[-MOST_SAMPLES:], key=lambda item: item[0][0])

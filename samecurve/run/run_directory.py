@@ -29,7 +29,8 @@ from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder, next_free
-from samecurve.storage.jsonl import JsonlFile, read_lines
+from samecurve.storage.jsonl import JsonlFile, Lines, read_lines
+from samecurve.storage.records import COUNT
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
@@ -38,7 +39,9 @@ REJECTED = "rejected_model"
 FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move
 MADE_OF_MODEL = ("merged", "model-*")
+METRICS_LINE = {"step": COUNT, "*": (float, None)}
 SAMPLES = "samples.jsonl"  # texts that `samecurve generate` wrote
+SAMPLES_LINE = {"step": COUNT, "prompt": str, "text": str}
 REPORT, REPORTS = "report.html", "report*.html"  # from `samecurve report`; report_OTHER.html compares two runs
 
 
@@ -89,7 +92,8 @@ class RunDirectory:
         self._failures: dict = {}
         self._present: list[Path] = []
         self._aside: Path | None = None
-        self._metrics, self._skipped = JsonlFile(self.metrics), JsonlFile(self.path / "skipped.jsonl")
+        self._metrics = JsonlFile(self.metrics, METRICS_LINE)
+        self._skipped = JsonlFile(self.path / "skipped.jsonl")
         if is_main:
             with storage_errors(self.path):
                 if self.path.exists() and not self.path.is_dir():
@@ -113,13 +117,12 @@ class RunDirectory:
             raise
 
     def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:
-        with suppress(ValueError):  # damaged metrics do not stop the run; checkpoints are verified on their own
-            records = read_metrics(self.path)
-            # a killed start may have moved status.json to `previous/N/` already
-            folders = (self.path, *reversed(previous_folders(self.path)))
-            last = next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
-            self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
-            restarts.check_repeated_failures(self._failures, last, os.environ)
+        records = read_metrics(self.path)
+        # a killed start may have moved status.json to `previous/N/` already
+        folders = (self.path, *reversed(previous_folders(self.path)))
+        last = next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
+        self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
+        restarts.check_repeated_failures(self._failures, last, os.environ)
         self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
         self._present = self._find_present()
         if self.continues:
@@ -235,11 +238,13 @@ class RunDirectory:
             if step_of(folder) > step:
                 (target / "checkpoints").mkdir(exist_ok=True)
                 LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # checkpoints/ may link to elsewhere
-        num_later = self._metrics.truncate(step, target, record)
-        self._skipped.truncate(step, target)
+        num_later, num_damaged = self._metrics.truncate(step, target, record)
+        num_damaged += self._skipped.truncate(step, target)[1]
         self.notice = f"resuming after step {step} in {self.path}; the earlier session's files are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps after the checkpoint, which are repeated"
+        if num_damaged:
+            self.notice += f"; cut or damaged lines of metrics.jsonl and skipped.jsonl, moved there too: {num_damaged}"
 
     def _move(self, target: Path) -> None:
         if self._before:  # status.json itself already belongs to this session, unless a finished run's was kept
@@ -307,5 +312,10 @@ def previous_folders(run: Path) -> list[Path]:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read a run directory's metrics, one dict per finished step."""
-    return read_lines(path / "metrics.jsonl")
+    """Read a run directory's metrics, one dict per finished step, without damaged lines."""
+    return metrics_lines(path).records
+
+
+def metrics_lines(path: Path) -> Lines:
+    """Read a run directory's metrics.jsonl, and count its damaged lines."""
+    return read_lines(path / "metrics.jsonl", METRICS_LINE)

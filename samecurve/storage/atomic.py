@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,10 +33,15 @@ def write_json(path: Path, content: dict) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file as `write_json` does. Raises StorageError."""
+    write_bytes(path, [text.encode()])
+
+
+def write_bytes(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file of several pieces as `write_json` does. Raises StorageError."""
     temporary = path.with_name(f".{path.name}.partial")
     with storage_errors(path):
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with open(temporary, "wb") as stream:
+            stream.writelines(pieces)
             stream.flush()
             # otherwise a power cut could keep the new name without the content
             os.fsync(stream.fileno())

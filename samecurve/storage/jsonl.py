@@ -6,20 +6,26 @@ import contextlib
 import json
 import os
 import threading
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from samecurve.errors import StorageError
-from samecurve.storage.atomic import json_values, storage_errors, write_text
+from samecurve.storage.atomic import json_values, storage_errors, write_bytes
+from samecurve.storage.records import COUNT, MOST_BYTES, parse
+
+STEP = {"step": COUNT}  # the schema of a line of which nothing else is known
 
 
 class JsonlFile:
     """A JSON lines file such as metrics.jsonl, written by a single process.
 
-    The training loop appends, the checkpoint thread syncs.
+    The training loop appends, the checkpoint thread syncs. schema: of a line, see records.py.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, schema: Any = STEP):
+        self.path, self._schema = path, schema
         self._unwritten = ""
         self._lock = threading.Lock()
 
@@ -43,25 +49,35 @@ class JsonlFile:
             with storage_errors(self.path), open(self.path, "a") as stream:
                 os.fsync(stream.fileno())
 
-    def truncate(self, step: int, target: Path, record: dict | None = None) -> int:
-        """Keep the complete lines up to `step` and move all others to the folder `target`.
+    def truncate(self, step: int, target: Path, record: dict | None = None) -> tuple[int, int]:
+        """Keep the good lines up to `step` and move all others to the folder `target`.
 
         Args:
             record: the line of `step`; appended if it is the only missing one.
 
         Returns:
-            The number of lines moved.
+            The number of moved lines that are of later steps, and the number of those that are damaged.
         """
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        kept = [line for line in lines if 0 <= _step(line) <= step]
-        others = [line for line in lines if not 0 <= _step(line) <= step]
-        if record and (_step(kept[-1]) if kept else 0) == step - 1:
-            kept.append(json.dumps(json_values(record), allow_nan=False))
-        if others:
-            (target / self.path.name).write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
-        if kept != lines:
-            write_text(self.path, "".join(f"{line}\n" for line in kept))
-        return len(others)
+        moved: dict[int, bytes] = {}
+        last = num_damaged = 0
+        is_whole = True
+        for number, (line, value) in enumerate(scan(self.path, self._schema)):
+            is_whole = line.endswith(b"\n")
+            if value is not None and value["step"] <= step:
+                last = value["step"]
+            else:
+                moved[number] = line if is_whole else line + b"\n"
+                num_damaged += value is None
+        added = b""
+        if record and last == step - 1:
+            added = json.dumps(json_values(record), allow_nan=False).encode() + b"\n"
+        if moved:
+            write_bytes(target / self.path.name, moved.values())
+        if moved or added or not is_whole:
+            lines = (line for number, line in enumerate(_lines(self.path)) if number not in moved)
+            kept = (line if line.endswith(b"\n") else line + b"\n" for line in lines)
+            write_bytes(self.path, chain(kept, [added]))
+        return len(moved) - num_damaged, num_damaged
 
     def _write(self) -> None:
         """Write all pending lines or none."""
@@ -78,16 +94,38 @@ class JsonlFile:
         self._unwritten = ""
 
 
-def read_lines(path: Path) -> list[dict]:
-    """Read one dict per line. Incomplete lines, left by a killed process, are skipped."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if _step(line) >= 0]
+class Lines(NamedTuple):
+    """Content of a JSON lines file: its good lines, and the number of those that are damaged and were left out."""
+
+    records: list[dict]
+    num_damaged: int
 
 
-def _step(line: str) -> int:
-    """Return the step of a line, -1 for an incomplete one."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return -1
-    return step if isinstance(step, int) else -1
+def read_lines(path: Path, schema: Any = STEP) -> Lines:
+    """Read a whole file, see `scan`."""
+    records, num_damaged = [], 0
+    for _, value in scan(path, schema):
+        if value is None:
+            num_damaged += 1
+        else:
+            records.append(value)
+    return Lines(records, num_damaged)
+
+
+def scan(path: Path, schema: Any = STEP) -> Iterator[tuple[bytes, dict | None]]:
+    """Yield each line as it is in the file, and its value: None if it is damaged or does not fit the schema.
+
+    One line is in memory at a time. Without a file there are no lines. Raises StorageError if it cannot be read.
+    """
+    for line in _lines(path):
+        yield line, parse(line, schema)[0]
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with storage_errors(path):
+        try:
+            stream = open(path, "rb")
+        except FileNotFoundError:
+            return
+        with stream:
+            yield from iter(lambda: stream.readline(MOST_BYTES), b"")

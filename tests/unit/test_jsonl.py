@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
+import pytest
+
 from samecurve.storage.jsonl import JsonlFile, read_lines
+from samecurve.storage.records import COUNT
 
 NUM_LINES = 2000
+LINE = {"step": COUNT, "*": (float, None)}
 
 
 def test_each_line_is_there_once_whoever_writes_it(tmp_path):
@@ -22,10 +27,30 @@ def test_each_line_is_there_once_whoever_writes_it(tmp_path):
         lines.append({"step": step})
     done.set()
     saving.join()
-    assert [record["step"] for record in read_lines(lines.path)] == list(range(NUM_LINES))
+    assert [record["step"] for record in read_lines(lines.path).records] == list(range(NUM_LINES))
 
 
-def test_damaged_lines_are_left_out(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": null}\n{"loss": 2}\n[3]\n{"step": 2, "lo\n{"step": 4}\n')
-    assert read_lines(path) == [{"step": 1}, {"step": 4}]
+DAMAGED = [b'{"step": null}', b'{"loss": 2}', b"[3]", b'{"step": 2, "lo', b"", b"\0" * 99, b"[" * 100_000]
+DAMAGED += [b'{"step": 3, "loss": "text"}', b'{"step": 3, "l\xff": 1}', b'{"step": true}', b'{"step": %d}' % 2**70]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=lambda line: repr(line[:20]))
+def test_a_damaged_line_costs_itself_only(damaged, tmp_path):
+    path, target = tmp_path / "metrics.jsonl", tmp_path / "old"
+    target.mkdir()
+    lines = [b'{"step": 1, "loss": null}', damaged, b'{"step": 2, "loss": 0.5}', b'{"step": 3, "loss": 1}']
+    path.write_bytes(b"\n".join(lines))
+    assert read_lines(path, LINE) == ([json.loads(line) for line in (lines[0], *lines[2:])], 1)
+    assert JsonlFile(path, LINE).truncate(2, target, {"step": 2}) == (1, 1)
+    assert path.read_bytes() == b"%b\n%b\n" % (lines[0], lines[2])
+    assert (target / path.name).read_bytes() == b"%b\n%b\n" % (damaged, lines[3])
+    assert JsonlFile(path, LINE).truncate(3, target, {"step": 3}) == (0, 0)  # adds the line of the checkpoint
+    assert [record["step"] for record in read_lines(path).records] == [1, 2, 3]
+
+
+def test_a_last_line_without_its_newline_stays_apart(tmp_path):
+    lines = JsonlFile(tmp_path / "metrics.jsonl")
+    lines.path.write_text('{"step": 1}')
+    assert lines.truncate(1, tmp_path) == (0, 0)
+    lines.append({"step": 2})
+    assert read_lines(lines.path) == ([{"step": 1}, {"step": 2}], 0)

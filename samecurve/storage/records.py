@@ -1,0 +1,151 @@
+"""Reading of JSON files that a program wrote earlier, or that a stranger supplied: any of them may be damaged.
+
+A file has one of three outcomes: absent, damaged (with the reason), or a value that fits its schema. The caller decides
+what the outcome means; nothing here raises because of what a file contains.
+
+A schema is made of Python's own values:
+
+    str, bool, dict, list    a value of that type
+    int                      an integer of 64 bits
+    range(1, 10)             an integer of that range
+    float                    a finite number
+    None                     null
+    (int, None)              one of several
+    [str]                    a list of such values
+    {"step": int, "model?": dict, "*": float}    an object. Without a question mark, a key has to be there. "*" is the
+                                                 schema of all other keys, which may have any value without it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samecurve.errors import SamecurveError
+
+COUNT = range(2**53)  # the integers that every JSON reader keeps
+MOST_BYTES = 64 * 2**20
+MOST_LEVELS = 100  # of lists and objects inside of one another
+_NAMES = {str: "text", bool: "true or false", dict: "an object", list: "a list", int: "an integer", float: "a number"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Outcome of reading a file.
+
+    Attributes:
+        value: the content; None if the file is absent or damaged.
+        problem: why there is no value, in words; "" if there is one.
+    """
+
+    path: Path
+    value: Any = None
+    problem: str = ""
+    is_absent: bool = False
+
+    def require(self, error: type[SamecurveError], fix: str) -> Any:
+        """Return the value. Raises `error`, with file and problem and how to fix it, if there is none."""
+        if self.problem:
+            raise error(f"{self.path}: {self.problem}; {fix}")
+        return self.value
+
+
+def read_record(path: Path, schema: Any = dict, most_bytes: int = MOST_BYTES) -> Record:
+    """Read a JSON file. Errors of the file system count as damage, except for a file that does not exist."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would have no end
+            return Record(path, problem="not a file")
+        with open(path, "rb") as stream:
+            content = stream.read(most_bytes + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return Record(path, problem="no such file", is_absent=True)
+    except OSError as error:
+        return Record(path, problem=error.strerror or str(error))
+    if len(content) > most_bytes:
+        return Record(path, problem=f"larger than {most_bytes:,} bytes")
+    value, problem = parse(content, schema)
+    return Record(path, value, problem)
+
+
+def parse(content: bytes, schema: Any = dict) -> tuple[Any, str]:
+    """Parse JSON. Returns (value, "") or (None, why there is none)."""
+    if not content.strip():
+        return None, "the file is empty"
+    try:
+        value = json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return None, f"damaged: byte {error.start} is not UTF-8 text"
+    except RecursionError:
+        return None, f"damaged: more than {MOST_LEVELS} levels of brackets"
+    except ValueError as error:
+        return None, f"damaged: not JSON ({error})"
+    problem = mismatch(value, schema) or _too_deep(value)
+    return (None, problem) if problem else (value, "")
+
+
+def mismatch(value: Any, schema: Any, key: str = "") -> str:
+    """Say how a value differs from a schema; "" if it fits. key: the value's own, with dots."""
+    if isinstance(schema, tuple):
+        nested = next((kind for kind in schema if isinstance(kind, dict)), None)
+        if isinstance(value, dict) and nested is not None:
+            return mismatch(value, nested, key)
+        fits = any(not mismatch(value, kind) for kind in schema)
+    elif isinstance(schema, dict):
+        fits = isinstance(value, dict)
+        if fits:
+            return _mismatch_inside(value, schema, key)
+    elif isinstance(schema, list):
+        fits = isinstance(value, list)
+        if fits:
+            problems = (mismatch(item, schema[0], f"{key}[{index}]") for index, item in enumerate(value))
+            return next(filter(None, problems), "")
+    elif isinstance(schema, range):
+        fits = type(value) is int and value in schema
+    elif schema is int:
+        fits = type(value) is int and -(2**63) <= value < 2**63
+    elif schema is float:
+        fits = type(value) in (int, float) and abs(value) <= sys.float_info.max  # False for NaN
+    else:
+        fits = value is None if schema is None else isinstance(value, schema)
+    return "" if fits else f"{key + ': ' if key else ''}found {_shown(value)}, expected {_expected(schema)}"
+
+
+def _mismatch_inside(value: dict, schema: dict, key: str) -> str:
+    prefix = f"{key}." if key else ""
+    for name, kind in schema.items():
+        wanted = name.removesuffix("?")
+        if wanted in value:
+            if problem := mismatch(value[wanted], kind, prefix + wanted):
+                return problem
+        elif wanted == name != "*":
+            return f"{prefix}{name}: missing"
+    if "*" in schema:
+        others = (name for name in value if name not in schema and f"{name}?" not in schema)
+        return next(filter(None, (mismatch(value[name], schema["*"], prefix + name) for name in others)), "")
+    return ""
+
+
+def _expected(schema: Any) -> str:
+    if isinstance(schema, tuple):
+        return " or ".join(dict.fromkeys(map(_expected, schema)))
+    if isinstance(schema, range):
+        return f"an integer from {schema.start} to {schema.stop - 1}"
+    return "null" if schema is None else _NAMES[schema if isinstance(schema, type) else type(schema)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return _NAMES[type(value)]
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _too_deep(value: Any) -> str:
+    level, num_levels = [value], 0
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        num_levels += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return f"damaged: more than {MOST_LEVELS} levels of brackets" if num_levels > MOST_LEVELS else ""
