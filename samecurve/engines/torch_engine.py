@@ -48,7 +48,6 @@ from samecurve.optim.dtensor import local_gradient, local_numel
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.precision import PRECISIONS
-from samecurve.strategy import validate_optimizer
 from samecurve.strategy.parallel_dims import DIMENSIONS, FSDP, LOSS
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class TorchEngine:
             expert_parallel.check(self.skeleton, strategy)
         if self.cut:
             tensor_parallel.check(self.skeleton, strategy)
-        validate_optimizer.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
+        factory.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
         if part.count == 1:
             return construct(model_class, config, torch.device("meta"), self.recipe.adapter)
         return context_parallel.build(self.skeleton, self.recipe, strategy, self.mesh, self.recipe.adapter)

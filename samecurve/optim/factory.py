@@ -9,6 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 
 from samecurve.config.schema import Optimizer
+from samecurve.errors import ConfigurationError
 from samecurve.specs.optimizers import BLOCK_8BIT, OPTIMIZERS, SMALLEST_8BIT
 
 
@@ -80,3 +81,27 @@ def adamw(groups: list[dict], settings: Optimizer, precision: str, seed: int) ->
 
 def sgd(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> torch.optim.SGD:
     return torch.optim.SGD(groups, settings.learning_rate, settings.momentum)
+
+
+def check_shards(name: str, shapes: Mapping[str, Sequence[int]], num_shards: int) -> None:
+    """Check that shards do not cut an optimizer's blocks, or else the number of shards would change the loss curve.
+
+    Args:
+        name: optimizer.name.
+        shapes: full parameter shapes by name; shards are cut along the first dimension.
+        num_shards: the number of shards of each parameter.
+
+    Raises:
+        ConfigurationError: where a shard would cut a block.
+    """
+    if name != "adamw_8bit":
+        return
+    for parameter, (rows, *others) in shapes.items():
+        # FSDP2 cuts with torch.chunk, whose chunks have ceil(rows / shards) rows as long as there are any
+        size = -(-rows // num_shards) * math.prod(others)
+        if rows * math.prod(others) >= SMALLEST_8BIT and size % BLOCK_8BIT:
+            raise ConfigurationError(
+                f"optimizer.name: found adamw_8bit, which {OPTIMIZERS[name].whole}, but each of {num_shards} shards of "
+                f"{parameter} {(rows, *others)} has {size} values, not a multiple of {BLOCK_8BIT}; use another "
+                "number of processes, configs/ddp.yaml, or adamw"
+            )

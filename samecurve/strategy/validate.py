@@ -12,18 +12,12 @@ from samecurve.config.documents import Document, KeyPath, describe, suggest
 from samecurve.config.rules_profile import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
-from samecurve.specs.tasks import TASKS
-from samecurve.strategy import (
-    validate_context_parallel,
-    validate_deepspeed,
-    validate_expert_parallel,
-    validate_optimizer,
-    validate_schedule,
-    validate_tensor_parallel,
-)
+from samecurve.specs.data_names import WIDTH_MULTIPLE
+from samecurve.strategy import capabilities, validate_deepspeed
 from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
-from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.pipeline_schedules import micro_batch_rule
+from samecurve.strategy.validate_parallelism import check_parallelism
 from samecurve.strategy.world_size import world_problems
 
 if TYPE_CHECKING:
@@ -32,9 +26,7 @@ if TYPE_CHECKING:
 
 Finding = tuple[str, str]
 Value = Callable[[str], Any]
-# Strategies that take 4-bit weights: they keep whole weights on every device, in the model's dtype.
-_QUANTIZED = ("single", "ddp")
-_NO_LOGITS = ("chunked", "liger")  # loss.implementation
+_SEQUENCE = "parallelism_config_tp_sequence_parallel"
 AUTO_COMPILE_STEPS = 1000  # from which on `compile: auto` compiles (assumed: fewer seldom repay a minute of compiling)
 
 
@@ -54,8 +46,11 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
         _walk(files.deepspeed, DEEPSPEED, source)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
     _names(files, strategy)
-    parallel = (validate_tensor_parallel, validate_context_parallel, validate_expert_parallel, validate_schedule)
-    for rule in (*_RULES, *validate_optimizer.RULES, *(rule for each in parallel for rule in each.RULES)):
+    for key in capabilities.KEYS:
+        with contextlib.suppress(InvalidValue):
+            for text in capabilities.problems(source.value, strategy, key):
+                source.document.problem(tuple(key.split(".")), text)
+    for rule in (_sequence, _micro_batches):
         with contextlib.suppress(InvalidValue):
             for key, text in rule(source.value, strategy):
                 source.document.problem(tuple(key.split(".")), text)
@@ -63,49 +58,6 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
     source.document.problems += wrong_world
     if not wrong_world:  # else these are not the ranks that were meant
         check_ranks(source, strategy.world_size)
-
-
-def _sorted_rows(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    if strategy.family == "pipeline" and value("data.group_by_length"):
-        text = "found true, but pipeline stages exchange tensors of one fixed shape; set it to false"
-        yield "data.group_by_length", text
-
-
-def _task(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    task = value("task")
-    if strategy.family == "pipeline" and not TASKS[task].pipelined:
-        why = "cannot run a teacher model" if TASKS[task].has_teacher else "supports causal language models only"
-        text = f"found {task}, but a pipeline {why}; use another strategy"
-        yield "task", f"{text}, for example configs/fsdp.yaml"
-
-
-def _loss(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    loss = value("loss.implementation")
-    if strategy.family == "pipeline" and loss in _NO_LOGITS:
-        text = f"found {loss}, but DeepSpeed's pipeline passes complete logits to the loss; use auto or full"
-        yield "loss.implementation", text
-
-
-def _quantization(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    if strategy.family not in _QUANTIZED and value("adapter.quantization") is not None:
-        text = "found 4bit, but 4-bit weights must stay whole on every device and this strategy shards or casts them"
-        yield "adapter.quantization", f"{text}; use configs/ddp.yaml, or null"
-
-
-def _compile(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    kind = value("compile") or "off"
-    if kind in ("off", "auto"):  # auto is off where it could only be refused
-        return
-    text = ""
-    if strategy.zero_stage == 3:
-        text = "ZeRO-3 gathers weights inside every layer, which causes constant recompilation; use off, or "
-        text += "configs/fsdp.yaml, which gathers them around each layer"
-    elif strategy.family == "pipeline" and kind == "full":
-        text = "no process of a pipeline holds the whole model; use regional"
-    elif strategy.family == "fsdp" and kind == "full":
-        text = "FSDP gathers weights around every layer, which splits the compiled graph there anyway; use regional"
-    if text:
-        yield "compile", f"found {kind}, but {text}"
 
 
 def choose_compile(strategy: Strategy, steps_left: int) -> tuple[str, str]:
@@ -117,30 +69,42 @@ def choose_compile(strategy: Strategy, steps_left: int) -> tuple[str, str]:
     Returns:
         The value of `compile`, and the reason.
     """
-    schedule = SCHEDULES.get(strategy.pipeline_schedule)
-    # `auto` must not become what the rules of the strategies refuse
-    if strategy.zero_stage == 3 or strategy.dims.ep > 1 or (schedule and not schedule.takes_compiled_layers):
+    if any(capabilities.problems({"compile": "regional"}.__getitem__, strategy, "compile")):
         return "off", f"{strategy.name} cannot be compiled"
     kind, compared = ("off", "fewer than") if steps_left < AUTO_COMPILE_STEPS else ("regional", "at least")
     return kind, f"{steps_left:,} steps are left, {compared} {AUTO_COMPILE_STEPS:,}"
 
 
-def _fp8(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    kind = value("fp8") or "off"
-    if kind != "off" and strategy.zero_stage == 3:
-        text = "ZeRO-3 gathers each layer's weights only briefly, while torchao's layers keep them until the backward "
-        text += "pass; use off, or configs/fsdp.yaml, which frees them itself"
-        yield "fp8", f"found {kind}, but {text}"
+def _sequence(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    size, ranks = value("batch.sequence_length"), strategy.tensor_parallel_size
+    where = f"{ranks} ranks ({strategy.path}: {_SEQUENCE})"
+    if strategy.tp_sequence_parallel and size % ranks:
+        fix = f"use a multiple of {ranks}, or set {_SEQUENCE} to false"
+        yield "batch.sequence_length", f"found {size}, which cannot be divided over {where}; {fix}"
+    # shorter rows are all padded to sequence_length, which is checked above
+    grouped = value("data.group_by_length") and size > WIDTH_MULTIPLE
+    if strategy.tp_sequence_parallel and grouped and WIDTH_MULTIPLE % ranks:
+        text = f"found true, so rows are padded to multiples of {WIDTH_MULTIPLE} tokens, which cannot be divided over"
+        yield "data.group_by_length", f"{text} {where}; set it or {_SEQUENCE} to false"
 
 
-def _gradient_sync(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    if strategy.zero_stage >= 2 and value("memory.gradient_sync") == "last_micro_batch":
-        text = f"found last_micro_batch, but ZeRO-{strategy.zero_stage} reduces gradients as they are made; use auto"
-        yield "memory.gradient_sync", text
-
-
-# One rule, one function: a wrong key then hides what is wrong with its own rules alone.
-_RULES = (_sorted_rows, _task, _loss, _quantization, _compile, _fp8, _gradient_sync)
+def _micro_batches(value: Value, strategy: Strategy) -> Iterator[Finding]:
+    if not strategy.pipeline_schedule:
+        return
+    rows, given = value("batch.global_batch_size"), value("batch.micro_batch_size")
+    size = 1 if given == "auto" else given
+    if not all(isinstance(number, int) and number > 0 for number in (rows, size)):
+        return  # reported by the recipe's own rules
+    name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
+    rows = -(-rows // strategy.data_parallel_size)  # of the fullest pipeline; all take as many micro-batches
+    if takes := micro_batch_rule(name, -(-rows // size), ranks):
+        fitting = [number for number in range(1, rows + 1) if not micro_batch_rule(name, -(-rows // number), ranks)]
+        if given == "auto" and fitting:
+            return  # a rehearsal tries these
+        nearest = sorted(sorted(fitting, key=lambda number: abs(number - size))[:4])
+        fix = f"use {' or '.join(map(str, nearest))}" if fitting else "raise batch.global_batch_size"
+        text = f"found {given}, which makes {-(-rows // size)} micro-batches of {rows} rows"
+        yield "batch.micro_batch_size", f"{text}, but {name} on {ranks} ranks takes {takes}; {fix}"
 
 
 def _walk(document: Document, table: Table, source: RecipeSource, path: KeyPath = ()) -> None:
@@ -220,10 +184,7 @@ def _accelerate(document: Document) -> None:
             place = document.place(("distributed_type",))
             text = f"only {' and '.join(needed)} use this block, but distributed_type is {kind} ({place})"
             document.problem((block,), f"{text}; remove the block, or change distributed_type")
-    validate_tensor_parallel.check_accelerate(document)
-    validate_context_parallel.check_accelerate(document)
-    validate_expert_parallel.check_accelerate(document)
-    validate_schedule.check_accelerate(document)
+    check_parallelism(document)
     if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
         policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
         if policy != "TRANSFORMER_BASED_WRAP":

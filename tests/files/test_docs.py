@@ -15,6 +15,7 @@ from pages import PAGES, ROOT, anchors, prose, text
 from samecurve.config import reference
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
+from samecurve.strategy.capability_page import render_page
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MKDOCS = os.environ.get("SAMECURVE_MKDOCS", "")
@@ -78,6 +79,11 @@ def test_recipe_keys_are_keys(name):
 def test_the_recipe_reference_is_current():
     fix = "python -m samecurve.config.reference > docs/recipe_reference.md"
     assert text("docs/recipe_reference.md") == reference.render_reference(), f"the schema has changed: {fix}"
+
+
+def test_the_capabilities_are_current():
+    fix = "python -m samecurve.strategy.capability_page > docs/capabilities.md"
+    assert text("docs/capabilities.md") == render_page(), f"the table has changed: {fix}"
 
 
 class Grown(Section):

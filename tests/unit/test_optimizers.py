@@ -15,11 +15,10 @@ from samecurve.config.schema import Optimizer
 from samecurve.errors import ConfigurationError
 from samecurve.optim import adamw_bf16
 from samecurve.optim.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
-from samecurve.optim.factory import build_optimizer, num_bytes_per_parameter
+from samecurve.optim.factory import build_optimizer, check_shards, num_bytes_per_parameter
 from samecurve.optim.muon import orthogonalize
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.optimizers import OPTIMIZERS, SMALLEST_8BIT, OptimizerName
-from samecurve.strategy.validate_optimizer import check_shards
 
 RATES = [0.01, 0.02, 0.005, 0.01, 0.01, 0.003]
 DECAY = 0.1

@@ -1,11 +1,10 @@
-"""Context parallelism without processes: what a recipe may ask of it, the tokens of a rank, and the masks."""
+"""Context parallelism without processes: the tokens of a rank, and the masks."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -14,47 +13,6 @@ from samecurve.engines.context_parallel import SequencePart
 from samecurve.losses.cross_entropy import count_trained
 from samecurve.models.attention import varlen
 from samecurve.models.attention.context import GatheredKeys, Ring, Ulysses
-from samecurve.specs.tasks import TASKS
-from samecurve.strategy.parallel_dims import ParallelDims
-from samecurve.strategy.validate_context_parallel import RULES
-
-GOOD = {
-    "task": "pretrain",
-    "precision": "fp32",
-    "adapter.name": None,
-    "fp8": "off",
-    "model.kernels": "torch",
-    "model.attention": "auto",
-    "loss.implementation": "auto",
-    "compile": "off",
-    "memory.activation_checkpointing": "none",
-}
-
-
-def findings(changes: dict[str, Any], kind: str = "ulysses", size: int = 2) -> list[tuple[str, str]]:
-    strategy: Any = SimpleNamespace(dims=ParallelDims(cp=size), context_parallel=kind)
-    return [finding for rule in RULES for finding in rule((GOOD | changes).__getitem__, strategy)]
-
-
-@pytest.mark.parametrize("task", sorted(TASKS))
-def test_tasks(task):
-    refused = [key for key, _ in findings({"task": task})]
-    assert refused == (["task"] if task == "mlm" else [])  # whose models are not causal
-
-
-def test_attention_that_can_be_exchanged():
-    assert not findings({"model.attention": "varlen"})
-    ((key, text),) = findings({"model.attention": "varlen"}, "allgather")
-    assert key == "model.attention" and "whole rows" in text and "fsdp_ulysses.yaml" in text
-    assert not findings({}, "ring")
-    ((key, text),) = findings({"model.attention": "sdpa"}, "ring")
-    assert key == "model.attention" and "cp_comm_strategy: alltoall" in text and "use auto" in text
-    ((key, text),) = findings({"model.attention": "flex_attention"})
-    assert key == "model.attention" and "exchange" in text and "use auto, sdpa or varlen" in text
-
-
-def test_other_strategies_are_free():
-    assert not findings({"precision": "fp16", "task": "dpo", "compile": "full"}, size=1)
 
 
 def row() -> MicroBatch:

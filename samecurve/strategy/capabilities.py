@@ -1,0 +1,372 @@
+"""What a recipe may ask of each way of distributing a run: a table of recipe keys by modes.
+
+A new way is a `Mode` and its cells; then `python -m samecurve.strategy.capability_page > docs/capabilities.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from samecurve.config.documents import describe, joined
+from samecurve.specs.environment import dated
+from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.specs.tasks import TASKS, TaskSpec
+from samecurve.strategy.pipeline_schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from samecurve.strategy.plan import Strategy
+
+_DEEPSPEED = ("zero", "pipeline")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of distributing a run.
+
+    Attributes:
+        applies: whether a strategy distributes a run in this way, too; several modes may apply to one.
+        instead: what a message suggests to who needs a value that is refused.
+        within: the mode of which this one is a part; its cells hold, too.
+    """
+
+    name: str
+    applies: Callable[[Strategy], bool]
+    instead: str = "configs/fsdp.yaml"
+    within: Mode | None = None
+
+    @property
+    def untested(self) -> str:
+        return f"has not been compared with one process under {self.name}"
+
+
+TENSOR = Mode("tensor parallelism", lambda strategy: strategy.dims.tp > 1)
+CONTEXT = Mode("context parallelism", lambda strategy: strategy.dims.cp > 1)
+GATHERED = Mode("context parallelism by all-gather", lambda s: s.context_parallel == "allgather", within=CONTEXT)
+RING = Mode("context parallelism by a ring", lambda strategy: strategy.context_parallel == "ring", within=CONTEXT)
+EXPERT = Mode("expert parallelism", lambda strategy: strategy.dims.ep > 1)
+SCHEDULED = Mode("a pipeline schedule", lambda strategy: bool(strategy.pipeline_schedule), "another strategy")
+ZERO_BUBBLE = Mode(
+    "a zero-bubble schedule", lambda s: SCHEDULED.applies(s) and SCHEDULES[s.pipeline_schedule].folded, within=SCHEDULED
+)
+WHOLE_BACKWARD = Mode(
+    "any other pipeline schedule", lambda s: SCHEDULED.applies(s) and not ZERO_BUBBLE.applies(s), within=SCHEDULED
+)
+CUT_STAGES = Mode("tensor-parallel stages", lambda s: SCHEDULED.applies(s) and s.dims.tp > 1, within=SCHEDULED)
+DEEPSPEED_PIPELINE = Mode("DeepSpeed's pipeline", lambda strategy: strategy.family == "pipeline")
+ZERO_3 = Mode("ZeRO-3", lambda strategy: strategy.zero_stage == 3)
+ZERO_2 = Mode("ZeRO-2", lambda strategy: strategy.zero_stage == 2)
+FSDP = Mode("FSDP", lambda strategy: strategy.family == "fsdp")
+# 4-bit weights stay whole on every device, in the model's dtype
+NOT_WHOLE = Mode("every strategy but single and ddp", lambda strategy: strategy.family not in ("single", "ddp"))
+DEEPSPEED = Mode(
+    "DeepSpeed without offload", lambda strategy: strategy.family in _DEEPSPEED and not strategy.offloads_optimizer
+)
+DEEPSPEED_OFFLOAD = Mode(
+    "DeepSpeed with offload", lambda strategy: strategy.family in _DEEPSPEED and strategy.offloads_optimizer
+)
+FSDP_OFFLOAD = Mode("FSDP with offload", lambda strategy: FSDP.applies(strategy) and strategy.offloads_optimizer)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What modes take of a recipe key. Values that it does not name are allowed, unless `allowed` names the only ones.
+
+    Attributes:
+        modes: each mode's reason why it takes no others, after "found VALUE, but".
+        allowed: the only values that the modes take; empty where they take all but `refused`.
+        fix: what to do; "" for "use ALLOWED, or MODE.instead".
+        tasks: the tasks for which the cell holds; empty for all.
+    """
+
+    key: str
+    modes: dict[Mode, str]
+    allowed: tuple[Any, ...] = ()
+    refused: tuple[Any, ...] = ()
+    fix: str = ""
+    tasks: tuple[str, ...] = ()
+
+    def refuses(self, value: Any) -> bool:
+        return value not in self.allowed if self.allowed else value in self.refused
+
+
+def problems(value: Callable[[str], Any], strategy: Strategy, key: str) -> Iterator[str]:
+    """Say why a strategy does not take the recipe's value of a key, once for each mode that refuses it.
+
+    Args:
+        value: returns the value of a key of the recipe.
+        key: one of `KEYS`.
+
+    Raises:
+        InvalidValue: the recipe has no valid value of the key.
+    """
+    found = value(key)
+    if found in (None, False) and key in ("fp8", "compile"):
+        found = "off"  # YAML reads a bare off as false
+    for cell in CELLS:
+        if cell.key != key or not cell.refuses(found) or (cell.tasks and value("task") not in cell.tasks):
+            continue
+        for mode, why in cell.modes.items():
+            if mode.applies(strategy):
+                fix = cell.fix or f"use {joined(map(_as_typed, cell.allowed))}, or {mode.instead}"
+                yield f"found {_as_typed(found)}, but {why}; {fix}"
+
+
+def _as_typed(value: Any) -> str:
+    return value if isinstance(value, str) else describe(value)
+
+
+def _tasks(takes: Callable[[TaskSpec], Any]) -> tuple[str, ...]:
+    return tuple(name for name, spec in TASKS.items() if takes(spec))
+
+
+def _untested(what: str, *modes: Mode) -> dict[Mode, str]:
+    return {mode: f"{what} {mode.untested}" for mode in modes}
+
+
+def _of_whole_matrices() -> Iterator[Cell]:
+    for name, whole in ((name, spec.whole) for name, spec in OPTIMIZERS.items() if spec.whole):
+        tensor, expert = f"it {whole}, of which a rank has only some columns", f"it {whole}, and {EXPERT.untested}"
+        yield Cell("optimizer.name", {TENSOR: tensor, EXPERT: expert}, refused=(name,), fix=_USUAL)
+        why = f"it {whole}, and DeepSpeed passes parts of many weights to the optimizer as one flat tensor"
+        fix = "use configs/fsdp.yaml or configs/ddp.yaml, or adamw, lion or sgd"
+        yield Cell("optimizer.name", {DEEPSPEED: why}, refused=(name,), fix=fix)
+        why = f"it {whole}, which ranks would have to exchange from host memory"
+        why = "its kernels are untested on shards in host memory" if name == "adamw_8bit" else why
+        yield Cell("optimizer.name", {FSDP_OFFLOAD: why}, refused=(name,), fix="use configs/fsdp.yaml, or adamw")
+
+
+_USUAL = "use adamw, lion or sgd, or configs/fsdp.yaml"
+_ANOTHER = "use another strategy, for example configs/fsdp.yaml"
+_ONE_STAGE = "set parallelism_config_tp_size to 1, or use another strategy"
+_IN_CHUNKS = "tensor-parallel stages compute the loss in chunks of tokens, and its loss needs"
+
+CELLS = (
+    # task
+    Cell(
+        "task",
+        {TENSOR: f"no encoder family has a tensor-parallel plan in {dated('transformers')}"},
+        _tasks(lambda spec: not spec.fills_masks),
+    ),
+    *(
+        Cell("task", {CONTEXT: spec.undivided}, refused=(name,), fix="use configs/fsdp.yaml")
+        for name, spec in TASKS.items()
+        if spec.undivided
+    ),
+    Cell(
+        "task",
+        {SCHEDULED: "only decoders can be split into stages, and its model is an encoder"},
+        _tasks(lambda spec: spec.scheduled),
+    ),
+    Cell(
+        "task",
+        {CUT_STAGES: f"{_IN_CHUNKS} the teacher's whole logits"},
+        refused=_tasks(lambda spec: spec.scheduled and spec.has_teacher),
+        fix=_ONE_STAGE,
+    ),
+    Cell(
+        "task",
+        {CUT_STAGES: f"{_IN_CHUNKS} whole rows"},
+        refused=_tasks(lambda spec: spec.scheduled and not spec.has_teacher and not spec.takes_chunks),
+        fix=_ONE_STAGE,
+    ),
+    Cell(
+        "task",
+        {DEEPSPEED_PIPELINE: "a pipeline cannot run a teacher model"},
+        refused=_tasks(lambda spec: not spec.pipelined and spec.has_teacher),
+        fix=_ANOTHER,
+    ),
+    Cell(
+        "task",
+        {DEEPSPEED_PIPELINE: "a pipeline supports causal language models only"},
+        refused=_tasks(lambda spec: not spec.pipelined and not spec.has_teacher),
+        fix=_ANOTHER,
+    ),
+    # numbers
+    Cell(
+        "precision",
+        {
+            **_untested("fp16's loss scale", TENSOR, CONTEXT, SCHEDULED),
+            EXPERT: f"in fp16, FSDP2 of {dated('torch')} divides the gradients of unsharded experts once too often",
+        },
+        ("fp32", "bf16"),
+    ),
+    Cell(
+        "fp8",
+        {
+            TENSOR: "torchao replaces the linear layers that tensor parallelism splits",
+            **_untested("fp8", CONTEXT),
+            EXPERT: "torchao replaces linear layers only, and experts are none",
+            **_untested("a layer of torchao", SCHEDULED),
+        },
+        ("off",),
+    ),
+    Cell(
+        "fp8",
+        {
+            ZERO_3: "ZeRO-3 gathers each layer's weights only briefly, while torchao's layers keep them until the "
+            "backward pass"
+        },
+        ("off",),
+        fix="use off, or configs/fsdp.yaml, which frees them itself",
+    ),
+    # adapters
+    Cell("adapter.dora", {TENSOR: "DoRA's norms need whole rows of weights that are split across ranks"}, (False,)),
+    Cell(
+        "adapter.quantization",
+        {NOT_WHOLE: "4-bit weights must stay whole on every device and this strategy shards or casts them"},
+        refused=("4bit",),
+        fix="use configs/ddp.yaml, or null",
+    ),
+    # optimizers
+    Cell(
+        "optimizer.name",
+        {DEEPSPEED_OFFLOAD: "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever is configured"},
+        ("adamw",),
+        fix="use adamw, or a strategy without offload, for example configs/zero3.yaml",
+    ),
+    *_of_whole_matrices(),
+    Cell("optimizer.name", _untested("it", TENSOR, EXPERT), refused=("adamw_bf16",), fix=_USUAL),
+    Cell(
+        "optimizer.name",
+        {DEEPSPEED: "DeepSpeed makes fp32 copies of bf16 weights and passes those to the optimizer"},
+        refused=("adamw_bf16",),
+        fix="use configs/fsdp.yaml or configs/ddp.yaml, or adamw",
+    ),
+    Cell("optimizer.name", _untested("it", SCHEDULED), ("adamw", "lion", "sgd")),
+    Cell(
+        "optimizer.implementation",
+        {DEEPSPEED_OFFLOAD: "DeepSpeed updates an offloaded optimizer with its own CPU Adam"},
+        ("fused",),
+        fix="remove it",
+    ),
+    # the model and its loss
+    Cell(
+        "model.kernels",
+        {TENSOR: "Liger's kernels read whole weights", **_untested("a Liger kernel", CONTEXT, EXPERT, SCHEDULED)},
+        ("torch",),
+    ),
+    Cell(
+        "model.attention",
+        {CONTEXT: "the ranks that share a row cannot exchange its inputs"},
+        ("auto", "sdpa", "varlen"),
+    ),
+    Cell(
+        "model.attention",
+        {GATHERED: "it needs the queries of whole rows and a rank has only some of them"},
+        refused=("varlen",),
+        fix="use auto or sdpa, or configs/fsdp_ulysses.yaml",
+    ),
+    Cell(
+        "model.attention",
+        {
+            RING: "parallelism_config_cp_comm_strategy: alltoall has its own attention, which merges the blocks of a "
+            "ring"
+        },
+        refused=("sdpa", "varlen"),
+        fix="use auto, or remove that key from the strategy",
+    ),
+    Cell(
+        "loss.implementation",
+        {TENSOR: "Liger's kernel reads the whole output head", **_untested("Liger's kernel", CONTEXT, EXPERT)},
+        ("auto", "full", "chunked"),
+    ),
+    Cell("loss.implementation", _untested("Liger's kernel", SCHEDULED), ("auto", "chunked", "full")),
+    Cell(
+        "loss.implementation",
+        {CUT_STAGES: "no rank of the last stage has whole logits"},
+        refused=("full",),
+        fix="use auto or chunked, or another strategy",
+    ),
+    Cell(
+        "loss.implementation",
+        {SCHEDULED: "the last stage needs the teacher's whole logits"},
+        refused=("chunked",),
+        fix="use auto or full, or another strategy",
+        tasks=_tasks(lambda spec: spec.has_teacher),
+    ),
+    Cell(
+        "loss.implementation",
+        {DEEPSPEED_PIPELINE: "DeepSpeed's pipeline passes complete logits to the loss"},
+        refused=("chunked", "liger"),
+        fix="use auto or full",
+    ),
+    # speed and memory
+    Cell("compile", _untested("a whole compiled model", TENSOR, CONTEXT), ("off", "auto", "regional")),
+    Cell(
+        "compile",
+        {
+            EXPERT: f"all_to_all_single of {dated('torch')} takes the tokens of each rank as numbers of the host, "
+            "which it reads in each layer"
+        },
+        ("off", "auto"),
+    ),
+    Cell(
+        "compile",
+        {
+            ZERO_BUBBLE: f"{dated('torch')} computes wrong gradients of compiled layers whose backward pass is cut "
+            "(zero bubble)"
+        },
+        ("off", "auto"),
+        fix="use off, or configs/pipeline.yaml",
+    ),
+    Cell("compile", {WHOLE_BACKWARD: "no process has the whole model"}, refused=("full",), fix="use off or regional"),
+    Cell(
+        "compile",
+        {DEEPSPEED_PIPELINE: "no process of a pipeline holds the whole model"},
+        refused=("full",),
+        fix="use regional",
+    ),
+    Cell(
+        "compile",
+        {FSDP: "FSDP gathers weights around every layer, which splits the compiled graph there anyway"},
+        refused=("full",),
+        fix="use regional",
+    ),
+    Cell(
+        "compile",
+        {ZERO_3: "ZeRO-3 gathers weights inside every layer, which causes constant recompilation"},
+        ("off", "auto"),
+        fix="use off, or configs/fsdp.yaml, which gathers them around each layer",
+    ),
+    Cell(
+        "memory.activation_checkpointing",
+        _untested("this kind of recomputation", CONTEXT, EXPERT),
+        ("none", "full", "selective"),
+    ),
+    Cell(
+        "memory.activation_checkpointing",
+        _untested("this kind of recomputation", SCHEDULED),
+        ("none", "full", "selective", "every_n_layers"),
+    ),
+    Cell(
+        "memory.activation_checkpointing",
+        {
+            ZERO_BUBBLE: f"{dated('torch')} cannot cut the backward pass of a layer that is recomputed in part "
+            "(zero bubble)"
+        },
+        refused=("selective",),
+        fix="use full or none, or configs/pipeline.yaml",
+    ),
+    Cell("memory.gradient_sync", _untested("the key", TENSOR, EXPERT, SCHEDULED), ("auto",)),
+    Cell(
+        "memory.gradient_sync",
+        {ZERO_2: "ZeRO-2 reduces gradients as they are made", ZERO_3: "ZeRO-3 reduces gradients as they are made"},
+        refused=("last_micro_batch",),
+        fix="use auto",
+    ),
+    # the data and the checks of a run
+    Cell(
+        "data.group_by_length",
+        {DEEPSPEED_PIPELINE: "pipeline stages exchange tensors of one fixed shape"},
+        (False,),
+        fix="set it to false",
+    ),
+    Cell(
+        "numerics.compare_replicas_every_steps",
+        {SCHEDULED: "replicas of a stage cannot be compared under a pipeline schedule yet"},
+        (0,),
+    ),
+)
+KEYS = tuple(dict.fromkeys(cell.key for cell in CELLS))
