@@ -44,14 +44,6 @@ class PipelineSchedule:
         """
         return not (self.folded and kind == "selective")
 
-    @property
-    def takes_compiled_layers(self) -> bool:
-        """Whether the schedule supports `compile: regional`.
-
-        torch 2.13 computes wrong gradients of compiled layers whose backward pass is cut in two (zero bubble).
-        """
-        return not self.folded
-
 
 SCHEDULES = {
     "GPipe": PipelineSchedule(),
