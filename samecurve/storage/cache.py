@@ -15,7 +15,7 @@ from typing import IO, TypeVar
 
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage.file_lock import lock_folder
-from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder
 from samecurve.storage.verified_files import DamagedEntryError, Entry, NewEntry
 
 _BUILDING = ".building-"  # begins the names of folders that are being built, or were when their builder was killed
@@ -91,7 +91,7 @@ def _print(line: str) -> None:
 
 
 def _build_and_rename(target: Path, build: Callable[[NewEntry], None]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_durable_folder(target.parent)
     work, lock = _locked_folder(target)
     try:
         _sweep(work)
@@ -100,19 +100,24 @@ def _build_and_rename(target: Path, build: Callable[[NewEntry], None]) -> None:
         entry = NewEntry(new)
         build(entry)
         entry.finish()
-        try:
-            new.rename(target)
-        except OSError:
-            if not target.exists():
-                raise
-            # on a shared file system, another machine may have finished first, with the same content
-            if not is_whole(target):
-                target.rename(work / "damaged")
-                new.rename(target)
+        while not _renamed(new, target) and not is_whole(target):
+            with suppress(FileNotFoundError):  # another machine has moved it
+                target.rename(work / f"damaged-{uuid.uuid4().hex}")
         LocalFileSystem().sync_folder(target.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
         lock.close()
+
+
+def _renamed(new: Path, target: Path) -> bool:
+    """Whether the new entry is in place; False if there is one, which may be damaged, or whole from another machine."""
+    try:
+        new.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+        return False
+    return True
 
 
 def is_whole(target: Path) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import xxhash
 
 from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.records import read_record
 
 BLOCK_BYTES = 1 << 20
 MANIFEST = "files.json"
@@ -111,10 +112,10 @@ class Entry:
         self.folder = folder
         if not os.path.exists(folder):  # False also for what cannot be looked at
             raise FileNotFoundError(folder)
-        try:
-            self._files = _parsed((folder / MANIFEST).read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise DamagedEntryError(f"{MANIFEST} cannot be read ({str(error) or type(error).__name__})") from error
+        record = read_record(folder / MANIFEST, {"files": dict, "xxh3_128": str})
+        if record.problem or record.value["xxh3_128"] != _hash_of(record.value["files"]):
+            raise DamagedEntryError(f"{MANIFEST} cannot be used ({record.problem or 'its own hash differs'})")
+        self._files = {name: FileHashes(**hashes) for name, hashes in record.value["files"].items()}
 
     def path(self, name: str) -> Path:
         """Return the path of a file, after all of it was verified."""
@@ -154,14 +155,6 @@ class Entry:
         """Let the next start build the entry again."""
         with suppress(OSError):
             (self.folder / MANIFEST).unlink()
-
-
-def _parsed(manifest: bytes) -> dict[str, FileHashes]:
-    """Parse a manifest. Raises ValueError or RecursionError."""
-    match json.loads(manifest):
-        case {"files": dict(files), "xxh3_128": str(known)} if known == _hash_of(files):
-            return {name: FileHashes(**hashes) for name, hashes in files.items()}
-    raise ValueError("its content is not what was written")
 
 
 def _hash_of(files: dict) -> str:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from file_damage import DAMAGES
 from test_preferences import stream
 
 from samecurve.data.batches import EvaluationBatches
@@ -88,19 +89,18 @@ def test_what_is_not_finite_is_told_and_not_kept(tmp_path):
     assert not list(tmp_path.glob("references/*"))
 
 
-@pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_damaged_file_is_computed_again(damage, tmp_path, capsys):
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["log_probabilities.npy", "files.json"])
+def test_a_damaged_file_is_computed_again(name, damage, tmp_path, capsys):
     rows = AnswerRows(stream(*PAIRS), 8, 0)
     expected = give(rows, Ranks(rows, 1), tmp_path).tolist()
-    (file,) = tmp_path.glob("references/*/*.npy")
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-4])
-    else:
-        np.save(file, np.zeros((11, 2), dtype=np.float32))
+    (file,) = tmp_path.glob(f"references/*/{name}")
+    assert DAMAGES[damage](file)
+    rows = AnswerRows(stream(*PAIRS), 8, 0)  # the others map the damaged file
     engine = Ranks(rows, 1)
     assert give(rows, engine, tmp_path).tolist() == expected
     assert engine.calls == 1
-    assert f"{file.parent}: log_probabilities.npy " in capsys.readouterr().out
+    assert f"{file.parent}: {name} " in capsys.readouterr().out
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path):

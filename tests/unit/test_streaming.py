@@ -12,6 +12,7 @@ from collections import Counter
 import fsspec
 import numpy as np
 import pytest
+from file_damage import DAMAGES
 from test_sources import POINTER, zstd
 
 from samecurve.config import loader
@@ -324,6 +325,14 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
         assert read(steps) == whole[stop:]
         assert min(made) == anchor["block"] > 1
     assert read(batches(registry.load_task(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
+
+
+def test_a_damaged_block_is_tokenised_again(recipe_file, folder):
+    found = loader.load_recipe(recipe_file)
+    expected = registry.load_task(found).train.make_block(0).stream.tokens.tolist()
+    (file,) = (folder / "cache" / "streams").glob("*/00000000_*/train.bin")
+    assert DAMAGES["zeros"](file)
+    assert registry.load_task(found).train.make_block(0).stream.tokens.tolist() == expected
 
 
 def test_disk_and_memory_hold_some_blocks_only(recipe_file, folder, monkeypatch, request):

@@ -64,6 +64,14 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
     assert set(arrays.inputs) == {"input_ids", "attention_mask"}
 
 
+@pytest.mark.parametrize("content", ["", '["no", "y', '["yes", "no"]', "[" * 100_000])
+def test_damaged_class_names_are_read_again(tmp_path, content):
+    registry.load_task(made(tmp_path))
+    (file,) = (tmp_path / "cache" / "classes").glob("*/names.json")
+    file.write_text(content)
+    assert registry.load_task(made(tmp_path)).names == ("no", "yes")
+
+
 def test_classes_of_a_csv(tmp_path):
     def classes(*labels: str, **data) -> tuple[tuple[str, ...], list[int]]:
         (tmp_path / "rows.csv").write_text(
