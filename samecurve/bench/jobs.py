@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from samecurve.config import loader as recipes
+from samecurve.config.inheritance import UNITS
 from samecurve.config.key_hints import near_file
 from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
@@ -89,7 +90,7 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
 
     Args:
         recipe: the recipe's path.
-        given: the user's overrides. They have precedence over everything but `steps`.
+        given: the user's overrides. They have precedence over everything but `steps`; epochs are dropped.
         defaults: values for keys that the user did not set.
 
     Raises:
@@ -106,6 +107,8 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
         "export.verify": "off",  # these models are thrown away
         "profile.steps": None,  # these steps may be after the last one
     }
+    epochs = tuple(f"{'.'.join(key)}=" for _, key in UNITS)
+    given = [argument for argument in given if not argument.startswith(epochs)]
     keys = {argument.partition("=")[0] for argument in given}
     added = [f"{key}={'null' if value is None else value}" for key, value in short.items() if key not in keys]
     settings = latest_overrides([*given, *added, f"steps={steps}"])

@@ -51,7 +51,7 @@ def refusals(saved: dict, now: dict) -> list[str]:
 
 def without_effect(saved: dict, now: dict) -> list[str]:
     """List the changed recipe keys that have no effect on a run without a step left. Arguments as in `refusals`."""
-    used = ("steps", "batch.micro_batch_size", *SILENT)
+    used = ("steps", "epochs", "batch.micro_batch_size", *SILENT)
     known = ((key, text) for key, text in _differences(saved["recipe"], now["recipe"]) if UNKNOWN not in text)
     return [text.replace(":", "", 1) for key, text in known if key not in used and not key.startswith("export.")]
 

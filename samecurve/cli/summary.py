@@ -18,7 +18,8 @@ from samecurve.storage.atomic import read_json
 from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again
 
 LABEL_WIDTH = 14
-LENGTH = ("output_dir", "steps", "schedule", "evaluate.every_steps")  # keys for which `compare` has its own values
+# keys for which `compare` has its own values
+LENGTH = ("output_dir", "steps", "epochs", "schedule", "evaluate.every_steps", "evaluate.every_epochs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

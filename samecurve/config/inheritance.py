@@ -9,6 +9,12 @@ from __future__ import annotations
 from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, merge_blocks
 from samecurve.specs.learning_rates import usual_rates
 
+# Numbers of steps, and the keys that give the same in passes over the training rows.
+UNITS: tuple[tuple[KeyPath, KeyPath], ...] = (
+    (("steps",), ("epochs",)),
+    (("evaluate", "every_steps"), ("evaluate", "every_epochs")),
+    (("checkpoint", "every_steps"), ("checkpoint", "every_epochs")),
+)
 # Given key -> key that it replaces.
 ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("model", "path"), ("model", "config")),
@@ -21,6 +27,8 @@ ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("schedule", "warmup_ratio"), ("schedule", "warmup_steps")),
     # A pretrained model's embeddings belong to the tokenizer that it was trained with.
     (("model", "path"), ("tokenizer", "vocabulary_size")),
+    *UNITS,
+    *((epochs, steps) for steps, epochs in UNITS),
 )
 _RATE: KeyPath = ("optimizer", "learning_rate")
 
@@ -50,6 +58,10 @@ def settle_command_line(document: Document) -> None:
         if COMMAND_LINE in (document.place(key), *inside):
             given.add(key)
     document.notes += _replace(document, given)
+    for steps, epochs in UNITS:
+        if document.get(*steps) is not None and document.get(*epochs) is not None:
+            text = f"found {document.get(*epochs)}, but {steps[-1]} is {document.get(*steps)}; keep one of them"
+            document.problem(epochs, text)
     task, adapter = document.get("task") or "pretrain", document.get("adapter", "name")
     rates = usual_rates(task, adapter is not None, document.get("optimizer", "name") or "adamw")
     if document.rate_from_scratch == (place := document.place(_RATE)) and place != COMMAND_LINE:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 _SPREAD = "a recipe does not choose devices or sharding; pass a strategy: --strategy configs/zero3.yaml"
-_LENGTH = "steps, the number of optimizer steps: an epoch has (rows of the data) / batch.global_batch_size"
 _ACCUMULATION = "batch.global_batch_size: accumulation follows from it, batch.micro_batch_size and the devices"
 # Names of transformers' TrainingArguments, TRL, peft, axolotl and LLaMA-Factory, and what is easily guessed.
 _HERE = {
@@ -23,7 +22,7 @@ _HERE = {
     "batch.global_batch_size": "batch_size train_batch_size total_batch_size",
     _ACCUMULATION: "gradient_accumulation_steps grad_accum accumulation_steps",
     "batch.sequence_length": "max_seq_length max_seq_len seq_length max_length max_len block_size cutoff_len",
-    _LENGTH: "epochs num_epochs num_train_epochs",
+    "epochs": "num_epochs num_train_epochs",
     "steps": "max_steps num_steps train_steps",
     "output_dir": "output output_path out_dir save_dir",
     "model.path": "model_name model_name_or_path base_model pretrained",

@@ -6,9 +6,11 @@ Each rule is one function, so that an invalid key hides only the problems of rul
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ from samecurve.config import (
     rules_tasks,
 )
 from samecurve.config.documents import describe
+from samecurve.config.inheritance import UNITS
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import num_warmup_steps
 from samecurve.config.section import Section
 from samecurve.config.source import InvalidValue, RecipeSource
+from samecurve.errors import ConfigurationError
 from samecurve.specs.data_names import CHATML, MODULES, is_hub_name
 from samecurve.specs.tasks import TASKS, readers
 
@@ -169,9 +173,19 @@ def _template_date(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "tokenizer.template_date", f"found {day}, which is not a day of the calendar; write YYYY-MM-DD"
 
 
+def _epochs(value: Callable[[str], Any]) -> Iterator[Finding]:
+    for steps, epochs in UNITS:
+        key, own = ".".join(epochs), ".".join(steps)
+        if value(key) is not None and value("data.streaming"):
+            yield key, f"found {value(key):g}, but the number of a stream's rows is not known; give {own}"
+        elif value(key) is not None and value("data.mixture") is not None:
+            text = "but each source of data.mixture has epochs of its own, which the header shows"
+            yield key, f"found {value(key):g}, {text}; give {own}"
+
+
 def _warmup(value: Callable[[str], Any]) -> Iterator[Finding]:
     steps, warmup = value("steps"), value("schedule.warmup_steps")
-    if warmup is not None and warmup >= steps:
+    if warmup is not None and warmup >= steps and value("epochs") is None:
         text = f"found {warmup}, but steps is {steps} and warm-up must end earlier; use at most {steps - 1}"
         yield "schedule.warmup_steps", f"{text}, or warmup_ratio"
 
@@ -194,13 +208,16 @@ def _decay(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _long_decay(value: Callable[[str], Any]) -> Iterator[Finding]:
     steps, decay = value("steps"), value("schedule.decay_steps") or 0
     warmup = num_warmup_steps(steps, value("schedule.warmup_steps"), value("schedule.warmup_ratio"))
-    if value("schedule.name") == "wsd" and warmup < steps < warmup + decay:  # warmup >= steps is _warmup's
+    is_known = value("epochs") is None
+    if is_known and value("schedule.name") == "wsd" and warmup < steps < warmup + decay:  # else see _warmup
         text = f"found {decay}, but with {warmup} warm-up steps that exceeds the run's {steps} steps"
         yield "schedule.decay_steps", f"{text}; use at most {steps - warmup}"
 
 
 def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
     every, best, evaluated = map(value, ("checkpoint.every_steps", "checkpoint.best", "evaluate.every_steps"))
+    if value("checkpoint.every_epochs") or value("evaluate.every_epochs"):
+        return
     if best and every and (not evaluated or every % evaluated):
         text = (
             f"found {best}, but checkpoint.every_steps is {every}, evaluate.every_steps is {evaluated} and each "
@@ -218,9 +235,46 @@ def _rollback(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
     every, held_out = value("evaluate.every_steps"), value("data.validation_fraction")
+    every = every or value("evaluate.every_epochs")
     if every and not held_out and value("evaluate.path") is None and value("evaluate.split") is None:
-        text = f"found {every}, but there is no evaluation data; set data.validation_fraction above 0, or evaluate.path"
-        yield "evaluate.every_steps", text
+        unit = "epochs" if value("evaluate.every_epochs") else "steps"
+        text = f"found {every:g}, but there is no evaluation data; set data.validation_fraction above 0, or "
+        yield f"evaluate.every_{unit}", f"{text}evaluate.path"
+
+
+def in_steps(recipe: Recipe, num_rows: int) -> Recipe:
+    """Return a recipe whose numbers of epochs are numbers of steps, too.
+
+    Args:
+        num_rows: the training rows, which are known once the data has been read.
+
+    Raises:
+        ConfigurationError: the schedule does not fit into the steps, or checkpoint.best to its evaluations.
+    """
+    if not any((recipe.epochs, recipe.evaluate.every_epochs, recipe.checkpoint.every_epochs)):
+        return recipe
+    steps_per_epoch = num_rows / recipe.batch.global_batch_size
+    evaluate, checkpoint = recipe.evaluate, recipe.checkpoint
+    if evaluate.every_epochs:
+        every = max(1, round(evaluate.every_epochs * steps_per_epoch))
+        evaluate = evaluate.model_copy(update={"every_steps": every})
+    if checkpoint.every_epochs:
+        every = max(1, round(checkpoint.every_epochs * steps_per_epoch))
+        if evaluate.every_epochs and (times := checkpoint.every_epochs / evaluate.every_epochs) == round(times):
+            every = round(times) * evaluate.every_steps  # so that checkpoints are evaluated although both are rounded
+        checkpoint = checkpoint.model_copy(update={"every_steps": every})
+    # a last digit of the product must not become a step
+    steps = math.ceil(round(recipe.epochs * steps_per_epoch, 6)) if recipe.epochs else recipe.steps
+    settled = recipe.model_copy(update={"steps": steps, "evaluate": evaluate, "checkpoint": checkpoint})
+
+    def value(key: str) -> Any:
+        return None if key.endswith("epochs") else attrgetter(key)(settled)
+
+    findings = [finding for rule in (_warmup, _long_decay, _best) for finding in rule(value)]
+    if findings:
+        rows = f"{num_rows} rows are {steps_per_epoch:.4g} steps of {recipe.batch.global_batch_size} rows"
+        raise ConfigurationError("\n".join(f"{key}: {text}" for key, text in findings) + f"\n{rows}")
+    return settled
 
 
 RULES: tuple[Rule, ...] = (
@@ -229,5 +283,5 @@ RULES: tuple[Rule, ...] = (
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
     *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
-    *(_warmup, _two_warmups, _decay, _long_decay, _best, _rollback, _evaluate),
+    *(_epochs, _warmup, _two_warmups, _decay, _long_decay, _best, _rollback, _evaluate),
 )

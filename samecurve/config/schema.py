@@ -99,6 +99,8 @@ class Evaluate(Section):
     every_steps: Natural = 0
     """Steps between evaluations; the last step is evaluated, too. 0: never. Otherwise `path`, `split` or
     `data.validation_fraction` is needed."""
+    every_epochs: float | None = Field(default=None, gt=0)
+    """In place of `every_steps`: passes over the training rows between evaluations, rounded to steps."""
     path: DataPath | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
     split: Name | None = None
@@ -114,6 +116,8 @@ class Checkpoint(Section):
 
     every_steps: Natural = 200
     """Steps between checkpoints; the last step writes one too. 0: only when a signal stops the run."""
+    every_epochs: float | None = Field(default=None, gt=0)
+    """In place of `every_steps`: passes over the training rows between checkpoints, rounded to steps."""
     keep: int = Field(default=2, ge=2, le=LARGEST_INTEGER)
     """How many of the newest are kept. At least two, so that one is left when the newest is corrupt."""
     best: Literal["eval_loss"] | None = None
@@ -240,7 +244,10 @@ class Recipe(Section):
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seeds the initial weights, the order of the rows and dropout."""
     steps: int = Field(default=1000, ge=1, le=MOST_STEPS)
-    """Optimizer steps."""
+    """Optimizer steps; or give `epochs`."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training rows, in place of `steps`: the header says how many steps they are. The last step is
+    filled up with the first rows of another pass. Not for streams and mixtures."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """The computing precision. Trained weights stay fp32, except those of `adamw_bf16`. A CPU without bf16
     instructions (AVX512-BF16, AMX) is many times faster in fp32; the header warns where that was measured."""

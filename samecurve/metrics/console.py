@@ -38,6 +38,7 @@ class Progress:
         started: when the process began, in time.time() seconds; None asks the operating system.
 
     Attributes:
+        total_steps: of the run; epochs become steps once the rows are known.
         advice: returns a line to print once the run is warm, after WARM_STEPS steps; "" for none.
     """
 
@@ -49,7 +50,7 @@ class Progress:
         console: Console | None = None,
         started: float | None = None,
     ):
-        self._total, self._every, self._enabled = total_steps, every_steps, enabled
+        self.total_steps, self._every, self._enabled = total_steps, every_steps, enabled
         self._console = console or TolerantConsole(highlight=False)
         self._started = started
         self._records: list[dict] = []
@@ -88,14 +89,14 @@ class Progress:
         numbers = numbers_of(record, smoothed_loss)
         if self._console.is_terminal:
             self._draw(record["step"], numbers)
-        elif record["step"] in (1, self._total) or record["step"] % self._every == 0 or self._first():
-            position = f"{record['step']:>{len(str(self._total))}}/{self._total}"
+        elif record["step"] in (1, self.total_steps) or record["step"] % self._every == 0 or self._first():
+            position = f"{record['step']:>{len(str(self.total_steps))}}/{self.total_steps}"
             self.log("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
         if self._first():
             self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
         if len(self._records) == WARM_STEPS:
             self.log(self.advice())
-        if record["step"] == self._total and is_shown(self._predicted):
+        if record["step"] == self.total_steps and is_shown(self._predicted):
             for name, text in compare_with_prediction(self._predicted, self._records).items():
                 self.log(f"{name}: {text}")
 
@@ -110,7 +111,7 @@ class Progress:
     def _rest(self) -> str:
         # without the first step, which includes start-up costs
         steady = [each["step_seconds"] for each in self._records[1:]]
-        left = self._total - self._done
+        left = self.total_steps - self._done
         return f"left {duration(sum(steady) / len(steady) * left)}" if steady else ""
 
     def _process_start(self) -> float:
@@ -122,7 +123,7 @@ class Progress:
 
     def _draw(self, step: int, numbers: Iterable[str]) -> None:
         row = Table.grid(padding=(0, 1))
-        row.add_row(f"step {step}/{self._total}", ProgressBar(self._total, step, width=32), self._rest())
+        row.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step, width=32), self._rest())
         with contextlib.suppress(OSError):
             if self._live is None:
                 self._live = Live(console=self._console, auto_refresh=False)
@@ -143,6 +144,7 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
     warmup = f", {facts['warmup_steps']} of them warm-up" if facts.get("warmup_steps") else ""
     lines = [
         ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps{warmup})"),
+        ("epochs", _epochs(facts)),
         *(("", note) for note in facts.get("notes", ())),
         ("strategy", facts["strategy"] + (f" ({facts['strategy_path']})" if facts["strategy_path"] else "")),
         ("engine", f"{facts['engine']} on {facts['device']}"),
@@ -175,6 +177,17 @@ def header_lines(facts: dict) -> list[tuple[str, str]]:
         ("output", str(facts["output_dir"])),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _epochs(facts: dict) -> str:
+    """Say how often the run reads each row; "" for streams and mixtures, whose sources say so themselves."""
+    num_rows = facts["data"].get("train", {}).get("rows")
+    recipe = facts["recipe"]
+    if not num_rows or recipe.get("data", {}).get("mixture"):
+        return ""
+    size = recipe["batch"]["global_batch_size"]
+    passes = recipe["steps"] * size / num_rows
+    return f"{passes:.4g} passes over {num_rows:,} rows, {num_rows / size:,.4g} steps each"
 
 
 def fp8_line(facts: dict) -> str:
@@ -272,6 +285,7 @@ def _mesh(facts: dict) -> str:
 def numbers_of(record: dict, smoothed_loss: float | None) -> list[str]:
     """Format the step's numbers as short texts; unknown ones are left out."""
     shown: list[tuple[str, float | None, Callable[[float], str]]] = [
+        ("epoch", record.get("epoch"), "{:.2f}".format),
         ("loss", record["loss"], "{:.4f}".format),
         ("smoothed", smoothed_loss, "{:.4f}".format),
         ("lr", record["learning_rate"], "{:.2e}".format),

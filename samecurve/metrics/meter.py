@@ -41,6 +41,7 @@ GROUPS = {
     "tokens": "progress",
     "input_tokens": "progress",
     "samples": "progress",
+    "epoch": "progress",
     "skipped_steps": "progress",
 }
 
@@ -79,12 +80,14 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
         counts: str = "tokens",
         chunked: bool = False,
+        num_rows: int | None = None,
     ):
         self.machine = machine
         self.smoothed_loss: float | None = None
         self._flops = flops
         self._counts = counts
         self._chunked = chunked
+        self._num_rows = num_rows
         self._clock = clock
         self._average = self._weight = 0.0
         self._since = clock()
@@ -113,7 +116,9 @@ class Meter:
         flops = token_flops(model, length, recompute, rehearsed, attention, routed and chunked)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
-        return cls(flops, machine, counts=task.counts, chunked=chunked)
+        has_epochs = not recipe.data.streaming and recipe.data.mixture is None
+        num_rows = len(task.train) if has_epochs else None
+        return cls(flops, machine, counts=task.counts, chunked=chunked, num_rows=num_rows)
 
     @property
     def flops(self) -> dict:
@@ -173,6 +178,7 @@ class Meter:
             "tokens": result.tokens,
             "input_tokens": num_inputs,
             "samples": samples,
+            "epoch": samples / self._num_rows if self._num_rows else None,
             "step_seconds": seconds,
             "tokens_per_second": rate,
             **self._utilisation(num_inputs, result.tokens, seconds * self.machine.num_devices),

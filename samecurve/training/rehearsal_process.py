@@ -138,10 +138,13 @@ def main() -> int:
 
 def _rehearse(context: Context, checkpoints: Path) -> list[RehearsedStage]:
     """Go through all stages. checkpoints: where the run's own checkpoints are."""
-    recipe, run = context.recipe, context.run
-    stage = StageMeter(recipe, context.accelerator.device, context.world)
+    run = context.run
+    stage = StageMeter(context.recipe, context.accelerator.device, context.world)
     with stage("start"):
-        built = startup.build_model(context)
+        task = startup.load_task(context)
+        context = startup.settle_steps(context, task)
+        recipe = context.recipe
+        built = startup.build_model(context, task)
         own, run.checkpoints = run.checkpoints, checkpoints
         saves = startup.find_checkpoint(context, built.identity)
         num_kept = len(list_checkpoints(LocalFileSystem(), checkpoints)) if saves.resumed_from else 0

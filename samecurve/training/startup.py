@@ -19,6 +19,7 @@ from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.manifest import list_checkpoints
 from samecurve.checkpoint.mirror import Mirror
 from samecurve.checkpoint.resume import read_state
+from samecurve.config.rules import in_steps
 from samecurve.data.batches import StepBatches
 from samecurve.data.row_checks import write_bad_rows
 from samecurve.distributed.control_group import ControlGroup, StopVote
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.interfaces.engine import Engine
+    from samecurve.interfaces.task import Task
     from samecurve.run.lifecycle import RunSupervisor
     from samecurve.run.run_directory import RunDirectory
     from samecurve.strategy.plan import Plan
@@ -74,7 +76,9 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
     context = Context(plan, accelerator, run, watch, ControlGroup(), progress)  # all ranks have connected by now
     context = settle_date(context)
-    built = build_model(context)
+    task = load_task(context)
+    context = settle_steps(context, task)
+    built = build_model(context, task)
     # before the engine: a run that is complete or cannot resume must not load weights first
     checkpoints = find_checkpoint(context, built.identity)
     context = settle_compile(context, checkpoints)
@@ -108,16 +112,28 @@ def settle_date(context: Context) -> Context:
     return replace(context, plan=replace(plan, recipe=recipe.model_copy(update={"tokenizer": tokenizer})))
 
 
-def build_model(context: Context) -> Built:
-    """Load the task and build the model on the meta device, identically on every rank.
+def load_task(context: Context) -> Task:
+    """Load the task with its rows. Collective. Raises DataError: the data or the tokenizer cannot be used."""
+    context.watch.phase("build")
+    return registry.load_on_all_ranks(context.recipe, context.world)
+
+
+def settle_steps(context: Context, task: Task) -> Context:
+    """Count the recipe's epochs in steps, now that the number of rows is known. Raises as `in_steps`."""
+    recipe = context.recipe
+    if not recipe.data.streaming:  # which has neither epochs nor a number of rows
+        recipe = in_steps(recipe, len(task.train))
+    context.progress.total_steps = recipe.steps
+    return replace(context, plan=replace(context.plan, recipe=recipe))
+
+
+def build_model(context: Context, task: Task) -> Built:
+    """Build the model on the meta device, identically on every rank.
 
     Raises:
-        DataError: the data or the tokenizer cannot be used.
         ConfigurationError: the model does not support the recipe.
     """
-    context.watch.phase("build")
     recipe = context.recipe
-    task = registry.load_on_all_ranks(recipe, context.world)
     skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
     check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
     liger.check_family(recipe.model.kernels, skeleton.config.model_type)
@@ -166,7 +182,8 @@ def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -
     if saved["step"] < recipe.steps:
         return ""
     where = f"nothing to do: {run.path} is at step {saved['step']} of {recipe.steps}"
-    ways = f"steps={2 * recipe.steps} goes on, output_dir={next_free(run.path)} starts another run, --fresh starts over"
+    more = f"epochs={2 * recipe.epochs:g}" if recipe.epochs else f"steps={2 * recipe.steps}"
+    ways = f"{more} goes on, output_dir={next_free(run.path)} starts another run, --fresh starts over"
     is_complete = run.is_done and (run.is_exported or not recipe.export.enabled)
     if changed := without_effect(saved, identity):
         count = "1 changed key has" if len(changed) == 1 else f"{len(changed)} changed keys have"

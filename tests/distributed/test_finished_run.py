@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
+import pytest
 from harness import ROOT, launch_command
 
 STEPS = 4
@@ -89,3 +91,18 @@ def test_a_session_without_a_step_changes_no_record(workspace, tmp_path):
     assert all(after[name] == before[name] for name in ("run.json", "metrics.jsonl"))
     lines = zip(card.splitlines(), (directory / "model" / "README.md").read_text().splitlines(), strict=True)
     assert [old for old, new in lines if old != new and "card written" not in old] == []
+
+
+def test_epochs_have_the_same_steps_on_any_number_of_processes(workspace):
+    half = ("epochs=0.5", "evaluate.every_steps=0", "checkpoint.every_epochs=0.25", "schedule.warmup_steps=1")
+    single = workspace.run(None, 1, *half, launcher="python")
+    assert single.returncode == 0, single.output
+    num_rows, size = single.facts["data"]["train"]["rows"], single.facts["recipe"]["batch"]["global_batch_size"]
+    steps = math.ceil(num_rows / 2 / size)
+    assert single.column("samples") == [size * step for step in range(1, steps + 1)]
+    assert single.column("epoch")[-1] == pytest.approx(steps * size / num_rows)
+    assert f"{steps * size / num_rows:.4g} passes over {num_rows} rows" in single.output
+    assert single.facts["recipe"]["checkpoint"]["every_steps"] == round(num_rows / 4 / size)
+    ddp = workspace.run("ddp", 2, *half)
+    assert ddp.column("samples") == single.column("samples") and ddp.facts["engine"] == "DistributedDataParallel"
+    assert ddp.column("loss") == pytest.approx(single.column("loss"), rel=1e-5)

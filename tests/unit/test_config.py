@@ -9,8 +9,9 @@ from report_cases import BLOCK, GOOD, INTEGER, NUMBER, TEXT, Plan, changed, chec
 
 from samecurve.config import rules
 from samecurve.config.documents import Document
-from samecurve.config.loader import read_recipe
+from samecurve.config.loader import load_recipe, read_recipe
 from samecurve.config.overrides import apply_override, latest_overrides
+from samecurve.config.rules import in_steps
 from samecurve.config.schema import Batch
 from samecurve.errors import ConfigurationError
 from samecurve.strategy.resolve import resolve_plan
@@ -46,7 +47,7 @@ CASES = [
     ("unknown elsewhere", add("learning_rate: 1e-3\n"), R, {},
      [("r.yaml:15", "learning_rate", "unknown key", "optimizer.learning_rate")]),
     ("of another framework", add("num_train_epochs: 3\nlr: 1e-3\nlora: true\ndeepspeed: x\n"), [*R, "batch.per_device_train_batch_size=2"], {},
-     [("r.yaml:15", "num_train_epochs", "unknown key", "steps", "batch.global_batch_size"),
+     [("r.yaml:15", "num_train_epochs", "unknown key", "epochs"),
       ("r.yaml:16", "lr", "unknown key", "optimizer.learning_rate"),
       ("r.yaml:17", "lora", "unknown key", "adapter.name: lora"),
       ("r.yaml:18", "deepspeed", "unknown key", "--strategy configs/zero3.yaml"),
@@ -323,6 +324,12 @@ CASES = [
      [("r.yaml:5", "model.attention", "flash_attention_2", "fp32", "sdpa", "precision: bf16")]),
     ("warmup", add("schedule:\n  warmup_steps: 10\n"), R, {},
      [("r.yaml:16", "schedule.warmup_steps", "10", "steps", "10", "at most 9", "warmup_ratio")]),
+    ("steps and epochs", add("epochs: 2\n"), R, {},
+     [("r.yaml:15", "epochs", "2", "steps", "10", "keep one")]),
+    ("epochs of a stream", {}, [*R, "data.streaming=true", "tokenizer.vocabulary_size=null", "tokenizer.path=.", "epochs=2"], {},
+     [("command line", "epochs", "2", "stream", "give steps")]),
+    ("epochs of a mixture", {}, [*R, "data.mixture=[{path: r.yaml, weight: 1}, {path: text.txt, weight: 1}]", "checkpoint.every_epochs=0.5"], {},
+     [("command line", "checkpoint.every_epochs", "0.5", "header", "give checkpoint.every_steps")]),
     ("two warm-ups", add("schedule:\n  warmup_steps: 5\n  warmup_ratio: 0.1\n"), R, {},
      [("r.yaml:17", "schedule.warmup_ratio", "0.1", "warmup_steps", "5", "keep one")]),
     ("decay cosine", add("schedule:\n  decay_steps: 5\n"), R, {},
@@ -642,3 +649,30 @@ def test_a_new_tokenizer_for_a_pretrained_model_is_refused(tmp_path, monkeypatch
             {},
         )
         assert code == 2 and "command line: tokenizer.vocabulary_size: found 300" in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "evaluated", "saved"),
+    [
+        (["epochs=3"], 17, 0, 200),  # 43 rows are 5.375 steps of 8: 16.125 in all
+        (["epochs=3", "evaluate.every_epochs=1", "checkpoint.every_epochs=1"], 17, 5, 5),
+        (["epochs=0.5", "evaluate.every_epochs=0.5", "checkpoint.every_epochs=1"], 3, 3, 6),
+        (["steps=4", "evaluate.every_epochs=0.01"], 4, 1, 200),
+    ],
+)
+def test_epochs_become_steps(tmp_path, monkeypatch, overrides, steps, evaluated, saved):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    typed = [*overrides, "batch.global_batch_size=8", "data.validation_fraction=0.1", "schedule.warmup_steps=1"]
+    recipe = in_steps(load_recipe(str(tmp_path / "r.yaml"), typed), num_rows=43)
+    assert (recipe.steps, recipe.evaluate.every_steps, recipe.checkpoint.every_steps) == (steps, evaluated, saved)
+
+
+def test_steps_of_epochs_have_to_suit_the_schedule(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    recipe = load_recipe(
+        str(tmp_path / "r.yaml"), ["epochs=1", "schedule.warmup_steps=50", "batch.global_batch_size=8"]
+    )
+    with pytest.raises(ConfigurationError, match="warm-up must end earlier; use at most 5.*\n43 rows are 5.375 steps"):
+        in_steps(recipe, num_rows=43)

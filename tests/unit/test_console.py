@@ -86,6 +86,7 @@ def test_header_says_how_long_the_warmup_is():
 def test_header_says_what_runs():
     assert header_lines(FACTS) == [
         ("recipe", "recipes/quickstart.yaml (pretrain, 120 steps)"),
+        ("epochs", "1.875 passes over 4,096 rows, 64 steps each"),
         ("strategy", "zero3 (configs/zero3.yaml)"),
         ("engine", "DeepSpeedEngine on cpu"),
         ("world", "16 processes by torchrun, 8 data-parallel, 2 pipeline stages"),

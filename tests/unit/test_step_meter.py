@@ -16,6 +16,7 @@ KEYS = [
     "tokens",
     "input_tokens",
     "samples",
+    "epoch",
     "step_seconds",
     "tokens_per_second",
     "tflops_per_device",
@@ -39,7 +40,7 @@ FLOPS, PEAK = TokenFlops(6e9, 8e9), Peak(1.0, "by hand")
 
 def meter(clock=None, flops=FLOPS, peak=PEAK):
     machine = Machine(num_devices=4, peak=peak, peak_memory=lambda: 3 * GIB)
-    return Meter(flops=flops, machine=machine, clock=clock or Clock())
+    return Meter(flops=flops, machine=machine, clock=clock or Clock(), num_rows=32)
 
 
 def result(loss=2.0, tokens=800):
@@ -61,6 +62,7 @@ def test_record_by_hand():
             "tokens": 800,
             "input_tokens": 800,
             "samples": 48,
+            "epoch": 1.5,
             "step_seconds": 2.0,
             "tokens_per_second": 400.0,
             "tflops_per_device": 0.6,
