@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUIRED = ("torch", "transformers", "accelerate", "datasets", "peft", "tensorboard", "pydantic", "rich")
+REQUIRED = ("torch", "transformers", "accelerate", "datasets", "peft", "tensorboard", "pydantic", "rich", "xxhash")
 INDIRECT = ("numpy", "psutil", "safetensors", "tokenizers", "yaml")  # these come with the others
 
 if missing := [name for name in (*REQUIRED, *INDIRECT) if find_spec(name) is None]:
