@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from samecurve.config.schema import Adapter, Recipe
@@ -24,6 +23,7 @@ from samecurve.run.run_directory import read_metrics
 from samecurve.specs.environment import versions
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import write_json
+from samecurve.storage.terminal import TextConsole
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
 
@@ -105,7 +105,7 @@ def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
 @contextmanager
 def _progress_bar() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
     """Show a progress bar on a terminal. Yields (function to set the total, function to call per micro-batch)."""
-    console = Console(stderr=True)
+    console = TextConsole(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         shown = bar.add_task("evaluating", total=None)
         yield lambda total: bar.update(shown, total=total, completed=0), lambda: bar.advance(shown)

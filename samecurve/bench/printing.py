@@ -6,27 +6,22 @@ import argparse
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import write_json
+from samecurve.storage.terminal import TextConsole
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write numbers, hardware and versions to FILE")
 
 
-def console() -> Console:
-    # rich would colour numbers, break lines at 80 columns in a file, and replace :names: by emoji
-    return Console(highlight=False, soft_wrap=True, emoji=False)
-
-
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print a table. The first column is text, the others are formatted numbers."""
-    screen = console()
+    screen = TextConsole()
     if title:
-        screen.print(f"\n{title}", markup=False)
+        screen.print(f"\n{title}")
     if screen.is_terminal:
         table = Table(*columns)
         for column in table.columns[1:]:
@@ -36,7 +31,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
         screen.print(table)
         return
     for line in plain_lines([columns, *rows]):
-        screen.print(line, markup=False)
+        screen.print(line)
 
 
 def plain_lines(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -49,7 +44,7 @@ def plain_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def print_line(line: str) -> None:
-    console().print(line, markup=False)
+    TextConsole().print(line)
 
 
 def write_json_file(path: Path | None, name: str, facts: Mapping[str, object], **numbers: object) -> None:

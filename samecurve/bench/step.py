@@ -13,6 +13,7 @@ from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant, Verdict, ve
 from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import storage_errors
+from samecurve.storage.terminal import TextConsole
 
 COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ratio", "loss difference"
 
@@ -66,7 +67,7 @@ def _measure(
             directory = output / f"{index:02d}_{nth}"
             label = f"round {nth + 1} of {arguments.rounds}, {variant.name}"
             command = jobs.command(job, arguments.recipe, latest_overrides([*settings, *overrides]), directory)
-            with printing.console().status(label):
+            with TextConsole().status(label):
                 outcome = jobs.run(job, command, directory, lambda steps: None)
             if outcome.reason:
                 reasons[variant.name] = outcome.reason

@@ -11,7 +11,6 @@ import argparse
 import difflib
 import importlib
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +19,10 @@ from typing import NamedTuple, NoReturn
 
 from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
-from samecurve.storage import trusted_code
+from samecurve.storage import terminal, trusted_code
 from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
-PIPE_CLOSED = 141  # and for SIGPIPE
 COMMANDS = {
     "inspect": "show the training data of a recipe, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
@@ -61,14 +59,10 @@ class Work(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code (see errors.py). Only the module of that command is imported."""
+    terminal.set_up()
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
-        sys.stdout.flush()  # a closed pipe fails here, not at exit
-        return code
-    except BrokenPipeError:  # the reader, such as head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes at exit
-        return PIPE_CLOSED
+        return _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
     except SamecurveError as error:
         if not error.is_printed:
             print(error, file=sys.stderr)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.status import Status
 
 from samecurve.bench import jobs
@@ -20,6 +19,7 @@ from samecurve.cli.commands import repository_root, require_positive
 from samecurve.config import loader as recipes
 from samecurve.reports.chart import Curve, chart, relative_differences
 from samecurve.storage.atomic import storage_errors
+from samecurve.storage.terminal import TextConsole
 
 COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
 # The norm is the square root of a sum over all gradients, each with its own rounding.
@@ -101,7 +101,7 @@ def run_each(
     chosen = jobs.jobs(names, num_processes or jobs.default_processes())
     with storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     outcomes = []
     for index, job in enumerate(chosen, 1):
         label = f"[{index}/{len(chosen)}] {job.name}, {job.world_size} process{'es' if job.world_size > 1 else ''}"
@@ -110,7 +110,7 @@ def run_each(
         with console.status(label) as status:
             outcome = jobs.run(job, arguments, directory, partial(_show_steps, status, label))
         outcomes.append(outcome)
-        console.print(f"{label}: {outcome.reason or f'{len(outcome.metrics)} steps'}", markup=False)
+        console.print(f"{label}: {outcome.reason or f'{len(outcome.metrics)} steps'}")
     return outcomes, recipes.load_recipe(recipe, settings).precision
 
 

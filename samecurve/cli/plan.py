@@ -52,6 +52,7 @@ from samecurve.planner.strategy_files import Template
 from samecurve.planner.wanted import Wanted
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
+from samecurve.storage.terminal import TextConsole
 from samecurve.strategy.plan import Plan
 from samecurve.strategy.resolve import strategy_path
 
@@ -270,8 +271,8 @@ def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments
     if lacking:
         few = lacking[:SHOWN_UNAVAILABLE]
         shown = f"{plan_text.table(few)}\n{plan_text.legend(few)}"
-        grey, normal = ("\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "")
-        print(f"\nFor comparison, what this version cannot run and --output never writes:\n{grey}{shown}{normal}")
+        print("\nFor comparison, what this version cannot run and --output never writes:", flush=True)
+        TextConsole().print(shown, style="dim")
 
 
 def _print_details(shown: Choice, wanted: Wanted, machines: Cluster, arguments: argparse.Namespace) -> None:

@@ -26,6 +26,7 @@ from samecurve.data.sources import DataSource, fingerprint, fraction_of_one, is_
 from samecurve.errors import StorageError
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.cache import build_once, digest, is_main_process
+from samecurve.storage.terminal import TextConsole
 from samecurve.storage.verified_files import BLOCK_BYTES, DamagedEntryError, Entry, NewEntry
 
 # Part of the cache key: raise it when the tokens written for the same input change.
@@ -316,10 +317,9 @@ def reading(title: str, source: DataSource, units: str = "documents") -> Iterato
     Yields:
         A function to call with each batch of documents.
     """
-    from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(quiet=source.quiet or not is_main_process(), soft_wrap=True)
+    console = TextConsole(quiet=source.quiet or not is_main_process())
     began = last_line = time.perf_counter()
     num_units = num_bytes = 0
 
@@ -338,7 +338,7 @@ def reading(title: str, source: DataSource, units: str = "documents") -> Iterato
             bar.advance(task, size)
             if not console.is_terminal and time.perf_counter() - last_line > _PLAIN_LINE_SECONDS:
                 last_line = time.perf_counter()
-                console.print(line(), highlight=False)
+                console.print(line())
 
         yield advance
-    console.print(line(), highlight=False)
+    console.print(line())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from transformers import TextStreamer
@@ -12,6 +11,7 @@ from transformers import TextStreamer
 from samecurve.errors import ConfigurationError
 from samecurve.inference.generation import GenerationOptions
 from samecurve.inference.generator import Message, TextGenerator, load_generator
+from samecurve.storage.terminal import printable
 
 COMMANDS = {"/system TEXT": "set the system prompt", "/reset": "begin a new conversation", "/quit": "or Ctrl-D"}
 
@@ -46,7 +46,7 @@ class ChatSession:
     ):
         self.generator, self.options, self.system = generator, options, system
         self.turns: list[Message] = []
-        self._print = print_ or partial(print, end="", flush=True)
+        self._print = print_ or (lambda piece: print(printable(piece), end="", flush=True))
 
     def answer(self, text: str) -> None:
         """Add a user's turn and generate its answer.

@@ -14,6 +14,7 @@ import numpy as np
 
 from samecurve.inference.predictor import Predictor, Source, load_predictor
 from samecurve.storage.atomic import storage_errors
+from samecurve.storage.terminal import json_line
 
 MOST_CHARACTERS = 60  # of a text in the output
 MOST_TABLE_ROWS = 10  # for more texts, only the nearest one of each is printed
@@ -26,7 +27,9 @@ def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
         predictions = _written(predictions, Path(arguments.json))
     if arguments.json == "-" or not sys.stdout.isatty():
         for prediction in predictions:
-            print(json.dumps(prediction, ensure_ascii=False), flush=True)
+            print(json_line(prediction), flush=True)
+            if getattr(sys.stdout, "is_gone", False) and arguments.json in (None, "-"):
+                break  # as after `| head`
         return 0
     num_truncated = 0
     for line, truncated in _lines(predictions):

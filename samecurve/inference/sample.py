@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from samecurve.errors import ConfigurationError
@@ -15,6 +14,7 @@ from samecurve.inference.generator import TextGenerator, load_generator
 from samecurve.run.run_directory import SAMPLES, read_metrics
 from samecurve.specs.data_names import BUILTIN, FUNCTIONS
 from samecurve.storage.jsonl import JsonlFile
+from samecurve.storage.terminal import TextConsole
 
 FUNCTION = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""'
 # Default prompts by the data set that a model was trained on.
@@ -30,17 +30,16 @@ def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
         step = 0 if arguments.untrained else max((record["step"] for record in read_metrics(directory)), default=0)
         # for the report; a directory that cannot be written to is no error
         JsonlFile(directory / SAMPLES).append({"step": step, "prompt": prompt, "text": text, "seed": arguments.seed})
-    # rich would otherwise break lines, colour numbers, and read [...] in the text as markup
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     as_what = "prompt as a user's message, " if generator.chat else ""
     which = " before training" if arguments.untrained else ""
     settings = f"{as_what}seed {arguments.seed}, temperature {options.temperature:g}"
-    console.print(f"{generator.folder}{which}, {settings}; the prompt is marked", markup=False)
+    console.print(f"{generator.folder}{which}, {settings}; the prompt is marked")
     between = "\n" if generator.chat else ""
     if console.is_terminal:
         console.print(Text.assemble((prompt, "reverse"), between, text))
     else:
-        console.print(f"[{prompt}]{between}{text}", markup=False)
+        console.print(f"[{prompt}]{between}{text}")
     return 0
 
 

@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 from samecurve.launch import together
+from samecurve.storage import terminal
 
 
 def order(words: list[str], environment: dict[str, str]) -> str:
@@ -33,6 +34,7 @@ def own_path(environment: dict[str, str]) -> str:
 
 def main() -> int:
     """Start what standard input says, pass signals on, and return the exit code; 127 if the program is missing."""
+    terminal.set_up()
     found = json.loads(sys.stdin.readline())
     environment = {**os.environ, **found["environment"]}
     environment["PATH"] = own_path(environment)

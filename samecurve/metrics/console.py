@@ -15,16 +15,10 @@ from rich.table import Table
 from samecurve.config.schema_training import Batch
 from samecurve.metrics.batch_lines import batch_lines
 from samecurve.metrics.predicted import announced, compare_with_prediction, is_shown
+from samecurve.storage.terminal import TextConsole
 
 LABEL_WIDTH = 12
 WARM_STEPS = 4
-
-
-class TolerantConsole(Console):
-    """A console that becomes silent when its reader (terminal or launcher) goes away, so that the run continues."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True  # rich's own method would end the process
 
 
 class Progress:
@@ -51,7 +45,7 @@ class Progress:
         started: float | None = None,
     ):
         self.total_steps, self._every, self._enabled = total_steps, every_steps, enabled
-        self._console = console or TolerantConsole(highlight=False)
+        self._console = console or TextConsole()
         self._started = started
         self._records: list[dict] = []
         self._predicted: dict = {}
@@ -71,7 +65,7 @@ class Progress:
 
     def log(self, line: str) -> None:
         if self._enabled and line:
-            with contextlib.suppress(OSError):  # see TolerantConsole
+            with contextlib.suppress(OSError):  # as TextConsole
                 self._console.print(line, markup=False, soft_wrap=True)
 
     def header(self, facts: dict) -> None:

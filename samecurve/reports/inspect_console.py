@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from samecurve.config.schema import Recipe
@@ -14,6 +13,7 @@ from samecurve.interfaces.task import Task
 from samecurve.reports.data_inspection import PartStatistics, Sample, inspect, summary
 from samecurve.reports.inspect_report import render_inspect_page
 from samecurve.storage.atomic import write_text
+from samecurve.storage.terminal import TextConsole
 from samecurve.tasks import registry
 
 TRAINED = "black on green"
@@ -33,18 +33,18 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
     task, refused = _load_also_few_rows(recipe)
     findings = inspect(title, task, num_samples)
     findings.details.update({"training would refuse": refused} if refused else {})
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
+    console = TextConsole()
     for index, sample in enumerate(findings.samples):
-        console.print(f"\nsample {index + 1}: {summary(sample)}", markup=False)
+        console.print(f"\nsample {index + 1}: {summary(sample)}")
         console.print(marked(sample, console.is_terminal))
     console.print()
     for name, value in findings.details.items():
-        console.print(f"{name:<{LABEL_WIDTH + 8}}{value}", markup=False)
+        console.print(f"{name:<{LABEL_WIDTH + 8}}{value}")
     for part in findings.parts:
-        console.print("\n".join(["", *lines(part, findings.sequence_length)]), markup=False)
+        console.print("\n".join(["", *lines(part, findings.sequence_length)]))
     if html:
         write_text(html, render_inspect_page(findings))
-        console.print(f"\n{html}", markup=False)
+        console.print(f"\n{html}")
     return 0
 
 

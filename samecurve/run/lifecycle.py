@@ -26,6 +26,7 @@ from samecurve.run.messages import (
 from samecurve.run.signals import StopRequest
 from samecurve.run.status import refused_elsewhere
 from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
+from samecurve.storage import terminal
 
 if TYPE_CHECKING:
     from samecurve.run.run_directory import RunDirectory, State
@@ -68,6 +69,7 @@ def exit_code(main: Callable[[], None]) -> int:
 
 def end_with(main: Callable[[], None]) -> NoReturn:
     """Run `main` and end the process with its exit code, ignoring later interrupts."""
+    terminal.set_up()
     try:
         code = exit_code(main)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -81,9 +83,9 @@ def leave(code: int) -> NoReturn:
 
     Seen in about one of fifty runs, after all work was done: "terminate called without an active exception", SIGABRT.
     """
-    with contextlib.suppress(OSError):  # the reader of the output is gone
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the reader of the output is gone
+            stream.flush()
     if "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)

@@ -8,20 +8,21 @@ import sys
 import time
 
 from samecurve.errors import PeerError, SamecurveError
+from samecurve.storage.terminal import printable
 
 WAIT_SECONDS = 10  # for the rank that reports the error, before another rank exits
 
 
 def print_stderr(text: str) -> None:
     with contextlib.suppress(OSError):  # the launcher or the terminal is gone
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_stderr_from_thread(text: str) -> None:
     """Write to file descriptor 2: the main thread may hold the locks of Python's streams forever."""
     show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress display hides it
     with contextlib.suppress(OSError):
-        os.write(2, f"{show_cursor}{text}\n".encode())
+        os.write(2, f"{show_cursor}{printable(text)}\n".encode(errors="backslashreplace"))
 
 
 def code_of(error: BaseException) -> int:

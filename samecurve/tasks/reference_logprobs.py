@@ -21,6 +21,7 @@ from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import versions
 from samecurve.storage.cache import build_once, cache_folder, digest, is_whole
+from samecurve.storage.terminal import TextConsole
 from samecurve.storage.verified_files import NewEntry
 
 if TYPE_CHECKING:
@@ -129,10 +130,9 @@ def _call_on_all_ranks(world: ControlGroup, call: Callable[[], T]) -> T:
 @contextmanager
 def _progress_bar(title: str, prints: bool) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on a terminal, else print a line every 30 s and one at the end."""
-    from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(quiet=not prints, soft_wrap=True)
+    console = TextConsole(quiet=not prints)
     began = last_line = time.perf_counter()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=1.0)
@@ -142,7 +142,7 @@ def _progress_bar(title: str, prints: bool) -> Iterator[Callable[[float], None]]
             bar.update(task, completed=part)
             if not console.is_terminal and time.perf_counter() - last_line > _PLAIN_LINE_SECONDS:
                 last_line = time.perf_counter()
-                console.print(f"{title}: {part:.0%}", highlight=False)
+                console.print(f"{title}: {part:.0%}")
 
         yield advance
-    console.print(f"{title} in {time.perf_counter() - began:.1f} s", highlight=False)
+    console.print(f"{title} in {time.perf_counter() - began:.1f} s")

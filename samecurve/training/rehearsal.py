@@ -39,6 +39,7 @@ from samecurve.run import lifecycle
 from samecurve.run.run_directory import REJECTED
 from samecurve.run.status import STATUS, read_status
 from samecurve.run.watchdog import LAST_RESORT_SECONDS
+from samecurve.storage import terminal
 from samecurve.storage.atomic import read_json
 from samecurve.strategy import preflight
 from samecurve.strategy.pipeline_schedules import micro_batch_rule
@@ -288,6 +289,7 @@ def print_report(stages: list[RehearsedStage] | None) -> None:
 
 
 if __name__ == "__main__":
+    terminal.set_up()
     preflight.quiet_libraries()
     # imports torch and transformers, which a rank that only starts a rehearsal must not
     lifecycle.leave(importlib.import_module("samecurve.training.rehearsal_process").main())

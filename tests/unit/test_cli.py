@@ -102,16 +102,6 @@ def test_another_python_is_told_in_one_line(is_made, program, tmp_path):
     assert done.returncode == 2
 
 
-def test_a_reader_that_stops_early_gets_no_traceback():
-    """`python -m samecurve ... | head -1`"""
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "samecurve", "plan", "recipes/embed.yaml", "--cluster", "h100x8"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [

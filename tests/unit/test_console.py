@@ -6,7 +6,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from samecurve.metrics.console import Progress, TolerantConsole, duration, header_lines, numbers_of
+from samecurve.metrics.console import Progress, duration, header_lines, numbers_of
+from samecurve.storage.terminal import TextConsole
 
 FACTS = {
     "recipe_path": "recipes/quickstart.yaml",
@@ -220,7 +221,7 @@ def test_the_run_goes_on_when_the_pipe_is_broken():
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w", buffering=1)
-    with Progress(9, 1, console=TolerantConsole(file=stream)) as progress:
+    with Progress(9, 1, console=TextConsole(file=stream)) as progress:
         for step in (1, 2):
             progress.step(record(step), 3.0)
         progress.evaluation(2, {"eval_loss": 1.0})
@@ -234,7 +235,7 @@ def test_the_run_goes_on_when_the_terminal_is_gone():
 
     master, slave = pty.openpty()
     stream = os.fdopen(slave, "w", buffering=1)
-    with Progress(9, console=TolerantConsole(file=stream, force_terminal=True)) as progress:
+    with Progress(9, console=TextConsole(file=stream, force_terminal=True)) as progress:
         progress.step(record(1), 3.0)
         os.close(master)
         progress.step(record(2), 3.0)
