@@ -8,10 +8,10 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage.file_lock import lock_folder
@@ -92,8 +92,7 @@ def _print(line: str) -> None:
 
 def _build_and_rename(target: Path, build: Callable[[NewEntry], None]) -> None:
     make_durable_folder(target.parent)
-    work, lock = _locked_folder(target)
-    try:
+    with _locked_folder(target) as work:
         _sweep(work)
         new = work / "new"
         new.mkdir()
@@ -104,9 +103,6 @@ def _build_and_rename(target: Path, build: Callable[[NewEntry], None]) -> None:
             with suppress(FileNotFoundError):  # another machine has moved it
                 target.rename(work / f"damaged-{uuid.uuid4().hex}")
         LocalFileSystem().sync_folder(target.parent)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        lock.close()
 
 
 def _renamed(new: Path, target: Path) -> bool:
@@ -129,17 +125,21 @@ def is_whole(target: Path) -> bool:
     return True
 
 
-def _locked_folder(target: Path) -> tuple[Path, IO]:
-    """Create a folder beside `target` to build in, and lock it. Returns the folder and its lock."""
-    while True:
-        # a name of its own: on a shared disk other machines may build the same entry
-        work = target.parent / f"{_BUILDING}{target.name}-{uuid.uuid4().hex}"
-        work.mkdir()
-        # another builder may sweep the folder before it is locked
-        with suppress(ConfigurationError, FileNotFoundError):
-            lock = lock_folder(work)
-            if os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):
-                return work, lock
+@contextmanager
+def _locked_folder(target: Path) -> Iterator[Path]:
+    """Create and lock a folder beside `target` to build in, which is removed at the end."""
+    with ExitStack() as stack:
+        while True:
+            # a name of its own: on a shared disk other machines may build the same entry
+            work = target.parent / f"{_BUILDING}{target.name}-{uuid.uuid4().hex}"
+            work.mkdir()
+            # another builder may sweep the folder before it is locked
+            with suppress(ConfigurationError, FileNotFoundError):
+                stack.callback(lock_folder(work).close)
+                if work.is_dir():
+                    break
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        yield work
 
 
 def _sweep(work: Path) -> None:
