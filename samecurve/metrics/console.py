@@ -19,6 +19,7 @@ from samecurve.storage.terminal import TextConsole
 
 LABEL_WIDTH = 12
 WARM_STEPS = 4
+_MOST_RECORDS = 4096  # kept for the median of the session's steps: all of them up to here, then evenly spaced ones
 
 
 class Progress:
@@ -47,7 +48,10 @@ class Progress:
         self.total_steps, self._every, self._enabled = total_steps, every_steps, enabled
         self._console = console or TextConsole()
         self._started = started
+        # what a step costs must not depend on the steps before it
+        self._num_steps, self._seconds, self._peak = 0, 0.0, 0.0  # seconds: without the first step's
         self._records: list[dict] = []
+        self._spacing = 1  # of the steps in _records
         self._predicted: dict = {}
         self._done = 0
         self._live: Live | None = None
@@ -78,7 +82,7 @@ class Progress:
         """Show the progress after a step. record: the step's line of metrics.jsonl."""
         if not self._enabled:
             return
-        self._records.append({key: record[key] for key in ("step_seconds", "peak_memory_gib")})
+        self._count(record)
         self._done = record["step"]
         numbers = numbers_of(record, smoothed_loss)
         if self._console.is_terminal:
@@ -88,10 +92,11 @@ class Progress:
             self.log("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
         if self._first():
             self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
-        if len(self._records) == WARM_STEPS:
+        if self._num_steps == WARM_STEPS:
             self.log(self.advice())
         if record["step"] == self.total_steps and is_shown(self._predicted):
-            for name, text in compare_with_prediction(self._predicted, self._records).items():
+            seen = [*self._records, {"peak_memory_gib": self._peak}]
+            for name, text in compare_with_prediction(self._predicted, seen).items():
                 self.log(f"{name}: {text}")
 
     def evaluation(self, step: int, metrics: dict) -> None:
@@ -99,14 +104,23 @@ class Progress:
         numbers = "  ".join(f"{name.removeprefix('eval_')} {number(value)}" for name, value in metrics.items())
         self.log(f"evaluation after step {step}: {numbers}")
 
+    def _count(self, record: dict) -> None:
+        if self._num_steps % self._spacing == 0:
+            self._records.append({"step_seconds": record["step_seconds"]})
+            if len(self._records) == _MOST_RECORDS:
+                del self._records[1::2]
+                self._spacing *= 2
+        self._seconds += record["step_seconds"] if self._num_steps else 0.0
+        self._peak = max(self._peak, record["peak_memory_gib"] or 0.0)
+        self._num_steps += 1
+
     def _first(self) -> bool:
-        return len(self._records) == 1
+        return self._num_steps == 1
 
     def _rest(self) -> str:
         # without the first step, which includes start-up costs
-        steady = [each["step_seconds"] for each in self._records[1:]]
-        left = self.total_steps - self._done
-        return f"left {duration(sum(steady) / len(steady) * left)}" if steady else ""
+        num_steady, left = self._num_steps - 1, self.total_steps - self._done
+        return f"left {duration(self._seconds / num_steady * left)}" if num_steady else ""
 
     def _process_start(self) -> float:
         if self._started is None:

@@ -240,3 +240,23 @@ def test_the_run_goes_on_when_the_terminal_is_gone():
         os.close(master)
         progress.step(record(2), 3.0)
         progress.log("a line")
+
+
+def test_a_step_costs_the_same_after_many():
+    """What Progress keeps does not grow; the time left, the median and the peak are still those of the session."""
+    predicted = {key: 2.0 for key in ("step_seconds", "peak_memory_gib")}
+    predicted |= {f"{key}_interval": [1.0, 3.0] for key in ("step_seconds", "peak_memory_gib")} | {"basis": ""}
+    kept = []
+    for total in (10_000, 50_000):
+        stream = io.StringIO()
+        progress = Progress(total, total, console=Console(file=stream, width=200), started=0.0)
+        progress.header(FACTS | {"predicted": predicted})
+        for step in range(1, total + 1):
+            # 900 s in the first step; then 1, 2, 3, 1, 2, 3, ...
+            peak = 7.25 if step == 17 else 1.0
+            progress.step(record(step, step_seconds=step % 3 + 1.0 if step > 1 else 900.0, peak_memory_gib=peak), 6.5)
+            if step == total // 2:
+                assert progress._rest() == f"left {duration(2.0 * total / 2)}"
+        assert "step: 2 s; predicted" in stream.getvalue() and "rank 0: 7.25 GiB; predicted" in stream.getvalue()
+        kept.append(sum(len(value) for value in vars(progress).values() if isinstance(value, (list, dict))))
+    assert max(kept) < 5000
