@@ -51,7 +51,7 @@ class FakeModel:
         """Change and shard the model as TorchEngine does, without compilation and other kernels."""
         recipe, strategy, mesh, model = self._plan.recipe, self._plan.strategy, self._mesh, self.module
         model = fp32_weights.cast_weights(model, recipe.optimizer)
-        if strategy.tensor_parallel_size > 1:
+        if strategy.dims.tp > 1:
             tensor_parallel.apply(model, mesh, strategy.tp_sequence_parallel)
         if strategy.dims.ep > 1:
             expert_parallel.apply(model, mesh)

@@ -74,7 +74,7 @@ class FakePipeline:
             given, returned = self._passed(index), self._passed(index + 1)
             options = {"input_args": given, "output_args": returned, "group": self._mesh.group("pp")}
             stages.append(PipelineStage(module, index, count, CPU, **options))
-        kind = schedules.get_schedule_class(self._plan.strategy.pipeline_schedule)
+        kind = schedules.get_schedule_class(self._plan.strategy.schedule)
         given = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
         schedule: Any = kind(given, self._job.grad_accum, loss_fn=self._loss, scale_grads=False)  # pyright: ignore
         schedule._warmup_p2p = _without_neighbours

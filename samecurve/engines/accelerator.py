@@ -54,11 +54,11 @@ def start(plan: Plan) -> Accelerator:
         cpu_bridge.prepare(strategy)
     if cpu_bridge.needed() or strategy.offloads_optimizer:
         torch.set_num_threads(num_threads())
-    if strategy.family in ("zero", "pipeline"):
+    if strategy.backend == "deepspeed":
         # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and would warn on every rank
         names = "all_gather_into_tensor|reduce_scatter_tensor"
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
-    if strategy.family == "ddp":
+    if strategy.keeps_model:
         # Accelerate 1.15 knows only the name that torch 2.13 deprecates, and torch 2.11 knows no other
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
@@ -93,13 +93,13 @@ def start(plan: Plan) -> Accelerator:
 
 def computes_in_copies(plan: Plan) -> bool:
     """Whether whole weights are cast to bf16 layer by layer, as FSDP's shards are, instead of by autocast."""
-    return plan.recipe.precision == "bf16" and plan.strategy.family in ("single", "ddp")
+    return plan.recipe.precision == "bf16" and plan.strategy.keeps_model
 
 
 def _prepare_environment(plan: Plan) -> None:
     """Prepare what the process groups depend on, and after a restart by torchrun create the first one."""
     strategy = plan.strategy
-    if strategy.family == "single":
+    if not strategy.distributed:
         launch_env.export_launch_env(strategy)
         return
     network.choose_interface()
@@ -112,10 +112,10 @@ def _prepare_environment(plan: Plan) -> None:
 
 
 def _accumulation(plan: Plan) -> int:
-    if plan.strategy.family != "zero":
+    if plan.strategy.backend == "torch" or plan.strategy.schedule:
         return 1  # the loop passes all micro-batches of a step at once, so Accelerate has nothing to count
     # Accelerate compares its number with DeepSpeed's and warns if they differ
-    return plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
+    return plan.recipe.batch.accumulation_steps(plan.strategy.dims.dp)
 
 
 def num_threads(environ: Mapping[str, str] = os.environ) -> int:
@@ -133,9 +133,9 @@ def num_threads(environ: Mapping[str, str] = os.environ) -> int:
 def plugins(plan: Plan) -> dict:
     """Build Accelerate's plugin of the strategy, if it has one, from the environment of `accelerate launch`."""
     strategy = plan.strategy
-    if strategy.family in ("zero", "pipeline"):
+    if strategy.backend == "deepspeed":
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=resolve_auto(plan))}
-    if strategy.family != "fsdp":
+    if not strategy.shards_model:
         return {}
     # Accelerate's own policy would reduce gradients in bf16. Outputs keep their dtype: the loss is computed in fp32
     # from the logits (cross_entropy.py), and one output dtype for all layers would pass fp32 activations to bf16

@@ -23,19 +23,6 @@ if TYPE_CHECKING:
 
     from samecurve.strategy.plan import Strategy
 
-# Accelerate 1.15 turns MULTI_GPU into FSDP, but never MULTI_CPU (AcceleratorState)
-_KINDS = {"ddp": DistributedType.MULTI_CPU, "tp": DistributedType.MULTI_CPU, "fsdp": DistributedType.MULTI_GPU}
-_KINDS["schedule"] = DistributedType.MULTI_CPU
-_EXPECTED = {
-    "single": DistributedType.NO,
-    "ddp": DistributedType.MULTI_CPU,
-    "tp": DistributedType.MULTI_CPU,
-    "fsdp": DistributedType.FSDP,
-    "schedule": DistributedType.MULTI_CPU,
-    "zero": DistributedType.DEEPSPEED,
-    "pipeline": DistributedType.DEEPSPEED,
-}
-
 
 def needed() -> bool:
     """Whether this process has no GPU and trains on the CPU."""
@@ -44,7 +31,7 @@ def needed() -> bool:
 
 def backend(strategy: Strategy) -> str | None:
     """Backend of the process group; None leaves the choice to Accelerate."""
-    return "gloo" if (needed() or shared_gpu.asked()) and strategy.family != "single" else None
+    return "gloo" if (needed() or shared_gpu.asked()) and strategy.distributed else None
 
 
 def prepare(strategy: Strategy) -> None:
@@ -54,9 +41,11 @@ def prepare(strategy: Strategy) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns on every rank that it found no GPU
     if strategy.deepspeed is not None:
         leave_out_shared_memory()
-    if strategy.family in _KINDS:
+    elif strategy.distributed:
         PartialState(backend="gloo", timeout=TIMEOUT)
-        PartialState._shared_state["distributed_type"] = _KINDS[strategy.family]
+        # Accelerate 1.15 turns MULTI_GPU into FSDP, but never MULTI_CPU (AcceleratorState)
+        kind = DistributedType.MULTI_GPU if strategy.shards_model else DistributedType.MULTI_CPU
+        PartialState._shared_state["distributed_type"] = kind
 
 
 def leave_out_shared_memory() -> None:
@@ -78,9 +67,12 @@ def adjust(accelerator: Accelerator, precision: str) -> None:
 
 def check(accelerator: Accelerator, strategy: Strategy) -> None:
     """Raise TopologyError if Accelerate set up a distributed type or backend other than the strategy's."""
-    expected, found = _EXPECTED[strategy.family], accelerator.distributed_type
+    expected = DistributedType.FSDP if strategy.shards_model else DistributedType.MULTI_CPU
+    if strategy.deepspeed is not None:
+        expected = DistributedType.DEEPSPEED
+    expected, found = expected if strategy.distributed else DistributedType.NO, accelerator.distributed_type
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
-    if found != expected or (backend != "gloo" and strategy.family != "single"):
+    if found != expected or (backend != "gloo" and strategy.distributed):
         raise TopologyError(
             f"strategy {strategy.name}: on a CPU this version of Accelerate made {found} over {backend} of it, "
             f"not {expected} over gloo; use the version in constraints.txt"

@@ -39,21 +39,21 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
     """
     check_room(plan.strategy, sum(parameter.numel() for parameter in skeleton.parameters()))
     # DeepSpeed takes seconds to import, torch's pipelining a tenth of one; DeepSpeed may be missing under the others
-    if plan.strategy.family == "pipeline":
-        from samecurve.engines.pipeline import PipelineEngine
-
-        engine = PipelineEngine(accelerator, plan, skeleton, task)
-    elif plan.strategy.family == "zero":
-        from samecurve.engines.zero import ZeroEngine
-
-        engine = ZeroEngine(accelerator, plan, skeleton, task)
-    elif plan.strategy.family == "schedule":
+    if plan.strategy.torch_schedule:
         from samecurve.engines.scheduled_engine import ScheduledEngine
 
         engine = ScheduledEngine(accelerator, plan, skeleton, task)
-    else:
+    elif plan.strategy.backend == "torch":
         engine = TorchEngine(accelerator, plan, skeleton, task)
-    kept = fp32_weights.names(skeleton, plan.recipe.precision) if plan.strategy.family == "fsdp" else set()
+    elif plan.strategy.schedule:
+        from samecurve.engines.pipeline import PipelineEngine
+
+        engine = PipelineEngine(accelerator, plan, skeleton, task)
+    else:
+        from samecurve.engines.zero import ZeroEngine
+
+        engine = ZeroEngine(accelerator, plan, skeleton, task)
+    kept = fp32_weights.names(skeleton, plan.recipe.precision) if plan.strategy.shards_model else set()
     shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
     whole = sum(shape.numel() for name, shape in shapes.items() if name in kept)
     verify(plan, engine.describe(), (shape for name, shape in shapes.items() if name not in kept), whole)

@@ -112,8 +112,9 @@ def reduces_once(plan: Plan) -> bool:
     DDP reduces once. FSDP2 reduces after every micro-batch by default, because otherwise each rank would hold
     unsharded gradients.
     """
-    family = plan.strategy.family
-    return family == "ddp" or (family == "fsdp" and plan.recipe.memory.gradient_sync == "last_micro_batch")
+    if plan.strategy.shards_model:
+        return plan.recipe.memory.gradient_sync == "last_micro_batch"
+    return plan.strategy.keeps_model and plan.strategy.distributed
 
 
 def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_in: torch.dtype | None) -> int:
@@ -126,8 +127,8 @@ def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_i
         shapes: full shape of every trained parameter.
         reduced_in: the reduce dtype; None in a single process.
     """
-    steps = plan.recipe.batch.accumulation_steps(plan.strategy.data_parallel_size)
-    if reduced_in is None or plan.strategy.family != "fsdp" or not reduces_once(plan) or steps == 1:
+    steps = plan.recipe.batch.accumulation_steps(plan.strategy.dims.dp)
+    if reduced_in is None or not plan.strategy.shards_model or not reduces_once(plan) or steps == 1:
         return 0
     return reduced_in.itemsize * sum(shape.numel() for shape in shapes.values())
 

@@ -20,7 +20,7 @@ def environment(strategy: Strategy) -> dict[str, str]:
     With them torchrun, deepspeed and plain python configure `Accelerator` as `accelerate launch --config_file` does.
     A bare DeepSpeed JSON has no YAML; its variables are those of a YAML that names only the JSON.
     """
-    if strategy.family == "single":
+    if not strategy.distributed:
         return {}
     if strategy.path is None:
         return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(strategy.deepspeed_path)}
@@ -51,10 +51,10 @@ def export_launch_env(strategy: Strategy, environ: Mapping[str, str] = os.enviro
         os.environ.update(environment(strategy))
     for name in [name for name in environ if name in _MESH or name.startswith("PARALLELISM_CONFIG_")]:
         del os.environ[name]  # Accelerate would make a second mesh, or refuse an arrangement that it does not know
-    if strategy.family == "schedule":
+    if strategy.torch_schedule:
         for name in [name for name in environ if name == "ACCELERATE_USE_FSDP" or name.startswith("FSDP_")]:
             del os.environ[name]  # stages are sharded by the engine, and Accelerate would make FSDP of the whole
-    if strategy.family != "single":
+    if strategy.distributed:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if "MASTER_PORT" not in environ else {}
         for key, value in alone.items():

@@ -68,7 +68,7 @@ class PipelineEngine:
         self._kernels = tuple(liger.replaced(model))
         module = self._module = build_stage(plan, split_layers(model), self._loss, self.device, self._dropout)
         self._weights, self._stages = module.named_weights(), module.stages_by_name()
-        _check_trained({self._stages[name] for name in self.shapes}, plan.strategy.pipeline_stages)
+        _check_trained({self._stages[name] for name in self.shapes}, plan.strategy.dims.pp)
 
         settings = self._settings = plan.recipe.optimizer
         optimizer = build_optimizer(parameter_groups(self._weights.items(), settings, roles_of(skeleton)), settings)

@@ -144,7 +144,7 @@ def build_stage(
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         module = StageModule(
             _specs(layers, device),
-            num_stages=plan.strategy.pipeline_stages,
+            num_stages=plan.strategy.dims.pp,
             loss_fn=loss,
             partition_method=partition,
             activation_checkpoint_interval=interval if plan.recipe.memory.activation_checkpointing == "full" else 0,

@@ -105,7 +105,7 @@ class LocalStages:
         classifier_padding: int | None = None,
     ):
         self.classifier_padding = classifier_padding
-        self.name, self.ranks = strategy.pipeline_schedule, strategy.pipeline_stages
+        self.name, self.ranks = strategy.schedule, strategy.dims.pp
         self.schedule = SCHEDULES[self.name]
         self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
         self.group = mesh.group("pp")  # the schedule's own, so that NCCL makes no further communicators
@@ -225,13 +225,13 @@ def _cut(layers: list[Layer], count: int, strategy: Strategy) -> list[list[Layer
     num_decoders = sum(isinstance(layer, Decoder) for layer in layers)
     if num_decoders < count:
         fix = "use a smaller size"
-        if count > strategy.pipeline_stages:
+        if count > strategy.dims.pp:
             fix += ", or a schedule with one stage per rank (GPipe, 1F1B)"
         raise ConfigurationError(
-            f"{strategy.path}: parallelism_config.parallelism_config_pp_size: {strategy.pipeline_schedule} on "
-            f"{strategy.pipeline_stages} ranks has {count} stages, but the model has {num_decoders} layers; {fix}"
+            f"{strategy.path}: parallelism_config.parallelism_config_pp_size: {strategy.schedule} on "
+            f"{strategy.dims.pp} ranks has {count} stages, but the model has {num_decoders} layers; {fix}"
         )
-    ends = list(accumulate(SCHEDULES[strategy.pipeline_schedule].layers(num_decoders, strategy.pipeline_stages)))
+    ends = list(accumulate(SCHEDULES[strategy.schedule].layers(num_decoders, strategy.dims.pp)))
     stages: list[list[Layer]] = [[] for _ in range(count)]
     passed = 0
     for layer in layers:

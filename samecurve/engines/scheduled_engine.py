@@ -183,7 +183,7 @@ class ScheduledEngine:
 
     def _build_schedule(self, shape: torch.Size, num_micro_batches: int) -> Any:
         """Build the schedule of steps of one shape of input_ids: PyTorch's stages keep the shapes of their first."""
-        kind = schedules.get_schedule_class(self._plan.strategy.pipeline_schedule)
+        kind = schedules.get_schedule_class(self._plan.strategy.schedule)
         stages = [
             TimedStage(self._dropout.use, module, stage, self._stages.count, self.device, group=self._mesh.group("pp"))
             for stage, module in self._stages.modules.items()
@@ -234,7 +234,7 @@ class ScheduledEngine:
         replicas = self._mesh.group("dp_replicate") if self._mesh.dims.dp_replicate > 1 else None
         groups = {"pp": self._stages.group, "dp_replicate": replicas}
         return EngineDescription(
-            engine=schedules.get_schedule_class(self._plan.strategy.pipeline_schedule).__name__,
+            engine=schedules.get_schedule_class(self._plan.strategy.schedule).__name__,
             optimizer=type(self._optimizer).__name__,
             world_size=dist.get_world_size(),
             data_parallel_size=self.shard[1],

@@ -53,17 +53,16 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         ConfigurationError: the teacher does not separate packed documents, or as models.skeleton.build_skeleton.
     """
     recipe, skeleton = _skeleton(task)
-    family, zero_stage = (plan.strategy.family, plan.strategy.zero_stage) if plan else ("single", 0)
-    if plan and family == "fsdp":
+    if plan and plan.strategy.shards_model:
         # tensor parallelism does not cut the teacher
         strategy = replace(plan.strategy, dims=replace(plan.strategy.dims, tp=1))
         is_cut, meta = strategy.dims.cp > 1, torch.device("meta")
         model = context_parallel.build(skeleton, recipe, strategy, mesh) if is_cut else _frozen(skeleton, meta)
         frozen_weights.store_in_bf16(model.requires_grad_(False), recipe, everywhere=True)
         found = fsdp.shard(accelerator, model, mesh)
-    elif family == "zero" and zero_stage == 3:
+    elif plan and plan.strategy.zero_stage == 3:
         found = _partitioned(accelerator, skeleton)
-    elif family == "zero":
+    elif plan and plan.strategy.backend == "deepspeed":
         # DeepSpeed computes in the dtype of the weights
         found = _frozen(skeleton, torch.device(accelerator.device))
         found.to(torch_dtype(recipe.precision))  # pyright: ignore[reportArgumentType]  # transformers hides the signature
@@ -88,7 +87,7 @@ class StagedTeacher:
     """
 
     def __init__(self, strategy: Strategy, mesh: Mesh, task: Task):
-        assert strategy.tensor_parallel_size == 1, "stages that are cut have no whole logits to compare"
+        assert strategy.dims.tp == 1, "stages that are cut have no whole logits to compare"
         recipe, skeleton = _skeleton(task)
         autocast = compute_dtype(recipe.precision)
         self._hidden_size, self._dtype = skeleton.config.hidden_size, autocast or torch.float32

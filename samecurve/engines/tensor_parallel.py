@@ -43,7 +43,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     Raises:
         ConfigurationError: the family is untested, sizes do not divide, or its plan excludes sequence parallelism.
     """
-    config, size, found = model.config.get_text_config(), strategy.tensor_parallel_size, []
+    config, size, found = model.config.get_text_config(), strategy.dims.tp, []
     family, spreads = model.config.model_type, strategy.dims.ep > 1
     known = EXPERT_AND_TENSOR_PARALLEL if spreads else TENSOR_PARALLEL
     if family not in known:

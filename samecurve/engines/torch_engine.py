@@ -70,7 +70,7 @@ class TorchEngine:
         self.accumulation_steps = self.recipe.batch.accumulation_steps(self.shard[1])
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
-        self.sharded, self.cut = plan.strategy.family == "fsdp", plan.strategy.tensor_parallel_size > 1
+        self.sharded, self.cut = plan.strategy.shards_model, plan.strategy.dims.tp > 1
         part = context_parallel.part_of(plan.strategy, self.mesh, skeleton)
         if part.count > 1:
             task.sum_parts = partial(context_parallel.sum_parts, mesh=self.mesh)

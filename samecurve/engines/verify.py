@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from samecurve.interfaces.engine import EngineDescription
     from samecurve.strategy.plan import Plan
 
-_WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "pipeline": "PipelineEngine"}
-
-
 _TOLERANCE = 0.1  # of the share of a rank
 
 
@@ -64,10 +61,10 @@ def expected_share(plan: Plan, shapes: Iterable[Sequence[int]]) -> tuple[float, 
         return "two 4-bit weights are one element"
     if recipe.adapter.name and dims.tp > 1:
         return "tensor parallelism cuts one of an adapter's two matrices"
-    ranks = dims.size(*FSDP) if strategy.family == "fsdp" or strategy.zero_stage == 3 else 1
+    ranks = dims.size(*FSDP) if strategy.shards_weights else 1
     fewest = most = 0.0
     for shape in shapes:
-        by_row = strategy.family == "fsdp" and len(shape) > 0  # ZeRO-3 divides elements
+        by_row = strategy.shards_model and len(shape) > 0  # ZeRO-3 divides elements
         rows, width = (shape[0], math.prod(shape[1:])) if by_row else (math.prod(shape), 1)
         # tensor parallelism has cut columns or rows before, or nothing
         ways = [_parts(rows, ranks, width / dims.tp)]
@@ -87,30 +84,30 @@ def _parts(rows: int, ranks: int, width: float) -> tuple[float, float]:
 
 def _asked(plan: Plan) -> dict:
     recipe, strategy = plan.recipe, plan.strategy
-    shards_stages = strategy.family == "schedule" and strategy.dims.dp_shard > 1
     asked = {
         "world_size": strategy.world_size,
-        "data_parallel_size": strategy.data_parallel_size,
-        "pipeline_stages": strategy.pipeline_stages,
+        "data_parallel_size": strategy.dims.dp,
+        "pipeline_stages": strategy.dims.pp,
         "micro_batch_size": recipe.batch.micro_batch_size,
-        "gradient_accumulation_steps": recipe.batch.accumulation_steps(strategy.data_parallel_size),
+        "gradient_accumulation_steps": recipe.batch.accumulation_steps(strategy.dims.dp),
         "gradient_clipping": recipe.optimizer.max_grad_norm,
         "precision": recipe.precision,
         "zero_stage": strategy.zero_stage,
         "secondary_partition": strategy.secondary_partition,
-        "sharded": strategy.family == "fsdp" or strategy.zero_stage == 3 or shards_stages,
+        "sharded": strategy.shards_weights,
         "replicate_size": strategy.replicate_size,
-        "tensor_parallel_size": strategy.tensor_parallel_size,
+        "tensor_parallel_size": strategy.dims.tp,
         "context_parallel_size": strategy.dims.cp,
         "expert_parallel_size": strategy.dims.ep,
         "context_parallel": strategy.context_parallel,
         "tp_sequence_parallel": strategy.tp_sequence_parallel,
         "offload": tuple(strategy.offload),
     }
-    if strategy.family in _WRAPPERS:
-        asked["engine"] = _WRAPPERS[strategy.family]
-    if strategy.family == "schedule":
-        asked["engine"] = f"Schedule{strategy.pipeline_schedule}"  # PyTorch's class
-    if strategy.family in ("zero", "pipeline"):
+    if strategy.torch_schedule:
+        asked["engine"] = f"Schedule{strategy.schedule}"  # PyTorch's class
+    elif strategy.backend == "deepspeed":
+        asked["engine"] = "PipelineEngine" if strategy.schedule else "DeepSpeedEngine"
         asked["weight_dtype"] = DTYPES[recipe.precision]
+    elif strategy.keeps_model and strategy.distributed:
+        asked["engine"] = "DistributedDataParallel"
     return asked

@@ -184,9 +184,9 @@ def _smallest(wanted: Wanted, machines: Cluster, template: Template, sizes: Size
         return
     checkpointing = wanted.checkpointing if "checkpointing" in wanted.fixed else "full"
     tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
-    counts = space.micro_batches(wanted, strategy.data_parallel_size)
+    counts = space.micro_batches(wanted, strategy.dims.dp)
     # under GPipe a larger one may need less (search.py)
-    for micro_batch in counts if strategy.pipeline_schedule == "GPipe" else counts[:1]:
+    for micro_batch in counts if strategy.schedule == "GPipe" else counts[:1]:
         least = wanted.with_memory(micro_batch, checkpointing)
         job = strategies.job(least, strategy, machines) if strategies.takes(least, strategy) else None
         if job and not host_problem(job, machines):

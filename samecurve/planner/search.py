@@ -151,7 +151,7 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
         # a wrong topology may be right on another number of GPUs; other problems stay
         invalid = not all(each.topology for each in problems)
         return Choice(template.name, template, sizes, reason=reason, invalid=invalid)
-    ranks = strategy.data_parallel_size
+    ranks = strategy.dims.dp
 
     def describe(changed: Wanted) -> Job | None:
         return strategies.job(changed, strategy, machines) if strategies.takes(changed, strategy) else None

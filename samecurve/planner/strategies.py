@@ -128,7 +128,7 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
     if strategy.family == "schedule" and dims.dp_shard > 1:
         zero = 3
-    schedule = strategy.pipeline_schedule or ("1f1b" if dims.pp > 1 else "")
+    schedule = (strategy.torch_schedule and strategy.schedule) or ("1f1b" if dims.pp > 1 else "")
     chunks = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
     layout = Layout(
         ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, virtual_stages=chunks, schedule=schedule, zero=zero,
@@ -201,8 +201,8 @@ def _states(strategy: Strategy, wanted: Wanted) -> StateBytes:
 
 def takes(wanted: Wanted, strategy: Strategy) -> bool:
     """Whether a pipeline schedule takes a step's micro-batches and recomputation; other strategies take any."""
-    if not strategy.pipeline_schedule:
+    if strategy.torch_schedule is None:
         return True
-    count = wanted.batch.accumulation_steps(strategy.data_parallel_size)
-    refused = micro_batch_rule(strategy.pipeline_schedule, count, strategy.pipeline_stages)
-    return not refused and SCHEDULES[strategy.pipeline_schedule].takes_recomputation(wanted.checkpointing)
+    count = wanted.batch.accumulation_steps(strategy.dims.dp)
+    refused = micro_batch_rule(strategy.schedule, count, strategy.dims.pp)
+    return not refused and strategy.torch_schedule.takes_recomputation(wanted.checkpointing)

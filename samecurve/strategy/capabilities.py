@@ -13,12 +13,9 @@ from samecurve.config.documents import describe, joined
 from samecurve.specs.environment import dated
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS, TaskSpec
-from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
-
-_DEEPSPEED = ("zero", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -46,25 +43,27 @@ CONTEXT = Mode("context parallelism", lambda strategy: strategy.dims.cp > 1)
 GATHERED = Mode("context parallelism by all-gather", lambda s: s.context_parallel == "allgather", within=CONTEXT)
 RING = Mode("context parallelism by a ring", lambda strategy: strategy.context_parallel == "ring", within=CONTEXT)
 EXPERT = Mode("expert parallelism", lambda strategy: strategy.dims.ep > 1)
-SCHEDULED = Mode("a pipeline schedule", lambda strategy: bool(strategy.pipeline_schedule), "another strategy")
+SCHEDULED = Mode("a pipeline schedule", lambda strategy: strategy.torch_schedule is not None, "another strategy")
 ZERO_BUBBLE = Mode(
-    "a zero-bubble schedule", lambda s: SCHEDULED.applies(s) and SCHEDULES[s.pipeline_schedule].folded, within=SCHEDULED
+    "a zero-bubble schedule", lambda s: s.torch_schedule is not None and s.torch_schedule.folded, within=SCHEDULED
 )
 WHOLE_BACKWARD = Mode(
-    "any other pipeline schedule", lambda s: SCHEDULED.applies(s) and not ZERO_BUBBLE.applies(s), within=SCHEDULED
+    "any other pipeline schedule",
+    lambda s: s.torch_schedule is not None and not s.torch_schedule.folded,
+    within=SCHEDULED,
 )
 CUT_STAGES = Mode("tensor-parallel stages", lambda s: SCHEDULED.applies(s) and s.dims.tp > 1, within=SCHEDULED)
-DEEPSPEED_PIPELINE = Mode("DeepSpeed's pipeline", lambda strategy: strategy.family == "pipeline")
-ZERO_3 = Mode("ZeRO-3", lambda strategy: strategy.zero_stage == 3)
-ZERO_2 = Mode("ZeRO-2", lambda strategy: strategy.zero_stage == 2)
-FSDP = Mode("FSDP", lambda strategy: strategy.family == "fsdp")
+DEEPSPEED_PIPELINE = Mode("DeepSpeed's pipeline", lambda strategy: strategy.schedule == "deepspeed")
+ZERO_3 = Mode("ZeRO-3", lambda strategy: strategy.sharding == "zero3")
+ZERO_2 = Mode("ZeRO-2", lambda strategy: strategy.sharding == "zero2")
+FSDP = Mode("FSDP", lambda strategy: strategy.shards_model)
 # 4-bit weights stay whole on every device, in the model's dtype
-NOT_WHOLE = Mode("every strategy but single and ddp", lambda strategy: strategy.family not in ("single", "ddp"))
+NOT_WHOLE = Mode("every strategy but single and ddp", lambda strategy: not strategy.keeps_model)
 DEEPSPEED = Mode(
-    "DeepSpeed without offload", lambda strategy: strategy.family in _DEEPSPEED and not strategy.offloads_optimizer
+    "DeepSpeed without offload", lambda strategy: strategy.backend == "deepspeed" and not strategy.offloads_optimizer
 )
 DEEPSPEED_OFFLOAD = Mode(
-    "DeepSpeed with offload", lambda strategy: strategy.family in _DEEPSPEED and strategy.offloads_optimizer
+    "DeepSpeed with offload", lambda strategy: strategy.backend == "deepspeed" and strategy.offloads_optimizer
 )
 FSDP_OFFLOAD = Mode("FSDP with offload", lambda strategy: FSDP.applies(strategy) and strategy.offloads_optimizer)
 

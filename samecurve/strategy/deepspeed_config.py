@@ -18,9 +18,9 @@ def resolve_auto(plan: Plan) -> dict:
     assert strategy.deepspeed is not None  # only the DeepSpeed engines call this
     config = copy.deepcopy(strategy.deepspeed)  # run.json has the file's content as it is
     config.pop("pipeline", None)
-    micro, steps = recipe.batch.micro_batch_size, recipe.batch.accumulation_steps(strategy.data_parallel_size)
+    micro, steps = recipe.batch.micro_batch_size, recipe.batch.accumulation_steps(strategy.dims.dp)
     # DeepSpeed wants the product; its engines get fewer rows where the global batch does not divide evenly
-    config["train_batch_size"] = micro * steps * strategy.data_parallel_size
+    config["train_batch_size"] = micro * steps * strategy.dims.dp
     config["train_micro_batch_size_per_gpu"] = micro
     config["gradient_accumulation_steps"] = steps
     config["gradient_clipping"] = recipe.optimizer.max_grad_norm

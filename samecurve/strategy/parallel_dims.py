@@ -55,6 +55,11 @@ class ParallelDims:
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @property
+    def dp(self) -> int:
+        """Ranks that read different rows."""
+        return self.size(*BATCH)
+
+    @property
     def world_size(self) -> int:
         return self.size(*DIMENSIONS)
 

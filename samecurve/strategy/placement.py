@@ -35,7 +35,7 @@ def place_strategy(path: Path, num_processes: int) -> Placement:
     least = 2 if strategy.replicate_size > 1 or strategy.secondary_partition > 1 else 1
     if is_fsdp and dims.size("pp", "tp") > 1 and dims.size("cp", "ep") == 1:
         least = 2  # the ranks of a sequence or of a layer's experts shard, too; without those nothing would
-    if strategy.family == "tp" or (dims.tp > 1 and not is_fsdp):
+    if dims.tp > 1 and not is_fsdp:
         return Placement(path, dims.size("pp", "tp"))  # a cut model has no replicas
     unit = strategy.replicate_size * strategy.secondary_partition * dims.size("pp", "cp", "tp", "ep")
     return Placement(path, max(-(-num_processes // unit), least) * unit)

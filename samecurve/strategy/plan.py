@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from samecurve.config.documents import Document
 from samecurve.config.schema import Recipe
-from samecurve.strategy.parallel_dims import BATCH, ParallelDims
+from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.pipeline_schedules import SCHEDULES, PipelineSchedule
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Distribution of the run over processes, as written in the strategy's files.
+    """Distribution of the run over processes, as written in the strategy's files; by default a single process.
 
     `accelerate` and `deepspeed` are kept whole for run.json and for DeepSpeed itself. Code reads the typed fields.
 
     Attributes:
         name: the file's stem, "single" when nothing was chosen.
-        family: "single" | "ddp" | "tp" | "fsdp" | "zero" | "pipeline" (DeepSpeed's) | "schedule" (a pipeline by
-            PyTorch); "fsdp" may be tensor-, context- or expert-parallel, too, see `dims`.
+        backend: who runs a step: "torch" | "deepspeed".
+        sharding: what is sharded over dims.dp_shard x dims.cp: "none" | "fsdp" (FSDP2, of the whole model or, in a
+            pipeline, of each stage) | "zero1" | "zero2" | "zero3".
+        schedule: the pipeline of dims.pp stages: "" without one, "deepspeed", or a key of
+            `pipeline_schedules.SCHEDULES`, which PyTorch runs.
+        distributed: whether the processes form a group; a group may have one process.
         path, accelerate: the Accelerate YAML and its content; None and {} for plain python and a bare DeepSpeed JSON.
         deepspeed_path, deepspeed: the DeepSpeed JSON and its content; None without DeepSpeed.
         launcher: see `launchers.Launch`.
         world_size: number of processes.
         dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
-        zero_stage: 0 without ZeRO.
         offload: what leaves the device and where to: "optimizer:cpu", "param:cpu", "optimizer:nvme", "param:nvme".
         nvme_paths: the folders of offloading to NVMe.
         secondary_partition: ranks over which ZeRO-3 shards a second copy of the weights (ZeRO++'s hpZ); 1 without one.
         context_parallel: how the ranks of a sequence see each other's keys: "ulysses", "allgather", "ring"
             (Accelerate's "alltoall"), or "" without dims.cp.
-        pipeline_schedule: a key of `pipeline_schedules.SCHEDULES`; "" for another family than "schedule".
-        fsdp_*, tp_sequence_parallel, other pipeline_*: the keys of these names, defaults filled in.
+        fsdp_*, tp_sequence_parallel, pipeline_*: the keys of these names, defaults filled in.
     """
 
-    name: str
-    family: str
-    path: Path | None
-    accelerate: dict
-    deepspeed_path: Path | None
-    deepspeed: dict | None
-    launcher: str
-    world_size: int
-    dims: ParallelDims
-    zero_stage: int
-    offload: tuple[str, ...]
+    name: str = "single"
+    backend: str = "torch"
+    sharding: str = "none"
+    schedule: str = ""
+    distributed: bool = False
+    path: Path | None = None
+    accelerate: dict = field(default_factory=dict)
+    deepspeed_path: Path | None = None
+    deepspeed: dict | None = None
+    launcher: str = "python"
+    world_size: int = 1
+    dims: ParallelDims = ParallelDims()
+    offload: tuple[str, ...] = ()
     nvme_paths: tuple[Path, ...] = ()
     secondary_partition: int = 1
     fsdp_forward_prefetch: bool = False
@@ -54,19 +59,40 @@ class Strategy:
     pipeline_partition: str = "parameters"
     pipeline_checkpoint_interval: int = 1
     context_parallel: str = ""
-    pipeline_schedule: str = ""
 
     @property
-    def data_parallel_size(self) -> int:
-        return self.dims.size(*BATCH)
+    def zero_stage(self) -> int:
+        """DeepSpeed's stage of ZeRO; 0 without."""
+        return int(self.sharding[-1]) if self.sharding.startswith("zero") else 0
 
     @property
-    def pipeline_stages(self) -> int:
-        return self.dims.pp
+    def torch_schedule(self) -> PipelineSchedule | None:
+        """The schedule of a pipeline that PyTorch runs; None for DeepSpeed's and without a pipeline."""
+        return SCHEDULES.get(self.schedule)
 
     @property
-    def tensor_parallel_size(self) -> int:
-        return self.dims.tp
+    def shards_model(self) -> bool:
+        """Whether FSDP2 shards the model as a whole; the stages of a pipeline are sharded one by one."""
+        return self.sharding == "fsdp" and not self.schedule
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a rank keeps only a shard of each of its weights between two steps."""
+        return self.sharding in ("fsdp", "zero3")
+
+    @property
+    def keeps_model(self) -> bool:
+        """Whether PyTorch trains the whole model on every device, on one or as DDP's replicas."""
+        return self.backend == "torch" and self.sharding == "none" and self.dims.size("pp", "tp") == 1
+
+    @property
+    def family(self) -> str:
+        """One word for backend, sharding and pipeline, which run.json has."""
+        if self.backend == "deepspeed":
+            return "pipeline" if self.schedule else "zero"
+        if self.schedule or self.sharding != "none":
+            return "schedule" if self.schedule else "fsdp"
+        return "tp" if self.dims.tp > 1 else "ddp" if self.distributed else "single"
 
     @property
     def context_key(self) -> str:
@@ -81,7 +107,7 @@ class Strategy:
     @property
     def replicate_size(self) -> int:
         """Number of replicas of a sharded model (HSDP); 1 otherwise."""
-        return self.dims.dp_replicate if self.family == "fsdp" else 1
+        return self.dims.dp_replicate if self.shards_model else 1
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Pat
 
 
 def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
-    if strategy.family == "fsdp" and strategy.offload:
+    if strategy.shards_model and strategy.offload:
         yield (
             "FSDP offloads through pinned memory, which needs an accelerator, and this machine has none; "
             "use configs/zero3_offload.yaml here, or configs/fsdp.yaml, which does not offload"

@@ -215,76 +215,79 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
     ]
     if accelerate.get("fsdp_config", "fsdp_offload_params") is True:
         offloads += [("optimizer", "cpu"), ("param", "cpu")]
-    family, stage = _family(files), deepspeed.get("zero_optimization", "stage")
+    kind, stage = accelerate.get("distributed_type"), _count(deepspeed.get("zero_optimization", "stage"), 0)
+    backend = "deepspeed" if deepspeed.name or kind == "DEEPSPEED" else "torch"
+    schedule = _schedule(files, backend)
+    dims = _dims(files, backend, schedule, launch.world_size)
+    sharding = "fsdp" if backend == "torch" and kind == "FSDP" and (not schedule or dims.dp_shard > 1) else "none"
     # hpZ's second copy is of gathered weights, and only stage 3 gathers them
     secondary = deepspeed.get("zero_optimization", "zero_hpz_partition_size") if stage == 3 else None
     path = Path(accelerate.name) if accelerate.name else None
     json_path = Path(deepspeed.name) if deepspeed.name else None
     return Strategy(
         name=(path or json_path or Path("single")).stem,
-        family=family,
+        backend=backend,
+        sharding=f"zero{stage}" if backend == "deepspeed" and stage in (1, 2, 3) else sharding,
+        schedule=schedule,
+        distributed=backend == "deepspeed" or kind in ("MULTI_GPU", "FSDP"),
         path=path,
         accelerate=accelerate.content,
         deepspeed_path=json_path,
         deepspeed=deepspeed.content if json_path else None,
         launcher=launch.launcher,
         world_size=launch.world_size,
-        dims=_dims(files, family, launch.world_size),
-        zero_stage=_count(stage, 0),
+        dims=dims,
         offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
         nvme_paths=_nvme_paths(deepspeed),
         secondary_partition=_count(secondary, 1),
-        context_parallel=_context_parallel(files)[0] if family == "fsdp" else "",
+        context_parallel=_context_parallel(files)[0] if sharding == "fsdp" and not schedule else "",
         fsdp_forward_prefetch=accelerate.get("fsdp_config", "fsdp_forward_prefetch") is True,
         fsdp_reduce_dtype=_text(accelerate.get("fsdp_config", "fsdp_reduce_dtype"), "fp32"),
         tp_sequence_parallel=accelerate.get("parallelism_config", "parallelism_config_tp_sequence_parallel") is True,
         pipeline_partition=_text(deepspeed.get("pipeline", "partition"), "parameters"),
         pipeline_checkpoint_interval=_count(deepspeed.get("pipeline", "activation_checkpoint_interval"), 1),
-        pipeline_schedule=_schedule(files) if family == "schedule" else "",
     )
 
 
-def _dims(files: Files, family: str, world_size: int) -> ParallelDims:
+def _dims(files: Files, backend: str, schedule: str, world_size: int) -> ParallelDims:
     """Return the parallel dimensions. The one that the files leave open takes the processes that are left.
 
-    It is dp_replicate for DDP, and for tensor parallelism and schedules without FSDP; otherwise it is dp_shard.
+    It is dp_replicate where PyTorch trains without FSDP; otherwise it is dp_shard.
     """
-    if family == "schedule":
-        size, cut = _pipeline_size(files), _tensor_parallel_size(files)
-        others = "dp_shard" if files.accelerate.get("distributed_type") == "FSDP" else "dp_replicate"
-        return ParallelDims(pp=size, tp=cut, **{others: max(world_size // (size * cut), 1)})
-    stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if family == "pipeline" else 1
-    block = "parallelism_config"
-    replicas = _count(files.accelerate.get(block, f"{block}_dp_replicate_size"), 1)
-    cut = _tensor_parallel_size(files) if family in ("tp", "fsdp") else 1
-    parts = _context_parallel(files)[1] if family == "fsdp" else 1
-    experts = _count(files.accelerate.get(block, f"{block}_ep_size"), 1) if family == "fsdp" else 1
+    if backend == "deepspeed":
+        stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if schedule else 1
+        return ParallelDims(pp=stages, dp_shard=max(world_size // stages, 1))
+    kind = files.accelerate.get("distributed_type")
+    cut = _size(files, "tp") if kind in ("MULTI_GPU", "FSDP") else 1
+    if schedule or kind != "FSDP":
+        stages = _size(files, "pp") if schedule else 1
+        rest = max(world_size // (stages * cut), 1)
+        return ParallelDims(pp=stages, tp=cut, **{"dp_shard" if kind != "MULTI_GPU" else "dp_replicate": rest})
+    replicas, parts, experts = _size(files, "dp_replicate"), _context_parallel(files)[1], _size(files, "ep")
     # without the experts: the ranks that share them are among those that shard the other weights
-    rest = max(world_size // (stages * replicas * parts * cut), 1)
-    if family in ("ddp", "tp"):
-        return ParallelDims(dp_replicate=rest, tp=cut)
-    return ParallelDims(pp=stages, dp_replicate=replicas, dp_shard=rest, cp=parts, tp=cut, ep=experts)
+    rest = max(world_size // (replicas * parts * cut), 1)
+    return ParallelDims(dp_replicate=replicas, dp_shard=rest, cp=parts, tp=cut, ep=experts)
 
 
 def _context_parallel(files: Files) -> tuple[str, int]:
     """Return how the ranks of a sequence see each other's keys (Strategy.context_parallel), and how many they are."""
     block = "parallelism_config"
     travels = files.accelerate.get(block, f"{block}_cp_comm_strategy") == "alltoall"  # Accelerate's name for a ring
-    for kind, key in (("ulysses", "sp_size"), ("ring" if travels else "allgather", "cp_size")):
-        if (size := _count(files.accelerate.get(block, f"{block}_{key}"), 1)) > 1:
+    for kind, key in (("ulysses", "sp"), ("ring" if travels else "allgather", "cp")):
+        if (size := _size(files, key)) > 1:
             return kind, size
     return "", 1
 
 
-def _tensor_parallel_size(files: Files) -> int:
-    return _count(files.accelerate.get("parallelism_config", "parallelism_config_tp_size"), 1)
+def _size(files: Files, dimension: str) -> int:
+    return _count(files.accelerate.get("parallelism_config", f"parallelism_config_{dimension}_size"), 1)
 
 
-def _pipeline_size(files: Files) -> int:
-    return _count(files.accelerate.get("parallelism_config", "parallelism_config_pp_size"), 1)
-
-
-def _schedule(files: Files) -> str:
+def _schedule(files: Files, backend: str) -> str:
+    if backend == "deepspeed":
+        return "deepspeed" if "pipeline" in files.deepspeed.content else ""
+    if files.accelerate.get("distributed_type") not in ("MULTI_GPU", "FSDP") or _size(files, "pp") == 1:
+        return ""
     found = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
     return found if found in SCHEDULES else "1F1B"
 
@@ -293,17 +296,6 @@ def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:
     blocks = [("zero_optimization", f"offload_{part}") for part in ("optimizer", "param")]
     paths = [deepspeed.get(*block, "nvme_path") for block in blocks if deepspeed.get(*block, "device") == "nvme"]
     return tuple(Path(path) for path in paths if isinstance(path, str))
-
-
-def _family(files: Files) -> str:
-    kind = files.accelerate.get("distributed_type")
-    if files.deepspeed.name or kind == "DEEPSPEED":
-        return "pipeline" if "pipeline" in files.deepspeed.content else "zero"
-    if kind in ("MULTI_GPU", "FSDP") and _pipeline_size(files) > 1:
-        return "schedule"
-    if kind == "MULTI_GPU" and _tensor_parallel_size(files) > 1:
-        return "tp"
-    return {"MULTI_GPU": "ddp", "FSDP": "fsdp"}.get(kind if isinstance(kind, str) else "", "single")
 
 
 def _text(value: object, default: str) -> str:

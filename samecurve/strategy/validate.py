@@ -76,7 +76,7 @@ def choose_compile(strategy: Strategy, steps_left: int) -> tuple[str, str]:
 
 
 def _sequence(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    size, ranks = value("batch.sequence_length"), strategy.tensor_parallel_size
+    size, ranks = value("batch.sequence_length"), strategy.dims.tp
     where = f"{ranks} ranks ({strategy.path}: {_SEQUENCE})"
     if strategy.tp_sequence_parallel and size % ranks:
         fix = f"use a multiple of {ranks}, or set {_SEQUENCE} to false"
@@ -89,14 +89,14 @@ def _sequence(value: Value, strategy: Strategy) -> Iterator[Finding]:
 
 
 def _micro_batches(value: Value, strategy: Strategy) -> Iterator[Finding]:
-    if not strategy.pipeline_schedule:
+    if strategy.torch_schedule is None:
         return
     rows, given = value("batch.global_batch_size"), value("batch.micro_batch_size")
     size = 1 if given == "auto" else given
     if not all(isinstance(number, int) and number > 0 for number in (rows, size)):
         return  # reported by the recipe's own rules
-    name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
-    rows = -(-rows // strategy.data_parallel_size)  # of the fullest pipeline; all take as many micro-batches
+    name, ranks = strategy.schedule, strategy.dims.pp
+    rows = -(-rows // strategy.dims.dp)  # of the fullest pipeline; all take as many micro-batches
     if takes := micro_batch_rule(name, -(-rows // size), ranks):
         fitting = [number for number in range(1, rows + 1) if not micro_batch_rule(name, -(-rows // number), ranks)]
         if given == "auto" and fitting:
@@ -210,7 +210,7 @@ def _names(files: Files, strategy: Strategy) -> None:
         kind = None
     if ACCELERATE["distributed_type"].accepts(kind):
         _name(files.accelerate, strategy)
-    if strategy.zero_stage or strategy.family == "pipeline":
+    if strategy.zero_stage or strategy.schedule == "deepspeed":
         _name(files.deepspeed, strategy)
 
 
@@ -234,7 +234,7 @@ def _name(document: Document, strategy: Strategy) -> None:
         document.problem(kind_key, text)
     by_heads = strategy.context_parallel == "ulysses"
     sizes = {
-        "tp": ("tensor-parallel", strategy.tensor_parallel_size),
+        "tp": ("tensor-parallel", strategy.dims.tp),
         "ulysses": ("Ulysses", strategy.dims.cp if by_heads else 1),
         "cp": ("context-parallel", 1 if by_heads else strategy.dims.cp),
         "ep": ("expert-parallel", strategy.dims.ep),

@@ -23,7 +23,7 @@ def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource
     _precision(document)
     _reduction(document, strategy, source)
     _offload(document, strategy)
-    if strategy.family == "pipeline":
+    if strategy.schedule:
         _pipeline(document, strategy)
         _stages(document, strategy, source)
         _recomputation(document, source)
@@ -89,7 +89,7 @@ def _offload(document: Document, strategy: Strategy) -> None:
         if device == "nvme" and part == "offload_optimizer" and low_stage:
             text = f'ZeRO stage {strategy.zero_stage} silently offloads to the CPU instead; write "cpu" or use stage 3'
             document.problem((*path, "device"), f"found {describe(device)}, but {text}")
-        if device in ("cpu", "nvme") and strategy.family == "pipeline":
+        if device in ("cpu", "nvme") and strategy.schedule:
             document.problem(path, f"the pipeline of {dated('deepspeed')} does not offload; remove it")
     if strategy.secondary_partition > 1 and any(part.startswith("param:") for part in strategy.offload):
         text = f"found {strategy.secondary_partition}, but a second copy of offloaded weights has not been compared "
@@ -111,7 +111,7 @@ def _stages(document: Document, strategy: Strategy, source: RecipeSource) -> Non
     stages, layers = document.get("pipeline", "stages"), hidden_layers(source)
     if stages is None:
         document.problem(("pipeline", "stages"), "missing; set the number of stages to split the layers into")
-    elif layers is not None and strategy.pipeline_stages > layers:
+    elif layers is not None and strategy.dims.pp > layers:
         text = f"found {stages}, but each stage needs a layer and the model has {layers}; use at most {layers}"
         document.problem(("pipeline", "stages"), text)
 

@@ -26,8 +26,8 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
     yield from wrong
     if wrong:  # the arrangement of the processes can be judged only once their number is right
         return
-    world, stages = strategy.world_size, strategy.pipeline_stages
-    if strategy.family == "schedule":
+    world, stages = strategy.world_size, strategy.dims.pp
+    if strategy.torch_schedule:
         if world % stages:
             text = f"found {stages}, but {_processes(world)} cannot form pipelines of {stages}"
             yield _at(files.accelerate, _PIPELINE, f"{text}; start a multiple of {stages}{_or_a_divisor(world)}")
@@ -103,7 +103,7 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem
 def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
     world = strategy.world_size
     config_unseen = launch.launcher == "accelerate" and launch.flags is None  # then the missing strategy is reported
-    if world == 1 or strategy.family != "single":
+    if world == 1 or strategy.distributed:
         return
     if strategy.path is None and not config_unseen:
         text = f"found {world}, but without a strategy each process would train alone; pass --strategy configs/ddp.yaml"
@@ -117,7 +117,8 @@ def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator
 def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
     """Accelerate refuses replicas of one shard each, but only after the model has been loaded."""
     world, replicas, shards = strategy.world_size, strategy.replicate_size, accelerate.get(*_SHARDS)
-    cut, parts, experts = strategy.tensor_parallel_size, strategy.dims.cp, strategy.dims.ep
+    cut, parts, experts = strategy.dims.tp, strategy.dims.cp, strategy.dims.ep
+    alone = cut > 1 and strategy.sharding == "none"
     if world % experts:
         text = f"found {experts}, but {_processes(world)} cannot form groups of {experts} that share the experts"
         yield _at(accelerate, _EXPERTS, f"{text}; start a multiple of {experts} processes{_or_a_divisor(world)}")
@@ -129,8 +130,8 @@ def _wrong_mesh(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProb
         text = f"found {parts}, but {_processes(world)} cannot form groups of {parts}"
         fix = f"start a multiple of {parts} processes{_or_a_divisor(world)}"
         yield _at(accelerate, tuple(strategy.context_key.split(".")), f"{text}; {fix}")
-    elif world % cut or (strategy.family == "tp" and world != cut):
-        if strategy.family == "tp":
+    elif world % cut or (alone and world != cut):
+        if alone:
             text = f"found {cut}, but without FSDP a single group has all {_processes(world)}"
             fix = f"start {cut} processes, or set it to {world}"
             fix += ", or use configs/fsdp_tp.yaml, which shards over the others"

@@ -141,7 +141,7 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
     Raises:
         DoesNotFit: not even the smallest size fits.
     """
-    sizes = candidates(plan.recipe.batch.rows_per_rank(plan.strategy.data_parallel_size)[0], plan.strategy)
+    sizes = candidates(plan.recipe.batch.rows_per_rank(plan.strategy.dims.dp)[0], plan.strategy)
     found: tuple[Plan, list[RehearsedStage] | None] | None = None
     first, last = 0, len(sizes) - 1
     while first <= last:
@@ -173,9 +173,9 @@ def candidates(num_rows: int, strategy: Strategy) -> list[int]:
     spreads the rows evenly.
     """
     sizes = sorted({-(-num_rows // count) for count in range(1, num_rows + 1)})
-    name, ranks = strategy.pipeline_schedule, strategy.pipeline_stages
-    if not name:
+    if strategy.torch_schedule is None:
         return sizes
+    name, ranks = strategy.schedule, strategy.dims.pp
     return [size for size in sizes if not micro_batch_rule(name, -(-num_rows // size), ranks)]
 
 

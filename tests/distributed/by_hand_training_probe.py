@@ -67,7 +67,7 @@ def replicas(accelerator, plan) -> None:
 
 def stages(accelerator, plan) -> None:
     """The gradient of each rank's layer, and the loss. ZB-V has two stages per rank, so a layer is two of them."""
-    schedule = plan.strategy.pipeline_schedule
+    schedule = plan.strategy.schedule
     rank, n = start()
     x, y = torch.randn(2, pipeline.ROWS, pipeline.WIDTH)
     Tower.rows, Tower.initial = x, [torch.randn(pipeline.WIDTH, pipeline.WIDTH) / 3 for _ in range(n)]
@@ -92,7 +92,7 @@ def main() -> None:
     accelerator = factory.start(plans[0])
     register_optimizer_step_pre_hook(note_gradients)
     for plan in plans:
-        (stages if plan.strategy.family == "schedule" else replicas)(accelerator, plan)
+        (stages if plan.strategy.torch_schedule else replicas)(accelerator, plan)
     accelerator.end_training()
 
 

@@ -43,7 +43,7 @@ WITHOUT_ENGINES = {"tasks", "checkpoint", "run", "metrics", "reports", "export"}
 MAX_HIDDEN_IMPORTS = 7
 
 # Where a strategy's family or name may decide, read or be written. Everywhere else code asks for a fact
-# (`pipeline_schedule`, `dims`) or an engine.
+# (`schedule`, `dims`) or an engine.
 ROOMS_OF_STRATEGIES = {
     "strategy": "reads and checks the strategy's files",
     "engines": "run a step under a strategy",
@@ -266,8 +266,10 @@ def strategy_words(text: str) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         name = ""
-        if isinstance(node, ast.Attribute) and _FACTS.fullmatch(node.attr):
-            name = node.attr
+        if isinstance(node, ast.Attribute):
+            owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            is_fact = _FACTS.fullmatch(node.attr) or (owner == "strategy" and node.attr in ("backend", "sharding"))
+            name = node.attr if is_fact else ""
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             value = node.value.lower()
             name = value if value in STRATEGIES or _OF_STRATEGIES.fullmatch(value) else ""
@@ -292,6 +294,7 @@ def test_strategy_words_stay_in_their_rooms():
         ('if strategy.family == "schedule": pass', {"family"}),
         ('if run["strategy"] in ("zero3_offload", "fsdp2"): pass', {"zero", "fsdp"}),
         ("stage = plan.strategy.zero_stage", {"zero"}),
+        ('if plan.strategy.backend == "deepspeed": model.sharding', {"backend", "deepspeed"}),
         ('if type(optimizer).__name__ == "DeepSpeedCPUAdam": pass', {"deepspeedcpuadam"}),
         ("if accelerator.state.fsdp_plugin: pass", {"fsdp"}),
         ('"""fsdp"""\nraise ValueError("fsdp refuses this")\nzeros = optimizer.zero_grad()  # zero3', set()),

@@ -138,7 +138,7 @@ def test_refusal_has_reason_and_way_out(name, changes, words):
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name.startswith("pipeline_")])
 def test_schedules_that_cut_backward_passes(name):
-    folded = SCHEDULES[strategy(name).pipeline_schedule].folded
+    folded = SCHEDULES[strategy(name).schedule].folded
     assert bool(refusals(name, {"compile": "regional"})) == folded
     kinds = ("none", "full", "every_n_layers", "selective", "offload")
     refused = {kind for kind in kinds if refusals(name, {RECOMPUTED: kind})}
@@ -181,7 +181,7 @@ def test_only_tensor_parallelism_cuts_sequences(kind, size, wrong):
 
 
 def pipelined(schedule: str, ranks: int, readers: int = 1) -> Strategy:
-    named = strategy("pipeline_1f1b", pipeline_schedule=schedule)
+    named = strategy("pipeline_1f1b", schedule=schedule)
     return replace(named, dims=replace(named.dims, pp=ranks, dp_replicate=readers))
 
 

@@ -18,6 +18,7 @@ from samecurve.engines.torch_engine import TorchEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.plan import Strategy
 
 
 class Dot(nn.Module):
@@ -53,7 +54,7 @@ def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, ac
     made = TorchEngine.__new__(TorchEngine)
     made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
     made.mesh, made.accumulation_steps = Mesh(ParallelDims(), 0, made.device), accumulation
-    made.plan, made.sharded = SimpleNamespace(strategy=SimpleNamespace(family="single")), False
+    made.plan, made.sharded = SimpleNamespace(strategy=Strategy()), False
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=max_grad_norm))
     made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale
     made.forward = Forward(made.accelerator, made.mesh, made.model, made.task)

@@ -128,7 +128,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(family, ep, why):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=1))
     dims = ParallelDims(dp_shard=2, tp=2, ep=ep)
-    strategy = SimpleNamespace(path="configs/x.yaml", dims=dims, tensor_parallel_size=2, tp_sequence_parallel=False)
+    strategy = SimpleNamespace(path="configs/x.yaml", dims=dims, tp_sequence_parallel=False)
     with pytest.raises(ConfigurationError) as error:
         tensor_parallel.check(model, strategy)  # pyright: ignore
     assert f"found 2, but {why}; use " in str(error.value)

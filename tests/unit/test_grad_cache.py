@@ -19,6 +19,7 @@ from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 from samecurve.models.dropout import DropoutKeys, KeyedDropout
 from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.plan import Strategy
 
 
 class Projection(nn.Module):
@@ -65,7 +66,7 @@ def engine(accumulation: int, dropout: float = 0.0) -> TorchEngine:
     made = TorchEngine.__new__(TorchEngine)
     made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
     made.mesh, made.accumulation_steps = Mesh(ParallelDims(), 0, made.device), accumulation
-    made.plan, made.sharded, made.whole = SimpleNamespace(strategy=SimpleNamespace(family="single")), False, []
+    made.plan, made.sharded, made.whole = SimpleNamespace(strategy=Strategy()), False, []
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
     made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None
     rows = Batch(global_batch_size=8, micro_batch_size=-(-8 // accumulation), sequence_length=1).micro_batches(1)

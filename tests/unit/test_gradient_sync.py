@@ -12,12 +12,21 @@ from test_console import FACTS
 from samecurve.config.schema import Batch, Memory
 from samecurve.engines import fsdp
 from samecurve.metrics.console import header_lines
+from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.plan import Strategy
 
 SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7])}
 
 
-def plan(family, sync, micro_batch_size=2):
-    strategy = SimpleNamespace(family=family, data_parallel_size=2)
+STRATEGIES = {
+    "single": Strategy(),
+    "ddp": Strategy(distributed=True, dims=ParallelDims(dp_replicate=2)),
+    "fsdp": Strategy(distributed=True, sharding="fsdp", dims=ParallelDims(dp_shard=2)),
+}
+
+
+def plan(name, sync, micro_batch_size=2):
+    strategy = STRATEGIES[name]
     batch = Batch(global_batch_size=8, micro_batch_size=micro_batch_size, sequence_length=1)
     return SimpleNamespace(strategy=strategy, recipe=SimpleNamespace(batch=batch, memory=Memory(gradient_sync=sync)))
 

@@ -13,10 +13,9 @@ from torch import distributed as dist
 from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import TIMEOUT
 from samecurve.engines.accelerator import start
+from samecurve.strategy.plan import Strategy
 
-strategy = SimpleNamespace(
-    family="ddp", name="ddp", world_size=1, offload=(), offloads_optimizer=False, deepspeed=None, launcher="accelerate"
-)
+strategy = Strategy("ddp", distributed=True, launcher="accelerate")
 recipe = SimpleNamespace(
     precision="fp32", output_dir=".", seed=0, fp8="off",
     model=SimpleNamespace(kernels="torch"), loss=SimpleNamespace(implementation="auto"),

@@ -20,21 +20,18 @@ from samecurve.strategy import preflight
 from samecurve.strategy.plan import Strategy
 
 NOTHING: tuple[str, ...] = ()
+STRATEGIES: dict[str, dict] = {
+    "ddp": {},
+    "fsdp": {"sharding": "fsdp"},
+    "zero": {"backend": "deepspeed", "deepspeed": {}},
+    "pipeline": {"backend": "deepspeed", "deepspeed": {}, "schedule": "deepspeed"},
+}
 
 
 def strategy(family: str, offload: tuple[str, ...] = NOTHING, nvme_path: str = gettempdir(), world_size: int = 2):
-    deepspeed = {} if family in ("zero", "pipeline") else None
     nvme_paths = tuple(Path(nvme_path) for target in offload if target.endswith(":nvme"))
-    fields = dict.fromkeys(Strategy.__dataclass_fields__)
-    fields |= {
-        "name": "probed",
-        "family": family,
-        "offload": offload,
-        "deepspeed": deepspeed,
-        "world_size": world_size,
-        "nvme_paths": nvme_paths,
-    }
-    return Strategy(**fields)
+    facts = STRATEGIES[family] | {"offload": offload, "world_size": world_size, "nvme_paths": nvme_paths}
+    return Strategy(name="probed", distributed=True, **facts)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ import torch
 from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import ConfigurationError, HangError, StorageError
-from samecurve.strategy.plan import Plan
+from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.plan import Plan, Strategy
 from samecurve.training import rehearsal, rehearsal_process
 from samecurve.training.rehearsal import GIB, DoesNotFit, RehearsedStage
 
@@ -86,7 +86,7 @@ def test_the_peak_is_that_of_the_stage(tmp_path):
     assert 150e6 < first - second < 250e6
 
 
-ONE = SimpleNamespace(pipeline_schedule="", pipeline_stages=1, data_parallel_size=1)
+ONE = Strategy()
 
 
 def searched(monkeypatch, num_rows: int, most: int, strategy=ONE) -> tuple[int, list[int]]:
@@ -117,7 +117,7 @@ def test_the_search_finds_the_fewest_micro_batches_that_fit(num_rows, monkeypatc
 
 def test_a_pipeline_schedule_is_given_micro_batches_that_it_takes(monkeypatch):
     """1F1B of 4 stages takes 8 rows as 4 or 8 micro-batches, so at most 2 rows at once."""
-    strategy = SimpleNamespace(pipeline_schedule="1F1B", pipeline_stages=4, data_parallel_size=1)
+    strategy = Strategy(schedule="1F1B", dims=ParallelDims(pp=4))
     assert searched(monkeypatch, 8, 8, strategy) == (2, [1, 2])
 
 
@@ -131,7 +131,7 @@ def test_the_sizes_tried_depend_on_nothing_but_the_outcomes(monkeypatch):
 
 
 def test_a_restart_does_not_rehearse_again(monkeypatch):
-    plan = Plan(recipe(rehearse=True), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    plan = Plan(recipe(rehearse=True), Strategy(), "x.yaml", ())
     calls = []
     monkeypatch.setattr(rehearsal, "run_stages", lambda plan, ranks: calls.append(plan) or [])
     assert rehearsal.before_training(plan) is plan and calls == [plan]
@@ -148,7 +148,7 @@ def test_evidence_of_a_failure_stays(evidence, stays, tmp_path, monkeypatch):
         return HangError.exit_code
 
     monkeypatch.setattr(rehearsal, "_wait_for_processes", wait)
-    plan = Plan(recipe(tmp_path / "run"), SimpleNamespace(data_parallel_size=1), "x.yaml", ())
+    plan = Plan(recipe(tmp_path / "run"), Strategy(), "x.yaml", ())
     with pytest.raises(HangError, match="rehearsal: no progress"):
         rehearsal.run_stages(plan, [{}])
     assert (tmp_path / "run").exists() == stays

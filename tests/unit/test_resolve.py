@@ -110,7 +110,7 @@ def test_plain_python_is_single(folder):
 def test_same_strategy_under_every_launcher(folder, file, environ, argv, launcher):
     found = strategy(folder, [*argv, "--strategy", file], environ)
     assert found.launcher == launcher
-    assert (found.name, found.family, found.zero_stage, found.data_parallel_size) == ("zero2", "zero", 2, 2)
+    assert (found.name, found.family, found.zero_stage, found.dims.dp) == ("zero2", "zero", 2, 2)
     assert (found.path, found.deepspeed_path) == (Path(file), Path("ds_configs/zero2.json"))
     assert found.deepspeed["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 5e8}
     assert found.accelerate["num_processes"] == 2
@@ -180,7 +180,7 @@ def test_plain_python_may_run_any_strategy_alone(folder):
 def test_pipeline_hsdp_and_offload(folder):
     four = {**TORCHRUN, "WORLD_SIZE": "4"}
     pipeline = strategy(folder, ["--strategy", "ds_configs/pipeline.json"], four)
-    assert (pipeline.family, pipeline.pipeline_stages, pipeline.data_parallel_size) == ("pipeline", 2, 2)
+    assert (pipeline.family, pipeline.dims.pp, pipeline.dims.dp) == ("pipeline", 2, 2)
     assert (pipeline.name, pipeline.path, pipeline.zero_stage) == ("pipeline", None, 1)
     assert strategy(folder, ["--strategy", "configs/hsdp.yaml"], four).replicate_size == 2
     nvme = strategy(folder, ["--strategy", "ds_configs/zero3_nvme.json"], four)

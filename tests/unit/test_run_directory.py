@@ -14,6 +14,7 @@ from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailur
 from samecurve.run.metadata import run_facts
 from samecurve.run.run_directory import RunDirectory, read_metrics
 from samecurve.storage import atomic
+from samecurve.strategy.plan import Strategy
 from samecurve.strategy.restarts import continues_own_run
 
 
@@ -131,10 +132,13 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
             "optimizer": {"learning_rate": 1e-3},
         }
     )
-    strategy = SimpleNamespace(
-        name="ddp", path=Path("configs/ddp.yaml"), deepspeed_path=None, family="ddp", launcher="torchrun"
+    strategy = Strategy(
+        "ddp",
+        distributed=True,
+        path=Path("configs/ddp.yaml"),
+        launcher="torchrun",
+        accelerate={"distributed_type": "MULTI_GPU"},
     )
-    strategy.accelerate, strategy.deepspeed = {"distributed_type": "MULTI_GPU"}, None
     plan = SimpleNamespace(
         recipe=recipe, strategy=strategy, recipe_path="r.yaml", overrides=("seed=1", "steps=2"), notes=()
     )

@@ -11,6 +11,7 @@ from samecurve.engines.verify import expected_share, verify
 from samecurve.errors import TopologyError
 from samecurve.interfaces.engine import EngineDescription
 from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.plan import Strategy
 
 RECIPE = Recipe(
     output_dir="runs/x",
@@ -21,21 +22,16 @@ RECIPE = Recipe(
     batch={"global_batch_size": 8, "micro_batch_size": 2, "sequence_length": 16},
     optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.5},
 )
-STRATEGY = SimpleNamespace(
+STRATEGY = Strategy(
     name="zero3",
-    family="zero",
+    backend="deepspeed",
+    sharding="zero3",
+    distributed=True,
     world_size=2,
-    data_parallel_size=2,
-    pipeline_stages=1,
-    zero_stage=3,
-    replicate_size=1,
-    tensor_parallel_size=1,
-    secondary_partition=1,
     dims=ParallelDims(dp_shard=2),
-    context_parallel="",
-    tp_sequence_parallel=False,
     offload=("optimizer:cpu",),
 )
+TORCH = {"backend": "torch", "sharding": "fsdp"}
 RUNNING = EngineDescription(
     engine="DeepSpeedEngine",
     optimizer="DeepSpeedZeroOptimizer_Stage3",
@@ -60,7 +56,7 @@ SHAPES = [(3, 2), (4,)]  # 10 parameters
 
 
 def plan(**strategy) -> SimpleNamespace:
-    return SimpleNamespace(recipe=RECIPE, strategy=SimpleNamespace(**{**vars(STRATEGY), **strategy}))
+    return SimpleNamespace(recipe=RECIPE, strategy=replace(STRATEGY, **strategy))
 
 
 def test_what_was_asked_for_passes():
@@ -103,15 +99,14 @@ def test_a_difference_names_both_values(key, running):
 
 def test_fsdp_that_did_not_shard_is_told():
     running = replace(RUNNING, engine="LlamaForCausalLM", zero_stage=0, weight_dtype="float32")
-    fsdp = plan(name="fsdp", family="fsdp", zero_stage=0)
+    fsdp = plan(name="fsdp", **TORCH)
     verify(fsdp, running, SHAPES)
     with pytest.raises(TopologyError, match="sharded: asked for True, but False runs"):
         verify(fsdp, replace(running, sharded=False), SHAPES)
 
 
 def test_another_schedule_is_told():
-    schedule = {"name": "pipeline_gpipe", "family": "schedule", "zero_stage": 0, "pipeline_schedule": "GPipe"}
-    asked = plan(**schedule, pipeline_stages=2, data_parallel_size=1, dims=ParallelDims(pp=2))
+    asked = plan(name="gpipe", backend="torch", sharding="none", schedule="GPipe", dims=ParallelDims(pp=2))
     running = replace(RUNNING, zero_stage=0, sharded=False, pipeline_stages=2, data_parallel_size=1, mesh={"pp": 2})
     running = replace(running, gradient_accumulation_steps=4, num_parameters_per_rank=9)
     verify(asked, replace(running, engine="ScheduleGPipe"), SHAPES)
@@ -122,7 +117,7 @@ def test_another_schedule_is_told():
 def test_a_mesh_in_another_order_is_told():
     """Tensor-parallel ranks that are no neighbours."""
     dims, mesh = ParallelDims(dp_shard=2, tp=2), {"dp_shard": 2, "tp": 2}
-    asked = plan(family="fsdp", zero_stage=0, world_size=4, tensor_parallel_size=2, dims=dims)
+    asked = plan(**TORCH, world_size=4, dims=dims)
     running = replace(RUNNING, zero_stage=0, world_size=4, tensor_parallel_size=2, mesh=mesh, num_parameters_per_rank=3)
     verify(asked, running, SHAPES)
     with pytest.raises(TopologyError) as error:
@@ -139,13 +134,13 @@ def test_another_share_is_told(count):
 
 
 def fsdp_plan(**sizes: int) -> SimpleNamespace:
-    return plan(family="fsdp", zero_stage=0, dims=ParallelDims(**sizes))
+    return plan(**TORCH, dims=ParallelDims(**sizes))
 
 
 @pytest.mark.parametrize(
     ("asked", "shapes", "fewest", "most"),
     [
-        (plan(zero_stage=2), [(30, 20), (40,)], 640, 640),
+        (plan(sharding="zero2"), [(30, 20), (40,)], 640, 640),
         (plan(dims=ParallelDims(dp_shard=3)), [(5, 4), (4,)], 7 + 2, 7 + 2),  # 20 in parts of 7, 4 in parts of 2
         (fsdp_plan(dp_shard=4), [(5, 4)], 0, 8),  # 2, 2, 1 and 0 rows
         (fsdp_plan(dp_replicate=2, dp_shard=2, cp=2), [(8, 10), (4,)], 21, 21),
