@@ -43,7 +43,7 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
         ConfigurationError: the strategy's engine cannot run on fake tensors.
     """
     strategy = plan.strategy
-    if strategy.family in ("zero", "pipeline"):
+    if strategy.backend == "deepspeed":
         raise ConfigurationError(f"--dry_run: DeepSpeed ({strategy.name}) has buffers that the tracker cannot see")
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     asked = job.grad_accum
@@ -51,7 +51,7 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
     for each, nth in _ranks(plan, job, rank):
         began = time.perf_counter()
         print(f"\n{_title(job, each, nth, asked)}", flush=True)
-        build = partial(FakePipeline if strategy.family == "schedule" else FakeModel, plan, job)
+        build = partial(FakePipeline if strategy.torch_schedule else FakeModel, plan, job)
         try:
             few, more = (track(plan, job, nth, partial(build, depth)) for depth in DEPTHS)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -59,7 +59,7 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
             raise ConfigurationError(f"--dry_run: {text}") from None
         print(_compare(job, each, few, more))
         print(f"{time.perf_counter() - began:.0f} s")
-    if strategy.family == "ddp":
+    if strategy.keeps_model and strategy.distributed:
         print("Tracked as one process, without DDP, whose gradients are views of its buckets.")
     return 0
 

@@ -34,7 +34,7 @@ class FakeModel:
     def __init__(self, plan: Plan, job: Job, depth: int, mesh: Mesh):
         self._plan, self._job, self._mesh = plan, job, mesh
         dims = plan.strategy.dims
-        if plan.strategy.family == "fsdp":
+        if plan.strategy.shards_model:
             assert mesh.sharding  # a mesh cannot be made of fake tensors
         if dims.tp > 1:
             mesh.devices["tp"].get_group()
@@ -57,7 +57,7 @@ class FakeModel:
             expert_parallel.apply(model, mesh)
             for experts in expert_parallel.experts_of(model).values():
                 experts.forward.announce = partial(_announce, experts.forward, expert_imbalance(self._job))  # pyright: ignore
-        if strategy.family != "fsdp":
+        if not strategy.shards_model:
             tensor_parallel.allocate(model, CPU)
         copies = accelerator.computes_in_copies(self._plan)
         if copies:
@@ -65,7 +65,7 @@ class FakeModel:
         checkpoint_layers(model, recipe.memory)
         task = cast(Any, SimpleNamespace(by_token=True, by_log_probability=False))
         install_loss(model, self._skeleton, task, recipe, CPU)
-        if strategy.family == "fsdp":
+        if strategy.shards_model:
             launch_env.export_launch_env(strategy)
             state = SimpleNamespace(fsdp_plugin=accelerator.plugins(self._plan)["fsdp_plugin"])
             whole = fp32_weights.names(model, recipe.precision)
@@ -87,7 +87,7 @@ class FakeModel:
     def step(self, tracker: StepTracker | None) -> float:
         """Train a step of at most two micro-batches."""
         held, recipe = 0.0, self._plan.recipe
-        casts = self._plan.strategy.family == "fsdp" or accelerator.computes_in_copies(self._plan)
+        casts = self._plan.strategy.shards_model or accelerator.computes_in_copies(self._plan)
         autocast = not casts and recipe.precision != "fp32"
         context = torch.autocast("cpu", compute_dtype(recipe.precision)) if autocast else nullcontext()
         for _ in range(min(self._job.grad_accum, 2)):

@@ -114,6 +114,6 @@ def _check(target: Target, launchers: Sequence[str]) -> None:
     found = []
     for launcher in launchers:
         plan = read_back(launcher, target, command(launcher, target))
-        found.append((plan.recipe, plan.strategy.family, plan.strategy.dims, plan.strategy.deepspeed))
+        found.append((plan.recipe, plan.strategy.sharding, plan.strategy.dims, plan.strategy.deepspeed))
     if any(each != found[0] for each in found):
         raise ConfigurationError(f"{target.folder}: the launchers {', '.join(launchers)} resolve to different plans")

@@ -27,16 +27,16 @@ def sharding(strategy: Strategy, precision: str, hidden: int, reduces_once: bool
         hidden: the model's hidden size.
         reduces_once: whether the recipe wants FSDP to reduce gradients once per step.
     """
-    if strategy.family == "schedule":
+    if strategy.torch_schedule:
         # stages reduce after the last backward pass, and FSDP2 gathers them in fp32 once per step
         once = {"reduces_once": True, "gathers_once": True, "reshards": False} if strategy.dims.dp_shard > 1 else {}
         return Sharding(gather_bytes=THIRTY_TWO, reduce_bytes=THIRTY_TWO, overlaps=False, **once)
-    if strategy.family == "fsdp":
+    if strategy.shards_model:
         given = strategy.accelerate.get("fsdp_config", {})
         reduce_bytes = SIXTEEN if strategy.fsdp_reduce_dtype == "bf16" else THIRTY_TWO
         reshards = given.get("fsdp_reshard_after_forward") is not False
         return Sharding(reduce_bytes=reduce_bytes, reduces_once=reduces_once, reshards=reshards)
-    if strategy.family not in ("zero", "pipeline"):
+    if strategy.backend == "torch":
         return Sharding()
     return _deepspeed(strategy, precision, hidden)
 
@@ -54,9 +54,9 @@ def _deepspeed(strategy: Strategy, precision: str, hidden: int) -> Sharding:
     reduce_bytes = SIXTEEN if is_16_bit and content.get("communication_data_type") != "fp32" else THIRTY_TWO
     beside = keys.get("overlap_comm")
     # ZeRO-1 in bf16 (BF16_Optimizer) and a pipeline reduce after the last backward pass
-    after = strategy.family == "pipeline" or (stage == 1 and precision == "bf16")
+    after = bool(strategy.schedule) or (stage == 1 and precision == "bf16")
     overlaps = (stage == 3 if beside is None else beside) and not after
-    buffers = 2 if strategy.family == "pipeline" or (beside and stage < 3) else 1
+    buffers = 2 if strategy.schedule or (beside and stage < 3) else 1
     width = SIXTEEN if is_16_bit and stage == 2 else reduce_bytes if stage == 3 else THIRTY_TWO
     has_none = not stage or (stage == 1 and precision == "bf16")
     return Sharding(

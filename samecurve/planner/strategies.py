@@ -86,7 +86,7 @@ def _family_problems(wanted: Wanted, template: Template, strategy: Strategy) -> 
     dims, family = strategy.dims, wanted.family
     spreads = dims.ep > 1 and wanted.shape.experts > 0
     known = {
-        "pp": FAMILIES if strategy.family == "schedule" else (),
+        "pp": FAMILIES if strategy.torch_schedule else (),
         "tp": EXPERT_AND_TENSOR_PARALLEL if spreads else TENSOR_PARALLEL,
         "cp": CONTEXT_PARALLEL,
         "ep": EXPERT_PARALLEL if spreads else (),
@@ -113,7 +113,7 @@ def _experts_problem(shape: ModelShape, document: Document, size: int) -> list[C
 def _stages_problem(shape: ModelShape, document: Document, strategy: Strategy) -> list[ConfigProblem]:
     """Judge how DeepSpeed's pipeline would divide the layers, which a run finds out when it builds its stage."""
     partition = strategy.pipeline_partition
-    held = divide(shape, strategy.dims.pp, partition) if strategy.family == "pipeline" else [1]
+    held = divide(shape, strategy.dims.pp, partition) if strategy.schedule == "deepspeed" else [1]
     if min(held) > 0:
         return []
     why = f"found {partition!r}, which leaves stage {held.index(0)} of {len(held)} without a decoder layer ({held})"
@@ -125,18 +125,16 @@ def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
     """Describe the job of a strategy that fits the number of GPUs."""
     dims = strategy.dims
     ranks = dims.size("dp_replicate", "dp_shard")
-    zero = 3 if strategy.family == "fsdp" else strategy.zero_stage
-    if strategy.family == "schedule" and dims.dp_shard > 1:
-        zero = 3
+    zero = 3 if strategy.sharding == "fsdp" else strategy.zero_stage
     schedule = (strategy.torch_schedule and strategy.schedule) or ("1f1b" if dims.pp > 1 else "")
     chunks = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
     layout = Layout(
         ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, virtual_stages=chunks, schedule=schedule, zero=zero,
         shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
         sequence_parallel=strategy.tp_sequence_parallel, secondary=strategy.secondary_partition,
-        partition=strategy.pipeline_partition if strategy.family == "pipeline" else "",
+        partition=strategy.pipeline_partition if strategy.schedule == "deepspeed" else "",
     )  # fmt: skip
-    stack = {"zero": "deepspeed", "pipeline": "deepspeed", "fsdp": "fsdp2"}.get(strategy.family, strategy.family)
+    stack = "deepspeed" if strategy.backend == "deepspeed" else "fsdp2" if strategy.shards_model else strategy.family
     described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)
     recipe = wanted.source.recipe
     once = recipe is not None and recipe.memory.gradient_sync == "last_micro_batch"
@@ -185,7 +183,7 @@ def _masked(attention: str, layout: Layout, machines: Cluster) -> bool:
 
 def _states(strategy: Strategy, wanted: Wanted) -> StateBytes:
     """Bytes per parameter. Torch's engines keep fp32 weights; DeepSpeed keeps 16-bit ones and a copy."""
-    if strategy.family not in ("zero", "pipeline"):
+    if strategy.backend == "torch":
         states = TORCH_STATES
     elif wanted.precision == "fp32":
         states = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, THIRTY_TWO, ADAM)

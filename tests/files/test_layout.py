@@ -52,8 +52,8 @@ ROOMS_OF_STRATEGIES = {
 _PACKAGE = "the version of a package that is installed"
 _LAUNCHER = "a launcher has this name, too"
 STRATEGIES_ELSEWHERE = {
-    "bench.dry_run": ("family ddp zero pipeline", "says what was left out, and which strategies are refused"),
-    "bench.fake_model": ("family fsdp", "builds one rank of a strategy without the other ranks"),
+    "bench.dry_run": ("backend deepspeed", "says what was left out, and which strategies are refused"),
+    "bench.fake_model": ("fsdp", "builds one rank of a strategy without the other ranks"),
     "bench.memory": ("deepspeed", _PACKAGE),
     "bench.memory_probe": ("deepspeed zero", "measures a process with it beside one without"),
     "bench.step": ("deepspeed", _PACKAGE),
@@ -302,6 +302,16 @@ def test_strategy_words_stay_in_their_rooms():
 )
 def test_a_strategy_word_is_seen(line, words):
     assert strategy_words(line) == words
+
+
+def test_backend_and_sharding_are_compared_seldom():
+    """Elsewhere code asks for a property of one meaning, or the engine has been chosen."""
+    asked = r"strategy\.(family|backend|sharding) (==|!=|in|not in)"
+    elsewhere = [path for path in MODULES if path.parent.name != "strategy"]
+    found = [
+        f"{path}: {line}" for path in elsewhere for line in path.read_text().splitlines() if re.search(asked, line)
+    ]
+    assert len(found) <= 12, "\n".join(found)
 
 
 def test_modules_and_functions_stay_small():
