@@ -26,6 +26,7 @@ from samecurve.strategy.capabilities import (
     KEYS,
     SCHEDULED,
     TENSOR,
+    WHOLE_BACKWARD,
     ZERO_2,
     ZERO_3,
     ZERO_BUBBLE,
@@ -67,9 +68,9 @@ PROOFS: dict[str, dict[str, tuple[Mode, ...]]] = {
         "test_equal_curves": (DEEPSPEED_PIPELINE,),
     },
     "compile": {
-        "test_step_options": (TENSOR, FSDP, ZERO_2, SCHEDULED, DEEPSPEED_PIPELINE),
+        "test_step_options": (TENSOR, FSDP, ZERO_2, WHOLE_BACKWARD, DEEPSPEED_PIPELINE),
         "test_context_parallel": (CONTEXT,),
-        "test_pipeline_schedules": (SCHEDULED,),
+        "test_pipeline_schedules": (WHOLE_BACKWARD,),
     },
     "memory.activation_checkpointing": {
         "test_step_options": (TENSOR, FSDP, ZERO_2, ZERO_3, DEEPSPEED_PIPELINE),
