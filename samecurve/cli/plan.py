@@ -83,10 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", action="store_true", help="also list the bytes of each collective per step")
     parser.add_argument("--shapes", action="store_true", help="also judge the model's dimensions on this kind of GPU")
     parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
-    text = "also simulate a step and failures of nodes, and find the best checkpoint interval"
-    parser.add_argument("--simulate", action="store_true", help=text)
-    text = "write the drawing of --layout, or the timeline of --simulate, to this file"
-    parser.add_argument("--svg", type=Path, metavar="FILE", help=text)
     parser.add_argument("--order", metavar="AXES", help=f"for --layout (default: {','.join(ORDER)})")
     parser.add_argument(
         "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
@@ -141,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
     if arguments.why or arguments.strategy:
         rejected = remedies.rejected(choices, exact, whole, bool(arguments.strategy))
         print("\n".join(["\nNot chosen:", *rejected]) if rejected else "", end="\n" if rejected else "")
-    _print_details(order[0], wanted, machines, arguments)
+    _print_details(order[0], wanted, arguments)
     failure = None if best else _nothing_fits(first_line, choices, order[0])
     if best and arguments.output:
         request = emission.Request(arguments.model, tuple(arguments.overrides))
@@ -275,14 +271,12 @@ def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments
         TextConsole().print(shown, style="dim")
 
 
-def _print_details(shown: Choice, wanted: Wanted, machines: Cluster, arguments: argparse.Namespace) -> None:
+def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace) -> None:
     """Print what is asked for beside the table, about the answer or, where nothing fits, what comes nearest."""
     if not shown.job:
         return
-    sections, drawn = plan_details.sections(shown, wanted, machines, arguments)
-    print("".join(f"\n{each}\n" for each in sections), end="")
-    if arguments.svg:
-        with storage_errors(arguments.svg):
-            arguments.svg.write_text(drawn, encoding="utf-8")
+    print(
+        "".join(f"\n{section}\n" for section in plan_details.sections(shown.name, shown.job, wanted, arguments)), end=""
+    )
     if arguments.ranks:
         _check_ranks(shown, wanted, arguments.rank or 0)

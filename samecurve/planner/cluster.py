@@ -10,7 +10,6 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cards import CPU, Gpu
 from samecurve.planner.constants import ASSUMED, DATA_SHEET, Constant
-from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, PROCESS_GIB, gpu, known_gpu, known_names
 from samecurve.planner.links import Level
 
@@ -58,7 +57,6 @@ class Cluster:
         levels: links from the inside outwards; empty: the GPU's own, and the network cards.
         reserved_gib: of a GPU, for context, NCCL and other processes; None: measured, or the planner's own estimate.
         calibration: corrections learnt from runs on such machines.
-        reliability: failures and slow nodes, for --simulate.
     """
 
     kind: str
@@ -70,7 +68,6 @@ class Cluster:
     host: Host = field(default_factory=Host)
     reserved_gib: float | None = None
     calibration: Calibration | None = None
-    reliability: Reliability = field(default_factory=Reliability)
 
     @property
     def gpus(self) -> int:

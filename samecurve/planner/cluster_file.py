@@ -14,21 +14,17 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner.cards import MEASURED_SHARE
 from samecurve.planner.cluster import HOSTS, Cluster, Host, built_in, default_reserved, is_file, shared
 from samecurve.planner.constants import ASSUMED, FILE, Constant, plain
-from samecurve.planner.goodput import Reliability
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Gpu, gpu, known_gpu, known_names
 from samecurve.planner.links import Level
 
-KEYS = (
-    "gpu", "device", "nodes", "gpus_per_node", "links", "host", "reserved_gib", "gbit_per_s_per_node", "reliability",
-)  # fmt: skip
+KEYS = ("gpu", "device", "nodes", "gpus_per_node", "links", "host", "reserved_gib", "gbit_per_s_per_node")
 DEVICE = ("memory_gib", "peak_tflops", "hbm_gb_per_s")
 PEAKS = ("bf16", "fp8", "fp32")
 LINK = ("level", "size", "bus_gb_per_s", "gbit_per_s_per_node", "latency_us")
 HOST = tuple(each.name for each in fields(Host))
-RELIABILITY = tuple(each.name for each in fields(Reliability))
 UNITS = {
     "_gib": "GiB", "tflops": "TFLOP/s", "gb_per_s": "GB/s", "gb_per_s_per_node": "GB/s of a node",
-    "gbit_per_s_per_node": "Gbit/s of a node", "_us": "us", "_hours": "h", "_seconds": "s",
+    "gbit_per_s_per_node": "Gbit/s of a node", "_us": "us",
 }  # fmt: skip
 
 
@@ -59,9 +55,6 @@ class _Reader:
         self._known(("host",), HOST)
         host = Host(**{key: self._number(("host", key), getattr(own, key), optional=True) for key in HOST})
         card = shared(card, host, per_node)
-        self._known(("reliability",), RELIABILITY)
-        block, usual = "reliability", Reliability()
-        numbers = {key: self._number((block, key), getattr(usual, key), optional=True, least=0) for key in RELIABILITY}
         reserved = default_reserved(kind)
         if "reserved_gib" in self.document.content:
             reserved = self._number(("reserved_gib",), 0, least=0)
@@ -69,8 +62,7 @@ class _Reader:
                 text = f"found {reserved:g}, expected less than the memory of the GPU, {card.memory_gib:g} GiB"
                 self.document.problem(("reserved_gib",), f"{text}; the rest is for the job")
         outer = [each.node_gbit for each in levels[1:] if each.node_gbit]
-        network, own = min(outer, default=nominal), Reliability(**numbers)
-        return Cluster(kind, card, nodes, per_node, network, tuple(levels), host, reserved, reliability=own)
+        return Cluster(kind, card, nodes, per_node, min(outer, default=nominal), tuple(levels), host, reserved)
 
     def _block(self, path: KeyPath) -> Any:
         value: Any = self.document.content
@@ -213,8 +205,6 @@ def text(machines: Cluster) -> str:
         # `Cluster.scaled` may have shrunk the node, whose size the first level must have
         content["links"][0]["size"] = machines.gpus_per_node
     content["host"] = {key: plain(getattr(machines.host, key)) for key in HOST}
-    if machines.reliability != Reliability():
-        content["reliability"] = {key: plain(getattr(machines.reliability, key)) for key in RELIABILITY}
     if machines.reserved_gib is not None and machines.reserved_gib is not default_reserved(machines.kind):
         content["reserved_gib"] = plain(machines.reserved_gib)
     return yaml.safe_dump(content, sort_keys=False)

@@ -14,7 +14,7 @@ from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.launch import scripts
 from samecurve.launch.target import Target, command, read_back, unnamed
-from samecurve.planner import cluster_file, emitted_files, inputs, layout_picture, model_config, plan_text
+from samecurve.planner import cluster_file, emitted_files, inputs, model_config, plan_text
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice
 from samecurve.planner.wanted import Wanted
@@ -60,7 +60,6 @@ def emit(
         texts["recipe.yaml"] = about + yaml.safe_dump(bare, sort_keys=False)
     record = {"recipe": recipe, "overrides": overrides, "launchers": list(launchers), **plan_text.record(choice)}
     assert choice.job
-    texts["layout.svg"] = layout_picture.svg(choice.job, wanted.batch.global_batch_size)
     for launcher in launchers:
         texts |= scripts.files(launcher, target)
     names = emitted_files.write(folder, texts, record)

@@ -38,7 +38,7 @@ def constants(machines: Cluster) -> dict[str, Constant]:
 
 
 def _of_machines(machines: Cluster) -> Iterator[tuple[str, Constant]]:
-    for name, part in (("gpu", machines.card), ("host", machines.host), ("reliability", machines.reliability)):
+    for name, part in (("gpu", machines.card), ("host", machines.host)):
         yield from flat(name, {each.name: getattr(part, each.name) for each in fields(part)})
     yield from flat("network", {"gbit_per_s_per_node": machines.node_gbit})
     for index, level in enumerate(machines.levels):  # names as in a cluster file

@@ -14,6 +14,7 @@ from samecurve.planner.layout import ORDER
 from samecurve.planner.profiles import profile
 
 Order = tuple[str, ...]
+SHOWN_NODES = 12
 NAMES = {"pp": "stage", "dp": "data-parallel rank", "cp": "sequence part", "tp": "tensor part"}
 
 
@@ -141,3 +142,27 @@ def uneven_rows(global_batch: int, job: Job) -> list[str]:
     ranks = job.layout.dp
     few, more = divmod(global_batch, ranks)
     return [f"{global_batch} rows on {ranks} ranks: {more} of them read {few + 1}, the others {few}"] if more else []
+
+
+def picture(job: Job, global_batch: int, order: Order = ORDER) -> str:
+    """Draw nodes, groups and what is wrong. Of many nodes, the first ones and the last are drawn."""
+    count = -(-job.layout.gpus // job.gpus_per_node)
+    nodes = list(range(count)) if count <= SHOWN_NODES else [*range(SHOWN_NODES - 1), count - 1]
+    lines = [f"Ranks vary first in {', then in '.join(axis.name for axis in axes(job, order)) or 'nothing'}"]
+    width = max(len(cell(job, rank, order)) for node in nodes for rank in ranks_of(job, node))
+    before = -1
+    for node in nodes:
+        if node != before + 1:
+            lines.append(f"... {node - before - 1} more nodes in the same order")
+        cells = " ".join(cell(job, rank, order).ljust(width) for rank in ranks_of(job, node))
+        lines.append(f"node {node:<5}| {cells} |  {in_common(job, node, order)}".rstrip())
+        before = node
+    for group in groups(job, order):
+        where = "inside a node" if group.nodes == 1 else f"over {group.nodes} nodes"
+        if group.axis == "pp":
+            where += f", neighbours {group.stride} ranks apart"
+        first = ", ".join(map(str, group.first[:4])) + (", ..." if group.size > 4 else "")
+        rate = f"{group.link.bus_gb_per_s:.0f} GB/s per rank over the {group.link.level}"
+        lines.append(f"{group.axis} {group.size}: {where}, {rate}; the first group is ranks {first}")
+    problems = [*complaints(job, order), *uneven_rows(global_batch, job)]
+    return "\n".join([*lines, *(f"attention: {problem}" for problem in problems)])

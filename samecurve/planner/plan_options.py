@@ -9,7 +9,7 @@ from samecurve.errors import ConfigurationError
 
 OF_TABLES = ("runs", "json", "calibrate")  # all that --runs takes
 # Options, and those of which each needs one.
-NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",), "order": ("layout",), "svg": ("layout", "simulate")}
+NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",), "order": ("layout",)}
 POSITIONAL = {"model": "MODEL_OR_RECIPE", "overrides": "key=value"}
 
 
@@ -40,17 +40,11 @@ def _missing(given: dict[str, Any]) -> list[str]:
 
 def _without_effect(given: dict[str, Any]) -> list[str]:
     problems = []
-    drawn = {"svg", "layout", "simulate"} & given.keys()
-    is_ordered_timeline = "order" in given and drawn == {"svg", "simulate"}
     for name, needed in NEEDED.items():
-        if name in given and not given.keys() & set(needed) and not (name == "order" and is_ordered_timeline):
+        if name in given and not given.keys() & set(needed):
             value = given[name]
             words = " ".join(map(str, value)) if isinstance(value, list) else value
             problems.append(f"{_name(name)} {words}: it has no effect alone; add {' or '.join(map(_name, needed))}")
-    if len(drawn) == 3:
-        problems.append("--svg: --layout and --simulate draw different pictures; give one of them")
-    if is_ordered_timeline:
-        problems.append(f"--order {given['order']}: the picture of --simulate has no such order; leave it out")
     return problems
 
 

@@ -10,8 +10,6 @@ from pages import ROOT, text
 
 from samecurve.cli.commands import main
 
-COMMAND = r"^```bash\n(python -m samecurve plan [^\n]* --simulate [^\n]*)\n```\n\n"
-SIMULATED = re.compile(COMMAND + r"ends with\n\n```\n(.*?)\n```$", re.M | re.S)
 STORY = re.compile(r"^```bash\n(python -m samecurve plan benchmarks/[^\n]*)\n```\n\n```\n(.*?)\n```$", re.M | re.S)
 
 
@@ -31,13 +29,6 @@ def test_the_page_shows_what_the_command_prints(command, shown, capsys, monkeypa
     assert main(shlex.split(command)[3:]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()]
     assert printed == [line.rstrip() for line in shown.splitlines()]
-
-
-def test_the_page_shows_a_simulated_step(capsys, monkeypatch):
-    ((command, shown),) = SIMULATED.findall(text("docs/planning.md"))
-    monkeypatch.chdir(ROOT)
-    assert main(shlex.split(command)[3:]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(f"\n{shown}")
 
 
 def test_the_readme_has_the_errors_of_the_benchmark():

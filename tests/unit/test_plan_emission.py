@@ -102,7 +102,7 @@ def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monk
     command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "32", "--json", str(out)]
     assert main([*command, "--output", str(folder), "--launcher", "slurm"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == [
-        "cluster.yaml", "layout.svg", "plan.json", "slurm.sh", "strategy.yaml",
+        "cluster.yaml", "plan.json", "slurm.sh", "strategy.yaml",
     ]  # fmt: skip
     best = json.loads(out.read_text())["plans"][0]
     written = json.loads((folder / "plan.json").read_text())
@@ -131,7 +131,7 @@ def test_files_of_an_earlier_plan_go_and_others_stay(recipe, tmp_path):
     (folder / "notes.txt").write_text("mine")
     assert emitted(folder, recipe, "fsdp", "torchrun") == 0
     found = contents(folder)
-    assert sorted(found) == ["cluster.yaml", "layout.svg", "notes.txt", "plan.json", "strategy.yaml", "torchrun.sh"]
+    assert sorted(found) == ["cluster.yaml", "notes.txt", "plan.json", "strategy.yaml", "torchrun.sh"]
     assert found["notes.txt"] == "mine" and "FSDP" in found["strategy.yaml"]
     assert emitted(folder, recipe, "fsdp", "torchrun") == 0 and contents(folder) == found
 

@@ -32,12 +32,6 @@ TOO_SMALL = ("plan", MODEL, "--cluster", "a100_40gbx1", "--strategy", "configs/s
             ["--rank 3: it has", "--launcher slurm: it has no effect alone; add --output"],
         ),
         ((*JOB, "--order", "tp,cp,dp,pp"), ["--order tp,cp,dp,pp: it has no effect alone; add --layout"]),
-        ((*JOB, "--svg", "x.svg"), ["--svg x.svg: it has no effect alone; add --layout or --simulate"]),
-        (
-            (*JOB, "--order", "tp,cp,dp,pp", "--svg", "x"),
-            ["--order tp,cp,dp,pp: it has", "--svg x: it has no effect alone"],
-        ),
-        ((*JOB, "--order", "tp,cp,dp,pp", "--simulate", "--svg", "x"), ["picture of --simulate has no such order"]),
         ((*JOB, "--gpus", "abc"), ["--gpus: found abc, but it must be a whole number, such as --gpus 8"]),
         ((*JOB, "--rows", "2.5"), ["--rows: found 2.5, but it must be a whole number"]),
     ],

@@ -16,7 +16,7 @@ import pytest
 from test_plan_cluster import FILE
 
 from samecurve.cli.commands import main
-from samecurve.planner import cards, goodput, hardware, memory, origins
+from samecurve.planner import cards, hardware, memory, origins
 from samecurve.planner import cluster as machines_of_kinds
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import KINDS, built_in
@@ -35,7 +35,6 @@ EXACT = {
     "activations": {"NORMS", "PRODUCT_INPUTS", "HEAD_NORM", "POST_NORM", "LAST_NORM"},
     "tensor_lines": {"FULL_LOSS"},
     "offload": {"UPDATE_BYTES", "STATES", "SUMS"},
-    "goodput": {"LEAST_PROGRESS"},
     "answers": {"ONE_NODE", "LARGE"},
 }
 
@@ -63,7 +62,7 @@ def without_origin(module: ModuleType) -> set[str]:
     return {name for name, value in found.items() if any(x and not isinstance(x, Constant) for x in numbers(value))}
 
 
-@pytest.mark.parametrize("module", [*origins.FORMULAS, machines_of_kinds, goodput], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [*origins.FORMULAS, machines_of_kinds], ids=lambda module: module.__name__)
 def test_no_constant_lacks_an_origin(module):
     """A new number of these modules has to be a Constant, or exact."""
     assert without_origin(module) == EXACT.get(module.__name__.rpartition(".")[2], set())
@@ -73,7 +72,7 @@ def test_every_gpu_and_host_has_origins():
     assert len(cards.rows()) > 35
     for name, card in cards.rows().items():
         assert all(isinstance(each, Constant) for each in numbers(card) if each), name
-    kept = [machines_of_kinds.Host(), *machines_of_kinds.HOSTS.values(), goodput.Reliability()]
+    kept = [machines_of_kinds.Host(), *machines_of_kinds.HOSTS.values()]
     assert all(isinstance(each, Constant) for part in kept for each in numbers(part) if each)
 
 
