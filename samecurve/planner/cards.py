@@ -70,9 +70,9 @@ FP32 = {
     **{"GB200|GB300": 80, "B300": 75, "B200": 75, "GH200": 67, "H200": 67, "H800": 67, r"H20\b": 44},
     **{"H100.*NVL": 60, "H100.*PCIe": 51, "H100": 67, "A800": 19.5, "A100.*PCIe.*40": 19.5, "A100.*40": 19.5},
     **{"A100.*PCIe": 19.5, "A100": 19.5, r"A30\b": 10.3, "MI355X": 157.3, "MI325X": 163.4, "MI300X": 163.4},
-    **{"MI250X": 47.9, "MI250": 45.3, "MI210": 45.3, "V100": 15.7, "P100.*SXM": 10.6, "P100": 9.3},
+    **{"MI250X": 47.9, "MI250": 45.3, "MI210": 45.3, "V100": 15.7},
     **{"L40S": 91.6, r"L40\b": 90.5, r"\bL4\b": 30.3, "RTX.*6000.*Ada": 91.1, "A6000": 38.7, r"A40\b": 37.4},
-    **{r"A10G?\b": 31.2, "RTX.*4090": 82.6, "RTX.*3090": 35.6, r"RTX.*2080\W?Ti": 13.4, r"T4\b": 8.1},
+    **{r"A10G?\b": 31.2, "RTX.*4090": 82.6, "RTX.*3090": 35.6, r"RTX.*2080\W?Ti": 13.4},
 }
 
 
@@ -123,9 +123,8 @@ def labelled(gigabytes: float) -> Constant:
 def _cards() -> dict[str, Gpu]:
     """Return the rates by name.
 
-    Data sheets of rows that are easily confused: NVIDIA A30 (2021), RTX 6000 Ada Generation (2022), Tesla P100 (2016)
-    and Turing's white paper (RTX 2080 Ti, fp32 sums); AMD Instinct MI200 series (2021), MI210 and MI355X (2025); Intel
-    Gaudi 2 and Gaudi 3 (white papers of 2022 and 2024).
+    Data sheets of rows that are easily confused: NVIDIA A30 (2021), RTX 6000 Ada Generation (2022) and Turing's white
+    paper (RTX 2080 Ti, fp32 sums); AMD Instinct MI200 series (2021), MI210 and MI355X (2025).
     """
     return {**_hopper_and_blackwell(), **_older_and_others(), **_on_pcie(), r"^cpu$": CPU}
 
@@ -157,15 +156,9 @@ def _older_and_others() -> dict[str, Gpu]:
     a800 = _nvlink("NVLink3", 400 / 600, f"{_SLIDES}, NVLink3, and the data sheets' 400 of 600 GB/s")
     mi300x = Constant(312.9, "GB/s", MEASURED, f"{HARDWARE_JSON}: mi300x, 8gpu")
     as_mi300x = Constant(312.9, "GB/s", ASSUMED, "as an MI300X's")
-    # 21 of its 24 ports connect the accelerators of a server
-    gaudi2, gaudi3 = (
-        Constant(NIC_SHARE * 21 * gbit / 8, "GB/s", ASSUMED, f"{NIC_SHARE:g} of 21 ports of {gbit} Gbit/s (data sheet)")
-        for gbit in (100, 200)
-    )
     cdna2 = Constant(
         100, "GB/s", ASSUMED, "two rings over Infinity Fabric links of 50 GB/s (AMD's MI250 documentation)"
     )
-    nvlink1 = _nvlink("NVLink2", 160 / 300, f"{_SLIDES}, NVLink2, and the data sheets' 160 of 300 GB/s")
     return {
         r"A800": _card(a100, 0, 2039, a800, 79.2, "ampere"),
         r"A100.*PCIe.*40": _card(_best("A100 PCIe"), 0, 1555, pcie4, 39.4, "ampere"),
@@ -179,9 +172,6 @@ def _older_and_others() -> dict[str, Gpu]:
         r"MI250X": _card(191.5, 0, 1638, cdna2, labelled(64)),
         r"MI250": _card(181, 0, 1638, cdna2, labelled(64)),
         r"MI210": _card(181, 0, 1638, pcie4, labelled(64)),
-        r"Gaudi\W?3": _card(_best("Gaudi3"), 1835, 3700, gaudi3, labelled(128)),
-        r"Gaudi\W?2": _card(_best("Gaudi2"), 865, 2450, gaudi2, labelled(96)),
-        r"P100.*SXM": _card(21.2, 0, 732, nvlink1, labelled(16)),
         r"V100": _card(125, 0, 900, _nvlink("NVLink2"), 31.7),
     }
 
@@ -201,8 +191,6 @@ def _on_pcie() -> dict[str, Gpu]:
         r"RTX.*4090": _card(165, 330, 1008, pcie4, 23.5),
         r"RTX.*3090": _card(71, 0, 936, pcie4, 23.5),
         r"RTX.*2080\W?Ti": _card(53.8, 0, 616, pcie3, labelled(11)),
-        r"P100": _card(18.7, 0, 732, pcie3, labelled(16)),
-        r"T4\b": _card(65, 0, 320, pcie3, 14.6),
     }
 
 

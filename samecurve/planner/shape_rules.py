@@ -22,8 +22,8 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 SMS = (
     (r"B[23]00|GB[23]00", 148), (r"H100.*PCIe", 114), (r"H100|H200|H800|GH200", 132), (r"H20\b", 78),
     (r"A100|A800", 108), (r"A30\b", 56), (r"MI3(00|25)X", 304), (r"MI355X", 256), (r"MI250X", 110), (r"MI2[15]0", 104),
-    (r"P100", 56), (r"V100", 80), (r"L40|6000.*Ada", 142), (r"\bL4\b", 58), (r"A6000|A40\b", 84), (r"A10G?\b", 72),
-    (r"4090", 128), (r"3090", 82), (r"2080\W?Ti", 68), (r"T4\b", 40),
+    (r"V100", 80), (r"L40|6000.*Ada", 142), (r"\bL4\b", 58), (r"A6000|A40\b", 84), (r"A10G?\b", 72),
+    (r"4090", 128), (r"3090", 82), (r"2080\W?Ti", 68),
 )  # fmt: skip
 ASSUMED_SMS = 108  # of an A100
 GOOD = 0.9  # efficiencies below are worth telling
@@ -78,7 +78,7 @@ def title(job: Job) -> str:
 
 
 def _has_no_tiles(job: Job) -> bool:
-    return job.card.generation == "cpu" or "gaudi" in job.gpu_kind.lower()  # which has a few large matrix engines
+    return job.card.generation == "cpu"
 
 
 def products(job: Job) -> list[Product]:

@@ -30,11 +30,8 @@ KINDS = {
     "A10G": ("A10G", 22.0, 24),
     "A10G-24GB": ("A10G", 22.0, 24),
     "A30-24GB": ("A30", 23.6, 24),
-    "T4-16GB": ("T4", 14.6, 12),
     "V100-16GB": ("V100", 15.8, 119),
     "V100-32GB": ("V100", 31.7, 119),
-    "P100-16GB": ("P100", 15.8, 12),
-    "Tesla P100-SXM2-16GB": ("P100-SXM", 15.8, 64),
     "NVIDIA GH200 480GB": ("GH200", 94.5, 361),
     # one of two dies
     "MI250": ("MI250", 63.0, 100),
@@ -43,12 +40,10 @@ KINDS = {
     "MI210": ("MI210", 63.0, 24),
     "MI325X": ("MI325X", 255, 313),
     "MI355X-288GB": ("MI355X", 283.7, 313),
-    "Gaudi2-96GB": ("Gaudi2", 94.6, 192),
-    "Gaudi3": ("Gaudi3", 126.1, 383),
 }
 UNKNOWN = (
     *("RTX 4090 D", "RTX-4090-D-24GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti"),
-    *("NVIDIA GeForce RTX 3080", "RTX 9999", "TPU-v5", "MI100"),
+    *("NVIDIA GeForce RTX 3080", "RTX 9999", "TPU-v5", "MI100", "Tesla T4", "Gaudi3"),
 )
 
 

@@ -108,7 +108,6 @@ def test_a_good_shape_has_no_complaints():
         ("L40S", "Shapes on L40S with 142 SMs:"),
         ("NVIDIA H100 PCIe", "Shapes on NVIDIA H100 PCIe with 114 SMs:"),
         ("RTX-4090-24GB", "Shapes on RTX-4090-24GB with 128 SMs:"),
-        ("Gaudi2", "Shapes on Gaudi2, whose products have no tiles:"),
         ("device", "Shapes on device with 108 SMs, assumed as of an A100:"),
     ],
 )
@@ -117,7 +116,7 @@ def test_the_sms_of_a_gpu_are_its_own_or_said_to_be_assumed(kind, title):
 
 
 def test_all_gpus_with_known_rates_have_their_sms():
-    with_tiles = [name for name in hardware.known_names() if name not in ("cpu", "Gaudi2", "Gaudi3")]
+    with_tiles = [name for name in hardware.known_names() if name != "cpu"]
     assert [name for name in with_tiles if not shape_rules.known_sms(name)] == []
     assert not shape_rules.known_sms("NVIDIA GeForce RTX 4090 Laptop GPU")
 
