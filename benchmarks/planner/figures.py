@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from benchmarks.planner import cells, fits
+from benchmarks.planner import cells, fits, fitting
 from benchmarks.planner.names import short
-from samecurve.planner import answers, fitting, memory, runs_file, step_time
+from samecurve.planner import answers, memory, runs_file, step_time
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile
 

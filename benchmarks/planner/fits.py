@@ -10,9 +10,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from samecurve.planner import fitting, runs_file
+from benchmarks.planner import fitting
+from benchmarks.planner.fitting import Measured
+from samecurve.planner import runs_file
 from samecurve.planner.answers import situations
-from samecurve.planner.fitting import Measured
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import Profile
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from samecurve.planner import memory, step_time
+from samecurve.planner.answers import fullest_gib
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import BY_COST, Profile
+from samecurve.planner.profiles import Profile
 
 # Legal ranges. A share is of something measured, so that more than about one would mean a wrong model.
 TIME_BOUNDS = {
@@ -58,12 +59,6 @@ def time_error(run: Measured, constants: Profile) -> float:
 def predicted_memory_gib(job: Job, constants: Profile | None = None) -> float:
     """Return the peak that the job's counter shows, in GiB (see `fullest_gib`)."""
     return fullest_gib(job, memory.anatomy(job, constants))
-
-
-def fullest_gib(job: Job, found: Sequence[memory.Anatomy]) -> float:
-    """Return the GiB that the job's counter shows of the rank with the most; in nanotron's grid of the first stage."""
-    shown = found[:1] if job.stack in BY_COST else found
-    return max(memory.counted(each, job.memory_kind) for each in shown) / memory.GIB
 
 
 def memory_error(run: Measured, constants: Profile) -> float:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from samecurve.planner import memory, runs_file, step_time
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.constants import ASSUMED, Constant
-from samecurve.planner.fitting import fullest_gib
 from samecurve.planner.hardware import canonical, is_unknown
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import is_known, shipped
+from samecurve.planner.profiles import BY_COST, is_known, shipped
 
 ONE_NODE, LARGE = 8, 128
 UNMEASURED = Constant(
@@ -134,6 +133,12 @@ def hold(job: Job) -> Held:
     fullest = max(classes, key=lambda each: each.peak)
     total = memory.counted(fullest, "nvidia_smi") / memory.GIB
     return Held(shown, _interval(shown, job, "memory"), total, total <= job.memory_gib, fullest.binding)
+
+
+def fullest_gib(job: Job, classes: Sequence[memory.Anatomy]) -> float:
+    """Return the GiB that the job's counter shows of the rank with the most; in nanotron's grid of the first stage."""
+    shown = classes[:1] if job.stack in BY_COST else classes
+    return max(memory.counted(each, job.memory_kind) for each in shown) / memory.GIB
 
 
 def answer(row: dict[str, str], learnt: Calibration | None = None) -> dict:

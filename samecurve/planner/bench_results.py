@@ -13,7 +13,7 @@ from typing import Any
 from samecurve.errors import ConfigurationError
 from samecurve.planner import collectives
 from samecurve.planner.calibration import ALONE, Calibration
-from samecurve.planner.hardware import DEFAULT_NODE_GBIT, PROCESS_GIB, Gpu, canonical, gpu, known_gpu, link
+from samecurve.planner.hardware import DEFAULT_NODE_GBIT, PROCESS_GIB, Gpu, canonical, gpu, link
 from samecurve.planner.memory import CONTEXT_GIB, NCCL_GIB
 from samecurve.storage.atomic import read_json
 
@@ -51,9 +51,7 @@ def read(path: Path) -> BenchResult | None:
         return None
     if not isinstance(content, dict) or "benchmark" not in content:
         return None
-    device = content.get("device", "")
-    is_gpu = content.get("device_type", "cpu") != "cpu" or known_gpu(device)  # files before the key know no other GPU
-    kind = canonical(device) if is_gpu else "cpu"
+    kind = "cpu" if content.get("device_type", "cpu") == "cpu" else canonical(content.get("device", ""))
     readers = {"matmul": _compute, "collectives": _communication, "memory": _memory}
     reader = readers.get(content["benchmark"])
     if not reader:

@@ -55,7 +55,7 @@ def read(folder: Path) -> FinishedRun:
         raise ConfigurationError(f"--calibrate {folder}: {lack}; {fix}")
     predicted = facts.get("predicted", {})
     if "job" not in predicted:
-        reason = predicted.get("reason", "it is of an earlier version")
+        reason = predicted.get("reason", "predicted.job is missing")
         raise ConfigurationError(f"--calibrate {folder}: the run has no prediction to learn from: {reason}")
     # metrics.jsonl also has the steps of earlier sessions, perhaps on other hardware
     own = [each for each in records if each["step"] > facts.get("start_step", 0)]

@@ -8,7 +8,6 @@ per micro-batch and, of a large model, those once more that `stage3_max_reuse_di
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,14 +65,6 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
 def ledgers(job: Job) -> dict[str, list[Exchange]]:
     """Return the ledger of each class of ranks, by the name of its stage."""
     return {stage.name: ledger(job, stage) for stage in stages(job, by_cost=False)}
-
-
-def by_collective(exchanges: Iterable[Exchange]) -> dict[str, int]:
-    """Sum the bytes by collective."""
-    total: dict[str, int] = defaultdict(int)
-    for each in exchanges:
-        total[each.collective] += each.num_bytes
-    return dict(total)
 
 
 def _cut(job: Job, weights: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

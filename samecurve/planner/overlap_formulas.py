@@ -12,11 +12,7 @@ F: FLOP/s of a GPU. B: bus bandwidth in bytes/s. n: ranks of the group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
-from samecurve.planner.collectives import all_gather_volume, all_reduce_volume
-
-BLOCK_GATED, BLOCK_PLAIN = 16, 12  # weights of a block in units of h^2, with ffn = 4 h
+BLOCK_GATED = 16  # weights of a block in units of h^2, with ffn = 4 h
 
 
 def data_parallel(tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
@@ -30,11 +26,6 @@ def data_parallel(tokens: float, ranks: int, flops: float, bandwidth: float, ele
         element_bytes: e, of a gradient.
     """
     return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
-
-
-def bucket_seconds(bucket_bytes: float, ranks: int, bandwidth: float) -> float:
-    """Seconds to reduce one bucket: 2 (n - 1) / n of its bytes over B."""
-    return all_reduce_volume(bucket_bytes, ranks) / bandwidth
 
 
 def fully_sharded(tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
@@ -110,41 +101,3 @@ def exchanged_layer(
         element_bytes: e, of an activation.
     """
     return element_bytes * width * (ranks - 1) * flops / (2 * weights * bandwidth)
-
-
-@dataclass(frozen=True)
-class BlockBytes:
-    """Bytes of one block (gated, ffn = 4 h) in mixed precision: 16-bit weights and gradients, fp32 Adam."""
-
-    weights: float
-    gradients: float
-    adam: float
-
-    @property
-    def total(self) -> float:
-        return sum(getattr(self, each.name) for each in fields(self))
-
-
-def block_bytes(hidden: int, gated: bool = True) -> BlockBytes:
-    parameters = (BLOCK_GATED if gated else BLOCK_PLAIN) * hidden**2
-    return BlockBytes(2 * parameters, 2 * parameters, 12 * parameters)
-
-
-def sharded_block_volume(hidden: int, ranks: int) -> float:
-    """Elements of a gated block that a rank sends per micro-batch under ZeRO-3: two gathers and a reduce-scatter."""
-    return 3 * all_gather_volume(BLOCK_GATED * hidden**2, ranks)
-
-
-def utilization_tflops(
-    parameters_b: float, seq: int, global_batch: int, seconds: float, gpus: int, per_parameter: int = 8
-) -> float:
-    """TFLOP/s of one GPU: 6 FLOPs per parameter and token, 8 with full recomputation.
-
-    Args:
-        parameters_b: parameters in 10^9.
-        seq: tokens of a row.
-        global_batch: rows of a step, over all GPUs.
-        seconds: duration of a step.
-        per_parameter: FLOPs per parameter and token.
-    """
-    return parameters_b * per_parameter * seq * global_batch / (seconds * gpus * 1e3)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from samecurve.planner import flops, ledger, memory, printing, space
+from samecurve.planner import ledger, memory, printing, space
 from samecurve.planner.job import Job
 from samecurve.planner.layout import Layout
 from samecurve.planner.search import Choice
+from samecurve.planner.shape import ModelShape
 from samecurve.planner.wanted import Wanted
 
 PUBLIC = "constants fitted to public runs, none measured here"
@@ -154,7 +155,7 @@ def record(choice: Choice) -> dict:
     job, found = choice.job, choice.found
     layout = job.layout
     # The model's own FLOPs, without recomputed ones: their share of the data sheet's peak is the MFU.
-    model_flops = flops.step(job.shape, choice.tokens / job.seq, job.seq)
+    model_flops = step_flops(job.shape, choice.tokens / job.seq, job.seq)
     exchanges = {} if choice.lack else ledger.ledgers(job)  # it knows only what this version runs
     return {
         "strategy": choice.name,
@@ -177,3 +178,23 @@ def record(choice: Choice) -> dict:
         "not_in_this_version": choice.lack or None,
         "ledger": {stage: [asdict(each) for each in listed] for stage, listed in exchanges.items()},
     }
+
+
+# FLOPs of a model: 2 per multiplied weight and token forward, 4 s a between tokens, and twice that backward, which
+# computes two products for each one of the forward. Without the mask's half, as is the custom.
+
+
+def layer_flops(shape: ModelShape, rows: float, seq: float) -> float:
+    """Return the FLOPs of one layer's forward: 24 B s h^2 + 4 B s^2 h in a GPT, which is all of inference."""
+    tokens = rows * seq
+    return 2 * tokens * shape.active_layer_parameters + attention_flops(shape, rows, seq)
+
+
+def attention_flops(shape: ModelShape, rows: float, seq: float) -> float:
+    """Return the FLOPs between tokens in one layer's forward: scores and weighted values, 4 B s^2 a."""
+    return 4 * rows * seq**2 * shape.attention_width
+
+
+def step_flops(shape: ModelShape, rows: float, seq: float) -> float:
+    """Return the model's FLOPs of a training step, of which MFU is a share (arXiv:2205.05198, equation 8)."""
+    return 3 * (shape.layers * layer_flops(shape, rows, seq) + 2 * rows * seq * shape.head_parameters)

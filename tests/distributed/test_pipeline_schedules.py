@@ -11,7 +11,7 @@ import yaml
 from harness import LLAMA, Run, largest_relative_difference, launch_command, long, relative_l2
 from schedule_traces import replayed_idle, traced
 
-from samecurve.planner.bubbles import bubble
+from samecurve.planner.step_time import idle_slots
 
 LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
 SETTINGS = ("steps=6", "checkpoint.every_steps=0", "data.packing=true")
@@ -173,7 +173,8 @@ def check_waiting(run: Run) -> None:
         assert found["passes"]["F"] == 3 * 4 * stages  # steps, micro-batches
         assert 0 < found["busy_seconds"] < found["seconds"]
         assert found["idle"] == pytest.approx(1 - found["busy_seconds"] / found["seconds"])
-        predicted = bubble(run.facts["engine"].removeprefix("Schedule"), 2, 4, stages)
+        idle = idle_slots(run.facts["engine"].removeprefix("Schedule"), 2, 4, stages)
+        predicted = idle / (4 + idle)  # of four micro-batches
         assert found["predicted_idle"] == pytest.approx(predicted)
         assert f"{found['idle']:.1%}" in (profile / f"{name}.txt").read_text()
     assert replayed_idle(traced(run)) == pytest.approx([predicted] * 2)

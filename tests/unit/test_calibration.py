@@ -278,7 +278,10 @@ def test_bench_helps_a_run_to_tell_the_parts_of_a_step_apart(tmp_path):
     [
         ({"benchmark": "dataloader", **BENCH}, "planner uses; give results of bench matmul, collectives or memory"),
         (collectives_of(*SMALL[:0]), "not what bench writes"),
-        ({**MATMUL, "device": "NVIDIA H100 PCIe", "tflops": {"bf16": {"2048": 500}}}, "H100-PCIe, cpu"),
+        (
+            {**MATMUL, "device": "NVIDIA H100 PCIe", "device_type": "cuda", "tflops": {"bf16": {"2048": 500}}},
+            "H100-PCIe, cpu",
+        ),
     ],
 )
 def test_results_of_bench_that_teach_nothing_say_why(content, message, tmp_path, capsys):

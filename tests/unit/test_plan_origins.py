@@ -31,7 +31,7 @@ EXACT = {
     "cards": {"FP32"},
     "hardware": {"MIB", "GIB"},
     "kernels": {"BACKWARD_ATTENTION", "ALIGNED"},
-    "step_time": {"GRADIENT_BYTES"},
+    "step_time": {"GRADIENT_BYTES", "ZERO_BUBBLE_SHARE"},
     "activations": {"NORMS", "PRODUCT_INPUTS", "HEAD_NORM", "POST_NORM", "LAST_NORM"},
     "tensor_lines": {"FULL_LOSS"},
     "offload": {"UPDATE_BYTES", "STATES", "SUMS"},
@@ -69,7 +69,7 @@ def test_no_constant_lacks_an_origin(module):
 
 
 def test_every_gpu_and_host_has_origins():
-    assert len(cards.rows()) > 35
+    assert len(cards.rows()) > 30
     for name, card in cards.rows().items():
         assert all(isinstance(each, Constant) for each in numbers(card) if each), name
     kept = [machines_of_kinds.Host(), *machines_of_kinds.HOSTS.values()]

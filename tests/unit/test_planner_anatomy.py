@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from samecurve.planner import fitting, kernels, links, memory, model_config, printing, step_time, tensor_lines
+from benchmarks.planner import fitting
+from samecurve.planner import kernels, links, memory, model_config, printing, step_time, tensor_lines
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.hardware import GIB, gpu, link
 from samecurve.planner.job import Job, Sharding, StateBytes

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 import pytest
 from test_planner_anatomy import a_job
 
-from benchmarks.planner import cells, figures, fits, page, picture
+from benchmarks.planner import cells, figures, fits, fitting, page, picture
 from benchmarks.planner.figures import Case
+from benchmarks.planner.fitting import Measured
 from benchmarks.planner.names import short
-from samecurve.planner import fitting, runs_file, step_time
-from samecurve.planner.fitting import Measured
+from samecurve.planner import runs_file, step_time
 from samecurve.planner.layout import Layout
 from samecurve.planner.profiles import Profile
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from samecurve.cli.commands import main
 from samecurve.planner.hardware import gpu
 from samecurve.planner.job import Job, Sharding
 from samecurve.planner.layout import Layout
-from samecurve.planner.ledger import by_collective, ledgers
+from samecurve.planner.ledger import ledgers
 from samecurve.planner.shape import ModelShape
 
 LLAMA = ModelShape(4, 32, 4, 2, 64, 300, gated=True, tied=True)
@@ -28,9 +29,11 @@ def moved(stack, layout, shape=LLAMA, **keys) -> dict[str, int]:
     keys = {"micro_batch": 2, "seq": 32, "chunked_loss": True, "sharding": FP32_SUMS, **keys}
     job = Job(shape, layout, gpu("H100-80GB"), stack=stack, **keys)
     (found,) = ledgers(job).values()
-    return by_collective(
-        each for each in found if each.content not in ("stop flag", "loss sum", "norms", "loss, norms")
-    )
+    sums: Counter[str] = Counter()
+    for exchange in found:
+        if exchange.content not in ("stop flag", "loss sum", "norms", "loss, norms"):
+            sums[exchange.collective] += exchange.num_bytes
+    return dict(sums)
 
 
 @pytest.mark.parametrize(

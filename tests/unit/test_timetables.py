@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from samecurve.planner import inputs, remedies, search, space, strategies
-from samecurve.planner.bubbles import bubble
 from samecurve.planner.cluster import built_in
 from samecurve.planner.ledger import ledger
 from samecurve.planner.profiles import profile
 from samecurve.planner.stages import ENOUGH, STEADY, in_flight, stages
-from samecurve.planner.step_time import breakdown, stage_time
+from samecurve.planner.step_time import breakdown, idle_slots, stage_time
 from samecurve.planner.strategy_files import read
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.timetables import micro_batches_kept, order, timetable
@@ -101,8 +100,9 @@ def test_ranks_wait_as_long_as_the_papers_say():
 def test_the_planners_formula_is_the_walk(name):
     for ranks, count in SIZES:
         if not micro_batch_rule(name, count, ranks):
-            found = bubble(name, ranks, count, SCHEDULES[name].stages_per_rank)
-            assert timetable(name, ranks, count).idle_shares == (pytest.approx(found),) * ranks, (ranks, count)
+            idle = idle_slots(name, ranks, count, SCHEDULES[name].stages_per_rank)
+            share = pytest.approx(idle / (count + idle))
+            assert timetable(name, ranks, count).idle_shares == (share,) * ranks, (ranks, count)
 
 
 def test_micro_batches_kept():
