@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn
 from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.storage import terminal, trusted_code
+from samecurve.storage.atomic import known_cause
 from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
@@ -69,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as error:
+        if (known := known_cause(error)) is None:
+            raise
+        print(known, file=sys.stderr)
+        return known.exit_code
 
 
 def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Sequence[str]) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
@@ -211,7 +210,7 @@ class _FileWriter:
         """Write the collected parameters to a file."""
         # An error is stored and raised later: this rank must still take part in gathering the other parameters.
         try:
-            with storage_errors(self._directory):
+            with storage_errors(self._directory, self._shard_size):
                 fault_point("export.write")
                 self._directory.mkdir(parents=True, exist_ok=True)
                 # the format as save_pretrained states it: accelerate's loader warns about a file without it
@@ -219,8 +218,6 @@ class _FileWriter:
             self._shards.append(list(self._shard))
         except StorageError as error:
             self._problems.append(error)
-        except SafetensorError as error:  # safetensors raises this for an OSError
-            self._problems.append(StorageError(f"{self._directory}: {error}"))
         self._shard = {}
         self._shard_size = 0
 

@@ -27,6 +27,7 @@ from samecurve.run.signals import StopRequest
 from samecurve.run.status import refused_elsewhere
 from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 from samecurve.storage import terminal
+from samecurve.storage.atomic import known_cause
 
 if TYPE_CHECKING:
     from samecurve.run.run_directory import RunDirectory, State
@@ -60,7 +61,10 @@ def exit_code(main: Callable[[], None]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except Exception:
+    except Exception as error:
+        if known := known_cause(error):
+            report(known)
+            return known.exit_code
         print_stderr(f"\nprocess {os.environ.get('RANK', '0')}: {traceback.format_exc()}")
         let_the_first_process_report()
         return 1
@@ -155,7 +159,9 @@ class RunSupervisor:
             self.watchdog.heartbeats.write("finished")
 
     def failed(self, error: BaseException) -> BaseException:
-        """Record the main thread's error. Returns the error to raise: another rank's if that is the cause."""
+        """Record the main thread's error. Returns the error to raise: that of another rank if it is the cause."""
+        if not isinstance(error, SamecurveError):
+            error = known_cause(error) or error
         known = isinstance(error, SamecurveError)
         text = message(error) if known else "".join(traceback.format_exception(error))
         with self._in_time(code_of(error), text, once=isinstance(error, (Preempted, NothingToDo))):

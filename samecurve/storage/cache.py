@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from samecurve.errors import ConfigurationError, StorageError
+from samecurve.storage.atomic import os_error, storage_error
 from samecurve.storage.file_lock import lock_folder
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder
 from samecurve.storage.verified_files import DamagedEntryError, Entry, NewEntry
@@ -71,10 +72,12 @@ def build_once(target: Path, build: Callable[[NewEntry], None], load: Callable[[
         time.sleep(wait)
     try:
         _build_and_rename(target, build)
-    except OSError as error:
+    except Exception as error:
+        if (reason := os_error(error)) is None:
+            raise
         raise StorageError(
-            f"{error.filename or target}: the cache could not be written ({error.strerror or error}); "
-            "free some space or set data.cache_dir (or SAMECURVE_CACHE) to a folder that can be written"
+            f"the cache could not be written: {storage_error(target, reason)}; set data.cache_dir (or SAMECURVE_CACHE) "
+            "to another folder"
         ) from error
     try:
         return load(Entry(target))

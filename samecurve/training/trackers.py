@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from samecurve.errors import ConfigurationError
+from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.metrics.data_wait import WaitAdvice
-from samecurve.storage.atomic import write_json
+from samecurve.storage.atomic import known_cause, write_json
 from samecurve.strategy.restarts import is_restart
 
 if TYPE_CHECKING:
@@ -60,15 +60,19 @@ class Trackers:
         self._open: dict[str, GeneralTracker] = {}
         self._ids: dict[str, str] = {}  # the content of RUN_IDS
         self._failures: dict[str, str] = {}  # by name, in a line
+        self._cause: SamecurveError | None = None  # a full disk
 
     def open(self, start_step: int) -> None:
         """Open the trackers. start_step: the last step of the earlier session's checkpoint, 0 in a fresh run.
 
         Raises:
             ConfigurationError: lists the trackers that cannot start.
+            StorageError: the disk is full.
         """
         for name in self._names:
             self._try(name, lambda name=name: self._start(name, start_step))
+        if self._cause and self._needed:
+            raise self._cause
         if self._failures and self._needed:
             lines = (
                 f"  {line}; set up its environment variables{_OFFLINE.get(name, '')}, remove it, or train without it "
@@ -131,4 +135,5 @@ class Trackers:
         except Exception as error:  # of any tracker's package
             self._open.pop(name, None)
             self._failures[name] = f"logging.trackers: {name} failed: {error}"
+            self._cause = self._cause or known_cause(error)
         return name not in self._failures
