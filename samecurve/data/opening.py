@@ -22,7 +22,8 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-LONGEST_ROW = 64 << 20  # bytes of a line of a table
+LONGEST_ROW = 64 << 20  # bytes of a row of a table
+LARGEST_TEXT = 1 << 30  # bytes, unpacked, of a text file or a JSON array, which are read whole
 CONVERT = (
     "find out the file's encoding (`file NAME` guesses it), convert the file (iconv -f ENCODING -t UTF-8 NAME), or "
     "leave it out with data.pattern"
@@ -36,11 +37,12 @@ def lines_of(name: Path | str, longest: int | None = None) -> Iterator[bytes]:
 
     Args:
         name: a local file, or a path or URL for fsspec.
-        longest: largest length of a line in bytes (in characters where the encoding is converted); None for any.
+        longest: largest length of a line in bytes (in characters where the encoding is converted); None for a file that
+            is read whole, of at most LARGEST_TEXT.
 
     Raises:
-        DataError: a line is longer, or the file cannot be read to its end, is a Git LFS pointer, or is not in the
-            encoding of its mark.
+        DataError: a line or the file is longer, or the file cannot be read to its end, is a Git LFS pointer, or is not
+            in the encoding of its mark.
     """
     encoding = None
     try:
@@ -49,27 +51,35 @@ def lines_of(name: Path | str, longest: int | None = None) -> Iterator[bytes]:
             encoding = marked_encoding(str(name), stream.peek(POINTER_BYTES)[:POINTER_BYTES])
             # other characters than "\n" end no line
             text = stream if encoding is None else io.TextIOWrapper(stream, encoding, newline="\n")
-            number, limit = 0, -1 if longest is None else longest + 1
-            while line := text.readline(limit):
+            number, left = 0, LARGEST_TEXT if longest is None else longest
+            while line := text.readline(left + 1):
                 number += 1
-                if longest is not None and len(line) > longest:
-                    raise too_long(f"{name}:{number}")
+                if len(line) > left:
+                    raise too_long(f"{name}:{number}") if longest else too_large(name)
+                left -= 0 if longest else len(line)
                 yield line if isinstance(line, bytes) else line.encode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name}: not valid {encoding}, although the file begins with its byte-order mark: {error.reason}; is the "
             f"file complete? If so, {CONVERT}"
         ) from error
-    except (DataError, MemoryError):  # MemoryError: nothing is wrong with the file
+    except DataError:
         raise
     except Exception as error:  # each codec and each kind of file system raises its own errors
         raise unreadable(name, error) from error
 
 
 def too_long(place: str) -> DataError:
-    """Return the error for a line that is longer than LONGEST_ROW. Some tokenizers need 45 times its size in memory."""
+    """Return the error for a row that is longer than LONGEST_ROW. Some tokenizers need 45 times its size in memory."""
     return DataError(
-        f"{place}: the line is longer than {LONGEST_ROW >> 20} MiB; is a line break missing? If it is one row, split it"
+        f"{place}: the row is longer than {LONGEST_ROW >> 20} MiB; is a line break missing? If it is one row, split it"
+    )
+
+
+def too_large(name: object) -> DataError:
+    return DataError(
+        f"{name}: the file has more than {LARGEST_TEXT >> 20} MiB, unpacked, and is read whole; split it into several "
+        "files, or write one JSON object per line in a .jsonl file"
     )
 
 
@@ -99,8 +109,15 @@ def unreadable(name: object, error: Exception) -> DataError:
     """Return the error for a file that cannot be opened or read to its end, with the fix if it is known."""
     if problem := pointer_problem(str(name)):
         return DataError(problem)
-    reason = getattr(error, "strerror", None) or error
-    fix = ""
+    reason, fix = getattr(error, "strerror", None) or error, ""
+    if isinstance(error, MemoryError):  # of Python or Arrow
+        return DataError(
+            f"{name}: not enough memory to read it{f' ({error})' if str(error) else ''}; the file itself may be right: "
+            "split it, or use a machine with more memory"
+        )
+    if isinstance(error, ImportError):  # of fsspec, for a protocol such as https; the cause has the package's name
+        package = error.name or getattr(error.__cause__, "name", None)
+        fix = f"; pip install {package}" if package else ""
     if isinstance(error, PermissionError):
         fix = "; give the user of this process permission to read it (chmod +r), or leave it out with data.pattern"
     return DataError(f"{name}: could not be read: {reason}{fix}")

@@ -93,8 +93,6 @@ def _of_split(where: Address, selection: sources.Selection) -> list[StreamFile]:
         try:
             system, path = url_to_fs(url)
             facts = system.info(path)
-        except MemoryError:
-            raise
         except Exception as error:  # each kind of file system raises its own errors
             raise unreadable(url, error) from error
         files.append(StreamFile(url, url.removeprefix("hf://datasets/"), facts["size"], _version(facts)))
@@ -116,8 +114,8 @@ def _listed(url: str, pattern: str | None) -> list[StreamFile]:
             found = system.glob(f"{root}/{pattern}", detail=True)
         else:
             found = system.find(root, detail=True)
-    except MemoryError:
-        raise
+    except (MemoryError, ImportError) as error:
+        raise unreadable(url, error) from error
     except Exception as error:  # each kind of file system raises its own errors
         raise DataError(f"{url}: could not be listed: {error}; correct data.path, or check the access") from error
     # a single file is named relative to its folder, as a local one is

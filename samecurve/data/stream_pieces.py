@@ -17,7 +17,7 @@ import numpy as np
 
 from samecurve.data import sources
 from samecurve.data.columns import Columns
-from samecurve.data.formats import parse_row, read_text
+from samecurve.data.formats import parse_row, read_text, table_rows
 from samecurve.data.opening import LONGEST_ROW, lines_of, marked_encoding, too_long, unreadable
 from samecurve.data.sampler import rows_in_steps
 from samecurve.data.stream_files import StreamFile
@@ -168,7 +168,7 @@ def opened_rows(file: StreamFile, read: Callable[[Any], Iterator]) -> Iterator:
     try:
         with fsspec.open(file.name, "rb") as stream:
             yield from read(stream)
-    except (DataError, MemoryError):
+    except DataError:
         raise
     except Exception as error:  # each kind of file system raises its own errors
         raise unreadable(file.name, error) from error
@@ -194,7 +194,9 @@ def _lines(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
         if offset:
             # from the byte before, because a line that begins exactly here belongs to this chunk
             stream.seek(offset - 1)
-            offset += len(stream.readline()) - 1
+            while (rest := stream.readline(LONGEST_ROW)) and not rest.endswith(b"\n") and stream.tell() < piece.stop:
+                pass
+            offset = stream.tell()
         while offset < piece.stop and (line := stream.readline(LONGEST_ROW + 1)):
             place = f"{file.name}: byte {offset}"
             if len(line) > LONGEST_ROW:
@@ -235,9 +237,9 @@ def _row_group(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
         table = pyarrow.parquet.ParquetFile(stream)
         known = table.schema_arrow.names
         columns = [column] if column in known else known  # for the error message, which names the existing columns
-        found = table.read_row_group(piece.start, columns=columns)
-        for number, row in enumerate(found.to_pylist(), start=1):
-            yield f"{file.name}: row group {piece.start}, row {number}", row
+        place = f"{file.name}: row group {piece.start}"
+        for number, row in enumerate(table_rows(place, table, [piece.start], columns), start=1):
+            yield f"{place}, row {number}", row
 
     return opened_rows(file, read)
 

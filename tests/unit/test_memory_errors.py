@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
 
 import fsspec
 import pyarrow
@@ -10,8 +15,11 @@ import pyarrow.parquet
 import pytest
 
 from samecurve.checkpoint import commit
+from samecurve.cli import commands
 from samecurve.data import formats, hub, opening, stream_files, stream_pieces
-from samecurve.errors import StorageError
+from samecurve.errors import DataError, StorageError
+
+SAYS = r"a.jsonl: not enough memory to read it \(malloc of size 99 failed\); .* split it"
 
 
 @contextlib.contextmanager
@@ -22,25 +30,29 @@ def no_memory(*_, **__):
 
 def test_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "open", no_memory, raising=False)
-    with pytest.raises(MemoryError, match="malloc"):
+    with pytest.raises(DataError, match=SAYS):
         list(opening.lines_of(tmp_path / "a.jsonl"))
 
 
 def test_a_stream(monkeypatch):
     monkeypatch.setattr(fsspec, "open", no_memory)
-    with pytest.raises(MemoryError, match="malloc"):
+    with pytest.raises(DataError, match=SAYS):
         list(stream_pieces.opened_rows(stream_files.StreamFile("a.jsonl", "a.jsonl", 1, ""), list))
 
 
 def test_parquet(tmp_path, monkeypatch):
-    import datasets
-
-    def load(*_, **__):
-        raise pyarrow.lib.ArrowMemoryError("malloc of size 99 failed")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(MemoryError, match="malloc"):
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", no_memory)
+    with pytest.raises(DataError, match="a.parquet: not enough memory"):
         list(formats.parquet_rows(tmp_path / "a.parquet"))
+
+
+def test_the_last_resort_is_a_line(monkeypatch, capsys):
+    def work(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(commands, "_dispatch", work)
+    assert commands.main([]) == 1
+    assert re.fullmatch(r"out of host memory in .*test_memory_errors.py:\d+ \(work\)\n", capsys.readouterr().err)
 
 
 def test_a_split_of_the_hub():
@@ -60,3 +72,62 @@ def test_a_bug_in_a_save_has_its_traceback(error, traced, capsys):
     with pytest.raises(StorageError, match="rank 0: (KeyError: 'a bug'|OSError: no space)"):
         commit._together(lambda own, conclude: conclude([own]), commit._attempt(work), lambda results: None)
     assert ("Traceback" in capsys.readouterr().err) is traced
+
+
+BOMBS = """
+import bz2, gzip, json, lzma, resource, sys, time
+from pathlib import Path
+import psutil, pyarrow, pyarrow.parquet
+from samecurve.data import formats
+from samecurve.errors import DataError
+from samecurve.specs.file_kinds import table_kind
+
+folder, MIB = Path(sys.argv[1]), 1 << 20
+zstd = lambda data: pyarrow.compress(data, "zstd", asbytes=True)
+packers = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+ENDLESS = {"jsonl": b'{"text": "a', "csv": b'text\\n"a\\n', "json": b'[{"text": "a', "txt": b"a"}
+for kind, head in ENDLESS.items():
+    for suffix, pack in packers.items():
+        if kind in ("jsonl", "csv") or suffix == "gz":
+            lines = b"a" * MIB + (b"\\n" if kind == "csv" else b"")
+            (folder / f"{kind}.{kind}.{suffix}").write_bytes(pack(head) + pack(lines) * 2048)
+(folder / "lists.jsonl").write_bytes(b'{"text": [' + b"[]," * (20 * MIB) + b"[]]}\\n")
+long = pyarrow.table({"text": ["a" * 300 * MIB]})
+pyarrow.parquet.write_table(long, folder / "long.parquet", compression="zstd", use_dictionary=False)
+indices = pyarrow.array([0] * 700, pyarrow.int32())
+coded = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["a" * 3_200_000]))
+pyarrow.parquet.write_table(pyarrow.table({"text": coded}), folder / "coded.parquet", store_schema=False)
+del long, coded, lines
+limit = psutil.Process().memory_info().vms + 1200 * MIB
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for file in sorted(folder.iterdir()):
+    began = time.monotonic()
+    try:
+        num_rows = sum(1 for _ in formats.read_rows(file)) if table_kind(file) else len(formats.read_text(file))
+        print(json.dumps([file.name, f"{num_rows} rows", time.monotonic() - began]))
+    except DataError as error:
+        print(json.dumps([file.name, str(error), time.monotonic() - began]))
+"""
+TOO_LONG = {"jsonl": ":1: the row is longer than 64 MiB", "csv": ":2: the row is not valid csv: field larger than"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits memory on Linux")
+def test_no_file_takes_more_memory_than_its_row(tmp_path):
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    done = subprocess.run(
+        [sys.executable, "-c", BOMBS, tmp_path], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = list(map(json.loads, done.stdout.splitlines()))
+    assert len(outcomes) == 13
+    for name, text, seconds in outcomes:
+        assert name == "coded.parquet" or text.startswith(str(tmp_path / name)), text
+        assert seconds < 60
+        if name == "coded.parquet":
+            assert text == "700 rows"
+        elif name == "long.parquet":
+            assert "row 1: the row is longer than 64 MiB" in text
+        elif name == "lists.jsonl" or name.startswith(("txt", "json.")):
+            assert "not enough memory" in text or "the file has more than 1024 MiB" in text, text
+        else:
+            assert TOO_LONG[name.partition(".")[0]] in text

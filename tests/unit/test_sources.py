@@ -199,7 +199,7 @@ def test_a_line_without_an_end_is_refused(tmp_path, suffix, monkeypatch):
     pack = {"gz": gzip.compress, "zst": zstd}.get(suffix.rpartition(".")[2], bytes)
     (tmp_path / f"a.{suffix}").write_bytes(pack(data))
     tracemalloc.start()
-    with pytest.raises(DataError, match=f"a.{suffix}:2: the line is longer than .* MiB; is a line break missing"):
+    with pytest.raises(DataError, match=f"a.{suffix}:2: the row is longer than .* MiB; is a line break missing"):
         texts(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 25
     tracemalloc.stop()

@@ -204,7 +204,7 @@ def test_what_a_stream_cannot_cut(tmp_path, content, message, buffer_bytes):
 def test_a_streamed_line_without_an_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(stream_pieces, "LONGEST_ROW", 1000)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "' + "a" * 2000)
-    with pytest.raises(DataError, match="a.jsonl: byte 14: the line is longer than"):
+    with pytest.raises(DataError, match="a.jsonl: byte 14: the row is longer than"):
         documents(tmp_path, BUFFER)
 
 
