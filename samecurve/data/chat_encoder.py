@@ -15,7 +15,8 @@ import numpy as np
 
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
-from samecurve.errors import DataError
+from samecurve.data.time_limit import RenderTimeout, render_limit
+from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
 from samecurve.storage.cache import digest
 
@@ -53,6 +54,7 @@ class ChatEncoder(Encoder):
 
     Raises:
         DataError: for a tokenizer without a template, and for a conversation that the template cannot render.
+        ConfigurationError: for a template without an end.
     """
 
     masked = renders = True
@@ -179,15 +181,21 @@ class ChatEncoder(Encoder):
         # without the weights, because a template may write whole messages (tojson)
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in said]
         try:
-            texts, spans = render_jinja_template(
-                [messages],
-                tools=list(conversation.tools) if conversation.tools else None,
-                chat_template=self._clock + template if _DATED in template else template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                # Names such as eos_token, for the template; pyright expects them to be other parameters.
-                **self.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
-            )
+            with render_limit():
+                texts, spans = render_jinja_template(
+                    [messages],
+                    tools=list(conversation.tools) if conversation.tools else None,
+                    chat_template=self._clock + template if _DATED in template else template,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=prompt,
+                    # Names such as eos_token, for the template; pyright expects them to be other parameters.
+                    **self.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
+                )
+        except RenderTimeout as error:  # not the row's fault, and a thousand rows would take hours
+            raise ConfigurationError(
+                f"{conversation.place}: the chat template cannot render this conversation: {error}; set "
+                "tokenizer.chat_template to another template"
+            ) from error
         except Exception as error:  # errors of Jinja, and of any expression in the template
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samecurve.data.chat_encoder import end_tokens
+from samecurve.data.time_limit import render_limit
 from samecurve.errors import ConfigurationError
 from samecurve.inference import loading
 from samecurve.inference.generation import GenerationOptions, find_generative_model, is_chat
@@ -54,7 +55,8 @@ class TextGenerator:
     def render(self, messages: Sequence[Message]) -> str:
         """Render messages and the generation prompt. Raises ConfigurationError for a turn that the template refuses."""
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            with render_limit():
+                text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # errors of Jinja, and of any expression in the template
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigurationError(f"{self.folder}: its chat template cannot render {roles}: {error}") from error

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from datetime import datetime
 
 import pytest
@@ -8,12 +10,12 @@ from report_cases import check_message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from samecurve.data import parallel_encoding
+from samecurve.data import parallel_encoding, time_limit
 from samecurve.data.chat_encoder import ChatEncoder, TextEncoder
 from samecurve.data.row_checks import BadRow
 from samecurve.data.schemas.conversation import ChatSchema, conversation
 from samecurve.data.tokenizer import CHAT_TEMPLATE
-from samecurve.errors import DataError
+from samecurve.errors import ConfigurationError, DataError
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
 UNMARKED = (
@@ -396,3 +398,26 @@ def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):
     found = [one for _, part in batches for one in part]
     (bad,) = (one for one in found if isinstance(one, BadRow))
     assert found.index(bad) == 23 and str(bad).startswith("row 23: the chat template cannot render")
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set k = i %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_without_an_end(make, monkeypatch):
+    monkeypatch.setattr(time_limit, "RENDER_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(ConfigurationError, match="the chat template cannot render .* after 0.5 s, as if it had a loop"):
+        ChatEncoder(make(ENDLESS), ChatSchema())
+    assert time.monotonic() - began < 30
+    results = []
+
+    def in_a_thread():  # where no signal comes
+        with pytest.raises(time_limit.RenderTimeout), time_limit.render_limit():
+            while True:
+                pass
+        results.append("ended")
+
+    thread = threading.Thread(target=in_a_thread, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert results == ["ended"] and not time_limit._deadlines
