@@ -10,6 +10,8 @@ from samecurve.config.documents import describe
 from samecurve.config.section import LARGEST_INTEGER
 
 Finding = tuple[str, str]
+# Far above any model. Products of two sizes still fit 64 bits.
+LARGEST_SIZE, MOST_LAYERS = 1 << 26, 10_000
 # Sizes of tensors and numbers of layers, by the names of families that have their own. Not head_dim: some have 0.
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -30,9 +32,20 @@ def _numbers(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _sizes(value: Callable[[str], Any]) -> Iterator[Finding]:
-    for key, size in (value("model.config") or {}).items():
-        if key in _SIZES and isinstance(size, int) and not isinstance(size, bool) and size < 1:
-            yield f"model.config.{key}", f"found {size}, expected a number of at least 1"
+    yield from size_problems(value("model.config") or {}, "model.config.")
+
+
+def size_problems(fields: dict[str, Any], prefix: str = "") -> Iterator[Finding]:
+    """Yield (key, problem) for sizes in a Hugging Face config with which transformers would fail or build for hours.
+
+    prefix: of the keys in messages.
+    """
+    for key, size in fields.items():
+        most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
+        if isinstance(size, dict):
+            yield from size_problems(size, f"{prefix}{key}.")
+        elif key in _SIZES and (isinstance(size, str) or (isinstance(size, int) and not 1 <= size <= most)):
+            yield f"{prefix}{key}", f"found {describe(size)}, expected a number of at least 1 and at most {most:,}"
 
 
 RULES = _numbers, _sizes

@@ -107,7 +107,13 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
 def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
     """List the files of a folder that match the pattern, or all of them."""
     if pattern:
-        return [file for file in root.glob(pattern) if _is_file(file)]
+        try:
+            return [file for file in root.glob(pattern) if _is_file(file)]
+        except (ValueError, NotImplementedError) as error:  # "**.jsonl", or a path from the root
+            raise DataError(
+                f"{root}: data.pattern={pattern!r} is no pattern within the folder: {error}; *.jsonl matches files of "
+                "the folder itself, **/*.jsonl those of its sub-folders too"
+            ) from error
 
     def refuse(error: OSError) -> None:
         raise DataError(

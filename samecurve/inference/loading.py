@@ -18,7 +18,7 @@ from samecurve.errors import CheckpointError, ConfigurationError
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.inference.folders import base_path, ran_own_code
 from samecurve.models import lora
-from samecurve.models.hf_config import CAUSAL, KINDS, Head, kind_of_stored, without_pooler
+from samecurve.models.hf_config import CAUSAL, KINDS, Head, check_sizes, kind_of_stored, without_pooler
 from samecurve.models.weight_files import indexed_files, weight_files
 from samecurve.storage import trusted_code
 from samecurve.storage.atomic import read_json
@@ -187,6 +187,7 @@ def _model_class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[P
 
 def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
+        check_sizes(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted_code.allows(trust_remote_code, path))
     except (OSError, ValueError) as error:
         if trusted_code.is_refusal(error):

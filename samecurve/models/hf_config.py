@@ -30,6 +30,7 @@ from transformers import __version__ as transformers_version
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from samecurve.config.documents import suggest
+from samecurve.config.rules_model_config import size_problems
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import choose_attention
@@ -261,9 +262,22 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
 
 
+def check_sizes(path: str) -> None:
+    """Raise ConfigurationError for impossible sizes in config.json. Before transformers reads it: it lists the layers.
+
+    Raises what transformers does for a file that is missing or no JSON, too.
+    """
+    fields, _ = PreTrainedConfig.get_config_dict(path)
+    if problems := [f"{path}: config.json: {key}: {text}" for key, text in size_problems(fields)]:
+        raise ConfigurationError("\n".join(problems))
+
+
 def _stored(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
+        check_sizes(path)
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except ConfigurationError:
+        raise
     except Exception as error:  # transformers, huggingface_hub and the model families raise different types
         if trusted_code.is_refusal(error):
             raise ConfigurationError(f"model.path: {trusted_code.refusal(path)}") from error

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from samecurve.config.rules_model_config import size_problems
 from samecurve.errors import ConfigurationError
 from samecurve.planner.shape import ModelShape
 from samecurve.specs.model_families import EAGER, FP32_NORMS, HEAD_NORMS, MLP_BYTES, POST_NORMS
@@ -123,9 +124,11 @@ def read(path: str, source: str = "") -> dict[str, Any]:
             f"{source or f'{path}: '}no such file, folder or model in the local cache; give a config.json or its "
             f"folder, or download the model's config first (hf download NAME config.json)"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{file}: not JSON: {error}") from None
     fields = fields.get("text_config") or fields if isinstance(fields, dict) else None  # of multimodal models
     if not isinstance(fields, dict):
         raise ConfigurationError(f"{file}: expected a JSON object, the fields of a Hugging Face config")
+    if problems := [f"{file}: {key}: {text}" for key, text in size_problems(fields)]:
+        raise ConfigurationError("\n".join(problems))
     return fields

@@ -27,7 +27,12 @@ T = TypeVar("T")
 
 def cache_folder(cache_dir: str | None) -> Path:
     """Return the cache folder: the recipe's `data.cache_dir`, else $SAMECURVE_CACHE, else ~/.cache/samecurve."""
-    return Path(cache_dir or os.environ.get("SAMECURVE_CACHE") or "~/.cache/samecurve").expanduser()
+    try:
+        return Path(cache_dir or os.environ.get("SAMECURVE_CACHE") or "~/.cache/samecurve").expanduser()
+    except RuntimeError as error:  # neither HOME nor an entry in /etc/passwd, as for any user id in a container
+        raise ConfigurationError(
+            "the cache: this user has no home folder; set data.cache_dir or SAMECURVE_CACHE to a folder, or HOME"
+        ) from error
 
 
 def digest(*parts: object) -> str:

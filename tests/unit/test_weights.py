@@ -18,6 +18,7 @@ from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
 from samecurve.models.weights import describe, load_weights
+from samecurve.planner import model_config
 
 LLAMA = {
     "model_type": "llama",
@@ -431,3 +432,19 @@ def test_brackets_without_end_are_a_damaged_file(file, tmp_path):
     (tmp_path / file).write_bytes(text if file.endswith("json") else struct.pack("<Q", len(text)) + text)
     with pytest.raises(ConfigurationError, match="copy or download it again"):
         weight_files(str(tmp_path))
+
+
+SIZES = {"hidden_size": "64", "num_attention_heads": 0, "vocab_size": 10**12, "num_hidden_layers": 10**7}
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("read", ["training", "a command", "plan"])
+def test_sizes_of_no_model_are_refused_before_it_is_built(key, read, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA, key: SIZES[key]}))
+    with pytest.raises(ConfigurationError, match=f"config.json: {key}: found .*, expected a number of at least 1 and"):
+        if read == "training":
+            build_skeleton(recipe(path=str(tmp_path)), 64)
+        elif read == "plan":
+            model_config.read(str(tmp_path))
+        else:
+            loading.stored_head(tmp_path)
