@@ -157,6 +157,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.judged: set[yaml.Node] = set()  # blocks that were searched for duplicate keys; an alias is the same node
         self.built = 0
+        self.around: set[yaml.Node] = set()  # blocks and lists around the node that is being built
 
     def count(self, node: yaml.Node, number: int) -> None:
         """Count built values. Raises MarkedYAMLError for aliases of aliases, of which 1 KB can stand for millions."""
@@ -186,10 +187,16 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) -> Any:
     """Build a node's data, and record the place of every key below it and duplicate keys."""
     loader.count(node, 1)
-    if isinstance(node, yaml.SequenceNode):
-        return [_build(loader, child, (*path, str(index)), document) for index, child in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
+    if node in loader.around:
+        text = "an alias refers to a value that contains it; write out what is meant"
+        raise yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
+    if not isinstance(node, (yaml.SequenceNode, yaml.MappingNode)):
         return loader.construct_object(node)
+    loader.around.add(node)
+    if isinstance(node, yaml.SequenceNode):
+        entries = [_build(loader, child, (*path, str(index)), document) for index, child in enumerate(node.value)]
+        loader.around.remove(node)
+        return entries
     if node not in loader.judged:
         # before merge keys (<<) are flattened, which puts their pairs beside those that override them
         _note_duplicates(node, path, document)
@@ -200,6 +207,7 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) 
         key = str(key_node.value)
         document.places[(*path, key)] = Place(document.name, key_node.start_mark.line + 1)
         built[key] = _build(loader, value_node, (*path, key), document)
+    loader.around.remove(node)
     return built
 
 
@@ -220,7 +228,7 @@ def parse_yaml(text: str, document: Document) -> Any:
         node = loader.get_single_node()
         return {} if node is None else _build(loader, node, (), document)
     except RecursionError:
-        document.unreadable((), "invalid YAML: nested too deeply, or an alias refers to a value that contains it")
+        document.unreadable((), "invalid YAML: nested too deeply")
         return {}
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int over a word
         mark = getattr(error, "problem_mark", None)

@@ -27,7 +27,7 @@ def _numbers(value: Callable[[str], Any]) -> Iterator[Finding]:
     for key, number in _flat("model.config", value("model.config") or {}):
         if isinstance(number, float) and (math.isnan(number) or (math.isinf(number) and key.count(".") == 2)):
             yield key, f"found {describe(number)}, expected a finite number"
-        elif isinstance(number, int) and abs(number) > LARGEST_INTEGER:
+        elif isinstance(number, int) and abs(number) > LARGEST_INTEGER and key.rpartition(".")[2] not in _SIZES:
             yield key, f"found {describe(number)}, expected a number of at most {LARGEST_INTEGER}"
 
 

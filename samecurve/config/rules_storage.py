@@ -12,6 +12,7 @@ from samecurve.config.documents import Document
 from samecurve.storage.object_store import is_url, url_problem
 
 Finding = tuple[str, str]
+LONGEST_NAME = 255
 
 
 def split_output_url(document: Document) -> None:
@@ -46,4 +47,13 @@ def _reachable(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "checkpoint.mirror", problem
 
 
-RULES = (_reachable,)
+def _file_names(value: Callable[[str], Any]) -> Iterator[Finding]:
+    longest = max((len(os.fsencode(part)) for part in Path(value("output_dir")).parts), default=0)
+    if longest > LONGEST_NAME:
+        yield (
+            "output_dir",
+            f"a name in it has {longest} bytes, but file systems take {LONGEST_NAME}; shorten it",
+        )
+
+
+RULES = (_reachable, _file_names)

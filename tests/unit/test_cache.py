@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from samecurve.errors import StorageError
+from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage import cache
 from samecurve.storage.cache import build_once, cache_folder, digest, is_main_process
 from samecurve.storage.filesystem import LocalFileSystem
@@ -149,3 +149,14 @@ def test_only_rank_zero_prints(monkeypatch, rank, expected):
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     assert is_main_process() is expected
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def unknown(*_):
+        raise KeyError
+
+    for name in ("HOME", "SAMECURVE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigurationError, match="no home folder; set data.cache_dir"):
+        cache_folder(None)

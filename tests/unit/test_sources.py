@@ -359,6 +359,10 @@ def number_for_text(tmp_path):
     return {"name": str(tmp_path)}
 
 
+def no_pattern(tmp_path):
+    return {"name": str(tmp_path), "pattern": "**.jsonl"}
+
+
 def broken_parquet(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
     return {"name": str(tmp_path)}
@@ -371,6 +375,7 @@ ERRORS = [
         no_usable_file,
         ("T", "1 files", "text", "table", ".png", "set data.pattern"),
     ),
+    (no_pattern, ("T", "data.pattern='**.jsonl' is no pattern within the folder", "**/*.jsonl")),
     (no_match, ("T", "no file", "data.pattern='*.rst'", "**/*.ext")),
     (
         mixed,

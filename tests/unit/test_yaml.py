@@ -60,4 +60,4 @@ def test_aliases_of_aliases_end_in_an_error(text):
 @pytest.mark.parametrize("name", ["deep.yaml", "deep.json"])
 def test_brackets_without_end(name, tmp_path):
     (tmp_path / name).write_text("[" * 100_000 + "]" * 100_000)
-    assert "nested too deeply" in read_document(tmp_path / name).problems[0].text
+    assert read_document(tmp_path / name).problems[0].text.endswith(": nested too deeply")
