@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from samecurve.cli.commands import Work, require_positive, whole_number
 from samecurve.errors import ConfigurationError, TopologyError
@@ -29,14 +30,18 @@ from samecurve.planner import (
     calibration,
     emission,
     inputs,
+    ledger,
+    memory,
     origins,
+    overlap,
     placement,
-    plan_details,
-    plan_options,
     plan_text,
+    printing,
     remedies,
     runs_file,
     search,
+    shape_rules,
+    step_time,
     strategies,
     strategy_files,
 )
@@ -45,6 +50,7 @@ from samecurve.planner.cluster import Cluster
 from samecurve.planner.cluster_file import cluster
 from samecurve.planner.coverage import checkpointing, left_out
 from samecurve.planner.hardware import canonical, is_unknown
+from samecurve.planner.job import Job
 from samecurve.planner.layout import ORDER
 from samecurve.planner.profiles import shipped as shipped_constants
 from samecurve.planner.search import Choice
@@ -207,7 +213,7 @@ def _settle(arguments: argparse.Namespace) -> list[Path]:
         values = [each for each in given if "=" in str(each) and not (name == "calibrate" and each.exists())]
         setattr(arguments, name, [each for each in given if each not in values])
         arguments.overrides = [*arguments.overrides, *map(str, values)]
-    plan_options.check(arguments)
+    _check_options(arguments)
     check_launchers(arguments.launcher)
     arguments.order = placement.read_order(arguments.order) if arguments.order else ORDER
     require_positive(arguments, "gpus", "rows")
@@ -275,8 +281,74 @@ def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace)
     """Print what is asked for beside the table, about the answer or, where nothing fits, what comes nearest."""
     if not shown.job:
         return
-    print(
-        "".join(f"\n{section}\n" for section in plan_details.sections(shown.name, shown.job, wanted, arguments)), end=""
-    )
+    print("".join(f"\n{section}\n" for section in _sections(shown.name, shown.job, wanted, arguments)), end="")
     if arguments.ranks:
         _check_ranks(shown, wanted, arguments.rank or 0)
+
+
+_OF_TABLES = ("runs", "json", "calibrate")  # all that --runs takes
+# Options, and those of which each needs one.
+_NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",), "order": ("layout",)}
+_POSITIONAL = {"model": "MODEL_OR_RECIPE", "overrides": "key=value"}
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigurationError for options without effect, naming what each needs, and for those that are missing."""
+    given = {name: value for name, value in vars(arguments).items() if value is not False and value not in (None, [])}
+    if arguments.runs:
+        beside = [
+            _option(name) for name in sorted(given, key=lambda name: name not in _POSITIONAL) if name not in _OF_TABLES
+        ]
+        problems = [f"--runs {arguments.runs}: each row says its model and machines; leave out {', '.join(beside)}"]
+        problems = problems if beside else []
+        if not arguments.json:
+            problems.append("--runs: the predictions need a file; add --json OUT.json")
+    elif given.keys() == {"calibrate"}:
+        return  # to learn, without a plan
+    else:
+        problems = [*_missing(given), *_without_effect(given)]
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _missing(given: dict[str, Any]) -> list[str]:
+    if "model" in given and "cluster" in given:
+        return []
+    return ["plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs"]
+
+
+def _without_effect(given: dict[str, Any]) -> list[str]:
+    problems = []
+    for name, needed in _NEEDED.items():
+        if name in given and not given.keys() & set(needed):
+            value = given[name]
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            problems.append(f"{_option(name)} {words}: it has no effect alone; add {' or '.join(map(_option, needed))}")
+    return problems
+
+
+def _option(option: str) -> str:
+    return _POSITIONAL.get(option, f"--{option}")
+
+
+def _sections(name: str, job: Job, wanted: Wanted, arguments: argparse.Namespace) -> Iterator[str]:
+    """Generate the sections about a choice: memory, step, and those of --overlap, --ledger, --shapes and --layout.
+
+    Args:
+        name: of the strategy.
+        arguments: of the command, which say what is wanted.
+    """
+    tables = [printing.anatomy_table(stage, job.memory_gib) for stage in memory.anatomy(job)]
+    yield "\n".join([f"Memory of {name}; torch_allocated counts the lines above fragmentation:", *tables])
+    yield printing.step_table(step_time.breakdown(job))
+    if arguments.overlap:
+        rows = [[ratio.axis, f"{ratio.value:.3f}", ratio.verdict, ratio.inputs] for ratio in overlap.ratios(job)]
+        yield printing.table([("communication / computation", "ratio", "", "inputs"), *rows])
+    if arguments.ledger:
+        tables = [printing.ledger_table(stage, part) for stage, part in ledger.ledgers(job).items() if part]
+        yield "\n".join(tables) or "One process exchanges nothing."
+    if arguments.shapes:
+        complaints = "\n".join(shape_rules.complaints(job)) or "Every dimension divides as it should."
+        yield f"{shape_rules.title(job)}\n{printing.table(shape_rules.table(job))}\n{complaints}"
+    if arguments.layout:
+        yield placement.picture(job, wanted.batch.global_batch_size, arguments.order)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from samecurve.errors import ConfigurationError
-from samecurve.planner import bench_results, calibration, job_record, memory, printing, step_time
+from samecurve.planner import bench_results, calibration, memory, printing, step_time
 from samecurve.planner.bench_results import BenchResult
 from samecurve.planner.calibration import GROUPS, Calibration
 from samecurve.planner.hardware import GIB, canonical, gpu
-from samecurve.planner.job import Job
+from samecurve.planner.job import Job, from_json
 from samecurve.storage.atomic import read_json, utc_timestamp
 from samecurve.storage.jsonl import read_lines
 
@@ -65,7 +65,7 @@ def read(folder: Path) -> FinishedRun:
             "first does not count"
         )
     try:
-        job = job_record.job(predicted["job"])
+        job = from_json(predicted["job"])
     except (KeyError, TypeError, ValueError) as error:
         text = f"--calibrate {folder}: run.json is of another version: predicted.job: {error}"
         raise ConfigurationError(text) from None

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from samecurve.planner import collectives
-from samecurve.planner.group_links import axis_link, group_link
 from samecurve.planner.hardware import Link
-from samecurve.planner.job import Job
+from samecurve.planner.job import Job, axis_link, group_link
 from samecurve.planner.kernels import Seconds
 from samecurve.planner.profiles import Profile, syncs_every_micro_batch
 from samecurve.planner.stages import Stage, stage_parameters

@@ -15,12 +15,12 @@ from typing import Any
 from samecurve.config.documents import Document
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
-from samecurve.planner import calibration, coverage, job_record, strategies
+from samecurve.planner import calibration, coverage, strategies
 from samecurve.planner.answers import predict
 from samecurve.planner.calibrate import shown_gib
 from samecurve.planner.cluster import KINDS, Cluster, built_in
 from samecurve.planner.hardware import canonical, known_gpu
-from samecurve.planner.job import Job
+from samecurve.planner.job import Job, to_json
 from samecurve.planner.plan_text import PUBLIC
 from samecurve.planner.wanted import Wanted
 from samecurve.strategy.plan import Plan
@@ -77,7 +77,7 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         "basis": machines.calibration.describe() if machines.calibration else uncalibrated,
         "assumed": assumed,
         "left_out": coverage.left_out(plan.recipe, job.card),
-        "job": job_record.record(job),
+        "job": to_json(job),
     }
 
 

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from samecurve.planner import gpu_names
 from samecurve.planner.cards import EPYC, LEAST_OF_LABEL, NIC_SHARE, Gpu, labelled, measured, rows
 from samecurve.planner.constants import ASSUMED, HARDWARE_JSON, MEASURED, Constant
 
@@ -31,7 +30,7 @@ def known_gpu(kind: str) -> Gpu | None:
 
 
 def _with_memory(card: Gpu, kind: str) -> Gpu:
-    _, label = gpu_names.split(kind)
+    _, label = split_name(kind)
     is_same = LEAST_OF_LABEL * label <= card.memory_gib <= label
     is_host = label > 2 * card.memory_gib  # the 480 GB in the name of a GH200 are the CPU's
     return card if not label or is_same or is_host else replace(card, memory_gib=labelled(label))
@@ -45,9 +44,9 @@ def is_unknown(kind: str) -> bool:
 @lru_cache  # a search asks for each choice
 def _pattern(kind: str) -> str | None:
     """Find the row of a kind. None: there is none, or only that of another variant, such as a laptop's GPU."""
-    name, _ = gpu_names.split(kind)
+    name, _ = split_name(kind)
     found = (pattern for pattern in rows() if re.search(pattern, name, re.IGNORECASE))
-    return None if gpu_names.is_variant(kind) else next(found, None)
+    return None if is_variant(kind) else next(found, None)
 
 
 def known_names() -> list[str]:
@@ -137,3 +136,29 @@ def node_curve() -> dict[str, Constant]:
     points, source = measured()["bus_bandwidth_GBps"][table], f"{HARDWARE_JSON}: {table}"
     top = max(points.values())
     return {name: Constant(value / top, "share of the peak", MEASURED, source) for name, value in points.items()}
+
+
+# Names of GPUs as people, runs.csv and torch write them: RTX-4090-24GB, V100-16GB, NVIDIA A100-PCIE-40GB.
+_MEMORY = re.compile(r"[\s_-]*(?<![A-Za-z\d.])(\d+)\s*G(?:i?B)?(?![A-Za-z0-9])", re.IGNORECASE)
+# Slower or faster parts with the number of another: they have no row of their own.
+_VARIANTS = re.compile(r"4090\W?D\b|[34]090\W?Ti|\bLaptop|\bMobile|Max-?Q|\b[34]0\d0M\b", re.IGNORECASE)
+_DIES = re.compile("MI250.*128GB", re.IGNORECASE)  # both dies' memory, each of which is a GPU
+
+
+def split_name(kind: str) -> tuple[str, float]:
+    """Split a kind into its name and the GB of memory in it, 0 if there are none.
+
+    The name ends with these GB, wherever they were, and a bare number such as 3090 is a GeForce RTX.
+    """
+    found = _MEMORY.search(kind)
+    name = _MEMORY.sub("", kind, count=1).strip()
+    name = re.sub(r"^(?:GeForce\W*)?(?=\d{4}(?!\d))", "RTX ", name, flags=re.IGNORECASE)
+    if not found:
+        return name, 0
+    name = f"{name} {found[1]}GB"
+    return name, float(found[1]) / (2 if _DIES.search(name) else 1)
+
+
+def is_variant(kind: str) -> bool:
+    """Whether the number of a GPU stands for another one here, such as RTX 4090 D or a laptop's."""
+    return bool(_VARIANTS.search(kind))

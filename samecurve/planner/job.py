@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from samecurve.planner import links
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Host
-from samecurve.planner.hardware import Gpu
+from samecurve.planner.hardware import DEFAULT_NODE_GBIT, Gpu, Link, link
 from samecurve.planner.layout import Layout
 from samecurve.planner.links import Level
-from samecurve.planner.profiles import ATTENTION_ALONE
+from samecurve.planner.profiles import ATTENTION_ALONE, Profile
 from samecurve.planner.shape import ModelShape
 
 
@@ -186,3 +189,48 @@ class Job:
     @property
     def memory_gib(self) -> float:
         return self.gpu_memory_gib or self.card.memory_gib
+
+
+def axis_link(job: Job, axis: str, constants: Profile, ranks: int = 0) -> Link:
+    """Find the link of the groups of one axis, or of `ranks` neighbours along it.
+
+    Args:
+        job: gives the layout and the machines.
+        axis: name of a parallel size of the layout, for example "tp".
+        constants: of the strategy's stack.
+        ranks: number of neighbours; 0 for all ranks of the axis.
+    """
+    return group_link(job, ranks or getattr(job.layout, axis), job.layout.stride(axis), constants)
+
+
+def group_link(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
+    """Find the link of a group of ranks at equal distances.
+
+    Args:
+        job: gives the machines.
+        ranks: number of ranks in the group.
+        stride: distance between neighbours of the group, in ranks.
+        constants: of the strategy's stack.
+    """
+    if job.levels:
+        step = constants.ring_step_us * 1e-6
+        return links.link(job.levels, job.gpus_per_node, ranks, stride, constants.network_share, step)
+    gbit = (job.node_gbit or DEFAULT_NODE_GBIT) * constants.network_share
+    return link(job.card, job.gpus_per_node, gbit, ranks, stride, constants.ring_step_us * 1e-6)
+
+
+_PARTS = {"shape": ModelShape, "layout": Layout, "card": Gpu, "states": StateBytes, "host": Host, "sharding": Sharding}
+
+
+def to_json(job: Job) -> dict[str, Any]:
+    """Return the job without what was learnt from other runs."""
+    return {name: value for name, value in asdict(job).items() if name != "calibration"}
+
+
+def from_json(content: Mapping[str, Any]) -> Job:
+    """Read a job again. Raises TypeError, KeyError or ValueError for one that this version does not know."""
+    # JSON has lists in place of tuples, and a job must equal the one that was recorded
+    shape = {key: tuple(value) if isinstance(value, list) else value for key, value in content["shape"].items()}
+    parts = {name: kind(**({**content, "shape": shape}[name])) for name, kind in _PARTS.items()}
+    levels = tuple(Level(**{**each, "measured": tuple(map(tuple, each["measured"]))}) for each in content["levels"])
+    return Job(**{**content, **parts, "levels": levels, "offload": tuple(content["offload"])})

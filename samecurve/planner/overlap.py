@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from samecurve.planner import collectives, kernels, overlap_formulas, step_time
 from samecurve.planner.data_parallel_time import Beside, Transfer, beside
-from samecurve.planner.group_links import axis_link
 from samecurve.planner.hardware import GIB, Link
-from samecurve.planner.job import Job
+from samecurve.planner.job import Job, axis_link
 from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.step_time import StepTime

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from samecurve.errors import ConfigurationError
-from samecurve.planner.group_links import group_link
 from samecurve.planner.hardware import Link
-from samecurve.planner.job import Job
+from samecurve.planner.job import Job, group_link
 from samecurve.planner.layout import ORDER
 from samecurve.planner.profiles import profile
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from samecurve.planner import gpu_names
+from samecurve.planner.hardware import is_variant
 from samecurve.planner.job import Job
 
 MULTIPLE = 64  # elements of 2 bytes: 128 bytes, which tensor cores want in each dimension of A100 and later
@@ -64,7 +64,7 @@ class Product:
 
 def known_sms(gpu_kind: str) -> int | None:
     """Look up the streaming multiprocessors of a GPU; None for an unknown one."""
-    if gpu_names.is_variant(gpu_kind):
+    if is_variant(gpu_kind):
         return None
     return next((count for pattern, count in SMS if re.search(pattern, gpu_kind, re.IGNORECASE)), None)
 

@@ -9,9 +9,8 @@ from samecurve.planner import collectives, kernels, offload
 from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.data_parallel_time import data_seconds
-from samecurve.planner.group_links import axis_link
 from samecurve.planner.hardware import Link
-from samecurve.planner.job import Job
+from samecurve.planner.job import Job, axis_link
 from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES

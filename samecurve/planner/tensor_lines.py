@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from samecurve.planner import offload
 from samecurve.planner.activations import (
@@ -20,9 +21,10 @@ from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.profiles import GATHERED, Profile
-from samecurve.planner.schedule_memory import cast_weights, is_scheduled, kept_until_next_step, outputs
 from samecurve.planner.stages import Stage, in_flight, shard_sizes, stage_parameters
 from samecurve.specs import loss_chunks
+from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.timetables import order
 
 # Bytes per logit of a loss from whole logits: their logarithms of probabilities, and two gradients, all fp32 (torch's
 # profiler, 2.13.0).
@@ -280,3 +282,62 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
         max(0, min(ahead, free - sum(getattr(line, moment) for line in lines))) for moment in MOMENTS[:2]
     )
     return Line(name, forward, backward, 0, f"{ahead / unit:.0f} s b h launched ahead, while memory is free", "fitted")
+
+
+# What PyTorch's pipeline schedules hold beside states and activations (torch 2.13), counted by torch's MemTracker in a
+# schedule of one rank (bench/fake_pipeline.py).
+
+
+def is_scheduled(job: Job) -> bool:
+    """Whether the job runs one of PyTorch's pipeline schedules."""
+    return job.layout.schedule in SCHEDULES and job.layout.pp > 1
+
+
+def outputs(job: Job, stage: Stage) -> float:
+    """Count the bytes that a micro-batch's outputs of a rank's stages keep until its backward pass, in fp32."""
+    schedule, ranks = SCHEDULES[job.layout.schedule], job.layout.pp
+    sends = [each for each in schedule.stages(stage.index, ranks) if each + 1 < schedule.num_stages(ranks)]
+    return 4 * job.tokens * job.shape.hidden * len(sends)
+
+
+def kept_until_next_step(job: Job, stage: Stage) -> tuple[float, float, float]:
+    """Count what a rank keeps of each micro-batch, always in fp32.
+
+    Stages have buffers for what comes from their neighbours, also from one on the same rank. A backward pass in halves
+    leaves the gradients of a stage's inputs. One that is passed on within the rank is in a buffer already.
+
+    Returns:
+        Bytes of the buffers; of the inputs' gradients in the backward pass, while other micro-batches keep their
+        activations; of these gradients after it.
+    """
+    schedule, ranks, count = SCHEDULES[job.layout.schedule], job.layout.pp, job.grad_accum
+    own, hidden = schedule.stages(stage.index, ranks), 4 * job.tokens * job.shape.hidden
+    neighbours = [each + side for each in own for side in (-1, 1) if 0 <= each + side < schedule.num_stages(ranks)]
+    cut = _cut_micro_batches(job.layout.schedule, stage.index, ranks, count) if schedule.folded else ()
+    before = count - in_flight(job, stage)[0]
+    arrived = [each for each in cut if each < before]
+    return len(neighbours) * count * hidden, len(arrived) * hidden, len(cut) * hidden
+
+
+@lru_cache(maxsize=512)
+def _cut_micro_batches(schedule: str, rank: int, ranks: int, count: int) -> tuple[int, ...]:
+    """List the micro-batches that leave the gradient of an input that another rank sent."""
+    own = SCHEDULES[schedule].stages(rank, ranks)
+    passes = (work for entry in order(schedule, rank, ranks, count) for work in entry if work.kind == "I")
+    return tuple(work.micro_batch for work in passes if work.stage and work.stage - 1 not in own)
+
+
+def cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
+    """Count the bytes of 16-bit copies of weights after the forward and in the backward pass, under autocast.
+
+    Each micro-batch casts the layers' weights for itself, because its pass of a stage enters autocast anew.
+
+    Args:
+        count: micro-batches whose activations are kept.
+    """
+    of_layers = replace(stage, embedding=False, head=False)
+    layers = 2 * sum(stage_parameters(job, of_layers))
+    head = 2 * job.shape.head_parameters / job.layout.tp if stage.head else 0
+    if job.repeats_layers:
+        return layers + head, 2 * sum(stage_parameters(job, replace(of_layers, layers=1)))
+    return layers * count + head, layers * count

@@ -10,7 +10,8 @@ import pytest
 from harness import Workspace, launch_command, long
 
 from samecurve.bench.strategy_variants import write_changed
-from samecurve.planner import job_record, memory
+from samecurve.planner import memory
+from samecurve.planner.job import from_json
 from samecurve.planner.tensor_lines import MOMENTS
 
 CONFIG = {
@@ -87,7 +88,7 @@ def compare_bytes(strategy: str, world: int, path: Path, workspace: Workspace, l
     assert (run.facts["strategy"], run.facts["world_size"]) == (path.stem, world)
     found = [json.loads(line.split("BYTES ", 1)[1]) for line in run.output.splitlines() if "BYTES " in line]
     assert len(found) == 5
-    job = replace(job_record.job(run.facts["predicted"]["job"]), calibration=None, memory_kind="torch_allocated")
+    job = replace(from_json(run.facts["predicted"]["job"]), calibration=None, memory_kind="torch_allocated")
     predicted = memory.anatomy(job)[0]
     assert predicted.stage.index == 0
     lines = [each for each in predicted.lines if each.name != "workspaces"]  # of cuBLAS

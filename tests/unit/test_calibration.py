@@ -13,11 +13,12 @@ import pytest
 
 from samecurve.cli.commands import main
 from samecurve.metrics.predicted import announced, compare_with_prediction, of_session
-from samecurve.planner import calibrate, calibration, forecast, inputs, job_record, step_time, strategies
+from samecurve.planner import calibrate, calibration, forecast, inputs, step_time, strategies
 from samecurve.planner.answers import answer, predict
 from samecurve.planner.calibrate import FinishedRun
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import built_in
+from samecurve.planner.job import from_json, to_json
 from samecurve.planner.strategy_files import read
 from samecurve.strategy.plan import Plan
 from samecurve.training import startup
@@ -58,14 +59,14 @@ def recorded(folder: Path, strategy: str, cluster: str = "cpux2", factor: float 
     steps = [{"step": n, "step_seconds": seconds * (50 if n == 1 else 1), "peak_memory_gib": gib} for n in range(1, 8)]
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in steps))
     known = {"strategy": strategy, "device": "cpu", "start_step": 0, "versions": {"torch": "2.13.0"}}
-    known |= {"predicted": {"job": job_record.record(job)}, "hardware": {"processor": "some processor"}}
+    known |= {"predicted": {"job": to_json(job)}, "hardware": {"processor": "some processor"}}
     (path / "run.json").write_text(json.dumps(known | facts))
     return path
 
 
 def test_a_job_is_read_again_as_it_was():
     job = job_of("zero3")
-    assert job_record.job(json.loads(json.dumps(job_record.record(job)))) == job
+    assert from_json(json.loads(json.dumps(to_json(job)))) == job
 
 
 def test_two_runs_teach_the_other_strategies(tmp_path):

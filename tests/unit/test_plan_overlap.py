@@ -13,9 +13,8 @@ from test_planner_anatomy import LLAMA, a_job
 from samecurve.cli.commands import main
 from samecurve.planner import inputs, kernels, ledger, overlap, overlap_formulas, search, step_time
 from samecurve.planner.cluster import built_in
-from samecurve.planner.group_links import axis_link
 from samecurve.planner.hardware import MIB
-from samecurve.planner.job import Job
+from samecurve.planner.job import Job, axis_link
 from samecurve.planner.layout import Layout
 from samecurve.planner.overlap import Ratio
 from samecurve.planner.profiles import Profile

@@ -18,9 +18,8 @@ from samecurve.planner.data_parallel_time import data_seconds
 from samecurve.planner.job import Job, Sharding
 from samecurve.planner.kernels import Seconds
 from samecurve.planner.layout import Layout
-from samecurve.planner.pipeline_partition import divide
 from samecurve.planner.profiles import Profile
-from samecurve.planner.stages import stage_parameters, stages
+from samecurve.planner.stages import divide, stage_parameters, stages
 from samecurve.planner.step_time import breakdown
 from samecurve.planner.strategy_files import read
 
