@@ -117,6 +117,10 @@ class Checkpoints:
         self.resumed_from = self._selector.select(resume)
         return self.resumed_from
 
+    def num_bytes(self, engine: Engine) -> int:
+        """Return the size of this rank's part of a checkpoint."""
+        return Snapshot(engine).num_bytes
+
     def load(self, folder: Path, engine: Engine, generators: bool = True) -> TrainProgress:
         """Load a verified checkpoint into the engine. Collective.
 

@@ -29,6 +29,20 @@ class Snapshot:
         # ranks with the same region divide it among themselves, or one of them saves all of it
         self.regions = [(part.name, part.region.part(part.saved)) for part in engine.state.ranges() if part.saved]
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in this rank's file."""
+        return sum(entry.nbytes for entry in self._entries())
+
+    def _entries(self) -> list[Entry]:
+        state = self._engine.state
+        entries = []
+        for name, region in self.regions:
+            for kind in state.kinds[name]:
+                dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
+                entries.append(Entry(f"{kind}/{name}", region.numel, dtype))
+        return entries
+
     def take(self, copy: bool) -> tuple[list[Entry], Generator[Tensor, None, None]]:
         """Return the entries of this rank's file and a generator of their values, one tensor at a time.
 
@@ -39,12 +53,7 @@ class Snapshot:
                 not exhausted.
         """
         self._generators = rng_state.capture(self._engine.device)
-        state = self._engine.state
-        entries = []
-        for name, region in self.regions:
-            for kind in state.kinds[name]:
-                dtype = torch.uint8 if (name, kind) in state.codes else torch.float32
-                entries.append(Entry(f"{kind}/{name}", region.numel, dtype))
+        entries = self._entries()
         entries += [Entry(f"rng/{name}", state.numel(), torch.uint8) for name, state in self._generators.items()]
         if not copy:
             return entries, _checked(entries, self._live())

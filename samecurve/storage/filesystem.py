@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PIECE_BYTES = 32 << 20
+UNKNOWN_BYTES = sys.maxsize
 
 
 def next_free(folder: Path) -> Path:
@@ -61,7 +62,9 @@ class FileSystem(Protocol):
     def remove_folder(self, path: Path) -> None:
         """Remove a folder with everything in it; not atomic."""
 
-    def free_bytes(self, folder: Path) -> int: ...
+    def free_bytes(self, folder: Path) -> int:
+        """Return the free space; UNKNOWN_BYTES if the disk does not say."""
+        ...
 
 
 class LocalFileSystem:
@@ -150,8 +153,8 @@ class LocalFileSystem:
         shutil.move(old, into, copy)
 
     def free_bytes(self, folder: Path) -> int:
-        usage = shutil.disk_usage(folder)
-        return usage.free if usage.total else sys.maxsize  # some FUSE mounts report 0 of 0 bytes: unknown
+        # some network file systems and FUSE mounts report 0: unknown. A full disk refuses the first write.
+        return shutil.disk_usage(folder).free or UNKNOWN_BYTES
 
 
 def make_durable_folder(path: Path) -> None:

@@ -30,6 +30,7 @@ from samecurve.storage.atomic import write_json
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.training import startup
 from samecurve.training.rehearsal import GIB, NOTHING_LEFT, REPORT, Assignment, DoesNotFit, RehearsedStage
+from samecurve.training.room import missing_room
 from samecurve.training.session import Context, Session
 
 if TYPE_CHECKING:
@@ -187,24 +188,11 @@ def _update(session: Session, updates: int) -> int:
 
 
 def check_room(recipe: Recipe, stages: list[RehearsedStage], num_kept: int) -> None:
-    """Raise StorageError if the run's checkpoints and its export will not fit on the disk together.
-
-    num_kept: checkpoints that the run already has, which make room for later ones.
-    """
+    """Raise StorageError if the run's checkpoints and its export will not fit on the disk together."""
     written = {stage.name: stage.written_bytes for stage in stages}
-    settings = recipe.checkpoint
-    most = settings.keep + 1 + bool(settings.best) if settings.every_steps else 1
-    most = min(most, recipe.steps)
-    # at least one, because an old checkpoint is removed only after the next one has been written
-    needed = max(most - num_kept, 1) * written["checkpoint"] + written.get("export", 0)
-    free = stages[0].disk_bytes
-    if needed > free:
-        raise StorageError(
-            f"{Path(recipe.output_dir).parent}: {free / GIB:.2f} GiB are free, but up to {most} checkpoints of "
-            f"{written['checkpoint'] / GIB:.2f} GiB (checkpoint.keep: {settings.keep}, and one that is being written) "
-            f"and an export of {written.get('export', 0) / GIB:.2f} GiB will be there together; free "
-            f"{(needed - free) / GIB:.2f} GiB, lower checkpoint.keep, or set output_dir to another disk"
-        )
+    sizes = (written["checkpoint"], written.get("export", 0))
+    if missing := missing_room(recipe, *sizes, num_kept, stages[0].disk_bytes):
+        raise StorageError(f"{Path(recipe.output_dir).parent}: {missing}")
 
 
 def _reset_peak(device: torch.device) -> None:

@@ -25,13 +25,14 @@ from samecurve.data.row_checks import write_bad_rows
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines import factory
 from samecurve.errors import CheckpointError, ConfigurationError, NothingToDo, StorageError
+from samecurve.export.hf_export import ExportTarget
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import cudnn, measured
 from samecurve.models.compilation import Recompilations
-from samecurve.models.lora import trained_shapes
+from samecurve.models.lora import is_adapted, trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.parameter_groups import roles_of
 from samecurve.run.metadata import resume_identity, run_facts
@@ -46,6 +47,7 @@ from samecurve.storage.object_store import ObjectStore
 from samecurve.strategy.preflight import compiler_problems
 from samecurve.strategy.validate import choose_compile
 from samecurve.tasks import registry
+from samecurve.training import room
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
@@ -244,6 +246,8 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
     """Open the rows and the run's records at the first step of this session, write run.json and print the header."""
     recipe, task, log = context.recipe, built.task, context.progress.log
     trains = start.step < recipe.steps
+    if trains:
+        _check_room(context, built, engine, checkpoints)
     trackers = recipe.logging.trackers if context.world.is_main and trains else ()
     context.run.begin(start.step, start.record, context.watch.local_progress, trains)
     if context.world.is_main:
@@ -292,6 +296,25 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
     )
     _introduce(session)
     return session
+
+
+def _check_room(context: Context, built: Built, engine: Engine, checkpoints: Checkpoints) -> None:
+    """Compare what the run will write with the free space, see `room.check_room`. Collective.
+
+    The token cache is complete by now.
+    """
+    recipe, run, skeleton = context.recipe, context.run, built.skeleton
+    checkpoint_bytes = context.world.conclude(checkpoints.num_bytes(engine), sum)
+    adapter = sum(shape.numel() for shape in trained_shapes(skeleton).values())
+    num_exported = adapter if is_adapted(skeleton) else skeleton.num_parameters()
+    export_bytes = ExportTarget.dtype.itemsize * num_exported if recipe.export.enabled else 0
+    disk = LocalFileSystem()
+
+    def check() -> str:
+        num_kept = len(list_checkpoints(disk, run.checkpoints))
+        return room.check_room(recipe, checkpoint_bytes, export_bytes, num_kept, disk.free_bytes(run.path))
+
+    context.progress.log(context.world.on_main(check))
 
 
 def _mirror(context: Context, step: int) -> Mirror | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import ConfigurationError, HangError, StorageError
+from samecurve.storage.filesystem import UNKNOWN_BYTES
 from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.plan import Plan, Strategy
-from samecurve.training import rehearsal, rehearsal_process
+from samecurve.training import rehearsal, rehearsal_process, room
 from samecurve.training.rehearsal import GIB, DoesNotFit, RehearsedStage
 
 CPU = torch.device("cpu")
@@ -50,9 +52,31 @@ def stages(free_gib: float) -> list[RehearsedStage]:
 )
 def test_the_disk_has_to_hold_all_checkpoints_that_are_kept(changes, num_kept, needed_gib):
     rehearsal_process.check_room(recipe(**changes), stages(needed_gib), num_kept)
-    with pytest.raises(StorageError, match=r"runs/x: .* GiB are free, .*checkpoint.keep: .*free 0.50 GiB") as caught:
+    with pytest.raises(StorageError, match=r"runs/x: .* GiB are free, .*checkpoint.keep: .*free 0.5 GiB") as caught:
         rehearsal_process.check_room(recipe(**changes), stages(needed_gib - 0.5), num_kept)
     assert "up to" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kept", "free_gib", "refused"),
+    [
+        ({}, 0, 3.9, True),  # not even one checkpoint of 3 GiB and the export of 1 GiB
+        ({}, 0, 4.1, False),
+        ({}, 2, 2.9, True),
+        ({}, 2, 3.1, False),  # an old checkpoint goes before the export comes
+        ({"checkpoint": {"every_steps": 0}}, 0, 1.1, False),
+        ({}, 0, UNKNOWN_BYTES / GIB, False),
+    ],
+)
+def test_a_run_without_room_for_its_model_does_not_start(changes, num_kept, free_gib, refused):
+    needs = (recipe("runs/x", **changes), 3 * GIB, GIB, num_kept, min(int(free_gib * GIB), UNKNOWN_BYTES))
+    says = "runs/x: .* (GiB are free, but up to|does not say how much space)"
+    if refused:
+        with pytest.raises(StorageError, match=says):
+            room.check_room(*needs)
+    else:
+        assert re.match(says, room.check_room(*needs))
+    assert not room.check_room(*needs[:4], 100 * GIB)
 
 
 @pytest.mark.parametrize(

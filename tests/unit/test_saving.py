@@ -84,6 +84,15 @@ def test_a_save_that_failed_is_made_up_for_soon(engine, make, tmp_path, monkeypa
     assert checkpoints.wait() and saved(tmp_path) == ["step_00000010"]
 
 
+def test_the_size_is_known_before(engine, make, tmp_path):
+    checkpoints = make()
+    expected = checkpoints.num_bytes(engine)
+    assert expected == 2 * 16 * 4 * 2  # two weights of 16 values with their momentum, in fp32
+    checkpoints.save(engine, TrainProgress(EVERY), wait=True)
+    (file,) = tmp_path.glob("checkpoints/*/rank_*.safetensors")
+    assert expected < file.stat().st_size < expected + (16 << 10)  # with generators and a header
+
+
 def test_who_asks_for_this_very_step_gets_it(engine, make, tmp_path):
     checkpoints = make()
     checkpoints.save(engine, TrainProgress(EVERY))
