@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,16 +20,19 @@ from samecurve.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from samecurve.errors import CheckpointError
+from samecurve.errors import CheckpointError, ConfigurationError
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.jsonl import read_lines
 from samecurve.storage.object_store import ObjectStore
+from samecurve.strategy.restarts import is_restart
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
 FOLDER = "checkpoints"
+OWNER, OWN_NAME = "owner.json", ".mirror_owner"
+LIVE_SECONDS, POLL_SECONDS = 180.0, 5.0  # three of the owner's signs of life; hosts' clocks differ by less
 # Records that a session on another machine continues. The last one shows whether they have been fetched already, see
 # `_fetch_history`.
 HISTORY = ("run.json", "skipped.jsonl", "metrics.jsonl")
@@ -37,20 +42,69 @@ def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
     """Bring the run's newest checkpoint from checkpoint.mirror before the run directory is looked at. For rank 0.
 
     Raises:
+        ConfigurationError: the store belongs to another run, see `take_over`.
         CheckpointError: `resume` is none and the store has checkpoints, or all of them are damaged.
         StorageError: the store does not answer. Starting over without it would hide a checkpoint.
     """
     url = recipe.checkpoint.mirror
     if url is None:
         return
-    store = ObjectStore(url)
+    store, run = ObjectStore(url), Path(recipe.output_dir)
+    take_over(store, run, fresh, time.monotonic() + LIVE_SECONDS if is_restart(os.environ) else 0)
     if resume == "auto":
-        fetch_newest(store, Path(recipe.output_dir), print)
+        fetch_newest(store, run, print)
     elif resume == "none" and not fresh and committed(store):
         raise CheckpointError(
             f"checkpoint.mirror: {url} holds checkpoints of an earlier run, which --resume none would leave behind; "
             "resume from them (--resume auto), choose another URL, or add --fresh to set them aside"
         )
+
+
+def take_over(store: ObjectStore, run: Path, fresh: bool, deadline: float = 0) -> None:
+    """Check that no other run owns the store, and become the owner's run where its checkpoints are resumed from.
+
+    The store's object OWNER says which run uploads there; a file in the run directory has the same `run`.
+
+    Args:
+        fresh: whether the store's checkpoints are set aside.
+        deadline: until when to wait for the end of a run that is alive, in time.monotonic() seconds.
+
+    Raises:
+        ConfigurationError: another run is alive there, or is none that this run directory continues.
+    """
+    own = run / OWN_NAME
+    name = own.read_text(encoding="utf-8", errors="replace") if own.is_file() else ""
+    while (owner := read_owner(store)) and owner["run"] != name and is_live(owner):
+        if time.monotonic() >= deadline:
+            raise ConfigurationError(
+                f"checkpoint.mirror: a run on {owner['host']} uploads to {store.url}; choose another URL, or end that "
+                f"run (one whose host was lost counts for {LIVE_SECONDS:.0f} s)"
+            )
+        time.sleep(POLL_SECONDS)
+    if fresh:
+        own.unlink(missing_ok=True)
+    elif owner and owner["run"] != name:
+        if name or list_checkpoints(LocalFileSystem(), run / FOLDER):
+            raise ConfigurationError(
+                f"checkpoint.mirror: {store.url} belongs to another run, the last time on {owner['host']}, and "
+                f"{run} has checkpoints of its own; choose another URL, or add --fresh to set both aside"
+            )
+        own.write_text(owner["run"], encoding="utf-8")
+
+
+def read_owner(store: ObjectStore) -> dict:
+    """Read who uploads to the store: `run`, `host`, `time` (seconds since 1970) and `live`; {} if nobody does."""
+    try:
+        owner = json.loads(store.read(OWNER) or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    types = {"run": str, "host": str, "time": float, "live": bool}
+    is_whole = isinstance(owner, dict) and all(isinstance(owner.get(key), kind) for key, kind in types.items())
+    return owner if is_whole else {}
+
+
+def is_live(owner: dict) -> bool:
+    return owner["live"] and time.time() - owner["time"] < LIVE_SECONDS
 
 
 def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> Path | None:

@@ -2,6 +2,7 @@
 
     URL/checkpoints/step_00000040/    the files of a committed checkpoint; its marker COMMITTED is written last
     URL/run.json, metrics.jsonl, ...  what else belongs to the run, see RECORDS
+    URL/owner.json                    the run that uploads there, see fetch.take_over
 
 A store has no rename, so the marker decides: it is removed before any other object of its folder changes, and written
 after all of them were verified. A folder without a marker does not count. fetch.py verifies size and SHA-256 of each
@@ -16,11 +17,24 @@ tests/faults/test_mirror.py interrupts every request in every way.
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from samecurve.checkpoint.fetch import FOLDER, HISTORY, committed, step_names
+from samecurve.checkpoint.fetch import (
+    FOLDER,
+    HISTORY,
+    LIVE_SECONDS,
+    OWN_NAME,
+    OWNER,
+    committed,
+    read_owner,
+    step_names,
+)
 from samecurve.checkpoint.manifest import (
     MANIFEST,
     MARKER,
@@ -31,9 +45,11 @@ from samecurve.checkpoint.manifest import (
     step_of,
 )
 from samecurve.errors import StorageError
+from samecurve.storage.atomic import storage_errors
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore
 
+SIGN_SECONDS = LIVE_SECONDS / 3
 SET_ASIDE = "COMMITTED.set_aside"
 RECORDS = (*HISTORY, "checkpoints/best.json", "tensorboard", "trackers", "profile", "model")
 
@@ -55,11 +71,24 @@ class Mirror:
         self._files = LocalFileSystem()
         self._wake, self._ending = threading.Event(), False
         self._thread: threading.Thread | None = None
+        self._owner_thread: threading.Thread | None = None
+        self._owner, self._lost = "", ""
+        self._closed = threading.Event()
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of the records as they were sent
         self.uploading = ""
 
     def start(self, step: int) -> None:
-        """Set aside the store's checkpoints after `step`, which this session does not continue, and begin to upload."""
+        """Set aside the store's checkpoints after `step`, which this session does not continue, and begin to upload.
+
+        Raises:
+            StorageError: the store does not answer, or the run directory cannot be written.
+        """
+        own = self._run / OWN_NAME
+        with storage_errors(own):
+            if not own.is_file():
+                own.write_text(uuid.uuid4().hex, encoding="utf-8")
+            self._owner = own.read_text(encoding="utf-8")
+        self._sign(live=True)
         for name in committed(self._store):
             if step_of(Path(name)) > step:
                 key = f"{FOLDER}/{name}"
@@ -68,6 +97,22 @@ class Mirror:
                 self._store.remove(f"{key}/{MARKER}")
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
+        self._owner_thread = threading.Thread(target=self._stay, name="mirror owner", daemon=True)
+        self._owner_thread.start()
+
+    def _sign(self, live: bool) -> None:
+        sign = {"run": self._owner, "host": socket.gethostname(), "time": time.time(), "live": live}
+        self._store.write(OWNER, json.dumps(sign).encode())
+
+    def _stay(self) -> None:
+        """Say from time to time that this run is alive, unless another one has taken its place."""
+        while not self._closed.wait(SIGN_SECONDS):
+            with contextlib.suppress(StorageError):  # the next time
+                if (owner := read_owner(self._store)) and owner["run"] != self._owner:
+                    self._lost = f"a run on {owner['host']} uploads to the same URL; this one uploads no more"
+                    return
+                if not self._closed.is_set():
+                    self._sign(live=True)
 
     def offer(self) -> None:
         """Say that a checkpoint was committed."""
@@ -86,8 +131,12 @@ class Mirror:
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
+        self._closed.set()
         try:
             self.catch_up()
+            if self._owner_thread is not None:
+                self._owner_thread.join()
+                self._sign(live=False)
         except (StorageError, OSError) as error:
             missing = ", ".join(self._missing_names()) or "records of the run"
             raise StorageError(
@@ -97,6 +146,8 @@ class Mirror:
 
     def catch_up(self) -> None:
         """Upload what the store lacks, newest first, and the records; then remove what is no longer kept."""
+        if self._lost:
+            raise StorageError(self._lost)
         while (folder := self._next()) is not None:
             # first, so that a session elsewhere finds the records of all steps before the checkpoint
             self._upload_records(HISTORY)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samecurve.distributed import network
-from samecurve.distributed.host import machine
 from samecurve.specs.environment import version
+from samecurve.storage.host import machine
 from samecurve.strategy import preflight
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "safetensors", "numpy")

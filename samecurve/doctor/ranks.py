@@ -104,6 +104,8 @@ class World:
         by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         limit = timedelta(seconds=seconds)
         # Rank 0 does not wait for all to connect: `all_gather` tells which of them are missing.
+        if network.listens_here(environ):
+            return cls(dist.PrefixStore(_NAME, network.local_store(environ, None, limit)), rank, size, seconds)
         store = dist.TCPStore(
             environ["MASTER_ADDR"],
             int(environ["MASTER_PORT"]),

@@ -65,7 +65,7 @@ def start(plan: Plan) -> Accelerator:
         mixed_precision="no" if recipe.precision == "fp32" or computes_in_copies(plan) else recipe.precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
         kwargs_handlers=[
-            InitProcessGroupKwargs(backend=cpu_bridge.backend(strategy), timeout=control_group.TIMEOUT),
+            _process_group(plan),
             # Buffers are the same on every rank (models/weights.py), and broadcasting them would be a collective before
             # each forward pass. Without views of its buckets DDP would store each gradient twice.
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
@@ -91,6 +91,12 @@ def start(plan: Plan) -> Accelerator:
     return accelerator
 
 
+def _process_group(plan: Plan) -> InitProcessGroupKwargs:
+    method = network.rendezvous() if plan.strategy.distributed else None
+    backend = cpu_bridge.backend(plan.strategy)
+    return InitProcessGroupKwargs(backend=backend, init_method=method, timeout=control_group.TIMEOUT)
+
+
 def computes_in_copies(plan: Plan) -> bool:
     """Whether whole weights are cast to bf16 layer by layer, as FSDP's shards are, instead of by autocast."""
     return plan.recipe.precision == "bf16" and plan.strategy.keeps_model
@@ -102,11 +108,11 @@ def _prepare_environment(plan: Plan) -> None:
     if not strategy.distributed:
         launch_env.export_launch_env(strategy)
         return
-    network.choose_interface()
     control_group.lengthen_default_timeouts()
     if plan.recipe.profile.steps is not None:
         flight_recorder.enable()
     launch_env.export_launch_env(strategy)
+    network.choose_interface()
     shared_gpu.prepare()
     launch_env.rejoin_after_restart(cpu_bridge.backend(strategy), control_group.TIMEOUT)
 

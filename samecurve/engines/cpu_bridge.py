@@ -14,6 +14,7 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
+from samecurve.distributed import network
 from samecurve.distributed.control_group import TIMEOUT
 from samecurve.engines import shared_gpu
 from samecurve.errors import TopologyError
@@ -42,7 +43,7 @@ def prepare(strategy: Strategy) -> None:
     if strategy.deepspeed is not None:
         leave_out_shared_memory()
     elif strategy.distributed:
-        PartialState(backend="gloo", timeout=TIMEOUT)
+        PartialState(backend="gloo", init_method=network.rendezvous(), timeout=TIMEOUT)
         # Accelerate 1.15 turns MULTI_GPU into FSDP, but never MULTI_CPU (AcceleratorState)
         kind = DistributedType.MULTI_GPU if strategy.shards_model else DistributedType.MULTI_CPU
         PartialState._shared_state["distributed_type"] = kind

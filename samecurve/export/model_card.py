@@ -6,6 +6,7 @@ The format is the Hugging Face hub's: YAML between two lines of dashes, then Mar
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def model_card(run: Path, info: ExportInfo) -> str:
     facts = without_folders(known[-1].facts)
     parts = [
         f"---\n{yaml.safe_dump(metadata(known[-1].facts, info), sort_keys=False, allow_unicode=True)}---\n",
-        f"# {Path(facts['output_dir']).name}\n",
+        f"# {_escaped(Path(facts['output_dir']).name)}\n",
         *_use(facts, info),
         *_training(facts, metrics, info),
         *_curve(metrics),
@@ -229,7 +230,7 @@ def _evaluation(facts: dict, metrics: Sequence[dict]) -> Iterator[str]:
     source = facts["data"].get("evaluated_on") or facts["recipe"]["evaluate"]["path"]
     source = source or "rows held out of the training data"
     rows = [(spaced(key.removeprefix("eval_")), number(value)) for key, value in last.items() if "eval_" in key]
-    yield f"On {source}, after step {last['step']}:\n"
+    yield f"On {_escaped(source)}, after step {last['step']}:\n"
     yield _table([("metric", "value"), *rows])
 
 
@@ -237,7 +238,8 @@ def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
     yield "\n## Sessions\n"
     origin = unknown_origin(known[0])
     if origin:
-        yield f"The first session listed here resumed from {without_folders(origin)}, whose history is not known.\n"
+        source = _escaped(without_folders(origin))
+        yield f"The first session listed here resumed from {source}, whose history is not known.\n"
     rows: list[tuple[object, ...]] = [("began", "from step", "strategy", "processes", "device", "ended")]
     for index, session in enumerate(known):
         facts = session.facts
@@ -249,7 +251,8 @@ def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
 
 def _recipe(facts: dict) -> Iterator[str]:
     text = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True)
-    yield f"\n## Recipe\n\nWith every default:\n\n```yaml\n{text}```\n"
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)  # that no text inside can close
+    yield f"\n## Recipe\n\nWith every default:\n\n{fence}yaml\n{text}{fence}\n"
 
 
 def _unknown(facts: dict, info: ExportInfo) -> Iterator[str]:
@@ -257,13 +260,19 @@ def _unknown(facts: dict, info: ExportInfo) -> Iterator[str]:
     missing = ["intended uses, limitations and biases of the model"]
     missing += ["the licence of these weights"] if info.license is None else []
     missing += ["the licence of the data"]
-    missing += [f"what {base} was trained on, and its licence"] if base else []
+    missing += [f"what {_escaped(base)} was trained on, and its licence"] if base else []
     yield "## Not known\n\nThis card cannot say:\n"
     yield "\n".join(f"- {text}" for text in missing)
 
 
+def _escaped(text: object) -> str:
+    """Escape HTML: the hub cleans cards of it, other viewers may not."""
+    return html.escape(str(text), quote=False)
+
+
 def _table(rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table; the first row is the header."""
-    lines = ["| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    cells = ([_escaped(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
+    lines = [f"| {' | '.join(row)} |" for row in cells]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines)

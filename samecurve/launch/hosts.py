@@ -12,9 +12,7 @@ from samecurve.errors import ConfigurationError
 
 KEYS = ("hosts", "gpus_per_node", "port")
 PORT = 29500
-HOST_NAME = r"(?!-)[A-Za-z0-9_.:-]+"  # names go into scripts and to ssh, which takes -name for an option
 _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>0*[1-9]\d*))?")
-_LETTERS = "letters, digits and _ . : - and does not begin with -"
 _DEEPSPEED_LINE = re.compile(r"\S+\s+slots=\d+")
 
 
@@ -47,8 +45,8 @@ def read_hostfile(path: str, for_deepspeed: bool = False) -> list[HostSlots]:
         if found and for_deepspeed and not _DEEPSPEED_LINE.fullmatch(content):
             text = f"found {content!r}, but the deepspeed launcher reads only NAME slots=N, without spaces around ="
             problems.append(f"{path}:{number}: {text}")
-        elif found and not re.fullmatch(HOST_NAME, found["host"]):
-            problems.append(f"{path}:{number}: found {found['host']!r}, but the name of a host has {_LETTERS}")
+        elif found and (problem := name_problem(found["host"])):
+            problems.append(f"{path}:{number}: {problem}")
         elif found:
             hosts.append(HostSlots(found["host"], int(found["slots"] or 1)))
         elif content:
@@ -77,8 +75,8 @@ def read_hosts(path: str) -> tuple[list[HostSlots], int]:
         document.problem(("hosts",), f"{found}, expected a list of names or addresses, such as [10.0.0.1, 10.0.0.2]")
         names = []
     for name in names:
-        if not re.fullmatch(HOST_NAME, name):
-            document.problem(("hosts",), f"found {describe(name)}, but the name of a host has {_LETTERS}")
+        if problem := name_problem(name):
+            document.problem(("hosts",), problem)
     for name in _twice(names):
         document.problem(("hosts",), f"{name} is listed twice; remove one")
     slots = _whole(document, "gpus_per_node", None, 1, 1 << 16)
@@ -86,6 +84,13 @@ def read_hosts(path: str) -> tuple[list[HostSlots], int]:
     if document.problems:
         raise ConfigurationError(format_problems(document.problems))
     return [HostSlots(name, slots) for name in names], port
+
+
+def name_problem(name: str) -> str:
+    """Say why a text is no name of a host, "" if it is one: names go into scripts and to ssh, which has options."""
+    if re.fullmatch(r"(?!-)[A-Za-z0-9_.:-]+", name):
+        return ""
+    return f"found {name!r}, but the name of a host has letters, digits and _ . : - and does not begin with -"
 
 
 def _whole(document: Document, key: str, default: int | None, least: int, most: int) -> int:

@@ -34,7 +34,7 @@ class Trouble(NamedTuple):
 def command(host: str, text: str) -> list[str]:
     """Return the words that run `text` in the shell of a host."""
     extra = shlex.split(os.environ.get(SSH_ARGUMENTS, ""))
-    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra, host, text]
+    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra, "--", host, text]
 
 
 def run(

@@ -17,7 +17,7 @@ class Beat:
     """Content of one heartbeat file.
 
     Attributes:
-        machine: equal for processes whose process ids can be compared, see `host.machine`.
+        machine: equal for processes whose process ids can be compared, see `storage.host.machine`.
         num_phases: number of calls of `Watchdog.phase`.
         num_marks: number of calls of `Watchdog.progress` since the last call of `phase`.
         idle_seconds: time since the last call of either.

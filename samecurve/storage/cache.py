@@ -151,10 +151,7 @@ def _locked_folder(target: Path) -> Iterator[Path]:
 
 
 def _sweep(work: Path) -> None:
-    """Remove what killed builds left beside `work`, which this process has locked."""
-    with suppress(ConfigurationError):
-        lock_folder(work).close()
-        return  # a lock that can be taken twice does not tell who is alive
+    """Remove what killed builds left beside `work`, which this process has locked, as each live builder has its own."""
     for folder in work.parent.glob(f"{_BUILDING}*"):
         # locked by a live builder, just removed, or of a user whose files stay
         with suppress(ConfigurationError, OSError), lock_folder(folder):

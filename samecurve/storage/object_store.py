@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from samecurve.errors import ConfigurationError, StorageError
 
@@ -30,6 +30,8 @@ MOST_PARTS = 9_000  # S3 takes 10,000
 NUM_READERS = 8
 # fsspec's name of a protocol -> what pip installs; others are named by fsspec itself
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+# of signed URLs (S3, Google, Azure's sig, CloudFront) and of services that take a key
+_SECRET_PARAMETER = re.compile("signature|^sig$|token|secret|passw|pwd|credential|auth|session|key$", re.IGNORECASE)
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -57,11 +59,14 @@ def is_url(path: str) -> bool:
 def credentials_problem(url: str) -> str:
     """Say that a URL may hold a secret, and how to give it, "" otherwise. The value is not shown."""
     parts = urlsplit(url)
-    if not (parts.username or parts.password or parts.query or parts.fragment):
+    pairs = parse_qsl(f"{parts.query}&{parts.fragment}", keep_blank_values=True)
+    # a bare word without a value may be a token
+    secrets = [name for name, value in pairs if _SECRET_PARAMETER.search(name) or (not value and len(name) >= 16)]
+    if not (parts.username or parts.password or secrets):
         return ""
     return (
-        "the URL has a user, a password or a query, which records, checkpoints and the model card would show; give "
-        "credentials in the environment only (AWS_ACCESS_KEY_ID, HF_TOKEN and the like)"
+        "the URL has a user, a password, a signature or a token, which records, checkpoints and the model card would "
+        "show; give credentials in the environment only (AWS_ACCESS_KEY_ID, HF_TOKEN and the like)"
     )
 
 
@@ -70,6 +75,8 @@ def url_problem(url: str) -> str:
     if problem := credentials_problem(url):
         return f"{problem}, and here PROTOCOL://BUCKET/FOLDER"
     parts = urlsplit(url)
+    if parts.query or parts.fragment:
+        return f"found {url}, but the URL of a store has no query; expected PROTOCOL://BUCKET/FOLDER"
     if not is_url(url) or not parts.scheme or not (parts.netloc + parts.path).strip("/"):
         return f"found {url}, expected PROTOCOL://BUCKET/FOLDER, for example s3://bucket/run"
     import fsspec

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -80,7 +81,7 @@ class Stream:
     def __init__(self, raw: TextIO, is_raw: bool = False):
         self._raw, self._is_raw = raw, is_raw
         self.is_gone = False
-        if hasattr(raw, "reconfigure"):
+        if isinstance(raw, io.TextIOWrapper):
             raw.reconfigure(errors="backslashreplace")
         if not is_raw:
             self.rich_proxied_file = Stream(raw, is_raw=True)
@@ -125,7 +126,8 @@ class TextConsole(Console):
     """
 
     def __init__(self, **options: Any):
-        super().__init__(**{"highlight": False, "markup": False, "emoji": False, "soft_wrap": True} | options)
+        plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+        super().__init__(**plain | options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):

@@ -8,6 +8,7 @@ byte for byte, one that was committed locally.
 from __future__ import annotations
 
 import shutil
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from samecurve.checkpoint import commit, mirror
-from samecurve.checkpoint.fetch import HISTORY, fetch_newest
+from samecurve.checkpoint import fetch as fetching
+from samecurve.checkpoint.fetch import HISTORY, fetch_newest, take_over
 from samecurve.checkpoint.manifest import check_files, folder_name
-from samecurve.errors import CheckpointError, StorageError
+from samecurve.errors import CheckpointError, ConfigurationError, StorageError
 from samecurve.storage import object_store
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore, Retries
@@ -336,3 +338,40 @@ def test_records_are_uploaded_when_they_have_changed(tmp_path, url, monkeypatch)
     copies.catch_up()
     assert sent == ["metrics.jsonl"]
     assert store_at(url).read("metrics.jsonl") == b"1\n2\n"
+
+
+def test_a_live_run_keeps_its_store_and_an_ended_one_leaves_it_to_its_own_run(url, tmp_path, monkeypatch):
+    first = mirror_of(url, new_run(tmp_path / "first", 10))
+    take_over(store_at(url), tmp_path / "first", fresh=False)
+    first.start(10)
+    elsewhere, other = new_run(tmp_path / "elsewhere"), new_run(tmp_path / "other", 10)
+    for run in (elsewhere, other):
+        for fresh in (False, True):
+            with pytest.raises(ConfigurationError, match=rf"uploads to {url}; choose another URL") as refused:
+                take_over(store_at(url), run, fresh)
+            assert refused.value.exit_code == 2
+    take_over(store_at(url), tmp_path / "first", fresh=False)  # the same folder, whose lock tells who is alive
+    first.finish()
+    take_over(store_at(url), elsewhere, fresh=False)  # resumes there, and may come back
+    mirror_of(url, elsewhere).start(10)
+    monkeypatch.setattr(fetching, "LIVE_SECONDS", 0)  # its host is lost
+    take_over(store_at(url), tmp_path / "first", fresh=False)
+    with pytest.raises(ConfigurationError, match="belongs to another run"):
+        take_over(store_at(url), other, fresh=False)
+    take_over(store_at(url), other, fresh=True)
+    mirror_of(url, other).start(10)
+    with pytest.raises(ConfigurationError, match="belongs to another run"):
+        take_over(store_at(url), elsewhere, fresh=False)
+
+
+def test_a_run_whose_store_another_run_has_uploads_no_more(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, "SIGN_SECONDS", 0.01)
+    run = new_run(tmp_path / "run", 10)
+    first = mirror_of(url, run)
+    first.start(10)
+    store_at(url).write("owner.json", b'{"run": "x", "host": "b", "time": 1.0, "live": true}')
+    for thread in threading.enumerate():
+        if thread.name == "mirror owner":
+            thread.join(5)
+    with pytest.raises(StorageError, match="a run on b uploads to the same URL"):
+        first.finish()

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from samecurve.errors import ConfigurationError, StorageError
-from samecurve.storage import cache
+from samecurve.storage import cache, file_lock
 from samecurve.storage.cache import build_once, cache_folder, digest, is_main_process
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.verified_files import BLOCK_BYTES, Entry, NewEntry
@@ -94,11 +94,13 @@ build_once(Path({str(folder / "other")!r}), lambda entry: os.kill(os.getpid(), s
     assert sorted(os.listdir(folder)) == ["key", "third"]
 
 
-def test_nothing_is_swept_where_locks_do_not_exclude(tmp_path, monkeypatch):
-    (tmp_path / ".building-of-another").mkdir()
-    monkeypatch.setattr(cache, "lock_folder", lambda folder: open(folder / ".lock", "a"))
-    build_once(tmp_path / "key", write, read)
-    assert (tmp_path / ".building-of-another").is_dir()
+def test_without_flock_only_what_nobody_locks_is_swept(tmp_path, monkeypatch):
+    for name in (".building-of-another", ".building-left"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(file_lock, "fcntl", None)
+    with file_lock.lock_folder(tmp_path / ".building-of-another"):
+        build_once(tmp_path / "key", write, read)
+    assert sorted(os.listdir(tmp_path)) == [".building-of-another", "key"]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import psutil
 import pytest
 
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage import file_lock as locking
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
+from samecurve.storage.host import machine
 
 HELD_SECONDS = 0.3
 
@@ -76,3 +84,82 @@ def test_a_person_is_refused_at_once(held, tmp_path, monkeypatch):
     monkeypatch.setattr(locking.time, "sleep", lambda _: pytest.fail("it waited"))
     with pytest.raises(ConfigurationError, match="another run is writing"):
         RunDirectory(tmp_path)
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK])
+def no_flock(request, monkeypatch):
+    """A file system without flock, as Lustre without -o flock."""
+
+    def refuse(*_):
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(locking.fcntl, "flock", refuse)
+
+
+def owner(folder: Path, **changes) -> Path:
+    """The file of another process that has the folder."""
+    path = folder / locking.OWNER
+    own = {"machine": "another host", "pid": os.getpid(), "started": psutil.Process().create_time(), "id": "x"}
+    path.write_text(json.dumps(own | changes))
+    return path
+
+
+def test_without_flock_a_second_run_is_refused_until_the_first_ends(no_flock, tmp_path):
+    with lock_folder(tmp_path):
+        with pytest.raises(ConfigurationError, match=rf"another run is writing.*process {os.getpid()} on") as refused:
+            lock_folder(tmp_path)
+        assert refused.value.exit_code == 2
+    lock_folder(tmp_path).close()
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_without_flock_two_starts_at_once_get_one_lock(no_flock, tmp_path):
+    owner(tmp_path, machine=machine(), pid=gone())
+
+    def start(_):
+        try:
+            return lock_folder(tmp_path)
+        except ConfigurationError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        locks = [lock for lock in pool.map(start, range(8)) if lock]
+    assert len(locks) == 1
+    locks[0].close()
+
+
+def gone() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    ("changes", "age", "is_free"),
+    [
+        ({}, 0, False),
+        ({}, locking.STALE_SECONDS + 5, True),  # its host is gone
+        ({"machine": machine()}, locking.STALE_SECONDS + 5, False),  # it lives, on slow storage
+        ({"machine": machine(), "started": 5.0}, 0, True),  # its number belongs to another process
+        ({"machine": machine(), "pid": "x"}, 0, False),
+    ],
+)
+def test_without_flock_a_stale_owner_is_replaced(changes, age, is_free, no_flock, tmp_path):
+    path = owner(tmp_path, **changes)
+    os.utime(path, (time.time() - age,) * 2)
+    if is_free:
+        lock_folder(tmp_path).close()
+    else:
+        with pytest.raises(ConfigurationError):
+            lock_folder(tmp_path)
+        assert path.exists()
+
+
+def test_without_flock_a_live_owner_touches_its_file(no_flock, tmp_path, monkeypatch):
+    monkeypatch.setattr(locking, "BEAT_SECONDS", 0.02)
+    with lock_folder(tmp_path):
+        os.utime(tmp_path / locking.OWNER, (5, 5))
+        deadline = time.monotonic() + 10
+        while (tmp_path / locking.OWNER).stat().st_mtime == 5 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (tmp_path / locking.OWNER).stat().st_mtime > 5

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from samecurve.cli.commands import main
+from samecurve.launch import ssh
 from samecurve.launch.hosts import HostSlots, select
 from samecurve.launch.target import LAUNCHERS
 
@@ -242,6 +243,10 @@ def test_what_is_in_the_way_of_a_start_is_told(tmp_path, capsys, monkeypatch):
     for launcher, program in (("slurm", "sbatch"), ("kubernetes", "kubectl"), ("trainjob", "kubectl")):
         assert main([*command, "--nodes", "2", "--gpus_per_node", "2", "--launcher", launcher]) == 2
         assert f"--start: {program} is not on PATH" in capsys.readouterr().err
+
+
+def test_ssh_takes_the_host_for_no_option():
+    assert ssh.command("node1", "true")[-3:] == ["--", "node1", "true"]
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])

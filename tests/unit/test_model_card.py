@@ -178,6 +178,18 @@ def test_no_folder_of_this_machine_is_in_the_card(run, tmp_path, monkeypatch):
     assert "| recipe | x.yaml model.path=base seed=1 |" in text
 
 
+def test_no_html_of_a_run_is_in_the_card(run):
+    bad = "<img src=x onerror=alert(1)>"
+    inside = {"data": {"path": f"{bad}\n```\n{bad}"}, "model": {"path": bad, "config": None}, "evaluate": {"path": bad}}
+    written(run, facts(recipe=inside, recipe_path=bad, overrides=[bad], output_dir=f"runs/{bad}", device=bad))
+    text = model_card(run, ExportInfo())
+    _, front, body = text.split("---\n", 2)
+    fence = re.search(r"^(`{4,})yaml$", body, re.MULTILINE)[1]  # longer than any in the text
+    code = re.compile(rf"^{fence}yaml\n.*?^{fence}$|^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
+    assert len(code.findall(body)) == 2
+    assert "<" not in code.sub("", body) and "&lt;img" in body
+
+
 def test_a_base_model_on_the_disk_has_no_name_on_the_hub(run, tmp_path):
     (tmp_path / "base").mkdir()
     written(run, facts(recipe={"model": {"path": str(tmp_path / "base"), "config": None}}))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -11,6 +15,7 @@ import pytest
 from samecurve.distributed import network
 from samecurve.errors import TopologyError
 
+ROOT = Path(__file__).resolve().parents[2]
 TWO_HOSTS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
 INTERFACES = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "192.168.7.1": "ib0"}
 
@@ -20,7 +25,7 @@ def host(monkeypatch):
     """A host with these addresses, from which each destination is reached with one of them."""
 
     def made(addresses: dict[str, str], routes: dict[str, str]) -> None:
-        monkeypatch.setattr(network, "interfaces", lambda: {a: n for a, n in addresses.items() if n != "lo"})
+        monkeypatch.setattr(network, "_addresses", lambda: addresses)
         monkeypatch.setattr(network, "source_address", lambda to: routes.get(to, ""))
 
     return made
@@ -54,11 +59,45 @@ def test_what_cannot_be_known_is_asked_for(host):
 
 @pytest.mark.parametrize(
     "environ",
-    [{"LOCAL_WORLD_SIZE": "4"}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}, {"WORLD_SIZE": "1"}],
+    [{"LOCAL_WORLD_SIZE": "4"}, {"MASTER_ADDR": "localhost"}, {"WORLD_SIZE": "1"}],
 )
-def test_on_one_machine_nothing_is_set(environ, host):
+def test_on_one_machine_with_a_name_nothing_is_set(environ, host):
     host(INTERFACES, {"node0": "192.168.7.1"})
     assert chosen(**environ) is None
+
+
+def test_with_a_loopback_address_everything_uses_loopback(host):
+    host(INTERFACES, {"node0": "192.168.7.1"})
+    given = TWO_HOSTS | {"MASTER_ADDR": "127.0.0.1"}
+    network.choose_interface(given)
+    assert (given["GLOO_SOCKET_IFNAME"], given["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert chosen(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="eth0") == "eth0"
+
+
+RANK = """
+import os
+from datetime import timedelta
+from samecurve.launch import ranks
+if "SAMECURVE_PROCESSES" not in os.environ:
+    ranks.start_and_exit(2)
+import psutil, torch, torch.distributed as dist
+from samecurve.distributed import network
+network.choose_interface()
+dist.init_process_group("gloo", init_method=network.rendezvous(), timeout=timedelta(seconds=60))
+group, number = dist.new_group(), torch.ones(1)
+dist.all_reduce(number, group=group)
+listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+os.write(1, f"{number.item():.0f} {' '.join(sorted(listening))}\\n".encode())
+dist.barrier()
+"""
+
+
+def test_the_ranks_of_one_machine_listen_on_loopback_alone(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(tmp_path / "rank.py")]
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["2 127.0.0.1", "2 127.0.0.1", ""])
 
 
 def test_two_nodes_rehearsed_without_a_network_meet_over_loopback(host):

@@ -8,7 +8,7 @@ from report_cases import missing
 from samecurve.cli import commands
 from samecurve.config.documents import Document
 from samecurve.config.rules_storage import RULES, split_output_url
-from samecurve.storage.object_store import url_problem
+from samecurve.storage.object_store import credentials_problem, url_problem
 
 
 def split(**content) -> Document:
@@ -37,6 +37,7 @@ def test_two_stores_are_refused():
     [
         ("s3://key:secret@bucket/run", "credentials in the environment only"),
         ("s3://bucket/run?token=secret", "credentials in the environment only"),
+        ("s3://bucket/run?versionId=4", "has no query"),
         ("bucket/run", "expected PROTOCOL://BUCKET/FOLDER"),
         ("s4://bucket/run", "knows no protocol s4"),
         ("memory://bucket/run", ""),
@@ -71,3 +72,12 @@ def test_credentials_in_data_urls_are_refused(key, url, capsys):
     assert commands.main(["inspect", "recipes/pretrain.yaml", *given, f"{key}={value}", "steps=700"]) == 2
     said = "".join(capsys.readouterr())
     assert "give credentials in the environment only" in said and "SECRET" not in said
+
+
+@pytest.mark.parametrize(
+    "query", ["X-Amz-Signature=secret", "sig=secret", "access_token=secret", "api_key=secret", "hf_secretsecretsecret"]
+)
+def test_only_queries_with_credentials_are_secret(query):
+    for url in (f"https://host/x.jsonl?{query}", f"https://host/x.jsonl#{query}"):
+        assert "secret" not in credentials_problem(url) != ""
+    assert credentials_problem("https://host/x.jsonl?download=true&rev=main&v") == ""

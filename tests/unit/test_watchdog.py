@@ -15,13 +15,13 @@ import psutil
 import pytest
 from surrounded import ranks, status, wait_until
 
-from samecurve.distributed.host import machine
 from samecurve.errors import HangError, PeerError
 from samecurve.run import heartbeat, watchdog
 from samecurve.run.beats import Beat, Peer, file_name, write_beat
 from samecurve.run.heartbeat import Heartbeats
 from samecurve.run.liveness import Liveness
 from samecurve.run.watchdog import Watchdog
+from samecurve.storage.host import machine
 
 STEP = "meet(watch)\nwatch.phase('step', 12)\nready()\nwait()\ntime.sleep(60)"
 LIMIT = 2.0
