@@ -65,6 +65,10 @@ from samecurve.strategy.resolve import strategy_path
 ROWS = 10  # of the table
 SHOWN_UNAVAILABLE = 3
 SHOWN_SIZES = 3  # of one strategy
+_OF_TABLES = ("runs", "json", "calibrate")  # all that --runs takes
+# Options, and those of which each needs one.
+_NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",), "order": ("layout",)}
+_POSITIONAL = {"model": "MODEL_OR_RECIPE", "overrides": "key=value"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,26 +124,28 @@ def run(arguments: argparse.Namespace) -> int | Work:
     shipped = strategy_files.shipped()
     asked = [strategy_files.read(strategy_path(given)) for given in arguments.strategy or ()] or shipped
     learnt, notes = _learnt(canonical(machines.kind), paths)
-    whole, machines = (replace(each, calibration=learnt) for each in (whole, machines))
+    whole, machines = (replace(size, calibration=learnt) for size in (whole, machines))
     choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
-    if all(each.invalid for each in choices):  # exit code 2; valid ones that do not fit are 6
+    if all(choice.invalid for choice in choices):  # exit code 2; valid ones that do not fit are 6
         print("\n".join(notes), end="\n" if notes else "")  # what was learnt is written already
-        raise ConfigurationError("\n".join(f"{each.name}: {each.reason}" for each in choices))
+        raise ConfigurationError("\n".join(f"{choice.name}: {choice.reason}" for choice in choices))
     order = search.ranked(choices)
     best = order[0] if order[0].found and order[0].found.fits else None
     if arguments.json:
-        plans = [plan_text.record(each) for each in [*choices, *lacking]]
+        plans = [plan_text.record(choice) for choice in [*choices, *lacking]]
         _write(
             arguments.json, {"plans": plans, "constants": shipped_constants() | {"hardware": origins.record(machines)}}
         )
-    first_line = plan_text.answer(best, sum(each.tie for each in order) - best.tie) if best else ""
+    first_line = plan_text.answer(best, sum(choice.tie for choice in order) - best.tie) if best else ""
     exact = replace(wanted, fixed=frozenset(inputs.SEARCHED)) if arguments.strategy else wanted
     if not best:
         hint = remedies.smallest_change(exact, machines, whole, asked, shipped)
         first_line = f"nothing {'fits' if order[0].job else 'can run'} on {machines.gpus} x {machines.kind}: {hint}"
     print("\n".join([first_line, plan_text.job_size(wanted), origins.summary(machines, order[0].job), *notes, ""]))
     _print_table(choices, lacking, arguments)
-    _print_limits(wanted, machines)
+    assert wanted.source.recipe
+    limits = left_out(wanted.source.recipe, machines.card)
+    print("".join(f"\nNot in these numbers: {limit}" for limit in limits), end="\n" if limits else "")
     if arguments.why or arguments.strategy:
         rejected = remedies.rejected(choices, exact, whole, bool(arguments.strategy))
         print("\n".join(["\nNot chosen:", *rejected]) if rejected else "", end="\n" if rejected else "")
@@ -158,17 +164,11 @@ def run(arguments: argparse.Namespace) -> int | Work:
 
 def _nothing_fits(first_line: str, choices: Sequence[Choice], shown: Choice) -> TopologyError:
     """Return the error of a plan without a fitting choice; a terminal shows the answer's line already."""
-    reasons = [] if shown.job else [f"{each.name}: {each.reason}" for each in choices]
-    told = sys.stdout.isatty() and sys.stderr.isatty()
-    error = TopologyError("\n".join([*([] if told else [first_line]), *reasons]))
-    error.is_printed = told and not reasons
+    reasons = [] if shown.job else [f"{choice.name}: {choice.reason}" for choice in choices]
+    is_shown = sys.stdout.isatty() and sys.stderr.isatty()
+    error = TopologyError("\n".join([*([] if is_shown else [first_line]), *reasons]))
+    error.is_printed = is_shown and not reasons
     return error
-
-
-def _print_limits(wanted: Wanted, machines: Cluster) -> None:
-    assert wanted.source.recipe
-    limits = left_out(wanted.source.recipe, machines.card)
-    print("".join(f"\nNot in these numbers: {each}" for each in limits), end="\n" if limits else "")
 
 
 def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int | None) -> Work:
@@ -210,8 +210,8 @@ def _settle(arguments: argparse.Namespace) -> list[Path]:
     """
     for name in ("strategy", "launcher", "calibrate"):
         given = getattr(arguments, name) or []
-        values = [each for each in given if "=" in str(each) and not (name == "calibrate" and each.exists())]
-        setattr(arguments, name, [each for each in given if each not in values])
+        values = [word for word in given if "=" in str(word) and not (name == "calibrate" and word.exists())]
+        setattr(arguments, name, [word for word in given if word not in values])
         arguments.overrides = [*arguments.overrides, *map(str, values)]
     _check_options(arguments)
     check_launchers(arguments.launcher)
@@ -233,18 +233,18 @@ def _learnt(kind: str, paths: Sequence[Path]) -> tuple[Calibration | None, list[
     given, text = calibrate.from_paths(paths) if paths else (None, "")
     notes = ["", text] if text else []
     earlier = calibration.read(calibration.default_path(kind)) if not given or given.kind != kind else None
-    for each in filter(None, (given, earlier)):
-        notes += [f"warning: {each.path}: {note}" for note in each.warnings(kind, processor(), versions())]
+    for known in filter(None, (given, earlier)):
+        notes += [f"warning: {known.path}: {note}" for note in known.warnings(kind, processor(), versions())]
     return (given if given and given.kind == kind else earlier), notes
 
 
 def _answer_table(path: Path, target: Path, paths: Sequence[Path]) -> int:
     rows = runs_file.read(path)
     learnt, text = calibrate.from_paths(paths) if paths else (None, "")
-    found = [answers.answer(row, learnt) for row in rows]
-    _write(target, {"runs": found})
-    unsupported = sum("unsupported" in each for each in found)
-    print(f"{len(found)} runs answered{f', {unsupported} of them unsupported' if unsupported else ''}: {target}")
+    predictions = [answers.answer(row, learnt) for row in rows]
+    _write(target, {"runs": predictions})
+    unsupported = sum("unsupported" in prediction for prediction in predictions)
+    print(f"{len(predictions)} runs answered{f', {unsupported} of them unsupported' if unsupported else ''}: {target}")
     strange = dict.fromkeys(kind for row in rows if is_unknown(kind := row["gpu"].strip()))
     print(f"unknown GPUs, counted as an A100 (column gpu): {', '.join(strange)}\n" if strange else "", end="")
     print(f"\n{text}" if text else "", end="\n" if text else "")
@@ -266,9 +266,10 @@ def _choices(
 
 
 def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments: argparse.Namespace) -> None:
-    rows = [each for each in choices if each.found and (arguments.strategy or arguments.why or each.found.fits)]
+    everything = arguments.strategy or arguments.why
+    rows = [choice for choice in choices if choice.found and (everything or choice.found.fits)]
     if rows:
-        few = rows if arguments.strategy or arguments.why else plan_text.at_most(SHOWN_SIZES, rows)
+        few = rows if everything else plan_text.at_most(SHOWN_SIZES, rows)
         print(plan_text.table(few[: arguments.rows or ROWS]))
     if lacking:
         few = lacking[:SHOWN_UNAVAILABLE]
@@ -286,12 +287,6 @@ def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace)
         _check_ranks(shown, wanted, arguments.rank or 0)
 
 
-_OF_TABLES = ("runs", "json", "calibrate")  # all that --runs takes
-# Options, and those of which each needs one.
-_NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",), "order": ("layout",)}
-_POSITIONAL = {"model": "MODEL_OR_RECIPE", "overrides": "key=value"}
-
-
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigurationError for options without effect, naming what each needs, and for those that are missing."""
     given = {name: value for name, value in vars(arguments).items() if value is not False and value not in (None, [])}
@@ -306,19 +301,15 @@ def _check_options(arguments: argparse.Namespace) -> None:
     elif given.keys() == {"calibrate"}:
         return  # to learn, without a plan
     else:
-        problems = [*_missing(given), *_without_effect(given)]
+        problems = _without_effect(given)
+        if not {"model", "cluster"} <= given.keys():
+            problems.insert(0, "plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
     if problems:
         raise ConfigurationError("\n".join(problems))
 
 
-def _missing(given: dict[str, Any]) -> list[str]:
-    if "model" in given and "cluster" in given:
-        return []
-    return ["plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs"]
-
-
 def _without_effect(given: dict[str, Any]) -> list[str]:
-    problems = []
+    problems: list[str] = []
     for name, needed in _NEEDED.items():
         if name in given and not given.keys() & set(needed):
             value = given[name]

@@ -56,7 +56,8 @@ def _per_token(job: Job) -> tuple[float, float]:
     if shape.gated and job.flow:
         attention = job.element_bytes * _attention_width(job)
         if shape.head_norms:
-            attention += _head_norm_bytes(job) * (1 + shape.kv_share) * shape.attention_width
+            per_element = HEAD_NORM["fp32" if shape.fp32_norms else job.flow]
+            attention += per_element * (1 + shape.kv_share) * shape.attention_width
         inner = shape.mlp_bytes[job.flow == "fp32"] * shape.ffn * experts
         return attention + (inner + dispatched) * whole, _norm_bytes(job) * shape.hidden
     if shape.gated:
@@ -67,17 +68,12 @@ def _per_token(job: Job) -> tuple[float, float]:
     return (4 + 4 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
 
 
-def _head_norm_bytes(job: Job) -> float:
-    """Return the bytes that norms of queries and keys keep per element of these."""
-    return HEAD_NORM["fp32" if job.shape.fp32_norms else job.flow]
-
-
 def _norm_bytes(job: Job) -> float:
     """Return the bytes that a layer's norms keep per element of a hidden state."""
-    found = NORMS[job.flow] + (POST_NORM[job.flow] if job.shape.post_norms else 0)
+    kept = NORMS[job.flow] + (POST_NORM[job.flow] if job.shape.post_norms else 0)
     # the scaled numbers in fp32, before they are cast
     scaled = 4 if job.shape.fp32_norms and job.flow in ("16-bit", "copies") else 0
-    return found + scaled * (2 if job.shape.post_norms else 1)
+    return kept + scaled * (2 if job.shape.post_norms else 1)
 
 
 def _attention_width(job: Job) -> float:
@@ -130,8 +126,8 @@ def score_gradient_bytes(job: Job) -> float:
     """Return the bytes of one layer's gradients of scores in the backward pass: in fp32, and what is cast of them."""
     if job.flash or not job.flow:
         return 0
-    each = 4 if job.flow == "fp32" else 6
-    return each * job.tokens * job.shape.heads * job.seq / job.layout.tp
+    per_score = 4 if job.flow == "fp32" else 6
+    return per_score * job.tokens * job.shape.heads * job.seq / job.layout.tp
 
 
 def kept_bytes(job: Job) -> float:

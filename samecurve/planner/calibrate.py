@@ -135,7 +135,8 @@ def learn(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] = ()) -> C
 
 def errors(runs: Sequence[FinishedRun], learnt: Calibration | None = None) -> list[tuple[float, float]]:
     """Return the logarithms of (measured / predicted step time, the same of memory) of each run."""
-    return [(_time_error(run, learnt), _memory_error(run, learnt)) for run in runs]
+    seconds = [step_time.breakdown(replace(run.job, calibration=learnt)).total for run in runs]
+    return [(math.log(run.seconds / one), _memory_error(run, learnt)) for run, one in zip(runs, seconds, strict=True)]
 
 
 def errors_left_out(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] = ()) -> list[tuple[float, float]]:
@@ -145,10 +146,6 @@ def errors_left_out(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] 
     others = [[*runs[:index], *runs[index + 1 :]] for index in range(len(runs))]
     measured = bench_results.together(canonical(runs[0].job.gpu_kind), benches)
     return [errors([run], _fitted(rest, measured))[0] for run, rest in zip(runs, others, strict=True)]
-
-
-def _time_error(run: FinishedRun, learnt: Calibration | None) -> float:
-    return math.log(run.seconds / step_time.breakdown(replace(run.job, calibration=learnt)).total)
 
 
 def _memory_error(run: FinishedRun, learnt: Calibration | None) -> float:

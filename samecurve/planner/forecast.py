@@ -20,7 +20,7 @@ from samecurve.planner.answers import predict
 from samecurve.planner.calibrate import shown_gib
 from samecurve.planner.cluster import KINDS, Cluster, built_in
 from samecurve.planner.hardware import canonical, known_gpu
-from samecurve.planner.job import Job, to_json
+from samecurve.planner.job import to_json
 from samecurve.planner.plan_text import PUBLIC
 from samecurve.planner.wanted import Wanted
 from samecurve.strategy.plan import Plan
@@ -60,8 +60,12 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
     try:
         coverage.refuse(plan.recipe)
         machines = _machines(device, plan.strategy.world_size)
-        job = _job(plan, fields, machines)
-        found = predict(job)
+        source = RecipeSource(Document(plan.recipe_path), plan.recipe, frozenset())
+        # of multimodal models
+        text_fields = fields.get("text_config") or fields
+        wanted = Wanted.of_recipe(source, text_fields, "the model's config")
+        job = strategies.job(wanted, plan.strategy, machines)
+        prediction = predict(job)
     except (ConfigurationError, ValueError, ZeroDivisionError) as error:
         # the run goes on without a prediction
         return {"reason": str(error)}
@@ -70,10 +74,10 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
     assumed = machines.kind == "cpu" and not machines.calibration
     uncalibrated = UNCALIBRATED_CPU if assumed else PUBLIC
     return {
-        "step_seconds": found.seconds,
-        "step_seconds_interval": list(found.seconds_interval),
+        "step_seconds": prediction.seconds,
+        "step_seconds_interval": list(prediction.seconds_interval),
         "peak_memory_gib": first,
-        "peak_memory_gib_interval": [first * each / found.memory_gib for each in found.memory_interval],
+        "peak_memory_gib_interval": [first * end / prediction.memory_gib for end in prediction.memory_interval],
         "basis": machines.calibration.describe() if machines.calibration else uncalibrated,
         "assumed": assumed,
         "left_out": coverage.left_out(plan.recipe, job.card),
@@ -98,13 +102,6 @@ def _machines(device: Device, world_size: int) -> Cluster:
         gbit = next((gbit for kind, gbit in KINDS.values() if known_gpu(kind) == card), 1600.0)
         machines = Cluster(device.name, replace(card, memory_gib=device.memory_gib), 1, per_node, gbit)
     return replace(machines, nodes=max(1, world_size // per_node), calibration=learnt)
-
-
-def _job(plan: Plan, fields: Mapping[str, Any], machines: Cluster) -> Job:
-    source = RecipeSource(Document(plan.recipe_path), plan.recipe, frozenset())
-    # of multimodal models
-    wanted = Wanted.of_recipe(source, fields.get("text_config") or fields, "the model's config")
-    return strategies.job(wanted, plan.strategy, machines)
 
 
 if __name__ == "__main__":

@@ -42,15 +42,15 @@ def axes(job: Job, order: Order = ORDER) -> list[Axis]:
 
     FSDP shards over the ranks of context parallelism, too, so that `shard` counts them.
     """
-    layout, found = job.layout, []
+    layout, used = job.layout, []
     own = max(1, layout.shard // layout.cp)
     for name in order:
         size, stride = getattr(layout, name), layout.stride(name, order)
         if name == "dp" and 1 < own < size:
-            found += [Axis("shard", own, stride), Axis("replica", size // own, stride * own)]
+            used += [Axis("shard", own, stride), Axis("replica", size // own, stride * own)]
         elif size > 1:
-            found.append(Axis(name, size, stride))
-    return found
+            used.append(Axis(name, size, stride))
+    return used
 
 
 def ranks_of(job: Job, node: int) -> range:
@@ -60,15 +60,15 @@ def ranks_of(job: Job, node: int) -> range:
 def cell(job: Job, rank: int, order: Order = ORDER) -> str:
     """Name a GPU by a letter and an index for each axis that varies inside its node: `d0t1`."""
     ranks = ranks_of(job, rank // job.gpus_per_node)
-    varying = [each for each in reversed(axes(job, order)) if len({each.index(other) for other in ranks}) > 1]
-    return "".join(f"{each.name[0]}{each.index(rank)}" for each in varying) or "0"
+    varying = [axis for axis in reversed(axes(job, order)) if len({axis.index(other) for other in ranks}) > 1]
+    return "".join(f"{axis.name[0]}{axis.index(rank)}" for axis in varying) or "0"
 
 
 def in_common(job: Job, node: int, order: Order = ORDER) -> str:
     """Say what all GPUs of a node have in common: `stage 0, replica 1`."""
     ranks = ranks_of(job, node)
-    common = [each for each in reversed(axes(job, order)) if len({each.index(rank) for rank in ranks}) == 1]
-    return ", ".join(f"{NAMES.get(each.name, each.name)} {each.index(ranks[0])}" for each in common)
+    common = [axis for axis in reversed(axes(job, order)) if len({axis.index(rank) for rank in ranks}) == 1]
+    return ", ".join(f"{NAMES.get(axis.name, axis.name)} {axis.index(ranks[0])}" for axis in common)
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def groups(job: Job, order: Order = ORDER) -> list[Groups]:
     """
     layout, stride = job.layout, job.layout.stride("dp", order)
     parts = [Axis("cp", layout.cp, layout.stride("cp", order))] if layout.cp > 1 else []
-    found = [_groups(job, [each, *parts] if each.name in ("dp", "shard") else [each]) for each in axes(job, order)]
+    listed = [_groups(job, [axis, *parts] if axis.name in ("dp", "shard") else [axis]) for axis in axes(job, order)]
     beside = (("ep", layout.ep), ("second copy", layout.secondary))
-    return found + [_groups(job, [Axis(name, size, stride)]) for name, size in beside if size > 1]
+    return listed + [_groups(job, [Axis(name, size, stride)]) for name, size in beside if size > 1]
 
 
 def _groups(job: Job, together: Sequence[Axis]) -> Groups:
@@ -106,7 +106,7 @@ def _groups(job: Job, together: Sequence[Axis]) -> Groups:
     ranks = sorted(sum(place) for place in product(*(range(0, e.size * e.stride, e.stride) for e in together)))
     # the distance of neighbours; on average, where the axes have another one between them
     stride = ranks[-1] // (len(ranks) - 1)
-    name = " x ".join(each.name for each in together)
+    name = " x ".join(axis.name for axis in together)
     talking = 2 if name == "pp" else len(ranks)  # stages talk to their neighbours only
     nodes = len({rank // job.gpus_per_node for rank in ranks})
     link = group_link(job, talking, stride, profile(job.stack))

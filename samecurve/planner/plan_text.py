@@ -95,21 +95,18 @@ def _row(choice: Choice) -> list[str]:
     low, high = map(_step_seconds, found.seconds_interval)
     least, most = choice.memory_interval
     verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
+    # a choice without files is named after the axes that this version cannot run together
+    lack = f"needs {choice.name.replace('+', ' + ')}" if choice.lack else ""
     return [
         choice.name, sizes(choice.job.layout), batch(choice.job), choice.job.checkpointing,
         rate(choice.tokens_per_s), _step_seconds(found.seconds), f"{low}-{high}",
-        f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", _needs(choice) or verdict, found.binding,
+        f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", lack or verdict, found.binding,
     ]  # fmt: skip
 
 
 def _step_seconds(value: float) -> str:
     """Format for a column: comparable down to milliseconds, also where a step takes hours."""
     return f"{value:.3f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _needs(choice: Choice) -> str:
-    """Name the axes of a shape that this version cannot run; a choice without files is named after them."""
-    return f"needs {choice.name.replace('+', ' + ')}" if choice.lack else ""
 
 
 def legend(lacking: Sequence[Choice]) -> str:

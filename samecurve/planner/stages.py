@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from samecurve.planner.job import Job
 from samecurve.planner.shape import ModelShape
-from samecurve.strategy.pipeline_schedules import SCHEDULES, PipelineSchedule
+from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.timetables import micro_batches_kept
 
 # Schedules that repeat themselves between their start and their end, so that further micro-batches keep nothing more.
@@ -47,7 +47,10 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
     if size == 1:
         return [Stage("only", 0, layers, True, True)]
     if job.layout.schedule in SCHEDULES:
-        return _scheduled(SCHEDULES[job.layout.schedule], size, layers)
+        schedule = SCHEDULES[job.layout.schedule]
+        per_stage = schedule.layers(layers, size)
+        per_rank = [sum(per_stage[stage] for stage in schedule.stages(rank, size)) for rank in range(size)]
+        return _divided(per_rank, schedule.folded)
     if job.layout.partition:
         return _divided(divide(job.shape, size, job.layout.partition))
     head = job.shape.head_parameters / job.shape.layer_parameters  # its cost in layers
@@ -64,24 +67,17 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
     return [Stage("first", 0, first, True, False), *middle, Stage("last", size - 1, last, False, True)]
 
 
-def _scheduled(schedule: PipelineSchedule, ranks: int, num_layers: int) -> list[Stage]:
-    """List the classes of ranks under PyTorch's schedules."""
-    layers = schedule.layers(num_layers, ranks)
-    held = [sum(layers[stage] for stage in schedule.stages(rank, ranks)) for rank in range(ranks)]
-    return _divided(held, schedule.folded)
-
-
-def _divided(held: Sequence[int], is_folded: bool = False) -> list[Stage]:
-    """List the classes of ranks that hold these numbers of layers: the ends, and the fullest of the middle."""
-    ranks = len(held)
+def _divided(layers: Sequence[int], is_folded: bool = False) -> list[Stage]:
+    """List the classes of ranks by each rank's number of layers: the ends, and the fullest of the middle."""
+    ranks = len(layers)
     if is_folded:
         between = range(1, ranks)
-        ends = [Stage("first and last", 0, held[0], True, True)]
+        ends = [Stage("first and last", 0, layers[0], True, True)]
     else:
         between = range(1, ranks - 1)
-        ends = [Stage("first", 0, held[0], True, False), Stage("last", ranks - 1, held[-1], False, True)]
-    fullest = [max(between, key=lambda rank: held[rank])] if between else []
-    middle = [Stage("middle", rank, held[rank], False, False, len(between)) for rank in fullest]
+        ends = [Stage("first", 0, layers[0], True, False), Stage("last", ranks - 1, layers[-1], False, True)]
+    fullest = [max(between, key=lambda rank: layers[rank])] if between else []
+    middle = [Stage("middle", rank, layers[rank], False, False, len(between)) for rank in fullest]
     return [ends[0], *middle, *ends[1:]]
 
 
@@ -161,13 +157,12 @@ def divide(shape: ModelShape, stages: int, partition: str) -> list[int]:
         weights = tuple(int(bool(wanted.search(name))) for name in names)
     else:
         weights = tuple(sizes[name] for name in names)
-    ends = _uniform(len(names), stages) if partition == "uniform" else _balanced(weights, stages)
+    if partition == "uniform":  # the first stages have one more
+        size, rest = divmod(len(names), stages)
+        ends = [part * size + min(part, rest) for part in range(stages + 1)]
+    else:
+        ends = _balanced(weights, stages)
     return [names[start:end].count("Decoder") for start, end in pairwise(ends)]
-
-
-def _uniform(count: int, parts: int) -> list[int]:
-    size, rest = divmod(count, parts)  # the first stages have one more
-    return [part * size + min(part, rest) for part in range(parts + 1)]
 
 
 def _balanced(weights: tuple[int, ...], parts: int) -> list[int]:
@@ -179,8 +174,8 @@ def _balanced(weights: tuple[int, ...], parts: int) -> list[int]:
         return [min(part, len(weights)) for part in range(parts + 1)]
     tables = [_table(weights, part) for part in range(1, parts + 1)]
     ends = [len(weights)]
-    for found in reversed(tables):
-        ends.append(found[ends[-1]][2])
+    for table in reversed(tables):
+        ends.append(table[ends[-1]][2])
     return ends[::-1]
 
 
@@ -190,7 +185,7 @@ def _table(weights: tuple[int, ...], parts: int) -> dict[int, tuple[int, int, in
     sums = [0, *accumulate(weights)]
     if parts == 1:
         return {end: (sums[end], sums[end], 0) for end in range(1, len(sums))}
-    before, found = _table(weights, parts - 1), {}
+    before, table = _table(weights, parts - 1), {}
     for end in range(parts, len(sums)):
         least_cost = None
         for start in range(end - 1, parts - 2, -1):
@@ -202,5 +197,5 @@ def _table(weights: tuple[int, ...], parts: int) -> dict[int, tuple[int, int, in
             largest, smallest = most if most > own else own, least if least < own else own
             if least_cost is None or largest - smallest < least_cost:
                 least_cost = largest - smallest
-                found[end] = largest, smallest, start
-    return found
+                table[end] = largest, smallest, start
+    return table

@@ -45,7 +45,7 @@ class StepTime:
     @property
     def largest(self) -> str:
         """Name of the largest part beside the computation."""
-        return max((each.name for each in fields(self)[1:]), key=lambda name: getattr(self, name))
+        return max((part.name for part in fields(self)[1:]), key=lambda name: getattr(self, name))
 
 
 def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
@@ -95,14 +95,6 @@ def idle_slots(schedule: str, stages: int, micro_batches: int, chunks: int = 1) 
     return waits / (chunks if schedule == "interleaved" else 1)
 
 
-def _calibrated(time: StepTime, job: Job) -> StepTime:
-    """Multiply each part by what runs on these machines say."""
-    learnt = job.calibration
-    if not learnt:
-        return time
-    return StepTime(**{part: value * learnt.time_factor(part, job.library) for part, value in asdict(time).items()})
-
-
 def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> tuple[StepTime, float]:
     """Predict what a micro-batch takes on one stage's ranks, without the parts that come once per step.
 
@@ -137,7 +129,7 @@ def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, reduc
     dense, experts = stage_parameters(job, stage)
     ranks = shard_sizes(job) if job.layout.zero else (1, 1)
     kept = dense / ranks[0] + experts / ranks[1]
-    found = StepTime(
+    parts = StepTime(
         compute=count * slot.compute,
         tensor_parallel=count * slot.tensor_parallel,
         context_parallel=count * slot.context_parallel,
@@ -149,14 +141,18 @@ def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, reduc
         offload=offload.seconds(job, kept),
         host=kernels.step_seconds(job, constants),
     )
-    return _calibrated(found, job)
+    learnt = job.calibration
+    if not learnt:
+        return parts
+    # each part is multiplied by what runs on these machines say
+    return StepTime(**{part: value * learnt.time_factor(part, job.library) for part, value in asdict(parts).items()})
 
 
 def _floor(job: Job, constants: Profile) -> float:
     """Least seconds of one layer's forward and backward in a tensor-parallel group."""
     size = job.layout.tp
-    each = constants.rank_floor_us if job.layout.pp == 1 else constants.pipeline_rank_floor_us
-    return 0 if size == 1 else size * each * 1e-6
+    per_rank_us = constants.rank_floor_us if job.layout.pp == 1 else constants.pipeline_rank_floor_us
+    return 0 if size == 1 else size * per_rank_us * 1e-6
 
 
 def tensor_seconds(job: Job, constants: Profile) -> float:
@@ -195,7 +191,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
     # under Ulysses one call for queries, keys and values, one for outputs
     payloads = [queries + keys, queries] if job.layout.exchange == "ulysses" else [size * keys]
     passes = 3 if job.repeats_layers else 2
-    return passes * sum(_exchange_seconds(each, size, over) + COLLECTIVE_SECONDS for each in payloads)
+    return passes * sum(_exchange_seconds(payload, size, over) + COLLECTIVE_SECONDS for payload in payloads)
 
 
 def _exchange_seconds(payload_bytes: float, ranks: int, over: Link) -> float:
