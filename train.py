@@ -69,6 +69,7 @@ def train(session) -> None:
             watch.phase("step", step)
             rate = learning_rate(recipe, updates + 1)
             usual_loss = meter.smoothed_loss
+            checkpoints.whole = None
             result = engine.step(micro_batches, rate)
             updates += result.applied
             record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
@@ -83,6 +84,8 @@ def train(session) -> None:
                 meter.start()
             if guard.spiked(step, result, usual_loss, batches):
                 updates = session.roll_back(updates)
+            here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor)
+            checkpoints.whole = here
             if session.validation and due(step, recipe.evaluate.every_steps, recipe.steps):
                 watch.phase("evaluate", step)
                 metrics = session.validation.metrics(engine, task)
@@ -90,7 +93,6 @@ def train(session) -> None:
                 record |= metrics
                 meter.start()
 
-            here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor)
             if checkpoints.due(step, recipe.steps) and not guard.is_pending:
                 watch.phase("save", step)
                 record |= checkpoints.save(engine, here, wait=step == recipe.steps)

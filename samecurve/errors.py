@@ -52,6 +52,10 @@ class StorageError(SamecurveError):
     exit_code = 7
 
 
+class WorkerError(SamecurveError):
+    """Death of a process that prepares data, after a checkpoint was saved."""
+
+
 class RepeatedFailureError(SamecurveError):
     """Failure of the same step after every automatic restart."""
 

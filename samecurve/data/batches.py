@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from samecurve.data.datasets.base import LengthGroups, RowArrays, Rows
 from samecurve.data.micro_batch import BatchFacts, Counts, MicroBatch
@@ -53,6 +56,10 @@ class StepBatches:
         count: Task.count, with which each micro-batch is examined (MicroBatch.facts); None: they are not examined.
         start_sum: starts to add up numbers over all ranks, on a group of its own: while a step is trained, the loader's
             thread sums the counts of later ones. Every rank starts the same sums in the order of the steps.
+
+    Attributes:
+        lost_worker: how a worker process ended before its time, "" while none did. The steps are then prepared without
+            workers, so that all ranks can go on to a common step, save, and stop.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class StepBatches:
         self._origin = given - start_step * batch.global_batch_size  # not 0 if an earlier session had another size
         self._steps = Steps.of(batch.global_batch_size, given, anchor)
         self.last_wait_seconds = 0.0
+        self.lost_worker = ""
         rows.plan(seed, self._steps, num_steps, anchor or {})
 
     @property
@@ -171,7 +179,8 @@ class StepBatches:
         """Prepare steps in a thread, which sums their counts in the background."""
         upcoming = range(self.step, self.num_steps)
         # Workers are forked here, before the thread exists: they would inherit locks that it holds, but not the thread.
-        wholes = iter(self._by_workers(upcoming)) if self.num_workers else map(_pinned, map(self._whole, upcoming))
+        here = map(_pinned, map(self._whole, upcoming))
+        wholes = self._guarded(upcoming, self._by_workers(upcoming)) if self.num_workers else here
 
         def make() -> list[MicroBatch]:
             found = self._micro_batches(next(wholes))
@@ -188,9 +197,22 @@ class StepBatches:
                 pending.extend(pool.submit(make) for _ in upcoming[index + _PREFETCHED_STEPS :][:1])
                 yield micro_batches
 
-    def _by_workers(self, steps: range) -> DataLoader:
+    def _guarded(self, steps: range, prepared: _MultiProcessingDataLoaderIter) -> Iterator[MicroBatch]:
+        """Yield what workers prepare; once one of them has died, prepare the other steps in this process."""
+        for step in steps:
+            if not self.lost_worker:
+                try:
+                    whole = next(prepared)
+                except (RuntimeError, OSError, EOFError):  # the last two from its pipes
+                    dead = [worker for worker in prepared._workers if worker.join(1.0) or worker.exitcode]
+                    if not dead:  # an error that a worker met and sent
+                        raise
+                    self.lost_worker = _obituary(dead[0].pid, dead[0].exitcode, self.num_workers)
+            yield _pinned(self._whole(step)) if self.lost_worker else whole
+
+    def _by_workers(self, steps: range) -> _MultiProcessingDataLoaderIter:
         """Prepare steps in worker processes, one whole step per worker. PyTorch's DataLoader keeps their order."""
-        return DataLoader(
+        loader = DataLoader(
             _Steps(self._whole),
             batch_size=None,
             sampler=steps,
@@ -203,6 +225,24 @@ class StepBatches:
             # Without its own generator the loader would draw from the generator of dropout.
             generator=torch.Generator(),
         )
+        on_child_end = signal.getsignal(signal.SIGCHLD)
+        try:
+            return _MultiProcessingDataLoaderIter(loader)  # as iter() does
+        finally:
+            # PyTorch's handler raises a worker's death in the main thread wherever that is, also within an update.
+            # Without it, waiting for the worker's step finds out within 5 s.
+            if on_child_end is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, on_child_end)
+
+
+def _obituary(pid: int, code: int, num_workers: int) -> str:
+    """Say how a worker process ended, and what to do. code: as in multiprocessing.Process.exitcode, not 0."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    text = f"a process that prepares data (pid {pid}) {how}"
+    if code == -signal.SIGKILL:
+        fewer = f"data.num_workers (now {num_workers}), or 0 for none" if num_workers > 1 else "data.num_workers=0"
+        text += f"; out of memory? Give the run more memory, or use a lower {fewer}"
+    return text
 
 
 @dataclass(frozen=True)

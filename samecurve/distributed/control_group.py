@@ -19,6 +19,7 @@ from samecurve.errors import SamecurveError
 # The watchdog ends an operation that a rank never joins (watchdog.timeout_seconds), and this timeout only has to exceed
 # the watchdog's. It alone limits the creation of the first group, before ranks see each other's heartbeats.
 TIMEOUT = timedelta(hours=24)
+ARRIVE_SECONDS = 5.0  # for all ranks to meet the error that one of them met
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 T = TypeVar("T")
@@ -188,16 +189,37 @@ class StopVote:
         self._world = world
         self._pending: Callable[[], bool] | None = None
 
-    def reason(self, own: str, at_once: bool) -> str:
-        """Return the reason of the lowest rank with a non-empty one, "" if all go on. Collective.
+    def reason(self, own: T | None, at_once: bool) -> T | None:
+        """Return the reason of the lowest rank that has one, None if all go on. Collective.
 
         Args:
-            own: this rank's reason, "" if it has none; once it has one, later calls have to give one too.
+            own: this rank's reason, None if it has none; once it has one, later calls have to give one too.
             at_once: wait for the answer to this very question, since no later step will read it.
         """
         pending, self._pending = self._pending, None
         stops = pending is not None and pending()
         if not stops:
-            self._pending = self._world.start_any(bool(own))
+            self._pending = self._world.start_any(own is not None)
             stops = (at_once or self._world.size == 1) and self._pending()
-        return self._world.conclude(own, lambda reasons: next(filter(None, reasons))) if stops else ""
+        return self._world.conclude(own, lambda reasons: next(filter(None, reasons))) if stops else None
+
+    def all_arrive(self, step: int) -> bool:
+        """Whether every rank calls this for the same step within ARRIVE_SECONDS, as if a step failed on all of them.
+
+        Not a collective: a rank that failed alone must not wait for others, which may be anywhere. Rank 0 decides, so
+        that all ranks that wait get one answer.
+        """
+        if self._world.size == 1:
+            return True
+        store, limit = distributed_c10d._get_default_store(), timedelta(seconds=ARRIVE_SECONDS)
+        here = [f"samecurve/failed/{step}/{rank}" for rank in range(self._world.size)]
+        try:
+            store.set(here[self._world.rank], "")
+            if self._world.is_main:
+                store.wait(here, limit)
+                store.set(f"samecurve/failed/{step}", "")
+            else:
+                store.wait([f"samecurve/failed/{step}"], 2 * limit)
+        except RuntimeError:  # torch's DistStoreError: too late, or the rank that serves the store has ended
+            return False
+        return True

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
-from samecurve.errors import CheckpointError, NumericError, Preempted, StorageError
+from samecurve.errors import (
+    CheckpointError,
+    DataError,
+    NumericError,
+    Preempted,
+    SamecurveError,
+    StorageError,
+    WorkerError,
+)
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.export.verification import Verification, sample_batch
@@ -108,13 +116,38 @@ class Session:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Let a checkpoint that is being written finish before a NumericError, raised on all ranks, propagates."""
+        """Before an error propagates, let a save finish, and save the last step if the state is whole on all ranks.
+
+        A checkpoint that is being written finishes before a NumericError, raised on all ranks, propagates. After other
+        errors between two steps (of data, of an evaluation) all ranks save if all have met one. If one rank has failed
+        alone, the others wait for it in some collective and cannot save.
+        """
         try:
             yield
         except NumericError:
             with suppress(NumericError):  # the first error is more informative
                 self.checkpoints.wait()
             raise
+        except Exception as error:
+            whole = self.checkpoints.whole
+            known = isinstance(error, SamecurveError) and not isinstance(error, DataError)
+            if whole is not None and not (known or self.guard.is_pending):
+                self._save_after(error, whole)
+            raise
+
+    def _save_after(self, error: Exception, whole: TrainProgress) -> None:
+        log = self.context.progress.log
+        if not self.stop_vote.all_arrive(whole.step):
+            text = f"{type(error).__name__} after step {whole.step} on rank {self.context.world.rank}, not on all ranks"
+            print(f"{text}: no checkpoint can be saved; the newest one counts", flush=True)
+            return
+        try:
+            self.context.watch.phase("save", whole.step)
+            self.checkpoints.secure(self.engine, whole)
+            self._upload_what_is_there()
+            log(f"{type(error).__name__} after step {whole.step}: saved; the same command resumes from there")
+        except Exception as failure:  # the error itself says more
+            log(f"no checkpoint of step {whole.step} could be saved: {failure}")
 
     def roll_back(self, updates: int) -> int:
         """Restore the last checkpoint's weights after a loss spike. Collective.
@@ -130,19 +163,24 @@ class Session:
         return position.updates
 
     def stop_if_asked(self, here: TrainProgress) -> None:
-        """Save a checkpoint and raise Preempted on all ranks if any rank has received a request to stop.
+        """Save a checkpoint and stop all ranks if any has received a request to stop, or has lost a data worker.
 
+        Raises Preempted or WorkerError, the same on all ranks.
         With several ranks, a request takes effect after the step that follows it (see StopVote).
         """
         watch = self.context.watch
         watch.phase("boundary", here.step)
         # a vote, because a signal reaches ranks at different steps and a save needs all of them
-        reason = self.stop_vote.reason(watch.requested, at_once=here.step == self.context.recipe.steps)
-        if reason:
+        lost = self.batches.lost_worker
+        own = (WorkerError, f"rank {self.context.world.rank}: {lost}") if lost else (Preempted, watch.requested)
+        at_once = here.step == self.context.recipe.steps
+        reason = self.stop_vote.reason(own if own[1] else None, at_once)
+        if reason is not None:
+            kind, text = reason
             watch.phase("save", here.step)
             self.checkpoints.secure(self.engine, here)
             self._upload_what_is_there()
-            raise Preempted(f"{reason}: saved after step {here.step}; the same command resumes from there")
+            raise kind(f"{text}: saved after step {here.step}; the same command resumes from there")
 
     def finish_mirror(self) -> None:
         """Wait until checkpoint.mirror has the run. Collective: a rank that left would make its launcher end rank 0.

@@ -64,6 +64,24 @@ def test_a_signal_to_accelerate_with_one_process(battery):
     victim.finish()
 
 
+def test_a_killed_data_worker(battery):
+    """All ranks save at the same step, say what to do, and leave a run that goes on as if nothing had happened."""
+
+    def kill(started: Started) -> None:
+        started.wait_for_step(2)
+        workers = [child for child in started.ranks()[1].children() if child.name().startswith(("python", "pt_"))]
+        workers[0].kill()
+
+    victim = battery.victim()
+    says = r"rank 1: a process that prepares data \(pid \d+\) was killed by SIGKILL; out of memory\? .*saved after step"
+    expected = Expected(1, says, lost=0)
+    output = victim.hurt(
+        "kill", "SIGKILL of a data worker", expected, "data.num_workers=1", faults="step@5:0:slow", do=kill
+    )
+    assert output.count("WorkerError (exit code 1)") == 1
+    victim.finish()
+
+
 def test_ranks_that_stop_answering(battery):
     victim = battery.victim()
     says = r"no progress for 10 s \(watchdog.timeout_seconds\): rank 1 \(pid \d+\) has been in phase \w+"

@@ -19,6 +19,7 @@ KEPT = {
     "run/lifecycle.py:exit_code": "prints the traceback and ends with 1",
     "metrics/profiling/recorder.py:_write": "says it; a profile is no reason to end a run",
     "training/rehearsal_process.py:main": "prints the traceback and ends with 1",
+    "training/session.py:_save_after": "says it; the error that ends the run is raised after it",
     "training/trackers.py:_try": "says it once, and metrics.jsonl has all; a tracker is no reason to end a run",
     "storage/object_store.py:_discard": "the upload's own error is raised",
     "storage/object_store.py:_retried": "repeats the request, and raises StorageError after the last attempt",

@@ -50,13 +50,13 @@ def stops(world: ControlGroup, asks: dict[int, int]) -> dict:
     for step in range(1, LAST_STEP + 1):
         if world.rank == 1 and step == SLOW_STEP:
             time.sleep(SLOW_SECONDS)
-        own = f"rank {world.rank}" if step >= asks.get(world.rank, LAST_STEP + 1) else ""
+        own = f"rank {world.rank}" if step >= asks.get(world.rank, LAST_STEP + 1) else None
         began = time.monotonic()
         reason = vote.reason(own, at_once=step == LAST_STEP)
         seconds.append(time.monotonic() - began)
         if reason:
             return {"step": step, "reason": reason, "seconds": seconds}
-    return {"step": None, "reason": "", "seconds": seconds}
+    return {"step": None, "reason": None, "seconds": seconds}
 
 
 def fails() -> None:
@@ -92,6 +92,7 @@ def rank(number: int, port: int, folder: Path) -> None:
         "stops": stops(world, ASKS),
         "stops at the end": stops(world, {2: LAST_STEP}),
         "goes on": stops(world, {}),
+        "arrives": [StopVote(world).all_arrive(step) for step in (1, 2) if step == 1 or number < 2],
     }
     for case in ("good", "damaged", "without a manifest", "two folders"):
         found[case] = problems(world, folder, case)

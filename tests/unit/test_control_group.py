@@ -42,6 +42,11 @@ def test_a_request_in_the_last_step_is_not_lost(ranks):
     assert [found["stops at the end"]["step"] for found in ranks] == [LAST_STEP] * 3
 
 
+def test_ranks_that_fail_save_only_if_all_do(ranks):
+    """Rank 2 does not fail after step 2; nobody waits for it."""
+    assert [found["arrives"] for found in ranks] == [[True, False], [True, False], [True]]
+
+
 def test_a_vote_does_not_wait_for_a_slow_rank(ranks):
     """The others read the answer one step later, and then they have to wait."""
     seconds = ranks[0]["stops"]["seconds"]
@@ -58,7 +63,7 @@ def test_all_ranks_find_the_same_problems_of_a_checkpoint(ranks):
 
 def test_a_single_process_stops_after_this_very_step():
     vote = StopVote(ControlGroup())
-    assert vote.reason("", at_once=False) == "" and vote.reason("SIGTERM", at_once=False) == "SIGTERM"
+    assert vote.reason(None, at_once=False) is None and vote.reason("SIGTERM", at_once=False) == "SIGTERM"
 
 
 def test_a_single_process_talks_to_itself():

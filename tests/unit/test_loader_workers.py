@@ -113,6 +113,26 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_killed_worker_costs_no_step():
+    """The rows stay the same; the death is no exception, least of all in the middle of an update."""
+    rows = PackedRows(random_stream(60, longest=30), 6, PAD)
+    expected = read(rows, 0)
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = StepBatches(rows, 3, batch(8, 2), (1, 2), 7, num_workers=1)
+    steps = iter(batches)
+    found = [next(steps)]
+    (worker,) = psutil.Process().children()
+    worker.kill()
+    time.sleep(0.2)  # PyTorch's handler would raise here
+    found += steps
+    assert signal.getsignal(signal.SIGCHLD) == before
+    assert f"pid {worker.pid}) was killed by SIGKILL; out of memory?" in batches.lost_worker
+    for micro_batches, others in zip(found, expected, strict=True):
+        for one, other in zip(micro_batches, others, strict=True):
+            assert all(torch.equal(one.inputs[name], other[name]) for name in one.inputs)
+
+
 def test_what_a_worker_cannot_read_is_the_runs_error():
     class Broken(DocumentRows):
         def __getitem__(self, indices):

@@ -14,13 +14,15 @@ from torch import nn
 
 from samecurve.checkpoint import commit
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
+from samecurve.checkpoint.manifest import step_of
 from samecurve.config.schema import Optimizer
-from samecurve.distributed.control_group import ControlGroup
+from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines.sharded_state import DTensorShards, Zero3Shards
-from samecurve.errors import NumericError, StorageError
+from samecurve.errors import CheckpointError, DataError, NumericError, Preempted, StorageError
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage.filesystem import PIECE_BYTES, LocalFileSystem
+from samecurve.training.session import Session
 
 EVERY, LOOK = 8, 2  # a quarter of the steps after a save it is seen whether that failed
 
@@ -161,3 +163,43 @@ def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path, monkeypatc
     assert len(calls) == 8 and (folder / "b").read_bytes() == b"0" * (2 * PIECE_BYTES)
     disk.remove_folder(folder)
     assert len(calls) == 10 and not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "whole", "is_pending", "saves"),
+    [
+        (ValueError("of an evaluation"), True, False, True),
+        (DataError("of a row"), True, False, True),
+        (ValueError("in an update"), False, False, False),
+        (ValueError("after a refused step"), True, True, False),
+        (NumericError("nan"), True, False, False),
+        (StorageError("full"), True, False, False),
+        (CheckpointError("damaged"), True, False, False),
+        (Preempted("saved"), True, False, False),
+    ],
+)
+def test_an_error_between_steps_saves_first(engine, make, error, whole, is_pending, saves):
+    checkpoints, lines = make(), []
+    checkpoints.whole = TrainProgress(step=3, updates=3, samples=24) if whole else None
+    context = SimpleNamespace(
+        world=ControlGroup(),
+        progress=SimpleNamespace(log=lines.append),
+        watch=SimpleNamespace(phase=lambda *_: None),
+        recipe=SimpleNamespace(checkpoint=SimpleNamespace(mirror=None)),
+    )
+    nothing = dict.fromkeys(Session.__dataclass_fields__)
+    session = Session(
+        **nothing
+        | {
+            "context": context,
+            "engine": engine,
+            "checkpoints": checkpoints,
+            "guard": SimpleNamespace(is_pending=is_pending),
+            "stop_vote": StopVote(context.world),
+        }
+    )
+    with pytest.raises(type(error), match=str(error)), session.saving():
+        raise error
+    assert [step_of(folder) for folder in checkpoints._run.checkpoints.glob("step_*")] == [3] * saves
+    if saves:
+        assert lines == [f"{type(error).__name__} after step 3: saved; the same command resumes from there"]
