@@ -78,11 +78,10 @@ def jobs(names: Sequence[str], num_processes: int) -> list[StrategyJob]:
 
 
 def command(job: StrategyJob, recipe: str, overrides: Sequence[str], output_dir: Path) -> list[str]:
-    start = [sys.executable, *(TORCHRUN if job.path is not None else ())]
-    start += ["--nproc_per_node", str(job.world_size)] if job.path is not None else []
-    strategy = ["--strategy", str(job.path)] if job.path is not None else []
+    # by train.py itself, whose ranks listen on loopback alone
+    strategy = ["--strategy", str(job.path), "--num_processes", str(job.world_size)] if job.path is not None else []
     own = (f"output_dir={output_dir}", "checkpoint.mirror=null")  # a job must not replace the run in the store
-    return [*start, "train.py", recipe, *strategy, *latest_overrides([*overrides, *own])]
+    return [sys.executable, "train.py", recipe, *strategy, *latest_overrides([*overrides, *own])]
 
 
 def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:

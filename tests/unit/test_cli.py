@@ -202,8 +202,8 @@ def test_commands():
     assert single == [sys.executable, "train.py", "r.yaml", "steps=3", "output_dir=out", "checkpoint.mirror=null"]
     ddp = jobs.command(StrategyJob("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"))
     assert ddp[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "output_dir=out", "checkpoint.mirror=null"),
+        *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "--num_processes", "2"),
+        *("output_dir=out", "checkpoint.mirror=null"),
     ]
 
 
