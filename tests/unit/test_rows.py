@@ -14,6 +14,7 @@ from samecurve.data import chat_encoder, sources
 from samecurve.data.chat_encoder import ChatEncoder
 from samecurve.data.columns import Columns
 from samecurve.data.find import find_conversations
+from samecurve.data.formats import parquet_rows
 from samecurve.data.row_checks import write_bad_rows
 from samecurve.data.schemas.conversation import ChatSchema
 from samecurve.data.selection import Selection
@@ -412,3 +413,13 @@ def test_a_template_reads_keys_of_messages_alone(tmp_path):
     encoder.tokenizer.chat_template = "{% if enable_thinking %}{{ m.reasoning_content }}{{ m['name'] }}{% endif %}"
     assert encoder.reads("reasoning_content") and encoder.reads("name")
     assert not encoder.reads("thinking") and not encoder.reads("reasoning")
+
+
+def test_json_columns_of_parquet_are_read_as_datasets_does(tmp_path):
+    import datasets
+
+    arguments = {"role": datasets.Value("string"), "arguments": datasets.Json()}
+    rows = [{"turns": [{"role": "a", "arguments": {"x": 1}}, {"role": "b", "arguments": [1, "2"]}]}]
+    made = datasets.Dataset.from_list(rows, features=datasets.Features({"turns": datasets.List(arguments)}))
+    made.to_parquet(tmp_path / "a.parquet")
+    assert [row for _, row in parquet_rows(tmp_path / "a.parquet")] == rows
