@@ -29,7 +29,7 @@ from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder, next_free
-from samecurve.storage.jsonl import JsonlFile, Lines, read_lines
+from samecurve.storage.jsonl import JsonlFile, Lines, last_record, read_lines
 from samecurve.storage.records import COUNT
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
@@ -117,11 +117,11 @@ class RunDirectory:
             raise
 
     def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:
-        records = read_metrics(self.path)
+        record = last_record(self.metrics, METRICS_LINE)
         # a killed start may have moved status.json to `previous/N/` already
         folders = (self.path, *reversed(previous_folders(self.path)))
         last = next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
-        self._failures = restarts.count_failures(last, records[-1]["step"] if records else 0)
+        self._failures = restarts.count_failures(last, record["step"] if record else 0)
         restarts.check_repeated_failures(self._failures, last, os.environ)
         self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
         self._present = self._find_present()

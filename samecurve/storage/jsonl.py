@@ -15,6 +15,7 @@ from samecurve.errors import StorageError
 from samecurve.storage.atomic import json_values, storage_errors, write_bytes
 from samecurve.storage.records import COUNT, MOST_BYTES, parse
 
+_PIECE = 2**16  # bytes
 STEP = {"step": COUNT}  # the schema of a line of which nothing else is known
 
 
@@ -119,6 +120,26 @@ def scan(path: Path, schema: Any = STEP) -> Iterator[tuple[bytes, dict | None]]:
     """
     for line in _lines(path):
         yield line, parse(line, schema)[0]
+
+
+def last_record(path: Path, schema: Any = STEP) -> dict | None:
+    """Return the value of the last good line, None without one. Reads from the end, whatever the file's size."""
+    with storage_errors(path):
+        try:
+            stream = open(path, "rb")
+        except FileNotFoundError:
+            return None
+        with stream:
+            start, rest = stream.seek(0, os.SEEK_END), b""
+            while start > 0:
+                size = min(_PIECE, start)
+                start = stream.seek(start - size)
+                first, *lines = (stream.read(size) + rest).split(b"\n")
+                for line in reversed(lines if start else [first, *lines]):
+                    if (value := parse(line, schema)[0]) is not None:
+                        return value
+                rest = first if len(first) <= 16 * _PIECE else b""  # no record is that long, but a run of NULs may be
+    return None
 
 
 def _lines(path: Path) -> Iterator[bytes]:

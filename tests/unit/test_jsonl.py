@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from samecurve.storage.jsonl import JsonlFile, read_lines
-from samecurve.storage.records import COUNT
+from samecurve.storage import jsonl
+from samecurve.storage.jsonl import JsonlFile, last_record, read_lines
+from samecurve.storage.records import COUNT, parse
 
 NUM_LINES = 2000
 LINE = {"step": COUNT, "*": (float, None)}
@@ -54,3 +55,25 @@ def test_a_last_line_without_its_newline_stays_apart(tmp_path):
     assert lines.truncate(1, tmp_path) == (0, 0)
     lines.append({"step": 2})
     assert read_lines(lines.path) == ([{"step": 1}, {"step": 2}], 0)
+
+
+@pytest.mark.parametrize("end", [b"", b'{"step": 9, "lo', b"\xff\n", b"\0" * 99, b"\n" * 70_000, b"x" * 200_000])
+def test_the_last_good_line_is_found_from_the_end(end, tmp_path, monkeypatch):
+    path, parsed = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(jsonl, "parse", lambda *given: parsed.append(given) or parse(*given))
+    num_parsed = []
+    for total in (5_000, 50_000):
+        parsed.clear()
+        path.write_bytes(b"".join(b'{"step": %d}\n' % step for step in range(total)) + end)
+        assert last_record(path, LINE) == {"step": total - 1}
+        num_parsed.append(len(parsed))
+    assert num_parsed[0] == num_parsed[1]
+
+
+def test_without_a_good_line_there_is_no_last_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_record(path) is None
+    path.write_bytes(b"x" * 200_000)
+    assert last_record(path) is None
+    path.write_bytes(b'{"step": 1}')
+    assert last_record(path) == {"step": 1}
