@@ -17,7 +17,7 @@ from samecurve.data.batches import StepBatches
 from samecurve.distributed.cpu_workers import num_cores, share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import read_metrics
-from samecurve.storage.atomic import read_json
+from samecurve.storage.records import read_record
 from samecurve.tasks import registry
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ WARM_UP_STEPS = 5
 MARGIN = 1.2  # a loader that only just keeps up makes training wait at every irregular step
 GAIN = 1.1
 _MANY_STEPS = 10**9
+_OF_RUN = {"recipe": {"batch": {"global_batch_size": int}}, "data_parallel_size": range(1, 2**31)}
+_OF_STEP = {"step_seconds", "data_wait_fraction"}
 CORES = Path("/sys/devices/system/cpu")
 
 
@@ -97,7 +99,8 @@ def rows_per_second_of_run(run: Path) -> float:
 
     Raises ConfigurationError if the folder has no run with two finished steps.
     """
-    facts, metrics = read_json(run / "run.json"), read_metrics(run)[1:]  # the first step starts up
+    facts = read_record(run / "run.json", _OF_RUN).value
+    metrics = [line for line in read_metrics(run)[1:] if _OF_STEP <= line.keys()]  # the first step starts up
     if not facts or not metrics:
         raise ConfigurationError(f"--run: {run} has no run with two finished steps (run.json, metrics.jsonl)")
     own = facts["recipe"]["batch"]["global_batch_size"] / facts["data_parallel_size"]

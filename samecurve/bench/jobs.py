@@ -23,7 +23,8 @@ from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import RunDirectory, read_metrics
 from samecurve.run.status import STATUS, read_status
-from samecurve.storage.atomic import read_json
+from samecurve.specs.run_facts import RUN_FACTS
+from samecurve.storage.records import read_record
 from samecurve.strategy.placement import REFERENCE, place_strategy
 from samecurve.strategy.resolve import strategy_path
 
@@ -139,7 +140,9 @@ def run(job: StrategyJob, arguments: Sequence[str], directory: Path, on_progress
     code = process.returncode and exit_code_of(directory, log, process.returncode)
     reason = "" if code == 0 else reason_of(directory, log, code).removeprefix(f"strategy {job.name}: ")
     refused = code == ConfigurationError.exit_code
-    return Outcome(job, read_json(directory / "run.json"), read_metrics(directory), reason, refused, log)
+    return Outcome(
+        job, read_record(directory / "run.json", RUN_FACTS).value or {}, read_metrics(directory), reason, refused, log
+    )
 
 
 def set_aside(directory: Path) -> None:

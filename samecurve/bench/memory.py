@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import torch
 from samecurve.bench import jobs, printing, timing
 from samecurve.distributed.cpu_workers import num_cores
 from samecurve.errors import ConfigurationError, SamecurveError
+from samecurve.storage.records import read_record
 
 PROBE = "samecurve.bench.memory_probe"
 LIBRARIES = ("torch", "deepspeed")  # as the planner's Job.library
@@ -64,7 +64,8 @@ def measure(library: str, processes: int) -> Parts:
         start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", PROBE, library, folder]
         with log.open("w", encoding="utf-8") as stream, jobs.processes(start, stream, processes) as process:
             code = process.wait()
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+        records = [read_record(path).value for path in sorted(Path(folder).glob("*.json"))]
+        found = [record for record in records if record]
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
     problems = [each["problem"] for each in found if "problem" in each]
     if problems:

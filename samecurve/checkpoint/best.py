@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from samecurve.checkpoint.manifest import check_files, list_checkpoints
-from samecurve.checkpoint.resume import read_state
+from samecurve.checkpoint.resume import read_state, state_problems
 from samecurve.storage.atomic import write_json
 from samecurve.storage.filesystem import FileSystem
 
@@ -19,7 +19,7 @@ def find_best(fs: FileSystem, directory: Path, metric: str) -> Path | None:
     for folder in list_checkpoints(fs, directory):
         # hashes state.json, which has the metric, but not the weights: this follows every save
         damaged = check_files(fs, folder, small_only=True)
-        value = None if damaged else read_state(folder)["record"].get(metric)
+        value = None if damaged or state_problems(folder) else read_state(folder)["record"].get(metric)
         if value is not None:
             values[folder] = value
     if not values:

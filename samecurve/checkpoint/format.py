@@ -27,8 +27,11 @@ from torch import Tensor
 from samecurve.checkpoint.manifest import file_name
 from samecurve.errors import CheckpointError
 from samecurve.interfaces.region import Region, overlaps
+from samecurve.storage.records import read_record
 
 INDEX = "index.json"
+_SCHEMA = {"*": {"shape": list, "ranges": list}}
+_LARGEST_INDEX = 2**32  # bytes; 16,384 ranks with 300 parameters write 100 MB
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _ALIGNMENT = 8
 
@@ -170,10 +173,7 @@ class CheckpointReader:
 
 def read_index(folder: Path) -> dict:
     """Read index.json. Raises CheckpointError."""
-    try:
-        return json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / INDEX}: cannot be read as an index ({error})") from error
+    return read_record(folder / INDEX, _SCHEMA, _LARGEST_INDEX).require(CheckpointError, "use another checkpoint")
 
 
 def _integers(values: list, length: int | None = None) -> tuple[int, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from samecurve.storage.filesystem import FileSystem
+from samecurve.storage.records import parse
 
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 
@@ -160,12 +160,9 @@ def _content(fs: FileSystem, folder: Path, name: str) -> bytes:
 
 
 def _json(name: str, text: bytes) -> dict:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedManifest(name, "JSON", f"{text[:40]!r}") from error
-    if not isinstance(content, dict):
-        raise DamagedManifest(name, "a JSON object", f"{content!r:.40}")
+    content, problem = parse(text)
+    if problem:
+        raise DamagedManifest(name, "a JSON object", problem)
     return content
 
 

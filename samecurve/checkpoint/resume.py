@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from samecurve.checkpoint.manifest import (
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import next_free
+from samecurve.storage.records import COUNT, read_record
 
 if TYPE_CHECKING:
     from samecurve.distributed.control_group import ControlGroup
@@ -27,6 +27,25 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 STATE = "state.json"
+_POSITIVE = range(1, 2**53)
+# What is read from a checkpoint. A matching hash only proves that the file is as it was written, by whomever.
+_SCHEMA = {
+    "format": range(FORMAT, FORMAT + 1),
+    **{key: COUNT for key in ("step", "updates", "samples")},
+    "meter": {"average?": float, "weight?": float},
+    "record": {"step?": COUNT, "*": (float, None)},
+    "anchor?": {"block?": COUNT, "start?": COUNT, "*": _POSITIVE},
+    "loss_scale": ({"value": float, "good_steps": COUNT, "deepspeed?": {"*": float}}, {"*": ()}),
+    "generators": dict,
+    "recipe": {"optimizer?": dict, "tokenizer?": {"template_date?": (str, None)}},
+    "strategy": str,
+    "world_size": _POSITIVE,
+    "versions": dict,
+    "model": dict,
+    "data": {"rows": str},
+    "adapter?": (dict, None),
+    "reference?": (str, dict, None),
+}
 
 
 class CheckpointSelector:
@@ -96,7 +115,8 @@ class CheckpointSelector:
         digest, share = self._world.scatter(shares)
         if digest:
             problems += self._check_share(folder, digest, share)
-        return self._world.conclude(problems, lambda of_all: sorted(set().union(*of_all)))
+        problems = self._world.conclude(problems, lambda of_all: sorted(set().union(*of_all)))
+        return problems or self._world.on_main(lambda: state_problems(folder))
 
     def _check_share(self, folder: Path, digest: str, share: list[FileRecord]) -> list[str]:
         """Check this rank's files. The first rank of each host also checks that it sees the same folder as rank 0.
@@ -116,8 +136,6 @@ class CheckpointSelector:
 
     def _check_changes(self, folder: Path) -> None:
         saved = self._world.on_main(lambda: read_state(folder))
-        if saved.get("format") != FORMAT:
-            raise CheckpointError(f"{folder / STATE}: format {saved.get('format')}, but this version reads {FORMAT}")
         refused = refusals(saved, self._facts)
         if refused:
             raise CheckpointError(
@@ -132,15 +150,11 @@ class CheckpointSelector:
 
 
 def read_state(folder: Path) -> dict:
-    """Read a checkpoint's state.json.
+    """Read a checkpoint's state.json. Raises CheckpointError for one that no run of this version wrote."""
+    return read_record(folder / STATE, _SCHEMA).require(CheckpointError, "use another checkpoint")
 
-    Raises:
-        CheckpointError: the file is not a JSON object. A matching hash only proves that the file is unchanged.
-    """
-    try:
-        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / STATE}: cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{folder / STATE}: expected a JSON object, found {type(content).__name__}")
-    return content
+
+def state_problems(folder: Path) -> list[str]:
+    """List what is wrong with state.json besides its hash: [] or one problem."""
+    problem = read_record(folder / STATE, _SCHEMA).problem
+    return [f"{STATE}: {problem}"] if problem else []

@@ -39,6 +39,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Work:
-    folder, directory = folders.model_folder(arguments.run), folders.run_directory(arguments.run)
-    recipe = folders.read_recipe(directory) if directory else None
+    folder, recipe = folders.model_folder(arguments.run), folders.known_recipe(arguments.run)
     return Work("samecurve.inference.lm_eval", (arguments, folder, folders.base_path(folder), recipe))

@@ -39,10 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run. Raises ConfigurationError if the directory has none, or one of its files cannot be read."""
+    """Read a run. Raises ConfigurationError if the directory has none. What is damaged in it is left out."""
     if not any((directory / name).is_file() for name in RECORDS):
         raise ConfigurationError(f"{directory}: no run here (run.json, metrics.jsonl); give the output_dir of a run")
-    try:
-        return Run.read(directory)
-    except ValueError as error:
-        raise ConfigurationError(f"{directory}: a damaged file; repair it or move it away: {error}") from error
+    return Run.read(directory)

@@ -13,11 +13,19 @@ from samecurve.metrics.console import duration, number, spaced
 from samecurve.metrics.predicted import of_session
 from samecurve.run.run_directory import read_metrics
 from samecurve.run.status import STATUS, read_status, refused_text
+from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.specs.tasks import TASKS
-from samecurve.storage.atomic import read_json
+from samecurve.storage.records import read_record
 from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again
 
 LABEL_WIDTH = 14
+_FACTS = RUN_FACTS | {
+    **{key: str for key in ("strategy", "engine", "precision", "recipe_path")},
+    "strategy_path": (str, None),
+    "world_size": range(1, 2**31),
+    "overrides": [str],
+    "recipe?": {"task?": str, "model?": dict, "data?": dict},
+}
 # keys for which `compare` has its own values
 LENGTH = ("output_dir", "steps", "epochs", "schedule", "evaluate.every_steps", "evaluate.every_epochs")
 
@@ -28,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     directory = arguments.run
-    facts, metrics = read_json(directory / "run.json"), read_metrics(directory)
-    if not facts or not metrics:
+    record, metrics = read_record(directory / "run.json", _FACTS), read_metrics(directory)
+    if record.is_absent or not metrics:
         raise ConfigurationError(f"{directory}: no run with a finished step here (run.json, metrics.jsonl)")
+    facts = record.require(ConfigurationError, f"python -m samecurve report {quoted(directory)} shows what can be read")
     status = read_status(directory / STATUS)
     for label, text in [*_results(facts, metrics, status), ("run directory", directory)]:
         print(f"{label:<{LABEL_WIDTH}}{text}")
@@ -46,17 +55,20 @@ def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[s
     if refused:
         yield "refused start", refused.replace("\n", f"\n{'':<{LABEL_WIDTH}}")
     yield "strategy", f"{facts['strategy']} ({facts['engine']}), {facts['world_size']} processes, {facts['precision']}"
-    trained = [record for record in metrics if record["loss"] is not None]
+    trained = [record for record in metrics if record.get("loss") is not None]
     if trained:
         yield "loss", f"{trained[0]['loss']:.4f} -> {trained[-1]['loss']:.4f} in {len(metrics):,} steps"
     evaluated = [record for record in metrics if record.get("eval_loss") is not None]
     if evaluated:
         yield "held out", _evaluation(evaluated)
     counts = facts.get("counts", "tokens")
-    counted, seconds = (sum(record[key] for record in metrics) for key in ("tokens", "step_seconds"))
+    timed = [record for record in metrics if record.get("step_seconds")]
+    counted, seconds = (sum(record.get(key) or 0 for record in timed) for key in ("tokens", "step_seconds"))
+    if not timed:
+        return
     rate = f"{counted / seconds:,.0f} per second"
     if counts != "tokens":
-        read = sum(record["tokens_per_second"] * record["step_seconds"] for record in metrics)
+        read = sum((record.get("tokens_per_second") or 0) * record["step_seconds"] for record in timed)
         rate = f"{counted / seconds:,.1f} per second, {read / seconds:,.0f} tokens per second"
     yield counts, f"{counted:,} trained in {duration(seconds)} of steps, {rate}"
     for name, text in of_session(facts, metrics).items():
@@ -84,7 +96,8 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
         model, weights = "model", "its weights"
         listed.append(_use(facts.get("recipe", {}), directory))
         listed.append(("export the model", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
-        if base := read_json(directory / "model" / "adapter_config.json").get("base_model_name_or_path"):
+        adapter = read_record(directory / "model" / "adapter_config.json").value or {}
+        if base := adapter.get("base_model_name_or_path"):
             model, weights = "merged", "the merged weights"
             if not (directory / model).is_dir():
                 listed.append((f"merge the adapter into {base}", f"python -m samecurve merge {quoted(directory)}"))

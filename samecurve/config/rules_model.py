@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.tasks import TASKS
+from samecurve.storage.records import read_record
 
 Finding = tuple[str, str]
 
@@ -120,12 +120,10 @@ RULES = (
 
 def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
     """The model's config as far as the recipe or a local model folder gives it."""
-    with contextlib.suppress(OSError, ValueError):  # a name of the Hub, or a folder that _folder reports
-        config = value("model.config")
-        if config is None and value("model.path") is not None:
-            config = json.loads((Path(value("model.path")) / "config.json").read_text())
-        return config if isinstance(config, dict) else {}
-    return {}
+    config = value("model.config")
+    if config is None and value("model.path") is not None:
+        config = read_record(Path(value("model.path")) / "config.json").value  # of a name on the hub there is none
+    return config if isinstance(config, dict) else {}
 
 
 def hidden_layers(source: RecipeSource) -> int | None:

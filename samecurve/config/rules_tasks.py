@@ -9,8 +9,8 @@ from typing import Any
 
 from samecurve.config.documents import describe
 from samecurve.specs.tasks import TASKS
-from samecurve.storage.atomic import read_json
 from samecurve.storage.git_lfs import folder_problem
+from samecurve.storage.records import read_record
 
 Finding = tuple[str, str]
 _CHUNKED = ("chunked", "liger")
@@ -128,7 +128,8 @@ def model_folder(key: str, folder: Path) -> Iterator[Finding]:
 def _instead(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         run = folder.parent if folder.name == "model" and (folder.parent / "run.json").is_file() else folder
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "its base model")
+        config = read_record(folder / "adapter_config.json").value or {}
+        base = config.get("base_model_name_or_path", "its base model")
         merged = f"merge it first, python -m samecurve merge {run}, and use {run / 'merged'}"
         return f"this is an adapter of {base}; {merged}"
     if (folder / "model" / "adapter_config.json").is_file():

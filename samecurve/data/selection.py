@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from samecurve.errors import DataError
 from samecurve.specs.file_kinds import is_text, table_kind
 from samecurve.storage.cache import cache_folder, is_main_process
+from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
@@ -160,14 +160,10 @@ def _without_runs(files: list[Path], root: Path, own: Iterable[str]) -> tuple[li
 def is_run(folder: Path) -> bool:
     """Whether a folder is the run directory (output_dir) of a run, by the content of run.json or status.json."""
     for name in ("run.json", "status.json"):
-        try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        keys = content.keys() if isinstance(content, dict) else set()
-        if name == "run.json" and {"recipe", "strategy", "versions"} <= keys:
+        content = read_record(folder / name).value or {}
+        if name == "run.json" and {"recipe", "strategy", "versions"} <= content.keys():
             return True
-        if name == "status.json" and {"step", "exit_code"} <= keys and content.get("state") in _STATES:
+        if name == "status.json" and {"step", "exit_code"} <= content.keys() and content.get("state") in _STATES:
             return True
     return False
 

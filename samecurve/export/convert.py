@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +26,7 @@ from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weights import constant_tensors
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import json_values, storage_errors, write_json
+from samecurve.storage.records import read_record
 from samecurve.tasks import registry
 
 
@@ -99,15 +100,19 @@ def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
     elif source.suffix == ".safetensors":
         _cast(source, target, dtype)
     elif source.name == "config.json":
-        content = json.loads(source.read_text(encoding="utf-8"))
-        write_json(target, {**content, "dtype": dtype_name(dtype)})
+        write_json(target, {**_read(source), "dtype": dtype_name(dtype)})
     elif source.name.endswith(".safetensors.index.json"):
-        content = json.loads(source.read_text(encoding="utf-8"))
-        stored = json.loads(source.with_name("config.json").read_text(encoding="utf-8")).get("dtype") or "float32"
-        size = content["metadata"]["total_size"] // getattr(torch, stored).itemsize * dtype.itemsize
+        content = _read(source, {"metadata": {"total_size": int}})
+        config = _read(source.with_name("config.json"), {"dtype?": (str, None)})
+        stored = getattr(torch, config.get("dtype") or "float32", torch.float32)
+        size = content["metadata"]["total_size"] // stored.itemsize * dtype.itemsize
         write_json(target, {**content, "metadata": {**content["metadata"], "total_size": size}})
     else:
         shutil.copyfile(source, target)
+
+
+def _read(path: Path, schema: Any = dict) -> dict:
+    return read_record(path, schema).require(CheckpointError, "export the model again from a checkpoint (--checkpoint)")
 
 
 def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -25,6 +25,7 @@ from samecurve.models.hf_config import CAUSAL, constants, is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names
 from samecurve.models.weight_conversion import Storage
 from samecurve.storage.atomic import storage_errors, write_json
+from samecurve.storage.checksums import write_checksums
 from samecurve.storage.fault_injection import fault_point
 
 if TYPE_CHECKING:
@@ -312,9 +313,10 @@ def write_generation_config(generation: GenerationConfig, tokenizer: PreTrainedT
 
 
 def put_in_place(partial: Path, directory: Path, busy: Callable[[], None] = lambda: None) -> None:
-    """Flush all files to the disk, then rename the folder. Raises StorageError if `directory` already exists."""
+    """Add SHA256SUMS, flush all files and rename the folder. Raises StorageError if `directory` already exists."""
     if directory.exists():
         raise StorageError(f"{directory}: exists already; the model was not exported")
+    write_checksums(partial, busy)
     for file in (path for path in partial.rglob("*") if path.is_file()):
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())

@@ -21,12 +21,36 @@ from samecurve.run.run_directory import read_metrics
 from samecurve.run.sessions import SessionRecord, sessions, unknown_origin
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import utc_timestamp, write_text
+from samecurve.storage.records import COUNT, mismatch
 
 CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "not known"
 # Sub-folder of an adapter's folder with the config of the adapted model.
 ADAPTED_CONFIG = "model_config"
 _CURVE_POINTS = 12
+# What a card needs of run.json.
+_FACTS = {
+    "output_dir": str,
+    "world_size": int,
+    "num_parameters": COUNT,
+    "num_trained_parameters": COUNT,
+    "data": {"train?": {"*": (int, float, str, None)}, "held_out?": {"*": (int, float, str, None)}},
+    "new_head?": ([str], None),
+    "adapter?": ({"base_model?": str}, None),
+    "recipe": {
+        "task": str,
+        "seed": int,
+        "steps": COUNT,
+        "precision": str,
+        "adapter": {"name": (str, None)},
+        "model": {"path": (str, None)},
+        "data": {"path": (str, None), "mixture?": ([{"path": str, "weight": float}], None)},
+        "batch": {"global_batch_size": COUNT, "sequence_length": COUNT},
+        "optimizer": {"name": str, "learning_rate": float},
+        "schedule": {"name": str},
+        "evaluate": {"path": (str, None)},
+    },
+}
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
@@ -65,8 +89,11 @@ def _metrics(run: Path, info: ExportInfo) -> list[dict]:
 
 
 def model_card(run: Path, info: ExportInfo) -> str:
-    """Return the text of README.md for a model of the run directory `run`, which must contain a run.json."""
+    """Return the text of README.md for a model of the run directory `run`. A damaged run.json makes it short."""
     known, metrics = sessions(run), _metrics(run, info)
+    problem = (known[-1].problem or mismatch(known[-1].facts, _FACTS)) if known else "no such file"
+    if problem:  # the model is whole, whatever happened to the record of its training
+        return _bare_card(run, info, f"run.json cannot be used: {problem}")
     facts = without_folders(known[-1].facts)
     parts = [
         f"---\n{yaml.safe_dump(metadata(known[-1].facts, info), sort_keys=False, allow_unicode=True)}---\n",
@@ -111,6 +138,13 @@ def metadata(facts: dict, info: ExportInfo) -> dict:
     entries["pipeline_tag"] = TASKS[recipe["task"]].hub_tag
     entries["tags"] = ["samecurve", recipe["task"], *([adapter] if adapter else [])]
     return entries
+
+
+def _bare_card(run: Path, info: ExportInfo, problem: str) -> str:
+    entries = {"library_name": "transformers", **_license(info.license), "tags": ["samecurve"]}
+    text = yaml.safe_dump(entries, sort_keys=False)
+    why = problem.replace(f"{run}/", "")
+    return f"---\n{text}---\n\n# {run.resolve().name}\n\n## Not known\n\nHow this model was trained: {why}.\n"
 
 
 def _license(given: str | None) -> dict:
@@ -186,9 +220,9 @@ def _how(recipe: dict, metrics: Sequence[dict], info: ExportInfo) -> Iterator[tu
     yield "batch", f"{batch['global_batch_size']} rows of {batch['sequence_length']} tokens"
     yield (
         "trained on",
-        f"{sum(record['tokens'] for record in metrics):,} tokens, rows or pairs, as the loss counts them",
+        f"{sum(record.get('tokens') or 0 for record in metrics):,} tokens, rows or pairs, as the loss counts them",
     )
-    yield "time in steps", duration(sum(record["step_seconds"] for record in metrics))
+    yield "time in steps", duration(sum(record.get("step_seconds") or 0 for record in metrics))
     yield "optimizer", f"{optimizer['name']}, learning rate {optimizer['learning_rate']:g}, {schedule['name']}"
     yield "computed in", f"{recipe['precision']}, from fp32 weights; stored as {info.dtype}"
     yield "seed", recipe["seed"]
@@ -206,14 +240,14 @@ def _curve(metrics: Sequence[dict]) -> Iterator[str]:
     if not metrics:
         yield "No steps are recorded."
         return
-    if any(record["loss"] is not None for record in metrics):
+    if any(record.get("loss") is not None for record in metrics):
         yield f"![loss at each step]({PICTURE})\n"
     shown = {round(index * (len(metrics) - 1) / (_CURVE_POINTS - 1)) for index in range(_CURVE_POINTS)}
     shown |= {index for index, record in enumerate(metrics) if "eval_loss" in record}
     rows = [("step", "loss", "held-out loss")]
     for index in sorted(shown):
         record = metrics[index]
-        rows.append((record["step"], _number(record["loss"]), _number(record.get("eval_loss"))))
+        rows.append((record["step"], _number(record.get("loss")), _number(record.get("eval_loss"))))
     yield _table(rows)
 
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from samecurve.config.documents import describe
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
+from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.storage import trusted_code
-from samecurve.storage.atomic import read_json
+from samecurve.storage.checksums import check_checksums
 from samecurve.storage.git_lfs import folder_problem
+from samecurve.storage.records import read_record
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = {"base_model_name_or_path": str, "peft_type?": str}
 
 
 def model_folder(run: Path) -> Path:
     """Return the folder of the exported model or adapter: RUN/model or RUN.
 
-    Raises ConfigurationError without one, and for Git LFS pointers.
+    Raises ConfigurationError without one, and for Git LFS pointers; CheckpointError if SHA256SUMS shows damage.
     """
     for folder in (run / "model", run):
         if any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             if problem := folder_problem(folder):
                 raise ConfigurationError(problem)
+            check_checksums(folder)
             return folder
     if any((run / "checkpoints").glob("step_*")):
         raise ConfigurationError(
@@ -43,8 +46,22 @@ def run_directory(path: Path) -> Path | None:
 
 
 def read_recipe(run: Path) -> Recipe:
-    """Read the recipe from run.json. Raises as `parse_recipe` does."""
-    return parse_recipe(read_json(run / "run.json"), run / "run.json")
+    """Read the recipe from run.json. Raises as `parse_recipe` does, and for a damaged file."""
+    record = read_record(run / "run.json", RUN_FACTS)
+    facts = {} if record.is_absent else record.require(ConfigurationError, "restore it from a copy")
+    return parse_recipe(facts, record.path)
+
+
+def known_recipe(path: Path) -> Recipe | None:
+    """Return the recipe of the run that a model belongs to; None without a run. A damaged run.json is reported."""
+    directory = run_directory(path)
+    if directory is None:
+        return None
+    record = read_record(directory / "run.json", RUN_FACTS)
+    if record.value is None:
+        print(f"{record.path}: {record.problem}; the model is used without its recipe", file=sys.stderr)
+        return None
+    return parse_recipe(record.value, record.path)
 
 
 def parse_recipe(facts: dict, file: Path) -> Recipe:
@@ -75,10 +92,9 @@ def with_code(recipe: Recipe, option: bool) -> Recipe:
 def ran_own_code(folder: Path) -> bool:
     """Whether the run that `folder` belongs to trained code that came with its model, by run.json. No permission."""
     directory = run_directory(folder)
-    try:
-        return bool(directory and read_json(directory / "run.json")["recipe"]["model"]["trust_remote_code"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    schema = {"recipe": {"model": {"trust_remote_code": bool}}}
+    facts = read_record(directory / "run.json", schema).value if directory else None
+    return bool(facts) and facts["recipe"]["model"]["trust_remote_code"]
 
 
 def base_path(folder: Path) -> str | None:
@@ -89,13 +105,8 @@ def base_path(folder: Path) -> str | None:
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         return None
-    try:
-        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigurationError(f"{path}: base_model_name_or_path cannot be read ({error})") from error
-    if not isinstance(base, str):
-        text = f"base_model_name_or_path: found {describe(base)}, expected the folder or hub name of the base model"
-        raise ConfigurationError(f"{path}: {text}; write it there")
+    config = read_record(path, ADAPTER).require(ConfigurationError, "name the base model there")
+    base = config["base_model_name_or_path"]
     # written relative to the directory that the training was started in: this one, or one above the run
     places = (parent / base for parent in (Path(), *folder.resolve().parents) if (parent / base).is_dir())
     existing = next(places, None)

@@ -11,7 +11,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.inference import folders
 from samecurve.specs.tasks import TASKS
-from samecurve.storage.atomic import read_json
+from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,15 +63,15 @@ def find_generative_model(run: Path) -> tuple[Path, Recipe | None]:
 
     Raises ConfigurationError if there is no model, or one that does not generate text.
     """
-    folder, directory = folders.model_folder(run), folders.run_directory(run)
-    recipe = folders.read_recipe(directory) if directory else None
+    folder, recipe = folders.model_folder(run), folders.known_recipe(run)
     check_generates(run, folder, recipe)
     return folder, recipe
 
 
 def check_generates(run: Path, folder: Path, recipe: Recipe | None) -> None:
     """Raise ConfigurationError for a model that does not generate text."""
-    known = read_json(folder / "config.json").get("architectures") or []
+    config = read_record(folder / "config.json", {"architectures?": ([str], None)})
+    known = [] if config.is_absent else config.require(ConfigurationError, "restore it").get("architectures") or []
     others = [name for name in known if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
     if recipe is not None and TASKS[recipe.task].predicts:
         why = f"the model was trained by task {recipe.task}"

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from samecurve.errors import CheckpointError, ConfigurationError
+from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.inference.folders import base_path, ran_own_code
 from samecurve.models import lora
 from samecurve.models.hf_config import CAUSAL, KINDS, Head, check_sizes, kind_of_stored, without_pooler
 from samecurve.models.weight_files import indexed_files, weight_files
 from samecurve.storage import trusted_code
-from samecurve.storage.atomic import read_json
+from samecurve.storage.checksums import check_checksums
+from samecurve.storage.records import read_record
 
 
 def check_base_model(run: Path, base: str) -> None:
     """Raise CheckpointError if the base model has changed since the run. Without a run there is no check."""
-    known = (read_json(run / "run.json").get("adapter") or {}).get("base_model")
+    record = read_record(run / "run.json", {"adapter?": ({"base_model?": (str, None)}, None)})
+    if record.problem and not record.is_absent:
+        print(
+            f"{record.path}: {record.problem}; whether {base} has changed since the run is not known", file=sys.stderr
+        )
+    known = ((record.value or {}).get("adapter") or {}).get("base_model")
     if known is None:
         return
     if lora.weights_fingerprint(weight_files(base)) != known:
@@ -38,6 +46,8 @@ def load_with_tokenizer(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model in fp32, with its adapter if the folder holds one, and its tokenizer. See `load_model`."""
     base = _base_path(folder, trust_remote_code)
+    if base is not None:
+        check_checksums(Path(base))
     tokenizer = load_tokenizer(folder, trust_remote_code)
     if base is None:
         return load_model(str(folder), head, attention, trust_remote_code), tokenizer
@@ -48,10 +58,8 @@ def load_with_tokenizer(
         # The model is built without the pooler that exclude_modules names.
         warnings.filterwarnings("ignore", message="You have passed exclude_modules")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        try:
+        with _loading(folder, "the adapter"):
             adapted = PeftModel.from_pretrained(model, folder).eval()
-        except UnpicklingError as error:
-            raise _pickled(folder) from error
     # peft's wrapper is no PreTrainedModel, but forwards every attribute and call to the one inside.
     return cast(PreTrainedModel, adapted), tokenizer
 
@@ -82,12 +90,8 @@ def stored_head(folder: Path, trust_remote_code: bool = False) -> Head:
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder. Raises ConfigurationError if the folder holds none, or its code may not run."""
     trusted = trusted_code.allows(trust_remote_code, str(folder))
-    try:
+    with _loading(folder, "the tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    except (OSError, ValueError) as error:
-        if trusted_code.is_refusal(error):
-            raise ConfigurationError(trusted_code.refusal(str(folder))) from error
-        raise ConfigurationError(f"{folder}: the tokenizer cannot be loaded ({error})") from error
 
 
 def load_model(
@@ -119,7 +123,7 @@ def load_model(
     more |= {"config": config, **without_pooler(model_class)}
     if (index := Path(path, SAFE_WEIGHTS_INDEX_NAME)).is_file():
         indexed_files(index)  # transformers would read files of other folders
-    try:
+    with _loading(path, "the model"):
         loaded: Any = model_class.from_pretrained(  # annotated as the model alone, without the loading info
             path,
             dtype=torch.float32,
@@ -127,10 +131,6 @@ def load_model(
             trust_remote_code=trusted_code.allows(trust_remote_code, path),
             **more,
         )
-    except UnpicklingError as error:
-        raise _pickled(path) from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigurationError(f"{path}: the model cannot be loaded ({error})") from error
     model, info = loaded
     missing = set(info["missing_keys"]) - (lora.stored_tensor_names(adapter) if adapter else set())
     if missing:
@@ -140,12 +140,26 @@ def load_model(
     return model.eval()
 
 
-def _pickled(path: str | Path) -> ConfigurationError:
-    # torch's own error says how to run such a file
-    return ConfigurationError(
-        f"{path}: its weights are a pickle (.bin) of more than tensors, which would run code and was not read; get the "
-        "model as safetensors"
-    )
+@contextmanager
+def _loading(path: str | Path, what: str) -> Iterator[None]:
+    """Turn what transformers and peft raise for a folder into a ConfigurationError.
+
+    Their exceptions are of any type: a value of another type in config.json, a size that fits no memory.
+    """
+    try:
+        yield
+    except SamecurveError:
+        raise
+    except UnpicklingError as error:  # its text says how to run such a file
+        raise ConfigurationError(
+            f"{path}: its weights are a pickle (.bin) of more than tensors, which would run code and was not read; get "
+            "the model as safetensors"
+        ) from error
+    except Exception as error:
+        if trusted_code.is_refusal(error):
+            raise ConfigurationError(trusted_code.refusal(str(path))) from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(f"{path}: {what} cannot be loaded ({reason:.400})") from error
 
 
 def stored_class(
@@ -186,13 +200,9 @@ def _model_class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[P
 
 
 def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
-    try:
+    with _loading(path, "the model"):
         check_sizes(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted_code.allows(trust_remote_code, path))
-    except (OSError, ValueError) as error:
-        if trusted_code.is_refusal(error):
-            raise ConfigurationError(trusted_code.refusal(path)) from error
-        raise ConfigurationError(f"{path}: the model cannot be loaded ({error})") from error
     kernel = config._attn_implementation or ""
     if "/" in kernel and not trust_remote_code:
         raise ConfigurationError(

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from samecurve.errors import NumericError
 from samecurve.export.convert import check_links, copy_as
-from samecurve.export.hf_export import settle_config, write_generation_config
+from samecurve.export.hf_export import put_in_place, settle_config, write_generation_config
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
 from samecurve.inference import folders, loading
 from samecurve.specs.precision import DTYPES
@@ -55,8 +55,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
         directory = folders.run_directory(arguments.run)
         if directory is not None:  # a folder with an adapter alone does not know its run
             write_card(directory, ExportInfo(dtype, merged=True), partial)
-        with storage_errors(output):
-            partial.rename(output)
+        put_in_place(partial, output)
     finally:
         for leftover in (partial, cast):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from samecurve.data.schemas.classification import Example, ExampleEncoder, text_
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import folders, loading
 from samecurve.losses import contrastive
+from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -202,7 +202,8 @@ class Embedder(Predictor):
         if self.recipe:
             return self.recipe.embed.pooling
         path = self.folder / "1_Pooling" / "config.json"
-        modes = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        record = read_record(path)
+        modes = {} if record.is_absent else record.require(ConfigurationError, "restore it")
         names: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
         for key, name in names.items():
             if modes.get(key):
@@ -295,7 +296,7 @@ def load_predictor(
         if given is not None and classes[kind] is not needed:
             what = "a reward model" if needed is Scorer else "a masked language model"
             raise ConfigurationError(f"--{name}: only for {what}, which {folder} is not; leave the option out")
-    recipe, base = folders.read_recipe(directory) if directory else None, folders.base_path(folder)
+    recipe, base = folders.known_recipe(run), folders.base_path(folder)
     if directory and base:
         loading.check_base_model(directory, base)
     model, tokens = loading.load_with_tokenizer(folder, head, trust_remote_code=trust_remote_code)

@@ -6,7 +6,6 @@ Format: 8 bytes with the header's length, the header (JSON), the tensors (https:
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,11 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from samecurve.errors import ConfigurationError
 from samecurve.storage.git_lfs import pointer_problem
+from samecurve.storage.records import parse, read_record
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_OFFSET = range(2**63)
+_HEADER = {"__metadata__?": dict, "*": {"dtype": str, "shape": [_OFFSET], "data_offsets": [_OFFSET]}}
 _LARGEST_HEADER = 100 * 10**6  # the format's own limit, in bytes
 
 
@@ -60,16 +62,18 @@ def header(file: Path) -> dict[str, Stored]:
             # before `read` would allocate whatever length a damaged or forged file announces
             if length > _LARGEST_HEADER or begin > size:
                 raise _damaged(file, f"it has {size:,} bytes, and its header alone would have {length:,}")
-            entries = json.loads(stream.read(length))
-            entries.pop("__metadata__", None)
-            found = {
-                name: Stored(file, entry["dtype"], tuple(entry["shape"]), *(begin + at for at in entry["data_offsets"]))
-                for name, entry in entries.items()
-            }
+            entries, problem = parse(stream.read(length), _HEADER)
     except OSError as error:
         raise ConfigurationError(f"{file}: {error.strerror or error}") from error
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(file, "its header cannot be read") from error
+    except struct.error as error:
+        raise _damaged(file, f"it has {size:,} bytes") from error
+    if problem:
+        raise _damaged(file, f"its header cannot be read: {problem}")
+    entries.pop("__metadata__", None)
+    found = {
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), *(begin + at for at in entry["data_offsets"]))
+        for name, entry in entries.items()
+    }
     expected = max((stored.stop for stored in found.values()), default=begin)
     if expected != size:
         raise _damaged(file, f"it has {size:,} bytes, and its header announces {expected:,}")
@@ -108,10 +112,8 @@ def _damaged(file: Path, what: str) -> ConfigurationError:
 
 def indexed_files(index: Path) -> dict[str, Path]:
     """Return the file of each tensor. Raises ConfigurationError for an index that is damaged or names other folders."""
-    try:
-        files = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigurationError(f"{index}: the weight_map cannot be read; copy or download it again") from error
+    content = read_record(index, {"weight_map": {"*": str}}).require(ConfigurationError, "copy or download it again")
+    files = {name: index.parent / file for name, file in content["weight_map"].items()}
     for file in files.values():
         if file.parent != index.parent or file.name in ("", ".."):
             raise ConfigurationError(

@@ -104,7 +104,7 @@ def _introduction(run: Run, index: int, named: bool) -> str:
         where += [str(facts.get("precision", NOT_KNOWN))]
         text = f"{facts.get('recipe_path', NOT_KNOWN)} under {', '.join(where)}"
     else:
-        text = "the run ended before it wrote run.json"
+        text = f"run.json: {run.known[-1].problem}" if run.known else "the run ended before it wrote run.json"
     lines = [f"<p>{name}{escape(str(run.directory))}: {escape(text)}</p>"]
     if run.status.get("reason"):
         lines.append(f'<p class="bad">{escape(run.state)}</p>')

@@ -12,7 +12,7 @@ from samecurve.metrics.console import duration, number, spaced
 from samecurve.metrics.predicted import of_session
 from samecurve.reports.chart import relative_differences
 from samecurve.reports.plot import column, is_finite
-from samecurve.run.run_directory import read_metrics
+from samecurve.run.run_directory import metrics_lines
 from samecurve.run.sessions import SessionRecord, sessions
 from samecurve.run.status import STATUS, read_status
 
@@ -30,6 +30,7 @@ class Run:
         status: content of status.json.
         known: the sessions of the run, oldest first.
         metrics: content of metrics.jsonl.
+        num_damaged: damaged lines of metrics.jsonl, which are left out.
         facts: run.json of the last session that has one, {} if none has.
     """
 
@@ -37,11 +38,12 @@ class Run:
     status: dict
     known: list[SessionRecord]
     metrics: list[dict]
+    num_damaged: int = 0
 
     @classmethod
     def read(cls, directory: Path) -> Run:
         status = read_status(directory / STATUS)
-        return cls(directory, status, sessions(directory), read_metrics(directory))
+        return cls(directory, status, sessions(directory), *metrics_lines(directory))
 
     @property
     def name(self) -> str:
@@ -64,6 +66,8 @@ def results(run: Run) -> dict[str, str]:
     done = metrics[-1]["step"] if metrics else 0
     steps = f"{done:,} of {number(run.facts.get('recipe', {}).get('steps', NOT_KNOWN))}"
     found = {"state": run.status.get("state", NOT_KNOWN), "steps": steps, "sessions": f"{len(run.known)}"}
+    if run.num_damaged:
+        found["damaged lines of metrics.jsonl"] = f"{run.num_damaged}, left out"
     found |= dict(_learned(metrics))
     if metrics:
         seconds = _values(metrics, "step_seconds")

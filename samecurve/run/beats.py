@@ -9,7 +9,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from samecurve.storage.records import COUNT, mismatch, read_record
+
 State = Literal["running", "hanging", "finished", "failed"]
+_SCHEMA = {
+    **{key: COUNT for key in ("rank", "pid", "step", "num_phases", "num_marks")},
+    **{key: str for key in ("host", "machine", "phase")},
+    "idle_seconds": float,
+    "time?": float,
+    "state?": str,
+    "reason?": str,
+    "exit_code?": int,
+    "has_reported?": bool,
+    "*": (),
+}
 
 
 @dataclass(frozen=True)
@@ -85,29 +98,16 @@ def where(phase: str, step: int) -> str:
 
 def read_beat(path: Path) -> Beat | None:
     """Read one rank's file; None if it cannot be read."""
-    content = read_object(path)
-    return beat_of(content) if content else None
+    return beat_of(read_record(path).value)
 
 
-def beat_of(content: dict) -> Beat | None:
-    """Rebuild a heartbeat from its JSON object; None if its keys are not those of a Beat."""
-    try:
-        return Beat(**content)
-    except TypeError:
-        return None
+def beat_of(content: Any) -> Beat | None:
+    """Rebuild a heartbeat from its JSON object; None if its keys or types are not those of a Beat."""
+    return None if mismatch(content, _SCHEMA) else Beat(**content)
 
 
 def write_beat(folder: Path, beat: Beat) -> None:
     write_object(folder / file_name(beat.rank), asdict(beat))
-
-
-def read_object(path: Path) -> dict | None:
-    """Read a JSON object; None if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def write_object(path: Path, content: Any) -> None:

@@ -14,10 +14,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from samecurve.run.beats import Beat, Peer, beat_of, file_name, read_beat, read_object, write_object
+from samecurve.run.beats import Beat, Peer, beat_of, file_name, read_beat, write_object
+from samecurve.storage.records import read_record
 
 WORLD = "world.json"
+_HOST_SCHEMA = {"num_ranks": range(1, 1025), "up": list, "down": list}
+_WORLD_SCHEMA = {"beats": list}
 
 
 class Relay:
@@ -76,15 +80,16 @@ class Relay:
         return [beat for beat in found if beat]
 
     def _of_world(self) -> list[Beat]:
-        content, is_fresh = self._read(self._folder / WORLD)
+        content, is_fresh = self._read(self._folder / WORLD, _WORLD_SCHEMA)
         beats = _beats(content, "beats")
         return beats if is_fresh else beats[:1]  # rank 0's own: it is the one that does not write any more
 
-    def _read(self, path: Path) -> tuple[dict, bool]:
+    def _read(self, path: Path, schema: Any = _HOST_SCHEMA) -> tuple[dict, bool]:
         """Return a file's content, {} if there is none yet, and whether it changed lately."""
         now = time.monotonic()
         before, changed = self._changed.get(path, ({}, now))
-        content = read_object(path) or before  # storage may fail for a moment: then the file counts as unchanged
+        # storage may fail for a moment: then the file counts as unchanged
+        content = read_record(path, schema).value or before
         if content != before:
             changed = now
         self._changed[path] = content, changed

@@ -8,15 +8,23 @@ from pathlib import Path
 
 from samecurve.run.run_directory import previous_folders
 from samecurve.run.status import STATUS, read_status, split_refused
-from samecurve.storage.atomic import read_json
+from samecurve.specs.run_facts import RUN_FACTS
+from samecurve.storage.records import read_record
 
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """One start of train.py. facts: its run.json. ended: the outcome recorded in its status.json, in words."""
+    """One start of train.py.
+
+    Attributes:
+        facts: its run.json; {} if that is damaged.
+        ended: the outcome recorded in its status.json, in words.
+        problem: what is wrong with its run.json, "" if nothing is.
+    """
 
     facts: dict
     ended: str
+    problem: str = ""
 
     @property
     def start_step(self) -> int:
@@ -43,15 +51,16 @@ def unknown_origin(began: SessionRecord) -> str | None:
 
 def _backwards(run: Path) -> Iterator[SessionRecord]:
     for folder in (run, *reversed(previous_folders(run))):
-        facts = read_json(folder / "run.json")
-        if not facts:  # the session ended before it wrote run.json
+        record = read_record(folder / "run.json", RUN_FACTS)
+        if record.is_absent:  # the session ended before it wrote run.json
             continue
+        facts = record.value or {}
         status, _ = split_refused(read_status(folder / STATUS))
         state, reason = status.get("state", "not known"), status.get("reason")
         # a session that still says running was killed, or lost its machine
         ended = "killed, or its host failed" if state == "running" else f"{state}: {reason}" if reason else state
-        yield SessionRecord(facts, ended)
-        if not _is_own(facts):
+        yield SessionRecord(facts, ended, record.problem)
+        if not _is_own(facts):  # or a damaged one, of which this is not known
             return
 
 

@@ -9,7 +9,6 @@ The state of the existing run stays unchanged. A later start that is accepted re
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -18,45 +17,32 @@ from pathlib import Path
 from samecurve.errors import PeerError, SamecurveError
 from samecurve.storage.atomic import utc_timestamp, write_json
 from samecurve.storage.file_lock import lock_folder
+from samecurve.storage.records import read_record
 
 STATUS = "status.json"
 REFUSED = "refused_start"
 COUNTED = ("failing_step", "failures")
 _NOTE = "heartbeats/refused_{}.json"
 _STARTED_WITHIN_SECONDS = 120  # the hosts of a job may start this far apart
-_TYPES = {
-    "state": str,
-    "reason": str,
-    "time": str,
-    "step": int,
-    "exit_code": (int, type(None)),
-    "failing_step": int,
-    "failures": int,
-    "earlier": dict,
-    REFUSED: dict,
+_STATE = {
+    "state?": str,
+    "reason?": str,
+    "time?": str,
+    "step?": int,
+    "exit_code?": (int, None),
+    "failing_step?": int,
+    "failures?": int,
 }
+_SCHEMA = {**_STATE, f"{REFUSED}?": _STATE, "earlier?": {**_STATE, f"{REFUSED}?": _STATE}}
+_NOTE_SCHEMA = {"rank": str, "host": str, "rendezvous": list, "reason": str, "exit_code": int}
 
 
 def read_status(path: Path) -> dict:
     """Read a status.json; {} if there is none. Only the text of a damaged file is returned, under the key "damaged"."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="backslashreplace")
-    except FileNotFoundError:
-        return {}
-    except OSError as error:  # for example another user's file, or a folder
-        return {"damaged": str(error)}
-    with contextlib.suppress(ValueError, RecursionError):
-        status = json.loads(text)
-        if _is_whole(status):
-            return status
-    return {"damaged": text}
-
-
-def _is_whole(status: object) -> bool:
-    if not isinstance(status, dict):
-        return False
-    known = [(value, _TYPES[key]) for key, value in status.items() if key in _TYPES]
-    return all(isinstance(value, kind) and (kind is not dict or _is_whole(value)) for value, kind in known)
+    record = read_record(path, _SCHEMA)
+    if record.problem and not record.is_absent:
+        return {"damaged": record.content.decode("utf-8", "backslashreplace") or record.problem}
+    return record.value or {}
 
 
 def split_refused(status: dict) -> tuple[dict, dict]:
@@ -124,10 +110,10 @@ def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
     """
     refusal = None
     for path in sorted(folder.glob(_NOTE.format("*"))):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # gone, or cut off
+        with contextlib.suppress(OSError):  # gone
             is_recent = path.stat().st_mtime > since - _STARTED_WITHIN_SECONDS
-            note = json.loads(path.read_text(encoding="utf-8"))
-            if is_recent and note["rendezvous"] == _rendezvous(os.environ) and refusal is None:
+            note = read_record(path, _NOTE_SCHEMA).value
+            if is_recent and note and note["rendezvous"] == _rendezvous(os.environ) and refusal is None:
                 refusal = PeerError(f"rank {note['rank']} on {note['host']}: {note['reason']}", note["exit_code"])
             path.unlink()
     return refusal

@@ -10,7 +10,7 @@ A schema is made of Python's own values:
     range(1, 10)             an integer of that range
     float                    a finite number
     None                     null
-    (int, None)              one of several
+    (int, None)              one of several; () is none at all
     [str]                    a list of such values
     {"step": int, "model?": dict, "*": float}    an object. Without a question mark, a key has to be there. "*" is the
                                                  schema of all other keys, which may have any value without it.
@@ -39,12 +39,14 @@ class Record:
     Attributes:
         value: the content; None if the file is absent or damaged.
         problem: why there is no value, in words; "" if there is one.
+        content: of a damaged file.
     """
 
     path: Path
     value: Any = None
     problem: str = ""
     is_absent: bool = False
+    content: bytes = b""
 
     def require(self, error: type[SamecurveError], fix: str) -> Any:
         """Return the value. Raises `error`, with file and problem and how to fix it, if there is none."""
@@ -67,7 +69,7 @@ def read_record(path: Path, schema: Any = dict, most_bytes: int = MOST_BYTES) ->
     if len(content) > most_bytes:
         return Record(path, problem=f"larger than {most_bytes:,} bytes")
     value, problem = parse(content, schema)
-    return Record(path, value, problem)
+    return Record(path, value, problem, content=content if problem else b"")
 
 
 def parse(content: bytes, schema: Any = dict) -> tuple[Any, str]:
@@ -89,10 +91,10 @@ def parse(content: bytes, schema: Any = dict) -> tuple[Any, str]:
 def mismatch(value: Any, schema: Any, key: str = "") -> str:
     """Say how a value differs from a schema; "" if it fits. key: the value's own, with dots."""
     if isinstance(schema, tuple):
-        nested = next((kind for kind in schema if isinstance(kind, dict)), None)
-        if isinstance(value, dict) and nested is not None:
-            return mismatch(value, nested, key)
         fits = _fits_one(value, schema)
+        nested = next((kind for kind in schema if isinstance(kind, dict)), None)
+        if not fits and isinstance(value, dict) and nested is not None:
+            return mismatch(value, nested, key)
     elif isinstance(schema, dict):
         fits = isinstance(value, dict)
         if fits:
@@ -148,8 +150,10 @@ def _mismatch_inside(value: dict, schema: dict, key: str) -> str:
 
 def _expected(schema: Any) -> str:
     if isinstance(schema, tuple):
-        return " or ".join(dict.fromkeys(map(_expected, schema)))
+        return " or ".join(dict.fromkeys(map(_expected, schema))) or "no such key"
     if isinstance(schema, range):
+        if len(schema) == 1:
+            return str(schema.start)
         return f"an integer from {schema.start} to {schema.stop - 1}"
     return "null" if schema is None else _NAMES[schema if isinstance(schema, type) else type(schema)]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from samecurve.storage.atomic import storage_errors, write_text
+from samecurve.storage.records import read_record
 
 OPTION = "--trust_remote_code"
 _CONFIGS = ("config.json", "tokenizer_config.json")
@@ -31,12 +31,10 @@ def modules(path: str) -> tuple[str, ...]:
     """List the Python files that a local folder asks transformers to run. () for a name on the hub."""
     folder, names = Path(path), []
     for config in _CONFIGS:
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            content = json.loads((folder / config).read_text(encoding="utf-8"))
-            if isinstance(content, dict) and content.get("configuration_files"):
-                names.append(ANOTHER_CONFIG)
-            references = _texts(content.get("auto_map")) if isinstance(content, dict) else ()
-            names += [f"{reference.rpartition('.')[0]}.py" for reference in references]
+        content = read_record(folder / config).value or {}
+        if content.get("configuration_files"):
+            names.append(ANOTHER_CONFIG)
+        names += [f"{reference.rpartition('.')[0]}.py" for reference in _texts(content.get("auto_map"))]
     if (folder / _CUSTOM_GENERATE).is_file():
         names.append(_CUSTOM_GENERATE)
     return tuple(dict.fromkeys(names))

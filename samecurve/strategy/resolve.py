@@ -25,7 +25,7 @@ from samecurve.config.documents import (
 from samecurve.config.key_hints import near_option
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.errors import ConfigurationError, TopologyError
-from samecurve.storage.atomic import read_json
+from samecurve.storage.records import read_record
 from samecurve.strategy import launchers, validate
 from samecurve.strategy.launchers import Ancestor, Launch
 from samecurve.strategy.parallel_dims import ParallelDims
@@ -92,7 +92,7 @@ def named_checkpoint(run: Path, name: str) -> Path:
     """Return the folder of a checkpoint by its path or by its name in the run: `best`, `step_00000040`."""
     inside = run / "checkpoints"
     if name == "best":
-        name = read_json(inside / "best.json").get("checkpoint", name)
+        name = (read_record(inside / "best.json", {"checkpoint": str}).value or {}).get("checkpoint", name)
     return inside / name if (inside / name).is_dir() else Path(name)
 
 

@@ -40,7 +40,7 @@ from samecurve.run.run_directory import REJECTED
 from samecurve.run.status import STATUS, read_status
 from samecurve.run.watchdog import LAST_RESORT_SECONDS
 from samecurve.storage import terminal
-from samecurve.storage.atomic import read_json
+from samecurve.storage.records import read_record
 from samecurve.strategy import preflight
 from samecurve.strategy.pipeline_schedules import micro_batch_rule
 from samecurve.strategy.restarts import is_restart
@@ -201,7 +201,10 @@ def run_stages(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -
             return None
         if code:
             raise _error(code, read_status(folder / STATUS).get("reason", ""))
-        return [RehearsedStage(*values) for values in read_json(folder / REPORT)["stages"]] if is_main else []
+        if not is_main:
+            return []
+        report = read_record(folder / REPORT, {"stages": [list]}).require(StorageError, "start the run again")
+        return [RehearsedStage(*values) for values in report["stages"]]
     finally:
         if is_main and not any((folder / name).exists() for name in EVIDENCE):
             shutil.rmtree(folder, ignore_errors=True)

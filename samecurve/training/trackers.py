@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.metrics.data_wait import WaitAdvice
 from samecurve.storage.atomic import known_cause, write_json
+from samecurve.storage.records import read_record
 from samecurve.strategy.restarts import is_restart
 
 if TYPE_CHECKING:
@@ -104,8 +104,11 @@ class Trackers:
         # Accelerate passes a project, which the package prefers to its environment variable
         project = os.environ.get(_PROJECTS.get(name, "")) or self._folder.resolve().name
         ids = folder / RUN_IDS
-        if start_step and not self._ids and ids.is_file():
-            self._ids = json.loads(ids.read_text())
+        if start_step and not self._ids:
+            record = read_record(ids, {"*": str})
+            self._ids = record.value or {}
+            if record.problem and not record.is_absent:
+                self._log(f"{ids}: {record.problem}; trackers begin a new run")
         kind, options = LOGGER_TYPE_TO_CLASS[name], {}
         if name == "tensorboard":
             # repeated steps replace those that the earlier session logged after its last checkpoint

@@ -111,9 +111,9 @@ def test_the_rank_that_lags_is_named_and_one_that_gets_on_keeps_the_others_waiti
 def test_the_number_of_files_that_are_read(num_ranks, tmp_path, monkeypatch):
     run = Run(tmp_path, num_ranks, monkeypatch)
     run.beat(ROUNDS)
-    paths, read = [], beats.read_object
+    paths, read = [], beats.read_record
     for module in (beats, heartbeat_relay):
-        monkeypatch.setattr(module, "read_object", lambda path: paths.append(path) or read(path))
+        monkeypatch.setattr(module, "read_record", lambda path, *schema: paths.append(path) or read(path, *schema))
     for rank, most in ((0, PER_HOST + num_ranks // PER_HOST - 1), (1, PER_HOST + 1), (8, PER_HOST + 1)):
         paths.clear()
         run.ranks[rank].look(at_all=True)  # as before a rank takes it for a hang

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from saved_state import saved_state
 from test_model_card import facts
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -132,7 +133,7 @@ def forged_checkpoint(run: Path, recipe: dict) -> Path:
     folder = run / "checkpoints" / "step_00000001"
     folder.mkdir(parents=True)
     (folder / file_name(0)).write_bytes(b"")
-    write(folder / "state.json", {"recipe": recipe, "step": 1, "data": {"rows": 0}, "model": {}})
+    write(folder / "state.json", saved_state(recipe=recipe))
     contents = {name: (folder / name).read_bytes() for name in (file_name(0), "state.json")}
     files = [
         {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -360,7 +361,7 @@ def test_a_link_out_of_a_folder_is_not_followed(command, folder, tmp_path, capsy
 @pytest.mark.parametrize("base", [None, 3, ["a"]])
 def test_an_adapter_has_to_name_its_base_model(base, folder, tmp_path):
     write(adapter(tmp_path, folder) / "adapter_config.json", {"base_model_name_or_path": base})
-    with pytest.raises(ConfigurationError, match=r"base_model_name_or_path: found .* write it there"):
+    with pytest.raises(ConfigurationError, match=r"base_model_name_or_path: found .* name the base model there"):
         loading.load_with_tokenizer(tmp_path / "adapter")
 
 

@@ -276,16 +276,21 @@ def test_a_long_run_is_a_small_page(run, capsys):
         (["nowhere"], "nowhere: no run here (run.json, metrics.jsonl); give the output_dir of a run"),
         (["a", "nowhere"], "nowhere: no run here"),
         (["a", "a", "a"], "RUN: found 3 directories, but a report shows one run or two"),
-        (["damaged"], "damaged: a damaged file; repair it or move it away: Expecting value"),
     ],
 )
 def test_mistakes(run, arguments, message, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)
-    Path("damaged").mkdir()
-    Path("damaged/run.json").write_text("half")
     assert commands.main(["report", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(run.glob("report*"))
+
+
+def test_what_is_damaged_is_left_out_and_said(run, capsys):
+    (run / "run.json").write_text("half")
+    with open(run / "metrics.jsonl", "ab") as stream:
+        stream.write(b'{"step": 99, "loss": "text"}\n{"step": \xff}\n' + b"[" * 100_000)
+    page = made(capsys, run)
+    assert "run.json: damaged: not JSON" in page and "damaged lines of metrics.jsonl" in page and "3, left out" in page
 
 
 def test_keys_by_hand():

@@ -154,5 +154,5 @@ def test_there_is_one_reader():
 
 def test_a_status_that_cannot_be_read_is_damaged(tmp_path):
     (tmp_path / "status.json").mkdir()
-    assert "Is a directory" in read_status(tmp_path / "status.json")["damaged"]
+    assert "not a file" in read_status(tmp_path / "status.json")["damaged"]
     assert read_status(tmp_path / "none" / "status.json") == {}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from saved_state import saved_state
 
 from samecurve.config import loader
 from samecurve.errors import ConfigurationError
@@ -47,7 +48,7 @@ def checkpoint(run: Path, step: int, day: str | None) -> Path:
     folder.mkdir(parents=True)
     (folder / "COMMITTED").write_text("x")
     tokenizer = {"path": None} if day is None else {"template_date": day}
-    (folder / "state.json").write_text(json.dumps({"recipe": {"tokenizer": tokenizer}}))
+    (folder / "state.json").write_text(json.dumps(saved_state(recipe={"tokenizer": tokenizer})))
     return folder
 
 

@@ -1,0 +1,64 @@
+"""SHA256SUMS: the hashes of a model folder's files, in the format of coreutils (`sha256sum --check SHA256SUMS`).
+
+A weight, a tokenizer or a config with one flipped bit still loads: only a hash tells. The card is not listed, because
+its owner edits it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from samecurve.errors import CheckpointError
+from samecurve.storage.atomic import storage_errors, write_text
+
+SUMS = "SHA256SUMS"
+_NOT_LISTED = (SUMS, "README.md", "loss.svg")
+_LINE = re.compile(r"([0-9a-f]{64})  (?!/)(?!.*(?:^|/)\.\.(?:/|$))(.+)")
+
+
+def write_checksums(folder: Path, busy: Callable[[], None] = lambda: None) -> None:
+    """Write the hashes of all files of a finished model folder. Raises StorageError."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _NOT_LISTED)
+    with storage_errors(folder):
+        lines = [f"{_digest(path, busy)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    write_text(folder / SUMS, "".join(lines))
+
+
+def check_checksums(folder: Path, busy: Callable[[], None] = lambda: None) -> None:
+    """Compare a folder with its SHA256SUMS; without one nothing is known. busy: called while files are read.
+
+    Raises CheckpointError, with every file that is not what was written.
+    """
+    fix = f"copy or export the model again; or delete {SUMS} if you changed the file yourself"
+    problems = []
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8", errors="backslashreplace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise CheckpointError(f"{folder / SUMS}: {error.strerror or error}; {fix}") from error
+    for line in lines or [""]:
+        match = _LINE.fullmatch(line)
+        if match is None:
+            problems.append(f"{folder / SUMS}: damaged: {line!r:.80}")
+            continue
+        path = folder / match[2]
+        try:
+            if _digest(path, busy) != match[1]:
+                problems.append(f"{path}: differs from what was written, by {SUMS}")
+        except (OSError, ValueError) as error:
+            problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+    if problems:
+        raise CheckpointError("\n".join([*problems, fix]))
+
+
+def _digest(path: Path, busy: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while piece := stream.read(1 << 24):
+            digest.update(piece)
+            busy()
+    return digest.hexdigest()
