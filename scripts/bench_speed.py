@@ -34,7 +34,7 @@ from benchmarks.speed.page import WARM_UP, Found, Measurement, page  # noqa: E40
 from samecurve.config.overrides import latest_overrides  # noqa: E402
 from samecurve.distributed.cpu_workers import num_cores  # noqa: E402
 from samecurve.specs.environment import processor, versions  # noqa: E402
-from samecurve.storage.atomic import read_json, write_json, write_text  # noqa: E402
+from samecurve.storage.atomic import write_json, write_text  # noqa: E402
 
 FOLDER = ROOT / "benchmarks" / "speed"
 CORES = 2
@@ -156,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def kept(results: Path) -> Found:
-    return {name: by_device(lambda each: Measurement(**each), of) for name, of in read_json(results).items()}
+    content = json.loads(results.read_text())
+    return {name: by_device(lambda each: Measurement(**each), of) for name, of in content.items()}
 
 
 def by_device(change: Callable, measured: Mapping) -> dict:
@@ -234,7 +235,7 @@ def run(contestant: Contestant, recipe: Path, folder: Path, overrides: Sequence[
     if contestant.program:
         return Run(json.loads((output / "steps.json").read_text()))
     steps = [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
-    return Run(steps, read_json(output / "run" / "run.json")["flops"]["peak_tflops"])
+    return Run(steps, json.loads((output / "run" / "run.json").read_text())["flops"]["peak_tflops"])
 
 
 def compared(found: dict[str, list[Run]]) -> dict:

@@ -15,7 +15,7 @@ from samecurve.planner import collectives
 from samecurve.planner.calibration import ALONE, Calibration
 from samecurve.planner.hardware import DEFAULT_NODE_GBIT, PROCESS_GIB, Gpu, canonical, gpu, link
 from samecurve.planner.memory import CONTEXT_GIB, NCCL_GIB
-from samecurve.storage.atomic import read_json
+from samecurve.storage.records import read_record
 
 VOLUMES = {
     "all_reduce": collectives.all_reduce_volume,
@@ -45,11 +45,8 @@ class BenchResult:
 
 def read(path: Path) -> BenchResult | None:
     """Read a result of `bench`; None if the file is none. Raises ConfigurationError for one that teaches nothing."""
-    try:
-        content = read_json(path)
-    except (OSError, ValueError):
-        return None
-    if not isinstance(content, dict) or "benchmark" not in content:
+    content = read_record(path, {"benchmark": str, "device?": str}).value
+    if content is None:
         return None
     kind = "cpu" if content.get("device_type", "cpu") == "cpu" else canonical(content.get("device", ""))
     readers = {"matmul": _compute, "collectives": _communication, "memory": _memory}

@@ -15,9 +15,11 @@ from samecurve.planner.bench_results import BenchResult
 from samecurve.planner.calibration import GROUPS, Calibration
 from samecurve.planner.hardware import GIB, canonical, gpu
 from samecurve.planner.job import Job, from_json
-from samecurve.storage.atomic import read_json, utc_timestamp
+from samecurve.storage.atomic import utc_timestamp
 from samecurve.storage.jsonl import read_lines
+from samecurve.storage.records import COUNT, read_record
 
+_LINE = {"step": COUNT, "step_seconds": float, "peak_memory_gib": float}
 FEWEST_STEPS = 3  # behind the session's first one, which compiles, allocates and connects
 # Expected: runs vary by 7 %, parts of a step differ by e^0.5 from their common factor and libraries by e^0.4. A factor
 # that strays so far costs as much as one run's usual error: the squares of 0.07 / 0.5 and of 0.07 / 0.4.
@@ -45,10 +47,11 @@ class FinishedRun:
 
 def read(folder: Path) -> FinishedRun:
     """Read a run directory. Raises ConfigurationError, which says why the run teaches nothing."""
-    try:
-        facts, records = read_json(folder / "run.json"), read_lines(folder / "metrics.jsonl").records
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--calibrate {folder}: not the files of a run: {error}") from None
+    record = read_record(folder / "run.json", {"predicted?": dict, "start_step?": COUNT})
+    lines = read_lines(folder / "metrics.jsonl", _LINE)
+    if record.problem and not record.is_absent:
+        raise ConfigurationError(f"--calibrate {record.path}: {record.problem}; give another run")
+    facts, records = record.value or {}, lines.records
     if not facts:
         lack = "no run here (run.json)" if folder.exists() else "no such file or folder"
         fix = "give the output_dir of a run, a result of bench or a calibration file"

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samecurve.config.documents import describe
 from samecurve.errors import ConfigurationError
-from samecurve.storage.atomic import read_json, write_json
+from samecurve.storage.atomic import write_json
 from samecurve.storage.cache import cache_folder
+from samecurve.storage.records import read_record
 
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_sends", "data_parallel", "offload")
 GROUPS: tuple[str, ...] = ("compute", "communication", "host")
@@ -99,14 +99,10 @@ def write(found: Calibration, path: Path) -> None:
 
 def read(path: Path) -> Calibration | None:
     """Read a calibration; None if there is no file. Raises ConfigurationError, with all that is damaged in it."""
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path}: {_UNREADABLE} ({error}); {_FIX}") from None
-    if content == {}:
+    record = read_record(path)
+    if record.is_absent or record.value == {}:
         return None
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path}: {_UNREADABLE} (found {describe(content)}); {_FIX}")
+    content = record.require(ConfigurationError, f"{_UNREADABLE}; {_FIX}")
     problems = [f"{key}: unknown key" for key in content if key not in _LEGAL]
     problems += [] if "kind" in content else ["kind: missing, expected a kind of GPU or cpu"]
     for key, (expected, is_legal) in _LEGAL.items():

@@ -121,10 +121,5 @@ def json_values(value: Any) -> Any:
     return str(value)
 
 
-def read_json(path: Path) -> dict:
-    """Read a JSON object; {} if the file does not exist. Raises OSError or ValueError if it cannot be read."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def utc_timestamp() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

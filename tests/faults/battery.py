@@ -19,7 +19,7 @@ from started import LIMIT_SECONDS, Started
 
 from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.run.run_directory import read_metrics
-from samecurve.storage.atomic import read_json
+from samecurve.run.status import read_status
 from samecurve.storage.filesystem import LocalFileSystem
 
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")
@@ -150,7 +150,7 @@ class Victim:
 
     def _ended(self) -> tuple[str | None, int | None]:
         """How the last start did: (state, exit code), of one that was refused beside an earlier run, too."""
-        status = read_json(self.directory / "status.json")
+        status = read_status(self.directory / "status.json")
         refused = status.get("refused_start")
         return ("failed", refused["exit_code"]) if refused else (status.get("state"), status.get("exit_code"))
 

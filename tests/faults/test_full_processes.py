@@ -13,7 +13,7 @@ from battery import Case, Expected, Victim
 from harness import SAVE_EVERY, STEPS
 from started import Started, send
 
-from samecurve.storage.atomic import read_json
+from samecurve.run.status import read_status
 
 pytestmark = pytest.mark.full
 
@@ -81,7 +81,9 @@ def when_running(victim: Victim, number: int):
         status = victim.directory / "status.json"
         began = time.time() - 5
         started.wait_for(
-            lambda: status.exists() and status.stat().st_mtime > began and read_json(status)["state"] == "running",
+            lambda: (
+                status.exists() and status.stat().st_mtime > began and read_status(status).get("state") == "running"
+            ),
             "its status",
         )
         started.process.send_signal(number)
