@@ -19,6 +19,7 @@ from samecurve.specs.tasks import TaskName
 LARGEST_SEED = 2**31 - 1
 # The name of a checkpoint's folder has eight digits for the step.
 MOST_STEPS = 10**8 - 1
+MOST_EPOCHS = 10**6
 # 31 years in seconds. Timeouts of some hundred years overflow in PyTorch and Python.
 LONGEST_TIMEOUT = 10**9
 Pooling = Literal["mean", "cls", "last"]
@@ -99,7 +100,7 @@ class Evaluate(Section):
     every_steps: Natural = 0
     """Steps between evaluations; the last step is evaluated, too. 0: never. Otherwise `path`, `split` or
     `data.validation_fraction` is needed."""
-    every_epochs: float | None = Field(default=None, gt=0)
+    every_epochs: float | None = Field(default=None, gt=0, le=MOST_EPOCHS)
     """In place of `every_steps`: passes over the training rows between evaluations, rounded to steps."""
     path: DataPath | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
@@ -116,7 +117,7 @@ class Checkpoint(Section):
 
     every_steps: Natural = 200
     """Steps between checkpoints; the last step writes one too. 0: only when a signal stops the run."""
-    every_epochs: float | None = Field(default=None, gt=0)
+    every_epochs: float | None = Field(default=None, gt=0, le=MOST_EPOCHS)
     """In place of `every_steps`: passes over the training rows between checkpoints, rounded to steps."""
     keep: int = Field(default=2, ge=2, le=LARGEST_INTEGER)
     """How many of the newest are kept. At least two, so that one is left when the newest is corrupt."""
@@ -245,7 +246,7 @@ class Recipe(Section):
     """Seeds the initial weights, the order of the rows and dropout."""
     steps: int = Field(default=1000, ge=1, le=MOST_STEPS)
     """Optimizer steps; or give `epochs`."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=MOST_EPOCHS)
     """Passes over the training rows, in place of `steps`: the header says how many steps they are. The last step is
     filled up with the first rows of another pass. Not for streams and mixtures."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
