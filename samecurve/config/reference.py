@@ -90,7 +90,8 @@ def _yaml_lines(section: type[Section], indent: str) -> Iterator[str]:
         sections = _sections(field.annotation)
         is_block = sections == [field.annotation]
         # links lead out of docs/, where the texts are read
-        meaning = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", inspect.getdoc(sections[0]) if is_block else texts[key])
+        meaning = (inspect.getdoc(sections[0]) or "") if is_block else texts[key]
+        meaning = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", meaning)
         if is_block:
             yield ""
         yield from textwrap.wrap(meaning, 117, initial_indent=f"## {indent}", subsequent_indent=f"## {indent}")
