@@ -146,7 +146,7 @@ def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedT
     try:
         folder = str(Path(path).expanduser()) if path.startswith("~") else path
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any type, where a value in tokenizer_config.json is of another
         if problem := folder_problem(Path(path).expanduser()):
             raise ConfigurationError(problem) from error
         if trusted_code.is_refusal(error):

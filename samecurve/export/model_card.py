@@ -92,6 +92,8 @@ def model_card(run: Path, info: ExportInfo) -> str:
     """Return the text of README.md for a model of the run directory `run`. A damaged run.json makes it short."""
     known, metrics = sessions(run), _metrics(run, info)
     problem = (known[-1].problem or mismatch(known[-1].facts, _FACTS)) if known else "no such file"
+    if not problem and known[-1].facts["recipe"]["task"] not in TASKS:
+        problem = f"recipe.task: no task {known[-1].facts['recipe']['task']}"
     if problem:  # the model is whole, whatever happened to the record of its training
         return _bare_card(run, info, f"run.json cannot be used: {problem}")
     facts = without_folders(known[-1].facts)

@@ -48,8 +48,7 @@ def run_directory(path: Path) -> Path | None:
 def read_recipe(run: Path) -> Recipe:
     """Read the recipe from run.json. Raises as `parse_recipe` does, and for a damaged file."""
     record = read_record(run / "run.json", RUN_FACTS)
-    facts = {} if record.is_absent else record.require(ConfigurationError, "restore it from a copy")
-    return parse_recipe(facts, record.path)
+    return parse_recipe(record.optional(ConfigurationError, "restore it from a copy"), record.path)
 
 
 def known_recipe(path: Path) -> Recipe | None:

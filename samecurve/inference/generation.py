@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NON_GENERATIVE_HEADS = ("ForSequenceClassification", "ForMaskedLM")
+_GENERATION = {
+    **{f"{kind}_token_id?": (int, [int], None) for kind in ("bos", "eos", "pad", "decoder_start")},
+    **{f"output_{what}?": (bool, None) for what in ("attentions", "hidden_states", "scores", "logits")},
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ def find_generative_model(run: Path) -> tuple[Path, Recipe | None]:
 def check_generates(run: Path, folder: Path, recipe: Recipe | None) -> None:
     """Raise ConfigurationError for a model that does not generate text."""
     config = read_record(folder / "config.json", {"architectures?": ([str], None)})
-    known = [] if config.is_absent else config.require(ConfigurationError, "restore it").get("architectures") or []
+    known = config.optional(ConfigurationError, "restore it").get("architectures") or []
+    read_record(folder / "generation_config.json", _GENERATION).optional(ConfigurationError, "correct it")
     others = [name for name in known if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))]
     if recipe is not None and TASKS[recipe.task].predicts:
         why = f"the model was trained by task {recipe.task}"

@@ -26,11 +26,13 @@ from samecurve.storage import trusted_code
 from samecurve.storage.checksums import check_checksums
 from samecurve.storage.records import read_record
 
+_TOKENIZER = {"model_max_length?": (float, None)}
+
 
 def check_base_model(run: Path, base: str) -> None:
     """Raise CheckpointError if the base model has changed since the run. Without a run there is no check."""
     record = read_record(run / "run.json", {"adapter?": ({"base_model?": (str, None)}, None)})
-    if record.problem and not record.is_absent:
+    if record.is_damaged:
         print(
             f"{record.path}: {record.problem}; whether {base} has changed since the run is not known", file=sys.stderr
         )
@@ -90,6 +92,7 @@ def stored_head(folder: Path, trust_remote_code: bool = False) -> Head:
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder. Raises ConfigurationError if the folder holds none, or its code may not run."""
     trusted = trusted_code.allows(trust_remote_code, str(folder))
+    read_record(folder / "tokenizer_config.json", _TOKENIZER).optional(ConfigurationError, "correct it")
     with _loading(folder, "the tokenizer"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
 

@@ -202,8 +202,7 @@ class Embedder(Predictor):
         if self.recipe:
             return self.recipe.embed.pooling
         path = self.folder / "1_Pooling" / "config.json"
-        record = read_record(path)
-        modes = {} if record.is_absent else record.require(ConfigurationError, "restore it")
+        modes = read_record(path).optional(ConfigurationError, "restore it")
         names: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
         for key, name in names.items():
             if modes.get(key):

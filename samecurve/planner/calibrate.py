@@ -49,7 +49,7 @@ def read(folder: Path) -> FinishedRun:
     """Read a run directory. Raises ConfigurationError, which says why the run teaches nothing."""
     record = read_record(folder / "run.json", {"predicted?": dict, "start_step?": COUNT})
     lines = read_lines(folder / "metrics.jsonl", _LINE)
-    if record.problem and not record.is_absent:
+    if record.is_damaged:
         raise ConfigurationError(f"--calibrate {record.path}: {record.problem}; give another run")
     facts, records = record.value or {}, lines.records
     if not facts:

@@ -22,6 +22,7 @@ from samecurve.planner.cluster import Cluster
 from samecurve.planner.search import Choice
 from samecurve.planner.wanted import Wanted
 from samecurve.storage.atomic import storage_errors
+from samecurve.storage.records import read_record
 
 
 @dataclass(frozen=True)
@@ -179,14 +180,11 @@ def _stale(directory: Path, digests: Mapping[str, str]) -> list[Path]:
 def _earlier(directory: Path) -> dict[str, str] | None:
     """Read the digests of an earlier plan's files; {} without one, None if plan.json is another file of that name."""
     path = directory / RECORD
-    if not path.exists():
-        return {}
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        # names alone: nothing outside of the folder is ever removed
-        return {name: str(digest) for name, digest in files.items() if Path(name).name == name}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+    record = read_record(path, {"files": {"*": str}})
+    if record.value is None:
+        return {} if record.is_absent else None
+    # names alone: nothing outside of the folder is ever removed
+    return {name: digest for name, digest in record.value["files"].items() if Path(name).name == name}
 
 
 def _digest(content: bytes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from samecurve.config.rules_model_config import size_problems
 from samecurve.errors import ConfigurationError
 from samecurve.planner.shape import ModelShape
 from samecurve.specs.model_families import EAGER, FP32_NORMS, HEAD_NORMS, MLP_BYTES, POST_NORMS
+from samecurve.storage.records import read_record
 
 # The first name is Llama's, the others are those of older families.
 NAMES = {
@@ -117,18 +117,14 @@ def read(path: str, source: str = "") -> dict[str, Any]:
         with contextlib.suppress(HFValidationError):  # no name of the hub; the error below says so
             cached = try_to_load_from_cache(path, "config.json")
             file = Path(cached) if isinstance(cached, str) else file
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
+    record = read_record(file, {"text_config?": (dict, None)})
+    if record.is_absent:
         raise ConfigurationError(
             f"{source or f'{path}: '}no such file, folder or model in the local cache; give a config.json or its "
             f"folder, or download the model's config first (hf download NAME config.json)"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{file}: not JSON: {error}") from None
-    fields = fields.get("text_config") or fields if isinstance(fields, dict) else None  # of multimodal models
-    if not isinstance(fields, dict):
-        raise ConfigurationError(f"{file}: expected a JSON object, the fields of a Hugging Face config")
+        )
+    content = record.require(ConfigurationError, "give the config.json of a Hugging Face model")
+    fields = content.get("text_config") or content  # of multimodal models
     if problems := [f"{file}: {key}: {text}" for key, text in size_problems(fields)]:
         raise ConfigurationError("\n".join(problems))
     return fields

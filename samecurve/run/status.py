@@ -40,7 +40,7 @@ _NOTE_SCHEMA = {"rank": str, "host": str, "rendezvous": list, "reason": str, "ex
 def read_status(path: Path) -> dict:
     """Read a status.json; {} if there is none. Only the text of a damaged file is returned, under the key "damaged"."""
     record = read_record(path, _SCHEMA)
-    if record.problem and not record.is_absent:
+    if record.is_damaged:
         return {"damaged": record.content.decode("utf-8", "backslashreplace") or record.problem}
     return record.value or {}
 

@@ -16,6 +16,7 @@ import psutil
 
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage.host import machine
+from samecurve.storage.records import COUNT, read_record
 
 try:
     import fcntl
@@ -133,11 +134,7 @@ def _create(path: Path, content: str) -> None:
 
 
 def _owner(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_record(path, {"machine": str, "pid": COUNT, "started": float}).value or {}
 
 
 def _owner_text(path: Path) -> str:

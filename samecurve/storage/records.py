@@ -54,6 +54,14 @@ class Record:
             raise error(f"{self.path}: {self.problem}; {fix}")
         return self.value
 
+    def optional(self, error: type[SamecurveError], fix: str) -> Any:
+        """Return the value, {} for an absent file. Raises as `require` for a damaged one."""
+        return {} if self.is_absent else self.require(error, fix)
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.problem) and not self.is_absent
+
 
 def read_record(path: Path, schema: Any = dict, most_bytes: int = MOST_BYTES) -> Record:
     """Read a JSON file. Errors of the file system count as damage, except for a file that does not exist."""

@@ -107,7 +107,7 @@ class Trackers:
         if start_step and not self._ids:
             record = read_record(ids, {"*": str})
             self._ids = record.value or {}
-            if record.problem and not record.is_absent:
+            if record.is_damaged:
                 self._log(f"{ids}: {record.problem}; trackers begin a new run")
         kind, options = LOGGER_TYPE_TO_CLASS[name], {}
         if name == "tensorboard":

@@ -344,7 +344,8 @@ def test_a_file_that_is_no_calibration(text, tmp_path, capsys):
     path = tmp_path / "mine.json"
     path.write_bytes(text.encode("latin-1"))
     assert main(["plan", "--calibrate", str(path)]) == 2
-    assert f"{path}: no calibration that this version reads (" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"{path}: ") and "; no calibration that this version reads; " in shown
 
 
 def test_what_is_wrong_beside_a_calibration_file_is_named(tmp_path, capsys):

@@ -390,8 +390,8 @@ def test_bad_arguments(config, arguments, message, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1]", "expected a JSON object"),
-        ('{"text_config": 3}', "expected a JSON object"),
+        ("[1]", "expected an object"),
+        ('{"text_config": 3}', "text_config: found 3, expected an object"),
         (
             json.dumps(CONFIG | {"hidden_size": 4100}),
             "hidden_size: found 4100, expected a multiple of num_attention_heads, 32, such as 4096; or give head_dim",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from samecurve.errors import CheckpointError
 from samecurve.storage.records import COUNT, mismatch, read_record
 
+ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = {"step": COUNT, "loss": (float, None), "names": [str], "inner?": {"on": bool}, "*": (str, list)}
 VALUE = {"step": 3, "loss": 0.5, "names": ["a"], "inner": {"on": True}, "other": "text"}
 
@@ -48,6 +51,18 @@ def test_a_whole_file_and_none_at_all(tmp_path):
     assert read_record(path, list).problem == "damaged: more than 100 levels of brackets"
     path.write_text('{"reason": "\\udcff"}')  # a path that is not UTF-8, as write_json writes it
     assert read_record(path).value == {"reason": "\udcff"}
+
+
+# files of this package, and a process that imports none of it
+READS_ITSELF = {"models/attention/measured.py", "planner/cards.py", "planner/profiles.py", "export/reload.py"}
+
+
+def test_there_is_one_reader_of_json_files():
+    reads = re.compile(r"json\.loads?\([^\n]*(read_text|read_bytes|open\()")
+    files = sorted((ROOT / "samecurve").rglob("*.py"))
+    assert len(files) > 150
+    names = {path.relative_to(ROOT / "samecurve").as_posix() for path in files if reads.search(path.read_text())}
+    assert names == READS_ITSELF
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):

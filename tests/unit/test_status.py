@@ -145,13 +145,6 @@ def test_every_reader_bears_a_damaged_one(content, tmp_path, capsys):
     assert jobs.reason_of(tmp_path, log, 3) == f"failed with exit code 3, see {log}"
 
 
-def test_there_is_one_reader():
-    readers = re.compile(r"""read_json\([^)]*(status\.json|STATUS)|status\.json"\)\.read_""")
-    files = [*(ROOT / "samecurve").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
-    assert len(files) > 150
-    assert [str(path) for path in files if readers.search(path.read_text())] == []
-
-
 def test_a_status_that_cannot_be_read_is_damaged(tmp_path):
     (tmp_path / "status.json").mkdir()
     assert "not a file" in read_status(tmp_path / "status.json")["damaged"]

@@ -1,0 +1,356 @@
+"""Every file of a finished run and of a model folder, damaged in every way, under every command that reads it.
+
+A command ends with a code of docs/failures.md and one message. It never takes damaged weights, states or tokenizers for
+good ones. The everyday run leaves out combinations that load a model again and again; `-m full` has all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ROOT
+from safetensors.torch import load_file
+
+from samecurve.checkpoint.format import CheckpointReader
+from samecurve.checkpoint.resume import CheckpointSelector, read_state
+from samecurve.cli import commands
+from samecurve.distributed.control_group import ControlGroup
+from samecurve.errors import CheckpointError, SamecurveError
+from samecurve.export.model_card import ExportInfo, model_card
+from samecurve.interfaces.region import Region
+from samecurve.run.beats import read_beat
+from samecurve.run.run_directory import RunDirectory
+from samecurve.storage.checksums import SUMS
+from samecurve.storage.filesystem import LocalFileSystem
+
+CODES = {0, 2, 3, 4, 5, 6, 7}
+MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+RECIPE = {
+    "steps": 2,
+    "model": {"config": MODEL},
+    "tokenizer": {"vocabulary_size": 300},
+    "data": {"path": "data.jsonl", "cache_dir": "cache", "validation_fraction": 0.1},
+    "batch": {"global_batch_size": 8, "micro_batch_size": 8, "sequence_length": 32},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 1},
+    "export": {"verify": "off"},
+    "output_dir": "run",
+}
+
+
+def _flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(byte ^ 4 for byte in content[middle : middle + 1]) + content[middle + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "absent": lambda content: None,
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "one bit": _flip,
+    "0xff": lambda content: content[:5] + b"\xff" + content[6:],
+    "NULs": lambda content: bytes(len(content)),
+    "brackets": lambda content: b"[" * 100_000,
+    "a list": lambda content: b"[1]",
+    "a text": lambda content: b'"text"',
+    "null": lambda content: b"null",
+}
+
+
+@pytest.fixture(scope="session")
+def origin(tmp_path_factory) -> Path:
+    """A finished run in run/, beside its data and cache."""
+    folder = tmp_path_factory.mktemp("damaged")
+    rows = [
+        json.dumps({"text": f"row {number} of {number * 7919 % 101} and more words to fill it"}) for number in range(99)
+    ]
+    (folder / "data.jsonl").write_text("\n".join(rows))
+    (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
+    command = [sys.executable, str(ROOT / "train.py"), "recipe.yaml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "run" / "skipped.jsonl").write_text('{"step": 1, "reason": "loss", "rows": [1, 2]}\n')
+    (folder / "run" / "samples.jsonl").write_text('{"step": 1, "prompt": "a", "text": "b", "seed": 0}\n')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def adapted(origin) -> Path:
+    """A folder with an adapter of the run's model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(origin / "run" / "model")
+    folder = origin / "adapter"
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(origin / "run" / "model" / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def run(origin, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(origin)
+    return Path(shutil.copytree(origin / "run", tmp_path / "run"))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def damaged(path: Path, how: str) -> bytes:
+    """Damage a file and return what it was; skip where this changes nothing."""
+    before = path.read_bytes()
+    after = DAMAGES[how](before)
+    if after is None:
+        path.unlink()
+    else:
+        path.write_bytes(after)
+    return before
+
+
+def ends(words: list[Any], capsys) -> tuple[int, str]:
+    """Run a command in this process. Returns (exit code, its output)."""
+    code = commands.main([str(word) for word in words])
+    output = "".join(capsys.readouterr())
+    assert code in CODES, output
+    assert "Traceback" not in output
+    return code, output
+
+
+def resumed(run: Path, golden: Path) -> None:
+    """Read what a resume reads, in its order, and write the card; damaged tensors must not come out of it."""
+    facts = read_state(golden / "checkpoints" / "step_00000002")
+    directory = RunDirectory(run, resume="auto")
+    try:
+        if directory.continues:
+            selector = CheckpointSelector(directory.checkpoints, facts, ControlGroup(), print, LocalFileSystem())
+            folder = selector.select("auto")
+            assert folder is not None
+            state, whole = read_state(folder), golden / "checkpoints" / folder.name
+            assert state == read_state(whole)
+            reader = CheckpointReader(folder)
+            for name, values in load_file(whole / "rank_00000.safetensors").items():
+                if name.startswith("weight/"):
+                    read = reader.read(name.removeprefix("weight/"), "weight", Region(0, values.numel()))
+                    assert torch.equal(read, values)
+            directory.begin(state["step"], state["record"])
+        for path in run.glob("heartbeats/rank_*.json"):
+            read_beat(path)
+        assert model_card(run, ExportInfo())
+    except SamecurveError as error:
+        assert error.exit_code in CODES and str(error)
+    finally:
+        directory.close()
+
+
+def damages_of(run: Path, within: str = "") -> Iterator[tuple[str, str]]:
+    for name in names(run):
+        if name.startswith(within) and not name.startswith("tensorboard/"):
+            yield from ((name, how) for how in DAMAGES)
+
+
+def places(value: Any, depth: int) -> Iterator[tuple]:
+    """Paths of keys to everything in a JSON object down to a depth."""
+    if isinstance(value, dict) and depth:
+        for key, inner in value.items():
+            yield (key,)
+            yield from ((key, *rest) for rest in places(inner, depth - 1))
+
+
+WRONG: tuple[Any, ...] = (None, "text", [1], {"a": {}}, 2**70, -1)
+
+
+def changed(content: dict, path: tuple) -> Iterator[dict]:
+    """Copies of an object without a key, and with a value of every other kind under it."""
+    for value in ("absent", *WRONG):
+        copy = json.loads(json.dumps(content))
+        inner = copy
+        for key in path[:-1]:
+            inner = inner[key]
+        if value == "absent":
+            del inner[path[-1]]
+        else:
+            inner[path[-1]] = value
+        if copy != content:
+            yield copy
+
+
+def test_records_cost_what_they_hold(run, origin, tmp_path, capsys):
+    """resume, report and summary, for every file; one test, because the files are known when the run is there."""
+    cases = [case for case in damages_of(run) if not case[0].startswith("model/")]
+    assert len({name for name, _ in cases}) >= 15
+    for name, how in cases:
+        before = damaged(run / name, how)
+        for command in ("report", "summary"):
+            code, output = ends([command, run], capsys)
+            if name.startswith(("checkpoints/", "heartbeats/", "skipped", "samples", "status")):
+                assert code == 0, (name, how, output)
+        copy = Path(shutil.copytree(run, tmp_path / "copy"))  # because a resume moves files
+        resumed(copy, origin / "run")
+        shutil.rmtree(copy)
+        (run / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_run_json_costs_no_model(how, run, capsys):
+    damaged(run / "run.json", how)
+    assert ends(["generate", run, *MODEL_COMMANDS["generate"]], capsys)[0] == 0
+    code, output = ends(["export", run, "--dtype", "bf16"], capsys)
+    if how == "absent":
+        assert code == 2 and "no run here" in output
+        return
+    assert (
+        code == 0
+        and "How this model was trained: run.json cannot be used" in (run / "model-bf16/README.md").read_text()
+    )
+    assert ends(["evaluate", run], capsys)[0] == 2  # which rows to read is in run.json alone
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "status.json", "heartbeats/rank_00000.json", "metrics.jsonl", "samples.jsonl"]
+)
+def test_wrong_types_in_any_key_of_a_record(name, run, origin, capsys):
+    text = (run / name).read_text()
+    content = json.loads(text.splitlines()[0] if name.endswith("l") else text)
+    cases = [copy for path in places(content, 2) for copy in changed(content, path)]
+    assert len(cases) > 20
+    for case in cases:
+        (run / name).write_text(json.dumps(case) + "\n" + (text if name.endswith("l") else ""))
+        assert ends(["report", run], capsys)[0] == 0
+        ends(["summary", run], capsys)
+        assert model_card(run, ExportInfo())
+        read_beat(run / "heartbeats" / "rank_00000.json")
+
+
+def seal(folder: Path) -> None:
+    """Manifest and marker for what the folder holds now, as whoever forges a state can write them, too."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for file in manifest["files"]:
+        content = (folder / file["name"]).read_bytes()
+        file |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    text = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "COMMITTED").write_text(json.dumps({"manifest_sha256": hashlib.sha256(text).hexdigest()}))
+
+
+def test_a_forged_state_is_refused_or_harmless(run, origin, monkeypatch, capsys):
+    """Where a state does not fit, the older checkpoint is taken; what fits is a state of a run with other keys."""
+    monkeypatch.setattr(commands, "do", lambda work: 0)
+    facts = read_state(origin / "run" / "checkpoints" / "step_00000002")
+    folder = run / "checkpoints" / "step_00000002"
+    cases = [(path, copy) for path in places(facts, 2) for copy in changed(facts, path)]
+    assert len(cases) > 500
+    refused = set()
+    for path, case in cases:
+        (folder / "state.json").write_text(json.dumps(case))
+        seal(folder)
+        selector = CheckpointSelector(run / "checkpoints", facts, ControlGroup(), lambda text: None, LocalFileSystem())
+        try:
+            if selector.select("auto") != folder:
+                refused.add(path[0])
+        except CheckpointError as error:  # of another model, or of other rows
+            assert "cannot resume with these changes" in str(error)
+        ends(["export", run, "--checkpoint", "latest"], capsys)
+    types = {"format", "step", "updates", "samples", "meter", "record", "loss_scale", "recipe", "model", "data"}
+    assert refused >= types | {"strategy", "world_size", "versions", "generators"}
+
+
+def test_a_damaged_checkpoint_is_not_exported(run, monkeypatch, capsys):
+    chosen: list[str] = []
+    monkeypatch.setattr(commands, "do", lambda work: chosen.append(work.arguments[1].name) or 0)
+    for name, how in damages_of(run, "checkpoints/step_00000002/"):
+        before = damaged(run / name, how)
+        assert ends(["export", run, "--checkpoint", "latest"], capsys)[0] == 0
+        assert chosen.pop() == "step_00000001", (name, how)
+        (run / name).write_bytes(before)
+
+
+MODEL_COMMANDS = {
+    "generate": ["--prompt", "a", "--max_new_tokens", "1"],
+    "evaluate": [],
+    "export": ["--dtype", "bf16"],
+}
+
+
+@pytest.mark.parametrize("command", MODEL_COMMANDS)
+def test_a_damaged_model_is_not_used(command, run, capsys):
+    """Of a folder that this package wrote, the hashes show every damage."""
+    cases = list(damages_of(run, "model/"))
+    assert len({name for name, _ in cases}) >= 6
+    for name, how in cases:
+        before = damaged(run / name, how)
+        if (run / name).exists() and (run / name).read_bytes() == before:
+            continue
+        code, output = (
+            (0, "")
+            if Path(name).name in ("README.md", "loss.svg", SUMS)
+            else ends([command, run, *MODEL_COMMANDS[command]], capsys)
+        )
+        if output:
+            assert code in (2, 4) and "model" in output, (name, how, output)
+        (run / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_strangers_model_ends_in_a_message(how, run, capsys):
+    """Without hashes, loading is what finds the damage; one bit may give another model."""
+    (run / "model" / SUMS).unlink()
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    ):
+        before = damaged(run / "model" / name, how)
+        code, output = ends(["generate", run, *MODEL_COMMANDS["generate"]], capsys)
+        if name == "model.safetensors" and how != "one bit":
+            assert code in (2, 4), (how, output)
+        (run / "model" / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_wrong_types_in_any_key_of_a_strangers_model(name, run, capsys):
+    (run / "model" / SUMS).unlink()
+    content = json.loads((run / "model" / name).read_text())
+    for path in places(content, 1):
+        for case in changed(content, path):
+            (run / "model" / name).write_text(json.dumps(case))
+            ends(["generate", run, *MODEL_COMMANDS["generate"]], capsys)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"])
+def test_a_damaged_adapter_is_not_merged(name, adapted, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(adapted.parent)
+    folder, merged = Path(shutil.copytree(adapted, tmp_path / "adapter")), tmp_path / "merged"
+    cases = [after for how in DAMAGES if (after := DAMAGES[how]((folder / name).read_bytes())) is not None]
+    if name == "adapter_config.json":
+        content = json.loads((folder / name).read_text())
+        keys = ("peft_type", "base_model_name_or_path", "r", "target_modules")
+        forged = [case for key in keys for case in changed(content, (key,))]
+        cases += [json.dumps(case).encode() for case in forged]
+    for case in cases:
+        (folder / name).write_bytes(case)
+        code, output = ends(["merge", folder, "--output", merged], capsys)
+        assert code in (2, 4) or name != "adapter_model.safetensors" or case.count(b"\0") > 0, output
+        shutil.rmtree(merged, ignore_errors=True)
+
+
+def test_no_training_starts_from_a_damaged_model(origin, tmp_path):
+    model = Path(shutil.copytree(origin / "run" / "model", tmp_path / "model"))
+    (model / "model.safetensors").write_bytes(_flip((model / "model.safetensors").read_bytes()))
+    keys = ["model.config=null", f"model.path={model}", "tokenizer.vocabulary_size=null"]
+    command = [sys.executable, str(ROOT / "train.py"), "recipe.yaml", *keys, f"output_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=origin, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 4 and "model.safetensors: differs from what was written" in done.stderr, done.stderr
