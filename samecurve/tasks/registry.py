@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.errors import DataError, SamecurveError
 from samecurve.interfaces.task import Task
+from samecurve.storage.checksums import check_checksums
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
@@ -18,10 +21,14 @@ def load_task(recipe: Recipe) -> Task:
     return import_module(f".{recipe.task}", __package__).load_task(recipe)
 
 
-def load_on_all_ranks(recipe: Recipe, world: ControlGroup) -> Task:
-    """Load the same task on every rank. Collective: every rank calls it.
+def load_on_all_ranks(recipe: Recipe, world: ControlGroup, busy: Callable[[], None] = lambda: None) -> Task:
+    """Load the same task on every rank, after rank 0 has verified the model folders. Collective.
+
+    Args:
+        busy: called while files are verified.
 
     Raises:
+        CheckpointError: on every rank, if a file of the initial model is not what its SHA256SUMS says.
         SamecurveError: on every rank, when rank 0 cannot load the task.
         DataError: when some ranks find other data than rank 0.
     """
@@ -29,6 +36,8 @@ def load_on_all_ranks(recipe: Recipe, world: ControlGroup) -> Task:
     # Rank 0 loads first, because it may have to tokenise; the others then read its cache.
     if world.is_main:
         try:
+            for path in filter(None, (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher)):
+                check_checksums(Path(path).expanduser(), busy)
             task = load_task(recipe)
         except SamecurveError as error:
             problem = error

@@ -42,7 +42,6 @@ from samecurve.specs.model_families import check_packing
 from samecurve.specs.tasks import TASKS
 from samecurve.storage import trusted_code
 from samecurve.storage.atomic import json_values
-from samecurve.storage.checksums import check_checksums
 from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.object_store import ObjectStore
 from samecurve.strategy.preflight import compiler_problems
@@ -116,21 +115,9 @@ def settle_date(context: Context) -> Context:
 
 
 def load_task(context: Context) -> Task:
-    """Load the task with its rows. Collective.
-
-    Raises:
-        DataError: the data or the tokenizer cannot be used.
-        CheckpointError: a file of the initial model or tokenizer is not what its SHA256SUMS says.
-    """
+    """Load the task with its rows. Collective. Raises DataError: the data or the tokenizer cannot be used."""
     context.watch.phase("build")
-    recipe = context.recipe
-
-    def check() -> None:
-        for path in filter(None, (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher)):
-            check_checksums(Path(path).expanduser(), context.watch.local_progress)
-
-    context.world.on_main(check)
-    return registry.load_on_all_ranks(recipe, context.world)
+    return registry.load_on_all_ranks(context.recipe, context.world, context.watch.local_progress)
 
 
 def settle_steps(context: Context, task: Task) -> Context:
