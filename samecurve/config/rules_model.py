@@ -43,6 +43,13 @@ def _folder(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield from model_folder("model.path", Path(path))
 
 
+def _revision(value: Callable[[str], Any]) -> Iterator[Finding]:
+    revision, path = value("model.revision"), value("model.path")
+    if revision is not None and (path is None or Path(path).is_dir()):
+        why = "model.path is not given" if path is None else f"{path} is a folder, which has no revisions"
+        yield "model.revision", f"found {revision}, but {why}; remove it"
+
+
 def _new_from_scratch(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("model.new_head") and value("model.path") is None:
         yield "model.new_head", "found true, but a model from scratch is new as a whole; set it to false"
@@ -110,7 +117,7 @@ def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 RULES = (
-    *(_origin, _model_type, _folder, *rules_model_config.RULES),
+    *(_origin, _model_type, _folder, _revision, *rules_model_config.RULES),
     *(_new_from_scratch, _new_and_frozen),
     *(_dora, _bitsandbytes, _adapts),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),

@@ -35,6 +35,9 @@ class Model(Section):
 
     path: Name | None = None
     """A pretrained model: a Hugging Face folder, or its name on the hub."""
+    revision: Name | None = None
+    """Hub: a branch, tag or commit of `path`. null: `main`. The commit that it stands for is in run.json, and a resumed
+    run without this key keeps it."""
     trust_remote_code: bool = False
     """Run the Python files that come with `path`, including those of its tokenizer. They can do anything."""
     config: dict[str, Any] | None = None

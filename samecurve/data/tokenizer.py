@@ -90,7 +90,8 @@ def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> 
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
-    return load_pretrained_tokenizer(path, recipe.model.trust_remote_code)
+    revision = recipe.model.revision if recipe.tokenizer.path is None else None
+    return load_pretrained_tokenizer(path, recipe.model.trust_remote_code, revision)
 
 
 def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -136,7 +137,9 @@ def byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     return lengths
 
 
-def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+def load_pretrained_tokenizer(
+    path: str, trust_remote_code: bool, revision: str | None = None
+) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a folder or hub name. Raises ConfigurationError when its files are missing."""
     from transformers import AutoTokenizer
 
@@ -145,7 +148,7 @@ def load_pretrained_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedT
         raise ConfigurationError(f"{path}: the tokenizer's folder does not exist; correct tokenizer.path or model.path")
     try:
         folder = str(Path(path).expanduser()) if path.startswith("~") else path
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, revision=revision or "main")
     except Exception as error:  # of any type, where a value in tokenizer_config.json is of another
         if problem := folder_problem(Path(path).expanduser()):
             raise ConfigurationError(problem) from error

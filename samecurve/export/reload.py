@@ -51,12 +51,14 @@ def load(folder: Path, auto_class: str, trust_remote_code: bool) -> torch.nn.Mod
         return loader.from_pretrained(folder, **options).eval()
     from peft import PeftModel
 
-    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    options["revision"] = stored.get("revision") or "main"
     if (folder / ADAPTED_CONFIG).is_dir():
         options["config"] = transformers.AutoConfig.from_pretrained(
             folder / ADAPTED_CONFIG, trust_remote_code=trust_remote_code
         )
-    return PeftModel.from_pretrained(loader.from_pretrained(base, **options), folder).eval()
+    base = loader.from_pretrained(stored["base_model_name_or_path"], **options)
+    return PeftModel.from_pretrained(base, folder).eval()
 
 
 @torch.no_grad()

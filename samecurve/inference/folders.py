@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from samecurve.storage.git_lfs import folder_problem
 from samecurve.storage.records import read_record
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER = {"base_model_name_or_path": str, "peft_type?": str}
+ADAPTER = {"base_model_name_or_path": str, "peft_type?": str, "revision?": (str, None)}
 
 
 def model_folder(run: Path) -> Path:
@@ -116,4 +117,10 @@ def base_path(folder: Path) -> str | None:
         raise ConfigurationError(
             f"{path}: base_model_name_or_path: no such folder: {base}; restore the base model there, or change the path"
         )
+    if config.get("revision"):
+        from huggingface_hub import snapshot_download
+
+        with contextlib.suppress(Exception):  # loading by its name reports what is wrong
+            patterns = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+            return snapshot_download(base, revision=config["revision"], allow_patterns=patterns)
     return base

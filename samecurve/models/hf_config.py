@@ -104,7 +104,8 @@ class Head:
         reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
         if reference is None or not is_remote(config):
             return None
-        found = get_class_from_dynamic_module(reference, config._name_or_path)
+        revision = getattr(config, "_commit_hash", None)
+        found = get_class_from_dynamic_module(reference, config._name_or_path, revision=revision)
         found.register_for_auto_class(auto.__name__)  # so that an export includes the Python files
         return found
 
@@ -136,7 +137,7 @@ def model_config(
     """
     settings = recipe.model
     if settings.path is not None:
-        config = _stored(settings.path, settings.trust_remote_code)
+        config = _stored(settings.path, settings.trust_remote_code, settings.revision)
     else:
         assert settings.config is not None  # a recipe gives either path or config
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})}, head)
@@ -262,28 +263,31 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
 
 
-def check_sizes(path: str) -> None:
+def check_sizes(path: str, revision: str | None = None) -> None:
     """Raise ConfigurationError for impossible sizes in config.json. Before transformers reads it: it lists the layers.
 
     Raises what transformers does for a file that is missing or no JSON, too.
     """
-    fields, _ = PreTrainedConfig.get_config_dict(path)
+    fields, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
     if problems := [f"{path}: config.json: {key}: {text}" for key, text in size_problems(fields)]:
         raise ConfigurationError("\n".join(problems))
 
 
-def _stored(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+def _stored(path: str, trust_remote_code: bool, revision: str | None) -> PreTrainedConfig:
     try:
-        check_sizes(path)
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        check_sizes(path, revision)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+        config._commit_hash = revision  # where model_class looks for the model's code
+        return config
     except ConfigurationError:
         raise
     except Exception as error:  # transformers, huggingface_hub and the model families raise different types
         if trusted_code.is_refusal(error):
             raise ConfigurationError(f"model.path: {trusted_code.refusal(path)}") from error
+        at = f" at revision {revision}" if revision else ""
         fix = "a folder needs config.json, a hub name needs the network or an earlier download"
         raise ConfigurationError(
-            f"model.path: no model's config could be read from {path} ({reason(error)}); {fix}"
+            f"model.path: no model's config could be read from {path}{at} ({reason(error)}); {fix}"
         ) from error
 
 

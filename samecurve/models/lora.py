@@ -55,8 +55,11 @@ def silence_bitsandbytes() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def inject(model: PreTrainedModel, settings: Adapter) -> None:
+def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = None) -> None:
     """Insert the adapter's uninitialized layers into `model`, in place, and freeze all else except `whole_modules`.
+
+    Args:
+        revision: the model's on the hub, for adapter_config.json.
 
     Raises:
         ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted.
@@ -68,6 +71,7 @@ def inject(model: PreTrainedModel, settings: Adapter) -> None:
     chosen, whole = settings.target_modules, whole_modules(model)
     parts = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in whole)]
     config = LoraConfig(
+        revision=revision,
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,

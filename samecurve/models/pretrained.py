@@ -31,13 +31,14 @@ class Pretrained:
         model: the skeleton, with or without an adapter.
         alone: the skeleton without the adapter.
         path: folder or hub name of the weights.
+        revision: of a hub name.
 
     Raises:
         ConfigurationError: as weight_files.
     """
 
-    def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str):
-        self._path, self._files = path, weight_files(path)
+    def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str, revision: str | None = None):
+        self._path, self._files = path, weight_files(path, revision)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         shapes = {name: stored.shape for name, stored in self._files.items()}
         groups, self._unused = weight_conversion.groups(alone, shapes)

@@ -6,6 +6,7 @@ Format: 8 bytes with the header's length, the header (JSON), the tensors (https:
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,7 +35,23 @@ class Stored(NamedTuple):
     stop: int
 
 
-def weight_files(path: str) -> dict[str, Stored]:
+def commit_of(path: str, revision: str | None) -> str | None:
+    """Return the commit that a revision of a hub name stands for now: by the hub, or without it by the cache.
+
+    None where neither knows, so that reading the model reports it.
+    """
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if not constants.HF_HUB_OFFLINE:
+        with contextlib.suppress(Exception):  # huggingface_hub and its HTTP library raise different types
+            return HfApi().model_info(path, revision=revision, timeout=10).sha
+    with contextlib.suppress(ValueError):  # not a name of the hub
+        file = try_to_load_from_cache(path, "config.json", revision=revision)
+        return Path(file).parent.name if isinstance(file, str) else None
+    return None
+
+
+def weight_files(path: str, revision: str | None = None) -> dict[str, Stored]:
     """List the tensors of a folder or hub name, by their names in the files.
 
     Raises:
@@ -42,7 +59,7 @@ def weight_files(path: str) -> dict[str, Stored]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = _downloaded(path)
+        folder = _downloaded(path, revision)
     index = folder / INDEX
     if index.exists():
         return _indexed(index)
@@ -134,12 +151,12 @@ def _indexed(index: Path) -> dict[str, Stored]:
     return {name: headers[file][name] for name, file in files.items()}
 
 
-def _downloaded(path: str) -> Path:
+def _downloaded(path: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         # without the same weights in other formats: consolidated.safetensors, .bin, .gguf
-        return Path(snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"]))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=["model*.safetensors", "*.json"]))
     except Exception as error:  # huggingface_hub, its HTTP library and the file system raise different types
         text = " ".join(str(error).split())
         raise ConfigurationError(f"model.path: the weights of {path} could not be downloaded: {text}") from error

@@ -38,7 +38,7 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
     """
     head, unread = [], ""
     if recipe.model.path is not None:
-        pretrained = Pretrained(model, without_adapter(model), recipe.model.path)
+        pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
         head = sorted(new_head(model, recipe, pretrained.missing()))
         unread = pretrained.grouped([name for names in pretrained.unread() for name in names])
     return {
@@ -97,7 +97,7 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     added = {
         name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapter_weight(name)
     }
-    pretrained = Pretrained(model, without_adapter(model), recipe.model.path)
+    pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
     new = new_head(model, recipe, pretrained.missing())
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
     stored = wanted - added.keys() - new

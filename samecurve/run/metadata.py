@@ -57,7 +57,10 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
 
 def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
     """Build the facts that decide whether a run may resume, and those whose changes are logged on resuming."""
-    path, known = plan.recipe.model.path, identity(skeleton.config, task)
+    model, known = plan.recipe.model, identity(skeleton.config, task)
+    reference = None
+    if task.has_reference and model.path is not None:
+        reference = weights_fingerprint(weight_files(model.path, model.revision))
     digest = hashlib.sha256()
     for name, tensor in constant_tensors(skeleton, plan.recipe):  # which checkpoints do not contain
         digest.update(name.encode() + tensor.numpy().tobytes())
@@ -70,7 +73,7 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
         **known,
         "adapter": _adapter(plan.recipe),
         # the weights that the task uses as reference model, by their content and not by their path
-        "reference": weights_fingerprint(weight_files(path)) if task.has_reference and path is not None else None,
+        "reference": reference,
     }
 
 
@@ -79,7 +82,8 @@ def _adapter(recipe: Recipe) -> dict | None:
     if recipe.adapter.name is None:
         return None
     assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
-    return recipe.adapter.model_dump() | {"base_model": weights_fingerprint(weight_files(recipe.model.path))}
+    base = weight_files(recipe.model.path, recipe.model.revision)
+    return recipe.adapter.model_dump() | {"base_model": weights_fingerprint(base)}
 
 
 def hardware_facts() -> dict[str, object]:

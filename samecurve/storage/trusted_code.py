@@ -71,12 +71,12 @@ def _is_listed(path: str) -> bool:
         return False
 
 
-def remember(path: str) -> None:
+def remember(path: str, revision: str | None = None) -> None:
     """Add a model's or tokenizer's code to the user's list. `path`: a folder, or a name on the hub that was loaded.
 
     Raises StorageError if the list cannot be written.
     """
-    folder, code = _list_folder(), _local(path)
+    folder, code = _list_folder(), _local(path, revision)
     if folder is None or code is None:
         return
     for name in filter(_INSIDE.fullmatch, modules(str(code))):
@@ -100,7 +100,7 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
-def _local(path: str) -> Path | None:
+def _local(path: str, revision: str | None) -> Path | None:
     """Return the folder with a model's code: `path`, or the snapshot of a hub name in the hub's cache."""
     if Path(path).is_dir():
         return Path(path)
@@ -108,7 +108,7 @@ def _local(path: str) -> Path | None:
 
     with contextlib.suppress(ValueError):  # not a name of the hub
         for config in _CONFIGS:
-            file = try_to_load_from_cache(path, config)
+            file = try_to_load_from_cache(path, config, revision=revision)
             if isinstance(file, str):
                 return Path(file).parent
     return None

@@ -84,7 +84,7 @@ def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
     """Return the cache key of the initial model: a digest of its architecture and of the source of its weights."""
     architecture = identity(skeleton.config, task)["model"]
     if recipe.model.path is not None:
-        weights = weights_fingerprint(weight_files(recipe.model.path))
+        weights = weights_fingerprint(weight_files(recipe.model.path, recipe.model.revision))
         return digest(architecture, weights, recipe.adapter.quantization)
     # how weights are drawn may change with these versions
     return digest(architecture, recipe.seed, {name: versions()[name] for name in ("torch", "transformers")})

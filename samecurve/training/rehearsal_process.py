@@ -28,7 +28,7 @@ from samecurve.run import lifecycle
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage.atomic import write_json
 from samecurve.storage.filesystem import LocalFileSystem
-from samecurve.training import startup
+from samecurve.training import settle, startup
 from samecurve.training.rehearsal import GIB, NOTHING_LEFT, REPORT, Assignment, DoesNotFit, RehearsedStage
 from samecurve.training.room import missing_room
 from samecurve.training.session import Context, Session
@@ -143,7 +143,7 @@ def _rehearse(context: Context, checkpoints: Path) -> list[RehearsedStage]:
     stage = StageMeter(context.recipe, context.accelerator.device, context.world)
     with stage("start"):
         task = startup.load_task(context)
-        context = startup.settle_steps(context, task)
+        context = settle.settle_steps(context, task)
         recipe = context.recipe
         built = startup.build_model(context, task)
         own, run.checkpoints = run.checkpoints, checkpoints

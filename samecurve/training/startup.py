@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
 import subprocess
 import sys
-from dataclasses import asdict, replace
-from datetime import date
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +17,11 @@ from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.manifest import list_checkpoints
 from samecurve.checkpoint.mirror import Mirror
 from samecurve.checkpoint.resume import read_state
-from samecurve.config.rules import in_steps
 from samecurve.data.batches import StepBatches
 from samecurve.data.row_checks import write_bad_rows
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines import factory
-from samecurve.errors import CheckpointError, ConfigurationError, NothingToDo, StorageError
+from samecurve.errors import ConfigurationError, NothingToDo, StorageError
 from samecurve.export.hf_export import ExportTarget
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
@@ -39,19 +36,17 @@ from samecurve.run.metadata import resume_identity, run_facts
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import check_packing
-from samecurve.specs.tasks import TASKS
 from samecurve.storage import trusted_code
 from samecurve.storage.atomic import json_values
 from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.object_store import ObjectStore
-from samecurve.strategy.preflight import compiler_problems
-from samecurve.strategy.validate import choose_compile
 from samecurve.tasks import registry
 from samecurve.training import room
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.session import Built, Context, Session
+from samecurve.training.settle import settle_compile, settle_date, settle_revision, settle_steps
 from samecurve.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -77,7 +72,7 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     recipe = plan.recipe
     progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
     context = Context(plan, accelerator, run, watch, ControlGroup(), progress)  # all ranks have connected by now
-    context = settle_date(context)
+    context = settle_date(settle_revision(context))
     task = load_task(context)
     context = settle_steps(context, task)
     built = build_model(context, task)
@@ -89,44 +84,10 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     return open_run(context, built, engine, checkpoints, start)
 
 
-def settle_date(context: Context) -> Context:
-    """Choose the day for chat templates that write today's date, which a resumed run keeps. Collective.
-
-    It is the day of the newest readable checkpoint to resume from, else today by rank 0's clock. As a key of the recipe
-    it becomes part of run.json and of every checkpoint.
-    """
-    plan, recipe = context.plan, context.plan.recipe
-    if not TASKS[recipe.task].chats or not recipe.data.chat or recipe.tokenizer.template_date is not None:
-        return context
-
-    def choose() -> str:
-        candidates = [] if plan.resume in ("auto", "none") else [Path(plan.resume)]
-        if plan.resume == "auto":
-            candidates = list_checkpoints(LocalFileSystem(), context.run.checkpoints)
-        for folder in candidates:
-            with contextlib.suppress(CheckpointError):  # find_checkpoint reports it
-                day = read_state(folder).get("recipe", {}).get("tokenizer", {}).get("template_date")
-                if day is not None:
-                    return day
-        return date.today().isoformat()
-
-    tokenizer = recipe.tokenizer.model_copy(update={"template_date": context.world.on_main(choose)})
-    return replace(context, plan=replace(plan, recipe=recipe.model_copy(update={"tokenizer": tokenizer})))
-
-
 def load_task(context: Context) -> Task:
     """Load the task with its rows. Collective. Raises DataError: the data or the tokenizer cannot be used."""
     context.watch.phase("build")
     return registry.load_on_all_ranks(context.recipe, context.world, context.watch.local_progress)
-
-
-def settle_steps(context: Context, task: Task) -> Context:
-    """Count the recipe's epochs in steps, now that the number of rows is known. Raises as `in_steps`."""
-    recipe = context.recipe
-    if not recipe.data.streaming:  # which has neither epochs nor a number of rows
-        recipe = in_steps(recipe, len(task.train))
-    context.progress.total_steps = recipe.steps
-    return replace(context, plan=replace(context.plan, recipe=recipe))
 
 
 def build_model(context: Context, task: Task) -> Built:
@@ -142,7 +103,7 @@ def build_model(context: Context, task: Task) -> Built:
     if recipe.model.trust_remote_code and context.world.is_main:
         try:
             for path in filter(None, (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher)):
-                trusted_code.remember(path)
+                trusted_code.remember(path, recipe.model.revision if path == recipe.model.path else None)
         except StorageError as error:
             context.progress.log(f"{error}; commands on this run's model will need {trusted_code.OPTION}")
     return Built(task, skeleton, resume_identity(context.plan, skeleton, task))
@@ -196,25 +157,6 @@ def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -
     if is_complete:
         raise NothingToDo(f"{where}{f', and its model is in {run.model}' if run.is_exported else ''}; {ways}")
     return ""
-
-
-def settle_compile(context: Context, checkpoints: Checkpoints) -> Context:
-    """Choose what `compile: auto` means for the steps that are left; rank 0 decides. Collective."""
-    plan, checkpoint = context.plan, checkpoints.resumed_from
-    if plan.recipe.compile != "auto":
-        return context
-
-    def choose() -> tuple[str, str]:
-        on_gpu = context.accelerator.device.type == "cuda"
-        missing = next(compiler_problems(plan.recipe.model_copy(update={"compile": "regional"}), on_gpu), "")
-        if missing:
-            return "off", missing.partition(": ")[2]
-        done = read_state(checkpoint)["step"] if checkpoint else 0
-        return choose_compile(plan.strategy, plan.recipe.steps - done)
-
-    kind, why = context.world.on_main(choose)
-    recipe = plan.recipe.model_copy(update={"compile": kind})
-    return replace(context, plan=replace(plan, recipe=recipe), compile_choice=f"{kind} (auto): {why}")
 
 
 def build_engine(context: Context, built: Built) -> Engine:

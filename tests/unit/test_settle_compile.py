@@ -14,7 +14,7 @@ from samecurve.planner import inputs, strategies
 from samecurve.planner.strategy_files import read
 from samecurve.strategy.plan import Strategy
 from samecurve.strategy.validate import AUTO_COMPILE_STEPS, choose_compile
-from samecurve.training import startup
+from samecurve.training import settle
 
 RECIPE = "recipes/quickstart.yaml"
 
@@ -43,8 +43,8 @@ class Started:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    monkeypatch.setattr(startup, "compiler_problems", lambda *_: iter(()))
-    monkeypatch.setattr(startup, "read_state", lambda _: {"step": 30})
+    monkeypatch.setattr(settle, "compiler_problems", lambda *_: iter(()))
+    monkeypatch.setattr(settle, "read_state", lambda _: {"step": 30})
 
 
 def settled(value: str, steps: int = 1020, resumed_from: str | None = None, on_main=lambda choose: choose()) -> Started:
@@ -52,7 +52,7 @@ def settled(value: str, steps: int = 1020, resumed_from: str | None = None, on_m
     planned = Planned(recipe, strategy_of("ddp"))
     started = Started(planned, SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(on_main=on_main))
     checkpoints = SimpleNamespace(resumed_from=resumed_from)
-    return cast(Started, startup.settle_compile(cast(Any, started), cast(Any, checkpoints)))
+    return cast(Started, settle.settle_compile(cast(Any, started), cast(Any, checkpoints)))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_all_ranks_take_the_answer_of_rank_0():
 
 
 def test_nothing_is_compiled_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(startup, "compiler_problems", lambda *_: iter(("compile: no C++ compiler; install g++",)))
+    monkeypatch.setattr(settle, "compiler_problems", lambda *_: iter(("compile: no C++ compiler; install g++",)))
     assert settled("auto").compile_choice == "off (auto): no C++ compiler; install g++"
 
 

@@ -15,7 +15,7 @@ from saved_state import saved_state
 from samecurve.config import loader
 from samecurve.errors import ConfigurationError
 from samecurve.tasks import registry
-from samecurve.training import startup
+from samecurve.training import settle
 
 TODAY = date.today().isoformat()
 
@@ -40,7 +40,7 @@ def settled(run: Path, *keys: str, resume: str = "auto", on_main=lambda choose: 
     started = Started(
         Planned(loaded, resume), SimpleNamespace(checkpoints=run / "checkpoints"), SimpleNamespace(on_main=on_main)
     )
-    return startup.settle_date(cast(Any, started)).plan.recipe
+    return settle.settle_date(cast(Any, started)).plan.recipe
 
 
 def checkpoint(run: Path, step: int, day: str | None) -> Path:

@@ -1,0 +1,104 @@
+"""Keys of the recipe whose values are found when a run starts. Each function returns the Context with the value.
+
+The value is part of the recipe from then on: of run.json and of every checkpoint, so that a resumed run can keep it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samecurve.checkpoint.manifest import list_checkpoints
+from samecurve.checkpoint.resume import read_state
+from samecurve.config.rules import in_steps
+from samecurve.errors import CheckpointError
+from samecurve.models.weight_files import commit_of
+from samecurve.specs.tasks import TASKS
+from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.strategy.preflight import compiler_problems
+from samecurve.strategy.validate import choose_compile
+
+if TYPE_CHECKING:
+    from samecurve.checkpoint.manager import Checkpoints
+    from samecurve.interfaces.task import Task
+    from samecurve.training.session import Context
+
+
+def settle_revision(context: Context) -> Context:
+    """Replace the revision of a model on the hub by the commit that it stands for. Collective.
+
+    Config, tokenizer, weights and code are read one by one on each host, and a branch may move meanwhile. A run that is
+    resumed without model.revision keeps its commit.
+    """
+    plan, model = context.plan, context.recipe.model
+    path = model.path
+    if path is None or Path(path).is_dir():
+        return context
+
+    def choose() -> str | None:
+        saved = _saved_recipe(context).get("model", {})
+        if model.revision is None and saved.get("path") == path and saved.get("revision"):
+            return saved["revision"]
+        return commit_of(path, model.revision) or model.revision
+
+    model = model.model_copy(update={"revision": context.world.on_main(choose)})
+    return replace(context, plan=replace(plan, recipe=plan.recipe.model_copy(update={"model": model})))
+
+
+def _saved_recipe(context: Context) -> dict:
+    """Return the recipe of the newest readable checkpoint to resume from; {} without one."""
+    candidates = [] if context.plan.resume in ("auto", "none") else [Path(context.plan.resume)]
+    if context.plan.resume == "auto":
+        candidates = list_checkpoints(LocalFileSystem(), context.run.checkpoints)
+    for folder in candidates:
+        with contextlib.suppress(CheckpointError):  # find_checkpoint reports it
+            return read_state(folder)["recipe"]
+    return {}
+
+
+def settle_date(context: Context) -> Context:
+    """Choose the day for chat templates that write today's date, which a resumed run keeps. Collective.
+
+    It is the day of the newest readable checkpoint to resume from, else today by rank 0's clock. As a key of the recipe
+    it becomes part of run.json and of every checkpoint.
+    """
+    plan, recipe = context.plan, context.plan.recipe
+    if not TASKS[recipe.task].chats or not recipe.data.chat or recipe.tokenizer.template_date is not None:
+        return context
+
+    def choose() -> str:
+        return _saved_recipe(context).get("tokenizer", {}).get("template_date") or date.today().isoformat()
+
+    tokenizer = recipe.tokenizer.model_copy(update={"template_date": context.world.on_main(choose)})
+    return replace(context, plan=replace(plan, recipe=recipe.model_copy(update={"tokenizer": tokenizer})))
+
+
+def settle_steps(context: Context, task: Task) -> Context:
+    """Count the recipe's epochs in steps, now that the number of rows is known. Raises as `in_steps`."""
+    recipe = context.recipe
+    if not recipe.data.streaming:  # which has neither epochs nor a number of rows
+        recipe = in_steps(recipe, len(task.train))
+    context.progress.total_steps = recipe.steps
+    return replace(context, plan=replace(context.plan, recipe=recipe))
+
+
+def settle_compile(context: Context, checkpoints: Checkpoints) -> Context:
+    """Choose what `compile: auto` means for the steps that are left; rank 0 decides. Collective."""
+    plan, checkpoint = context.plan, checkpoints.resumed_from
+    if plan.recipe.compile != "auto":
+        return context
+
+    def choose() -> tuple[str, str]:
+        on_gpu = context.accelerator.device.type == "cuda"
+        missing = next(compiler_problems(plan.recipe.model_copy(update={"compile": "regional"}), on_gpu), "")
+        if missing:
+            return "off", missing.partition(": ")[2]
+        done = read_state(checkpoint)["step"] if checkpoint else 0
+        return choose_compile(plan.strategy, plan.recipe.steps - done)
+
+    kind, why = context.world.on_main(choose)
+    recipe = plan.recipe.model_copy(update={"compile": kind})
+    return replace(context, plan=replace(plan, recipe=recipe), compile_choice=f"{kind} (auto): {why}")
