@@ -13,7 +13,8 @@ from benchmarks.gpu.page import page
 from benchmarks.machine import commit, said
 from samecurve.distributed.cpu_workers import num_cores
 from samecurve.specs.environment import versions
-from samecurve.storage.atomic import read_json, utc_timestamp, write_json, write_text
+from samecurve.storage.atomic import utc_timestamp, write_json, write_text
+from samecurve.storage.records import read_record
 
 SHORTEST_SECONDS = 45.0
 """A case is not begun where less than this is left of --minutes, or than another case of the same model took."""
@@ -31,7 +32,7 @@ class Kept:
 
     def __init__(self, results: Path, output: Path, facts: dict):
         self._results, self._output, self._facts = results, output, facts
-        self._content = read_json(results)
+        self._content = read_record(results).value or {}
         self._machine = self._content.setdefault(_name(facts), {"facts": facts, "rows": {}})
 
     def state(self, case: Case) -> str:
@@ -59,7 +60,8 @@ class Kept:
         write_json(self._results, self._content)
         write_text(self._output, page(self._content))
         if case.name in PACKED.values() and not self._facts["toy"]:
-            write_json(attention_table.PATH, read_json(attention_table.PATH) | attention_table.table(self._content))
+            known = read_record(attention_table.PATH).value or {}
+            write_json(attention_table.PATH, known | attention_table.table(self._content))
 
     def _row(self, case: Case) -> dict:
         return self._machine["rows"].get(case.name, {})

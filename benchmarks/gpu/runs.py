@@ -20,7 +20,8 @@ from samecurve.bench.jobs import StrategyJob, command, set_aside
 from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.run.run_directory import read_metrics
-from samecurve.storage.atomic import read_json, utc_timestamp
+from samecurve.storage.atomic import utc_timestamp
+from samecurve.storage.records import read_record
 from samecurve.strategy.preflight import prepare_allocator
 
 from .cases import HERE, MEASURED, ROOT, WARM_UP, Case
@@ -103,10 +104,10 @@ def measure(case: Case, places: Places, limit: float) -> dict:
             return row | failure(code, log, output, limit) | {"log_tail": _text(log)[-TAIL_CHARACTERS:]}
     row |= {"state": "done", "seconds": time.perf_counter() - start}
     if case.program == "matmul":
-        return row | ceilings(read_json(output.with_name(f"{output.name}.json")))
+        return row | ceilings(read_record(output.with_name(f"{output.name}.json")).value or {})
     if case.program == "trainer":
         return row | numbers(json.loads(output.with_name(f"{output.name}.json").read_text()))
-    return row | numbers(read_metrics(output), read_json(output / "run.json"), profile(output))
+    return row | numbers(read_metrics(output), read_record(output / "run.json").value or {}, profile(output))
 
 
 def _steps(case: Case, places: Places, output: Path) -> list[tuple[list[str], Path]]:
@@ -160,7 +161,7 @@ def failure(code: int | None, log: Path, output: Path, limit: float) -> dict:
         return {"state": "out of memory", "reason": _line(text, r"(?:OutOfMemoryError|out of memory).*")}
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         return {"state": "out of memory", "reason": "killed by the system, as it is when host memory ends"}
-    told = read_json(output / "status.json").get("reason") or _problem(text)
+    told = (read_record(output / "status.json").value or {}).get("reason") or _problem(text)
     return {"state": "failed", "reason": f"{told} (code {code}, {log.name})"}
 
 
@@ -212,7 +213,7 @@ def _of_run(run: Mapping) -> dict:
 
 def profile(output: Path) -> float | None:
     """The share of time in which no kernel ran, of the steps that were recorded; of a device's profile alone."""
-    found = read_json(output / "profile" / "summary.json")
+    found = read_record(output / "profile" / "summary.json").value or {}
     if not found.get("on_device"):
         return None
     return found["shares"]["idle"] + found["shares"]["data_wait"]

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import subprocess
-import sys
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.compatibility import without_effect
@@ -25,7 +19,7 @@ from samecurve.errors import ConfigurationError, NothingToDo, StorageError
 from samecurve.export.hf_export import ExportTarget
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
-from samecurve.metrics.meter import GIB, Meter, device_memory_bytes
+from samecurve.metrics.meter import Meter
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import cudnn, measured
 from samecurve.models.compilation import Recompilations
@@ -45,6 +39,7 @@ from samecurve.training import room
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
+from samecurve.training.prediction import predict
 from samecurve.training.session import Built, Context, Session
 from samecurve.training.settle import settle_compile, settle_date, settle_revision, settle_steps
 from samecurve.training.trackers import Trackers
@@ -58,8 +53,6 @@ if TYPE_CHECKING:
     from samecurve.run.lifecycle import RunSupervisor
     from samecurve.run.run_directory import RunDirectory
     from samecurve.strategy.plan import Plan
-
-PREDICTION_SECONDS = 60.0  # the prediction's process takes less than a second
 
 
 def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch: RunSupervisor) -> Session:
@@ -305,36 +298,3 @@ def _introduce(session: Session) -> None:
     context.progress.header(facts)
     context.progress.advice = partial(factory.busy_advice, accelerator)
     context.progress.log(factory.core_advice(accelerator, plan.strategy, context.world))
-
-
-def predict(context: Context, fields: dict, peak_tflops: float | None) -> dict:
-    """Predict step time and memory in a short process of its own, because nothing that trains depends on the planner.
-
-    Args:
-        fields: of the model's Hugging Face config.
-        peak_tflops: of matrix products on this device; None if unknown.
-
-    Returns:
-        See planner/forecast.forecast; only `reason` where the process has failed.
-    """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", context.plan.strategy.world_size))
-    device = {
-        "name": factory.device_name(context.accelerator),
-        "memory_gib": device_memory_bytes(context.accelerator.device, processes) / GIB,
-        "peak_tflops": peak_tflops,
-        "per_node": processes,
-    }
-    # python -m searches the working directory, which need not be the one with this package
-    search = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "samecurve.planner.forecast"],
-            input=pickle.dumps((context.plan, fields, device)),
-            capture_output=True,
-            timeout=PREDICTION_SECONDS,
-            check=True,
-            env={**os.environ, "PYTHONPATH": search},
-        )
-        return json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return {"reason": f"the planner's process failed: {error}"}

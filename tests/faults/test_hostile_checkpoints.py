@@ -171,8 +171,9 @@ def test_a_hostile_manifest_is_a_problem_and_nothing_else(content, folder):
     assert len(problems) == 1 and len(str(problems[0])) < 400
 
 
-# A rehearsal's process gets its plan through a pipe from the process that starts it; no file is read.
-THROUGH_A_PIPE = {"rehearsal.py", "rehearsal_process.py"}
+# The processes of a rehearsal and of a prediction get their plan through a pipe from the one that starts them; no file
+# is read.
+THROUGH_A_PIPE = {"rehearsal.py", "rehearsal_process.py", "prediction.py", "forecast.py"}
 
 
 def test_no_code_unpickles():

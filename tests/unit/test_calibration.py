@@ -21,7 +21,7 @@ from samecurve.planner.cluster import built_in
 from samecurve.planner.job import from_json, to_json
 from samecurve.planner.strategy_files import read
 from samecurve.strategy.plan import Plan
-from samecurve.training import startup
+from samecurve.training import prediction
 
 RECIPE = "recipes/quickstart.yaml"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "zero3")
@@ -387,13 +387,13 @@ def test_a_run_predicts_in_a_process_of_its_own(monkeypatch):
     assert wanted.source.recipe and wanted.source.recipe.model.config
     plan = Plan(wanted.source.recipe, described, RECIPE, ())
     fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}
-    monkeypatch.setattr(startup, "device_memory_bytes", lambda *_: 16 * 2**30)
-    monkeypatch.setattr(startup.factory, "device_name", lambda _: "cpu")
+    monkeypatch.setattr(prediction, "device_memory_bytes", lambda *_: 16 * 2**30)
+    monkeypatch.setattr(prediction.factory, "device_name", lambda _: "cpu")
     context = cast(Any, SimpleNamespace(plan=plan, accelerator=SimpleNamespace(device=None)))
     expected = forecast.forecast(plan, fields, forecast.Device("cpu", 16, 0.2, 2))
-    assert startup.predict(context, fields, 0.2) == json.loads(json.dumps(expected)) and expected["step_seconds"] > 0
-    monkeypatch.setattr(startup.sys, "executable", "/nowhere/python")
-    assert startup.predict(context, fields, 0.2)["reason"].startswith("the planner's process failed: ")
+    assert prediction.predict(context, fields, 0.2) == json.loads(json.dumps(expected)) and expected["step_seconds"] > 0
+    monkeypatch.setattr(prediction.sys, "executable", "/nowhere/python")
+    assert prediction.predict(context, fields, 0.2)["reason"].startswith("the planner's process failed: ")
 
 
 def test_a_gpu_without_rates_says_so():
