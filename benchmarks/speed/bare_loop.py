@@ -18,7 +18,7 @@ from samecurve.config.loader import load_recipe
 from samecurve.distributed.allocator import keep_freed_memory
 from samecurve.losses.chunked_cross_entropy import TokenSums, install_chunked_head, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
-from samecurve.optim.factory import parameter_groups
+from samecurve.optim.parameter_groups import parameter_groups, roles_of
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -27,8 +27,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.chunked:
         keep_freed_memory()
     settings = recipe.optimizer
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model.named_parameters(), shapes, settings)
+    groups = parameter_groups(model.named_parameters(), settings, roles_of(model))
     optimizer = torch.optim.AdamW(groups, settings.learning_rate, settings.betas, settings.epsilon, fused=True)
     if arguments.chunked:
         install_chunked_head(model)
