@@ -60,21 +60,21 @@ def file(workspace) -> Path:
 
 @cache
 def started(workspace, file: Path, recipe: str, strategy: str | None, verify: str = "off") -> Run:
-    content = read_recipe(str(ROOT / "recipes" / f"{recipe}.yaml")).document.content
+    value = read_recipe(str(ROOT / "recipes" / f"{recipe}.yaml")).value
     directory = workspace.folder / f"recipe_{recipe}_{strategy}_{verify}"
-    model = [f"tokenizer.vocabulary_size={300 if content['tokenizer']['vocabulary_size'] else 'null'}"]
+    model = [f"tokenizer.vocabulary_size={300 if value('tokenizer.vocabulary_size') else 'null'}"]
     if recipe in PRETRAINED:
         base = started(workspace, file, PRETRAINED[recipe], None).directory / "model"
         model += [f"model.path={base}", *([f"distill.teacher={base}"] if recipe == "distill" else [])]
     else:
-        sizes = SMALL | OF_FAMILY[content["model"]["config"]["model_type"]]
+        sizes = SMALL | OF_FAMILY[value("model.config")["model_type"]]
         model += [f"model.config.{key}={value}" for key, value in sizes.items()]
     micro = f"batch.micro_batch_size={4 if strategy is None else 2}"
     path = None if strategy is None else workspace.strategy(strategy)
     command = launch_command("fork", path, 1 if strategy is None else 2, workspace.folder)
     command += [str(ROOT / "recipes" / f"{recipe}.yaml"), f"output_dir={directory}", f"data.path={file}"]
     columns = json.loads(file.read_text().partition("\n")[0])
-    command += [f"data.ignore_columns=[{','.join(unread(content['task'], columns))}]"]
+    command += [f"data.ignore_columns=[{','.join(unread(value('task'), columns))}]"]
     command += [*SETTINGS, f"export.verify={verify}", micro, *model, *(["--strategy", str(path)] if path else [])]
     run = workspace.execute(command, directory)
     assert run.returncode == 0, run.output
