@@ -35,6 +35,7 @@ from samecurve.config.overrides import latest_overrides  # noqa: E402
 from samecurve.distributed.cpu_workers import num_cores  # noqa: E402
 from samecurve.specs.environment import processor, versions  # noqa: E402
 from samecurve.storage.atomic import write_json, write_text  # noqa: E402
+from samecurve.storage.records import read_record  # noqa: E402
 
 FOLDER = ROOT / "benchmarks" / "speed"
 CORES = 2
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def kept(results: Path) -> Found:
-    content = json.loads(results.read_text())
+    content = read_record(results).value or {}
     return {name: by_device(lambda each: Measurement(**each), of) for name, of in content.items()}
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from saved_state import saved_state  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
 from benchmarks.ports import free_port  # noqa: E402
@@ -39,7 +40,7 @@ def save(directory: Path, step: int) -> Path:
         names = [file_name(rank) for rank in range(SIZE)]
         return [commit.write_file(DISK, folder / name, [f"{name} {step}".encode()]) for name in names], None
 
-    content = commit.Content(step, 0, write, lambda notes: {"state.json": b"{}"})
+    content = commit.Content(step, 0, write, lambda notes: {"state.json": json.dumps(saved_state()).encode()})
     commit.commit(DISK, directory, content, lambda value, conclusion: conclusion([value]), 0)
     return directory / f"step_{step:08d}"
 

@@ -302,6 +302,7 @@ def test_a_gpu_gets_what_it_can_copy_by_itself(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     monkeypatch.setattr("samecurve.data.batches.DataLoader", lambda *_, **options: loaders.append(options) or [whole])
+    monkeypatch.setattr("samecurve.data.batches._MultiProcessingDataLoaderIter", iter)
     rows = DocumentRows(random_stream(16, longest=12), 6, PAD)
     ((whole,),) = StepBatches(rows, 1, batch(8, 8), (0, 1), num_steps=1)
     tensors = [*whole.inputs.values(), *whole.targets.values()]
