@@ -202,7 +202,8 @@ def test_records_cost_what_they_hold(run, origin, tmp_path, capsys):
         (run / name).write_bytes(before)
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+# one bit may leave a good file, or make another key of the recipe, which is refused by name
+@pytest.mark.parametrize("how", [how for how in DAMAGES if how != "one bit"])
 def test_a_damaged_run_json_costs_no_model(how, run, capsys):
     damaged(run / "run.json", how)
     assert ends(["generate", run, *MODEL_COMMANDS["generate"]], capsys)[0] == 0
