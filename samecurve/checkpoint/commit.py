@@ -90,7 +90,7 @@ def commit(fs: FileSystem, directory: Path, content: Content, conclude: Conclude
         _together(conclude, wrote, lambda wrote: _finish(fs, partial, content, wrote))
     except (StorageError, NumericError):
         if rank == 0:
-            _sweep(fs, directory)
+            sweep(fs, directory)
         raise
 
 
@@ -175,7 +175,7 @@ def _prepare(fs: FileSystem, partial: Path, planned_bytes: int) -> None:
             fs.make_folder(directory)
         # Sync an existing folder too: a killed session may have created it without syncing it.
         fs.sync_folder(directory.parent)
-        _sweep(fs, directory)
+        sweep(fs, directory)
         needed, free = planned_bytes + SPARE_BYTES, fs.free_bytes(directory)
         if free < needed:
             raise StorageError(
@@ -276,10 +276,10 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
                 fs.rename(folder, directory / f"{DELETED}{folder.name}")
     except OSError as error:
         return str(error)
-    return _sweep(fs, directory)
+    return sweep(fs, directory)
 
 
-def _sweep(fs: FileSystem, directory: Path) -> str:
+def sweep(fs: FileSystem, directory: Path) -> str:
     """Remove partial and deleted checkpoint folders. Returns the problems found, "" if there were none.
 
     A problem does not fail the save: on NFS, a folder cannot be removed while a file in it is open on some host.

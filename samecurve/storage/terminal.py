@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -128,6 +128,18 @@ class TextConsole(Console):
     def __init__(self, **options: Any):
         plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
         super().__init__(**plain | options)
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it writes. rich unwraps one proxy, but a live bar has put its own around Stream."""
+        inner = super().file
+        while (behind := getattr(inner, "rich_proxied_file", None)) is not None:
+            inner = behind
+        return inner
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):

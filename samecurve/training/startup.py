@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from samecurve.checkpoint import commit
 from samecurve.checkpoint.compatibility import without_effect
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.manifest import list_checkpoints
@@ -246,6 +247,7 @@ def _check_room(context: Context, built: Built, engine: Engine, checkpoints: Che
     disk = LocalFileSystem()
 
     def check() -> str:
+        commit.sweep(disk, run.checkpoints)  # what a save left that was killed
         num_kept = len(list_checkpoints(disk, run.checkpoints))
         return room.check_room(recipe, checkpoint_bytes, export_bytes, num_kept, disk.free_bytes(run.path))
 

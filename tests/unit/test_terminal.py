@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +118,18 @@ def test_a_closed_descriptor_is_given_to_no_file(tmp_path):
     program = f"from samecurve.storage import terminal; terminal.set_up(); a = {opened}; a.write(str(a.fileno()))"
     subprocess.run(["bash", "-c", f"'{sys.executable}' -c \"{program}\" <&- >&- 2>&-"], cwd=ROOT, check=True)
     assert int((tmp_path / "a").read_text()) > 2
+
+
+def test_a_live_bar_is_drawn_by_codes(monkeypatch):
+    """Its own codes reach the terminal as they are, those of a printed text do not."""
+    monkeypatch.setenv("TERM", "xterm")
+    shown = bytearray()
+
+    def read(descriptor: int) -> bytes:
+        shown.extend(data := os.read(descriptor, 4096))
+        return data
+
+    code = pty.spawn([sys.executable, str(Path(__file__).with_name("live_bar_probe.py"))], read)
+    text = shown.decode()
+    assert code == 0 and "second bar" in text and "\x1b[2K" in text
+    assert "\N{SYMBOL FOR ESCAPE}[2K" not in text and "\x1b]0;" not in text
