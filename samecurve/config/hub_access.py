@@ -25,9 +25,9 @@ def use_cache_without_hub(
     Returns:
         A line to print, "" where nothing was changed.
     """
-    paths = (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher)
     data = (source.path for source in recipe.data.sources())
-    wanted = [path for path in paths if path and is_hub_name(path)] + [path for path in data if path and address(path)]
+    wanted = [path for path in recipe.model_paths if is_hub_name(path)]
+    wanted += [path for path in data if path and address(path)]
     is_decided = {"HF_HUB_OFFLINE", *PROXIES} & environ.keys()
     if not wanted or is_decided:
         return ""

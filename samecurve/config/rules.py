@@ -254,15 +254,18 @@ def in_steps(recipe: Recipe, num_rows: int) -> Recipe:
     if not any((recipe.epochs, recipe.evaluate.every_epochs, recipe.checkpoint.every_epochs)):
         return recipe
     steps_per_epoch = num_rows / recipe.batch.global_batch_size
+
+    def every(epochs: float) -> int:
+        return max(1, round(epochs * steps_per_epoch))
+
     evaluate, checkpoint = recipe.evaluate, recipe.checkpoint
     if evaluate.every_epochs:
-        every = max(1, round(evaluate.every_epochs * steps_per_epoch))
-        evaluate = evaluate.model_copy(update={"every_steps": every})
+        evaluate = evaluate.model_copy(update={"every_steps": every(evaluate.every_epochs)})
     if checkpoint.every_epochs:
-        every = max(1, round(checkpoint.every_epochs * steps_per_epoch))
+        saved = every(checkpoint.every_epochs)
         if evaluate.every_epochs and (times := checkpoint.every_epochs / evaluate.every_epochs) == round(times):
-            every = round(times) * evaluate.every_steps  # so that checkpoints are evaluated although both are rounded
-        checkpoint = checkpoint.model_copy(update={"every_steps": every})
+            saved = round(times) * evaluate.every_steps  # so that checkpoints are evaluated although both are rounded
+        checkpoint = checkpoint.model_copy(update={"every_steps": saved})
     # a last digit of the product must not become a step
     steps = math.ceil(round(recipe.epochs * steps_per_epoch, 6)) if recipe.epochs else recipe.steps
     settled = recipe.model_copy(update={"steps": steps, "evaluate": evaluate, "checkpoint": checkpoint})

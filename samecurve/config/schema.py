@@ -293,6 +293,11 @@ class Recipe(Section):
         return num_warmup_steps(self.steps, self.schedule.warmup_steps, self.schedule.warmup_ratio)
 
     @property
+    def model_paths(self) -> list[str]:
+        """The folders and hub names whose models and tokenizers are read; their code may run, see trusted_code.py."""
+        return [path for path in (self.model.path, self.tokenizer.path, self.distill.teacher) if path is not None]
+
+    @property
     def evaluation(self) -> Data | None:
         """The evaluation data, read like the training data; None: the held-out part of those, if any."""
         own, data = self.evaluate, self.data

@@ -25,6 +25,7 @@ from samecurve.specs.data_names import BUILTIN, is_hub_name
 from samecurve.specs.file_kinds import table_kind
 from samecurve.storage.atomic import write_text
 from samecurve.storage.cache import digest
+from samecurve.storage.checksums import file_sha256
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
@@ -293,7 +294,7 @@ def _hashes(files: tuple[Path, ...]) -> list[str]:
     hashes, problems = [], []
     for file in files:
         try:
-            hashes.append(_file_hash(file))
+            hashes.append(file_sha256(file))
         except OSError as error:
             problems.append(str(unreadable(file, error)))
     if problems:
@@ -362,11 +363,3 @@ def builtin_files() -> tuple[Path, ...]:
             f"{BUILTIN}: this Python has no .py files of its library in {root}; set data.path to other data"
         )
     return tuple(sorted(files))
-
-
-def _file_hash(file: Path) -> str:
-    hashed = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while block := stream.read(1 << 20):
-            hashed.update(block)
-    return hashed.hexdigest()

@@ -84,8 +84,7 @@ def parse_recipe(facts: dict, file: Path) -> Recipe:
 
 def with_code(recipe: Recipe, option: bool) -> Recipe:
     """Allow a run's recipe the code of its models and tokenizer, by the option or the user's list."""
-    paths = [path for path in (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher) if path is not None]
-    trusted = trusted_code.allows(option, *paths)
+    trusted = trusted_code.allows(option, *recipe.model_paths)
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"trust_remote_code": trusted})})
 
 

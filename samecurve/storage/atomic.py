@@ -18,8 +18,6 @@ from typing import Any
 from samecurve.errors import SamecurveError, StorageError
 
 MIB = 1 << 20
-
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # numpy's tofile gives no errno
 _OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)|\d+ requested and \d+ written")

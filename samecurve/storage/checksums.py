@@ -23,7 +23,7 @@ def write_checksums(folder: Path, busy: Callable[[], None] = lambda: None) -> No
     """Write the hashes of all files of a finished model folder. Raises StorageError."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _NOT_LISTED)
     with storage_errors(folder):
-        lines = [f"{_digest(path, busy)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+        lines = [f"{file_sha256(path, busy)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     write_text(folder / SUMS, "".join(lines))
 
 
@@ -47,7 +47,7 @@ def check_checksums(folder: Path, busy: Callable[[], None] = lambda: None) -> No
             continue
         path = folder / match[2]
         try:
-            if _digest(path, busy) != match[1]:
+            if file_sha256(path, busy) != match[1]:
                 problems.append(f"{path}: differs from what was written, by {SUMS}")
         except (OSError, ValueError) as error:
             problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
@@ -55,7 +55,8 @@ def check_checksums(folder: Path, busy: Callable[[], None] = lambda: None) -> No
         raise CheckpointError("\n".join([*problems, fix]))
 
 
-def _digest(path: Path, busy: Callable[[], None]) -> str:
+def file_sha256(path: Path, busy: Callable[[], None] = lambda: None) -> str:
+    """Return the SHA-256 of a file in hexadecimal. busy: called after each piece. Raises OSError."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while piece := stream.read(1 << 24):

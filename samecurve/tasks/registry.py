@@ -36,7 +36,7 @@ def load_on_all_ranks(recipe: Recipe, world: ControlGroup, busy: Callable[[], No
     # Rank 0 loads first, because it may have to tokenise; the others then read its cache.
     if world.is_main:
         try:
-            for path in filter(None, (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher)):
+            for path in recipe.model_paths:
                 check_checksums(Path(path).expanduser(), busy)
             task = load_task(recipe)
         except SamecurveError as error:

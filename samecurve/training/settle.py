@@ -33,7 +33,7 @@ def settle_revision(context: Context) -> Context:
     Config, tokenizer, weights and code are read one by one on each host, and a branch may move meanwhile. A run that is
     resumed without model.revision keeps its commit.
     """
-    plan, model = context.plan, context.recipe.model
+    model = context.plan.recipe.model
     path = model.path
     if path is None or Path(path).is_dir():
         return context
@@ -44,8 +44,13 @@ def settle_revision(context: Context) -> Context:
             return saved["revision"]
         return commit_of(path, model.revision) or model.revision
 
-    model = model.model_copy(update={"revision": context.world.on_main(choose)})
-    return replace(context, plan=replace(plan, recipe=plan.recipe.model_copy(update={"model": model})))
+    return _with(context, model=model.model_copy(update={"revision": context.world.on_main(choose)}))
+
+
+def _with(context: Context, **values: object) -> Context:
+    """Return the context with other values of some keys or blocks of its recipe."""
+    recipe = context.plan.recipe.model_copy(update=values)
+    return replace(context, plan=replace(context.plan, recipe=recipe))
 
 
 def _saved_recipe(context: Context) -> dict:
@@ -65,15 +70,16 @@ def settle_date(context: Context) -> Context:
     It is the day of the newest readable checkpoint to resume from, else today by rank 0's clock. As a key of the recipe
     it becomes part of run.json and of every checkpoint.
     """
-    plan, recipe = context.plan, context.plan.recipe
+    recipe = context.plan.recipe
     if not TASKS[recipe.task].chats or not recipe.data.chat or recipe.tokenizer.template_date is not None:
         return context
 
     def choose() -> str:
         return _saved_recipe(context).get("tokenizer", {}).get("template_date") or date.today().isoformat()
 
-    tokenizer = recipe.tokenizer.model_copy(update={"template_date": context.world.on_main(choose)})
-    return replace(context, plan=replace(plan, recipe=recipe.model_copy(update={"tokenizer": tokenizer})))
+    return _with(
+        context, tokenizer=recipe.tokenizer.model_copy(update={"template_date": context.world.on_main(choose)})
+    )
 
 
 def settle_steps(context: Context, task: Task) -> Context:
@@ -100,5 +106,4 @@ def settle_compile(context: Context, checkpoints: Checkpoints) -> Context:
         return choose_compile(plan.strategy, plan.recipe.steps - done)
 
     kind, why = context.world.on_main(choose)
-    recipe = plan.recipe.model_copy(update={"compile": kind})
-    return replace(context, plan=replace(plan, recipe=recipe), compile_choice=f"{kind} (auto): {why}")
+    return replace(_with(context, compile=kind), compile_choice=f"{kind} (auto): {why}")

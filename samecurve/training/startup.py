@@ -96,7 +96,7 @@ def build_model(context: Context, task: Task) -> Built:
     liger.check_family(recipe.model.kernels, skeleton.config.model_type)
     if recipe.model.trust_remote_code and context.world.is_main:
         try:
-            for path in filter(None, (recipe.model.path, recipe.tokenizer.path, recipe.distill.teacher)):
+            for path in recipe.model_paths:
                 trusted_code.remember(path, recipe.model.revision if path == recipe.model.path else None)
         except StorageError as error:
             context.progress.log(f"{error}; commands on this run's model will need {trusted_code.OPTION}")

@@ -457,8 +457,8 @@ def test_an_old_file_is_read_once_for_its_fingerprint(tmp_path, monkeypatch, cha
     time.sleep(0.02)  # several ticks of the file system's clock
     source, read = sources.find_source(str(file)), []
     first = sources.fingerprint(source, tmp_path / "cache")
-    hashed = sources._file_hash
-    monkeypatch.setattr(sources, "_file_hash", lambda file: read.append(file) or hashed(file))
+    hashed = sources.file_sha256
+    monkeypatch.setattr(sources, "file_sha256", lambda file: read.append(file) or hashed(file))
     if change == "replaced":
         new.write_text("two")
         os.utime(new, (1, 1))
