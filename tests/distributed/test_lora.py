@@ -254,7 +254,7 @@ def test_the_export_is_pefts_and_merges(name, workspace, base, capsys, tmp_path)
 
 def test_another_base_under_the_same_name_is_refused(workspace, base, tmp_path):
     source = run_lora(workspace, base, "single")
-    other = shutil.copytree(base, tmp_path / "other")
+    other = shutil.copytree(base, tmp_path / "other", ignore=shutil.ignore_patterns("SHA256SUMS"))
     weights = load_file(other / "model.safetensors")
     save_file({name: weight + 1e-3 for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
     run = workspace.resume(source, STOP, None, 1, *arguments(other, "single"))

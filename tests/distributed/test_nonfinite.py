@@ -91,7 +91,8 @@ def test_the_run_ends_with_code_5_and_says_so(strategy, workspace, reference, tm
 def poisoned(source: Path, target: Path) -> Path:
     target.mkdir()
     for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
+        if file.name != "SHA256SUMS":  # the weights are changed on purpose
+            (target / file.name).write_bytes(file.read_bytes())
     tensors = load_file(target / "model.safetensors")
     head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
     tensors[head][70:80] = 3e38

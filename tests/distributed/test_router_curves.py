@@ -45,7 +45,7 @@ def with_z_loss(workspace) -> tuple[str, str]:
     run = workspace.run(None, 1, MODEL, "model.router_loss=batch", *SHORT, "batch.micro_batch_size=8")
     assert run.returncode == 0, run.output
     folder = workspace.folder / "with_z_loss"
-    shutil.copytree(run.directory / "model", folder)
+    shutil.copytree(run.directory / "model", folder, ignore=shutil.ignore_patterns("SHA256SUMS"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"router_z_loss_coef": 0.5}))
     return f"model={{path: {folder}}}", f"tokenizer={{path: {folder}}}"
