@@ -19,10 +19,11 @@ from samecurve.interfaces.task import InitialState, Task
 from samecurve.metrics.console import number, spaced
 from samecurve.models.attention.choice import choose_attention
 from samecurve.models.skeleton import build_skeleton
-from samecurve.run.run_directory import read_metrics
+from samecurve.run.run_directory import METRICS_LINE
 from samecurve.specs.environment import versions
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import write_json
+from samecurve.storage.jsonl import last_record
 from samecurve.storage.terminal import TextConsole
 from samecurve.tasks import registry
 from samecurve.training.evaluator import Evaluation
@@ -113,10 +114,8 @@ def _progress_bar() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]
 
 def _last_evaluation(directory: Path) -> dict[str, float]:
     """Return `step` and the `eval_*` numbers of training's last evaluation; {} if it never evaluated."""
-    for record in reversed(read_metrics(directory)):
-        if record.get("eval_loss") is not None:
-            return {key: value for key, value in record.items() if key == "step" or key.startswith("eval_")}
-    return {}
+    record = last_record(directory / "metrics.jsonl", METRICS_LINE | {"eval_loss": float}) or {}
+    return {key: value for key, value in record.items() if key == "step" or key.startswith("eval_")}
 
 
 def _table(metrics: dict[str, float], before: dict[str, float]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from samecurve.config.key_hints import near_file
 from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import ConfigurationError
-from samecurve.run.run_directory import RunDirectory, read_metrics
+from samecurve.run.run_directory import RunDirectory, last_step, read_metrics
 from samecurve.run.status import STATUS, read_status
 from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.storage.records import read_record
@@ -131,11 +131,11 @@ def run(job: StrategyJob, arguments: Sequence[str], directory: Path, on_progress
         directory: the job's run directory.
         on_progress: called regularly with the number of finished steps.
     """
-    log, metrics = directory.with_name(f"{directory.name}.log"), directory / "metrics.jsonl"
+    log = directory.with_name(f"{directory.name}.log")
     set_aside(directory)
     with open(log, "w", encoding="utf-8") as stream, processes(arguments, stream, job.world_size) as process:
         while process.poll() is None:
-            on_progress(metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
+            on_progress(last_step(directory))
             time.sleep(POLL_SECONDS)
     code = process.returncode and exit_code_of(directory, log, process.returncode)
     reason = "" if code == 0 else reason_of(directory, log, code).removeprefix(f"strategy {job.name}: ")

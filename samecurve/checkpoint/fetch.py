@@ -23,7 +23,7 @@ from samecurve.checkpoint.manifest import (
 from samecurve.errors import CheckpointError, ConfigurationError
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.filesystem import LocalFileSystem
-from samecurve.storage.jsonl import read_lines
+from samecurve.storage.jsonl import last_record
 from samecurve.storage.object_store import ObjectStore
 from samecurve.strategy.restarts import is_restart
 
@@ -192,7 +192,7 @@ def _fetch(store: ObjectStore, directory: Path, name: str) -> Path:
 
 def _fetch_history(store: ObjectStore, run: Path, step: int) -> None:
     """Fetch the records of the earlier session, unless those of this folder reach as far as its checkpoint."""
-    if max((line["step"] for line in read_lines(run / HISTORY[-1]).records), default=-1) >= step:
+    if (record := last_record(run / HISTORY[-1])) and record["step"] >= step:
         return
     sizes = store.sizes("")
     for name in (name for name in HISTORY if name in sizes):

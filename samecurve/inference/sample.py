@@ -11,7 +11,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.inference.folders import run_directory
 from samecurve.inference.generation import GenerationOptions
 from samecurve.inference.generator import TextGenerator, load_generator
-from samecurve.run.run_directory import SAMPLES, read_metrics
+from samecurve.run.run_directory import SAMPLES, last_step
 from samecurve.specs.data_names import BUILTIN, FUNCTIONS
 from samecurve.storage.jsonl import JsonlFile
 from samecurve.storage.terminal import TextConsole
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
     prompt = default_prompt(generator) if arguments.prompt is None else arguments.prompt
     text = sample(generator, prompt, arguments.system, options, arguments.seed)
     if directory := run_directory(arguments.run):
-        step = 0 if arguments.untrained else max((record["step"] for record in read_metrics(directory)), default=0)
+        step = 0 if arguments.untrained else last_step(directory)
         # for the report; a directory that cannot be written to is no error
         JsonlFile(directory / SAMPLES).append({"step": step, "prompt": prompt, "text": text, "seed": arguments.seed})
     console = TextConsole()

@@ -117,11 +117,10 @@ class RunDirectory:
             raise
 
     def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:
-        record = last_record(self.metrics, METRICS_LINE)
         # a killed start may have moved status.json to `previous/N/` already
         folders = (self.path, *reversed(previous_folders(self.path)))
         last = next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
-        self._failures = restarts.count_failures(last, record["step"] if record else 0)
+        self._failures = restarts.count_failures(last, last_step(self.path))
         restarts.check_repeated_failures(self._failures, last, os.environ)
         self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
         self._present = self._find_present()
@@ -309,6 +308,12 @@ class RunDirectory:
 def previous_folders(run: Path) -> list[Path]:
     """List the folders with earlier sessions' files, oldest first."""
     return sorted((path for path in run.glob("previous/*") if path.name.isdecimal()), key=lambda path: int(path.name))
+
+
+def last_step(path: Path) -> int:
+    """Return the last step in a run directory's metrics.jsonl, 0 without one. Reads from the file's end."""
+    record = last_record(path / "metrics.jsonl", METRICS_LINE)
+    return record["step"] if record else 0
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -53,32 +53,47 @@ class JsonlFile:
     def truncate(self, step: int, target: Path, record: dict | None = None) -> tuple[int, int]:
         """Keep the good lines up to `step` and move all others to the folder `target`.
 
+        Reads each line once, and those behind the first one to move again; keeps one in memory. What is kept is not
+        written again unless there is a damaged line within it.
+
         Args:
             record: the line of `step`; appended if it is the only missing one.
 
         Returns:
             The number of moved lines that are of later steps, and the number of those that are damaged.
         """
-        moved: dict[int, bytes] = {}
-        last = num_damaged = 0
-        is_whole = True
-        for number, (line, value) in enumerate(scan(self.path, self._schema)):
-            is_whole = line.endswith(b"\n")
+        num_moved = num_damaged = last = offset = 0
+        start, is_whole, is_kept_behind = None, True, False  # start: of the first line to move
+        for line, value in scan(self.path, self._schema):
             if value is not None and value["step"] <= step:
-                last = value["step"]
+                last, is_whole, is_kept_behind = value["step"], line.endswith(b"\n"), start is not None
             else:
-                moved[number] = line if is_whole else line + b"\n"
+                start = offset if start is None else start
+                num_moved += 1
                 num_damaged += value is None
-        added = b""
+            offset += len(line)
+        if start is not None:
+            write_bytes(target / self.path.name, self._behind(start, step, kept=False))
+            if is_kept_behind:
+                write_bytes(self.path, chain(_pieces(self.path, start), self._behind(start, step, kept=True)))
+            else:
+                with storage_errors(self.path):
+                    os.truncate(self.path, start)
+        added = "" if is_whole or is_kept_behind else "\n"
         if record and last == step - 1:
-            added = json.dumps(json_values(record), allow_nan=False).encode() + b"\n"
-        if moved:
-            write_bytes(target / self.path.name, moved.values())
-        if moved or added or not is_whole:
-            lines = (line for number, line in enumerate(_lines(self.path)) if number not in moved)
-            kept = (line if line.endswith(b"\n") else line + b"\n" for line in lines)
-            write_bytes(self.path, chain(kept, [added]))
-        return len(moved) - num_damaged, num_damaged
+            added += json.dumps(json_values(record), allow_nan=False) + "\n"
+        if added:
+            with self._lock:
+                self._unwritten += added
+        if added or start is not None:
+            self.sync()
+        return num_moved - num_damaged, num_damaged
+
+    def _behind(self, start: int, step: int, kept: bool) -> Iterator[bytes]:
+        """Yield the whole lines from the byte `start` on that are kept or moved at the step `step`."""
+        for line, value in scan(self.path, self._schema, start):
+            if kept == (value is not None and value["step"] <= step):
+                yield line if line.endswith(b"\n") else line + b"\n"
 
     def _write(self) -> None:
         """Write all pending lines or none."""
@@ -113,13 +128,23 @@ def read_lines(path: Path, schema: Any = STEP) -> Lines:
     return Lines(records, num_damaged)
 
 
-def scan(path: Path, schema: Any = STEP) -> Iterator[tuple[bytes, dict | None]]:
+def scan(path: Path, schema: Any = STEP, start: int = 0) -> Iterator[tuple[bytes, dict | None]]:
     """Yield each line as it is in the file, and its value: None if it is damaged or does not fit the schema.
 
     One line is in memory at a time. Without a file there are no lines. Raises StorageError if it cannot be read.
+
+    Args:
+        start: the byte to begin at, the first one of a line.
     """
-    for line in _lines(path):
-        yield line, parse(line, schema)[0]
+    with storage_errors(path):
+        try:
+            stream = open(path, "rb")
+        except FileNotFoundError:
+            return
+        with stream:
+            stream.seek(start)
+            for line in iter(lambda: stream.readline(MOST_BYTES), b""):
+                yield line, parse(line, schema)[0]
 
 
 def last_record(path: Path, schema: Any = STEP) -> dict | None:
@@ -142,11 +167,9 @@ def last_record(path: Path, schema: Any = STEP) -> dict | None:
     return None
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    with storage_errors(path):
-        try:
-            stream = open(path, "rb")
-        except FileNotFoundError:
-            return
-        with stream:
-            yield from iter(lambda: stream.readline(MOST_BYTES), b"")
+def _pieces(path: Path, end: int) -> Iterator[bytes]:
+    """Yield the first `end` bytes of a file."""
+    with open(path, "rb") as stream:
+        while end > 0 and (piece := stream.read(min(_PIECE, end))):
+            end -= len(piece)
+            yield piece

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import tracemalloc
+from collections import Counter
 
 import pytest
 
@@ -55,6 +57,26 @@ def test_a_last_line_without_its_newline_stays_apart(tmp_path):
     assert lines.truncate(1, tmp_path) == (0, 0)
     lines.append({"step": 2})
     assert read_lines(lines.path) == ([{"step": 1}, {"step": 2}], 0)
+
+
+@pytest.mark.parametrize("later", [0, 100, 1_900])
+def test_a_resume_reads_once_and_keeps_nothing(later, tmp_path, monkeypatch):
+    """One parse of each line and a second of those to move; the rest of the file stays where it is."""
+    parsed, peaks, target = Counter(), [], tmp_path / "old"
+    target.mkdir()
+    monkeypatch.setattr(jsonl, "parse", lambda *given: parsed.update("a") or parse(*given))
+    for total in (NUM_LINES, 10 * NUM_LINES):
+        lines, step = JsonlFile(tmp_path / f"{total}.jsonl", LINE), total - later * total // NUM_LINES
+        lines.path.write_bytes(b"".join(b'{"step": %d, "loss": 0.25}\n' % number for number in range(1, total + 1)))
+        before = lines.path.stat()
+        parsed.clear()
+        tracemalloc.start()
+        assert lines.truncate(step, target) == (total - step, 0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert parsed.total() == total + (total - step) and lines.path.stat().st_ino == before.st_ino
+        assert last_record(lines.path) == {"step": step, "loss": 0.25}
+    assert peaks[1] < 2 * peaks[0]
 
 
 @pytest.mark.parametrize("end", [b"", b'{"step": 9, "lo', b"\xff\n", b"\0" * 99, b"\n" * 70_000, b"x" * 200_000])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from pathlib import Path
 
 import pytest
+from pydantic_core import from_json
 
 from samecurve.errors import CheckpointError
-from samecurve.storage.records import COUNT, mismatch, read_record
+from samecurve.storage.records import COUNT, mismatch, parse, read_record
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = {"step": COUNT, "loss": (float, None), "names": [str], "inner?": {"on": bool}, "*": (str, list)}
@@ -51,6 +53,52 @@ def test_a_whole_file_and_none_at_all(tmp_path):
     assert read_record(path, list).problem == "damaged: more than 100 levels of brackets"
     path.write_text('{"reason": "\\udcff"}')  # a path that is not UTF-8, as write_json writes it
     assert read_record(path).value == {"reason": "\udcff"}
+
+
+def test_the_quick_parser_takes_no_more_than_json_does():
+    """Damaged lines: what the quick parser takes, json takes as the same value, to the bit of a number."""
+    draw = random.Random(0)
+    lines = [json.dumps(VALUE | {f"key {index}": draw.gauss(0, 1e3) for index in range(9)}) for _ in range(20)]
+    lines += [
+        '{"a": -0, "b": [1E-7, 2e400, "\\ud800"], "c": {"d": "\\n\u00e9"}}',
+        f'[{10**400}, -1e308, 5e-324, "\x7f"]',
+    ]
+    num_taken = 0
+    for _ in range(20_000):
+        content = bytearray(draw.choice(lines).encode())
+        for _ in range(draw.randint(1, 3)):
+            place = draw.randrange(len(content))
+            if draw.random() < 0.5:
+                content[place] = draw.choice(b'"\\{}[],:0123456789eE+-. \t\n\x0bnull\x00\x1f\xff\xc3')
+            else:
+                content[place : place + draw.randint(0, 9)] = content[:: draw.choice((-1, 1))][: draw.randint(0, 3)]
+            content = content or bytearray(b"{")
+        try:
+            quick = from_json(bytes(content), allow_inf_nan=False)
+        except ValueError:
+            continue
+        num_taken += 1
+        assert repr(json.loads(content.decode())) == repr(quick), bytes(content)
+    assert num_taken > 1_000
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("1e999", "loss: found Infinity, expected a number or null"),
+        ("NaN", "loss: found NaN"),
+        ("true", "loss: found true"),
+        ("1" * 400, "loss: found 111"),
+        ('"1"', 'loss: found "1"'),
+        ("1e308", ""),
+        ("null", ""),
+    ],
+)
+def test_any_key_is_a_finite_number(text, problem):
+    schema = {"*": (float, None)}
+    content = f'{{"a": 1.7e308, "loss": {text}, "b": 1.7e308, "c": {10**30}}}'
+    assert parse(content.encode(), schema)[1].startswith(problem)
+    assert bool(parse(content.encode(), schema)[1]) == bool(problem)
 
 
 # files of this package, and a process that imports none of it
