@@ -84,18 +84,16 @@ def train(session) -> None:
                 meter.start()
             if guard.spiked(step, result, usual_loss, batches):
                 updates = session.roll_back(updates)
-            here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor)
+            stopping = session.early_stopping.state
+            here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor, stopping)
             checkpoints.whole = here
             if session.validation and due(step, recipe.evaluate.every_steps, recipe.steps):
-                watch.phase("evaluate", step)
-                metrics = session.validation.metrics(engine, task)
-                progress.evaluation(step, metrics)
-                record |= metrics
-                meter.start()
+                record |= session.evaluate(step)
 
-            if checkpoints.due(step, recipe.steps) and not guard.is_pending:
+            is_last = session.is_last(step)
+            if checkpoints.due(step, is_last) and not guard.is_pending:
                 watch.phase("save", step)
-                record |= checkpoints.save(engine, here, wait=step == recipe.steps)
+                record |= checkpoints.save(engine, here, wait=is_last)
                 meter.start()
             record |= checkpoints.finished()
             run.append_metrics(record)
@@ -103,6 +101,8 @@ def train(session) -> None:
             session.stop_if_asked(here)
             garbage.after(step)
             profiler.after(step)
+            if is_last:
+                break
 
 
 def due(step: int, every_steps: int, last_step: int) -> bool:

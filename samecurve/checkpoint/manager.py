@@ -23,7 +23,7 @@ from samecurve.checkpoint.manifest import file_name
 from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot
 from samecurve.distributed import rng_state
-from samecurve.errors import NumericError, StorageError
+from samecurve.errors import CheckpointError, NumericError, StorageError
 from samecurve.storage.atomic import json_values, utc_timestamp
 from samecurve.storage.fault_injection import fault_point
 from samecurve.storage.filesystem import LocalFileSystem
@@ -47,6 +47,7 @@ class TrainProgress:
         meter: the value of `Meter.state`.
         record: the step's line of metrics.jsonl.
         anchor: what the data loader needs besides `samples` to resume, see `StepBatches.anchor`.
+        stopping: the value of `EarlyStopping.state`.
     """
 
     step: int = 0
@@ -55,6 +56,7 @@ class TrainProgress:
     meter: dict = field(default_factory=dict)
     record: dict = field(default_factory=dict)
     anchor: dict = field(default_factory=dict)
+    stopping: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -163,6 +165,24 @@ class Checkpoints:
         self._log(f"loss spike: rolled back to the weights of {folder}; the rows since then are not read again")
         return self.load(folder, engine, generators=False)
 
+    def load_best(self, engine: Engine) -> int:
+        """Load the weights of the checkpoint with the best value of checkpoint.best, and return its step. Collective.
+
+        Raises:
+            CheckpointError: no checkpoint has a value, or the best one is damaged. Raised on all ranks.
+        """
+        self.wait()
+        metric, folder = self._settings["best"], self._run.checkpoints
+        best = self._world.on_main(lambda: find_best(self._files, folder, metric))
+        last = "set export.checkpoint=last to export the last step"
+        if best is None:
+            raise CheckpointError(f"{folder}: no checkpoint has {metric} (checkpoint.best); {last}")
+        if problems := self._selector.problems(best):
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise CheckpointError(f"{best}: the best checkpoint by {metric} is damaged; {last}\n{listed}")
+        self._log(f"exporting {best.name}, the best checkpoint by {metric}")
+        return self.load(best, engine, generators=False).step
+
     def save(self, engine: Engine, position: TrainProgress, wait: bool = False) -> dict:
         """Start to save this rank's part; without `background`, also wait until it is written. Collective.
 
@@ -214,7 +234,7 @@ class Checkpoints:
             raise StorageError(f"{self._failures} saves in a row failed; the last time: {save.error}") from save.error
         return False
 
-    def due(self, step: int, last_step: int) -> bool:
+    def due(self, step: int, is_last: bool) -> bool:
         """Whether to call `save` after `step`: every checkpoint.every_steps and after the last step.
 
         Also every_steps / 4 steps after a save was started, to check its result and retry if it failed.
@@ -222,7 +242,7 @@ class Checkpoints:
         every = self._settings["every_steps"]
         if not every:
             return False
-        return step % every == 0 or step == last_step or self._is_second_look(step)
+        return step % every == 0 or is_last or self._is_second_look(step)
 
     def _is_second_look(self, step: int) -> bool:
         every = self._settings["every_steps"]

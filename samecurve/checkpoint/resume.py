@@ -34,6 +34,7 @@ _SCHEMA = {
     **{key: COUNT for key in ("step", "updates", "samples")},
     "meter": {"average?": float, "weight?": float},
     "record": {"step?": COUNT, "expert_share?": ([float], None), "*": (float, None)},
+    "stopping?": {"metric?": str, "value?": float, "step?": COUNT, "evaluations_since?": COUNT},
     "anchor?": {"block?": COUNT, "start?": COUNT, "*": _POSITIVE},
     "loss_scale": ({"value": float, "good_steps": COUNT, "deepspeed?": {"*": float}}, {"*": ()}),
     "generators": dict,

@@ -216,9 +216,17 @@ def _long_decay(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
     every, best, evaluated = map(value, ("checkpoint.every_steps", "checkpoint.best", "evaluate.every_steps"))
+    measured = TASKS[value("task")].metrics
+    if best and best not in measured:
+        text = f"found {best}, but task {value('task')} measures {', '.join(measured)}"
+        yield "checkpoint.best", f"{text}; use one of these"
+    if value("export.checkpoint") == "best" and not best:
+        yield "export.checkpoint", "found best, but checkpoint.best names no metric; set it to eval_loss, for example"
     if value("checkpoint.every_epochs") or value("evaluate.every_epochs"):
         return
-    if best and every and (not evaluated or every % evaluated):
+    if best and not every:
+        yield "checkpoint.best", f"found {best}, but checkpoint.every_steps is 0; set it to a positive number"
+    elif best and (not evaluated or every % evaluated):
         text = (
             f"found {best}, but checkpoint.every_steps is {every}, evaluate.every_steps is {evaluated} and each "
             "checkpoint needs an evaluation; set evaluate.every_steps to a divisor of checkpoint.every_steps"
@@ -236,6 +244,10 @@ def _rollback(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
     every, held_out = value("evaluate.every_steps"), value("data.validation_fraction")
     every = every or value("evaluate.every_epochs")
+    patience = value("evaluate.patience")
+    if patience and not every:
+        text = f"found {patience}, but there is no evaluation; set evaluate.every_steps or evaluate.every_epochs"
+        yield "evaluate.patience", text
     if every and not held_out and value("evaluate.path") is None and value("evaluate.split") is None:
         unit = "epochs" if value("evaluate.every_epochs") else "steps"
         text = f"found {every:g}, but there is no evaluation data; set data.validation_fraction above 0, or "

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from samecurve.config.schema_data import Data, Tokenizer
 from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule, num_warmup_steps
 from samecurve.config.section import LARGEST_INTEGER, Count, DataPath, Name, Natural, Section
-from samecurve.specs.tasks import TaskName
+from samecurve.specs.tasks import MetricName, TaskName
 
 # numpy takes seeds below 2**32, and the rank is added to this one.
 LARGEST_SEED = 2**31 - 1
@@ -105,6 +105,11 @@ class Evaluate(Section):
     `data.validation_fraction` is needed."""
     every_epochs: float | None = Field(default=None, gt=0, le=MOST_EPOCHS)
     """In place of `every_steps`: passes over the training rows between evaluations, rounded to steps."""
+    patience: Count | None = None
+    """Early stopping: the run ends after this many evaluations in a row that were not better than the best one before,
+    by `checkpoint.best`, or by `eval_loss` without one. null: never."""
+    min_improvement: float = Field(default=0.0, ge=0)
+    """How much better a value must be for `patience`."""
     path: DataPath | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
     split: Name | None = None
@@ -124,8 +129,9 @@ class Checkpoint(Section):
     """In place of `every_steps`: passes over the training rows between checkpoints, rounded to steps."""
     keep: int = Field(default=2, ge=2, le=LARGEST_INTEGER)
     """How many of the newest are kept. At least two, so that one is left when the newest is corrupt."""
-    best: Literal["eval_loss"] | None = None
-    """`eval_loss` also keeps the checkpoint with the lowest evaluation loss."""
+    best: MetricName | None = None
+    """A metric of the evaluation, such as `eval_loss` or `eval_accuracy`: the checkpoint with its best value is kept
+    beside the newest ones."""
     background: bool | None = None
     """Write while training continues, from a copy in host memory. null: true, but false where the optimizer state is on
     NVMe. false: training waits for the disk."""
@@ -150,6 +156,8 @@ class Export(Section):
 
     enabled: bool = True
     """Write `model/` after the last step. `python -m samecurve export RUN` makes one of a checkpoint later."""
+    checkpoint: Literal["last", "best"] = "last"
+    """What is exported: the `last` step, or the checkpoint with the best value of `checkpoint.best`."""
     verify: Annotated[str, BeforeValidator(_model_size)] = "1B"
     """Load `model/` in a new process by transformers alone and compare the outputs with the trained model's, for models
     of up to this many parameters, such as `350M` or `7B`. The new process needs 4 bytes of host memory per parameter.

@@ -131,13 +131,14 @@ class RunSupervisor:
     """Interface of the training loop to stop requests and the watchdog.
 
     Attributes:
+        conclusion: the reason in status.json of a run that is done before its last step.
         deferred: see StopRequest.
         phase, progress, local_progress: see Watchdog.
     """
 
     def __init__(self, run: RunDirectory, launcher: str, timeout_seconds: float, interval: float):
         self._run = run
-        self._began = time.time()
+        self._began, self.conclusion = time.time(), ""
         self._ending = threading.Lock()  # acquired once: of several reasons to end, only the first is reported
         self.watchdog = Watchdog(run.path, timeout_seconds, self._end, interval)
         self.stop = StopRequest(self._end_stopped, self._print_request, self.watchdog.stacks.show, launcher)
@@ -154,7 +155,7 @@ class RunSupervisor:
         self._take_the_end()
         silent = StorageError(f"{self._run.path}: the storage does not answer, after the last step")
         with self._in_time(silent.exit_code, message(silent), once=True):
-            self._run.status("done", step=self._run.step, exit_code=0)
+            self._run.status("done", self.conclusion, step=self._run.step, exit_code=0)
         with self._in_time(0):
             self.watchdog.heartbeats.write("finished")
 

@@ -33,6 +33,7 @@ class TaskSpec:
         auto_class: class of transformers that loads the exported model.
         hub_tag: the hub's pipeline tag of the exported model.
         predicts: example arguments of `predict`; "" for a model that generates text.
+        metrics: what its evaluation measures and checkpoint.best may name; keys of BETTER.
     """
 
     builtin: str
@@ -50,6 +51,7 @@ class TaskSpec:
     auto_class: str = "AutoModelForCausalLM"
     hub_tag: str = "text-generation"
     predicts: str = ""
+    metrics: tuple[str, ...] = ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
 
     @property
     def fills_masks(self) -> bool:
@@ -72,9 +74,17 @@ class TaskSpec:
         return self.by_token and not self.has_teacher and not self.fills_masks
 
 
+# Of two values of an evaluation metric, the better one.
+BETTER = {
+    **dict.fromkeys(("eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_label_loss"), "lower"),
+    **dict.fromkeys(("eval_divergence", "eval_rewards_rejected"), "lower"),
+    **dict.fromkeys(("eval_accuracy", "eval_f1", "eval_margin", "eval_rewards_chosen"), "higher"),
+    **dict.fromkeys(("eval_accuracy_at_1", "eval_accuracy_at_5", "eval_mrr_at_10"), "higher"),
+}
 _TEXTS = ("data.text_column", "data.mixture", "data.streaming")
 _CHAT = ("data.prompt_column", "data.chat", "tokenizer.chat_template", "tokenizer.template_date")
 _CONVERSATIONS = ("data.messages_column", "data.completion_column", "data.train_on", *_CHAT)
+_OF_PAIRS = ("eval_loss", "eval_accuracy", "eval_margin", "eval_rewards_chosen", "eval_rewards_rejected")
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)
 
 TASKS = {
@@ -119,6 +129,7 @@ TASKS = {
         scheduled=True,
         chats=True,
         has_teacher=True,
+        metrics=("eval_loss", "eval_label_loss", "eval_divergence", "eval_perplexity", "eval_bits_per_byte"),
     ),
     "dpo": TaskSpec(
         PREFERENCES,
@@ -134,6 +145,7 @@ TASKS = {
         pipelined=True,
         scheduled=True,
         chats=True,
+        metrics=_OF_PAIRS,
     ),
     "reward": TaskSpec(
         PREFERENCES,
@@ -144,6 +156,7 @@ TASKS = {
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
         predicts="--prompt 'a question' 'an answer'",
+        metrics=_OF_PAIRS,
     ),
     "classify": TaskSpec(
         MODULES,
@@ -153,6 +166,7 @@ TASKS = {
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
         predicts="'a text'",
+        metrics=("eval_loss", "eval_accuracy", "eval_f1"),
     ),
     "mlm": TaskSpec(
         BUILTIN,
@@ -163,6 +177,7 @@ TASKS = {
         auto_class="AutoModelForMaskedLM",
         hub_tag="fill-mask",
         predicts="'a [MASK] word'",
+        metrics=("eval_loss", "eval_perplexity", "eval_accuracy"),
     ),
     "embed": TaskSpec(
         DOCSTRINGS,
@@ -180,14 +195,15 @@ TASKS = {
         auto_class="AutoModel",
         hub_tag="sentence-similarity",
         predicts="'a text' 'another text'",
+        metrics=("eval_loss", "eval_accuracy_at_1", "eval_accuracy_at_5", "eval_mrr_at_10"),
     ),
 }
 
 # type checkers refuse a computed Literal, by which pydantic checks the recipe
 if TYPE_CHECKING:
-    TaskName = str
+    TaskName = MetricName = str
 else:
-    TaskName = Literal[tuple(TASKS)]
+    TaskName, MetricName = Literal[tuple(TASKS)], Literal[tuple(BETTER)]
 
 
 def readers(key: str) -> list[str]:

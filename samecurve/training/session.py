@@ -28,6 +28,7 @@ from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
 from samecurve.models.weights import constant_tensors
+from samecurve.training.early_stopping import EarlyStopping
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
@@ -98,6 +99,7 @@ class Session:
     recompilations: Recompilations
     garbage: GarbageCollection
     trackers: Trackers
+    early_stopping: EarlyStopping
 
     def profiler(self) -> Profiler:
         """Create the profiler for profile.steps. Call after the meter has started."""
@@ -162,6 +164,22 @@ class Session:
         self.meter.start()  # loading belongs to no step's time
         return position.updates
 
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate on the validation rows and print the metrics. Collective."""
+        context = self.context
+        assert self.validation is not None
+        context.watch.phase("evaluate", step)
+        metrics = self.validation.metrics(self.engine, self.built.task)
+        context.progress.evaluation(step, metrics)
+        context.watch.conclusion = self.early_stopping.evaluated(step, metrics)
+        context.progress.log(context.watch.conclusion)
+        self.meter.start()
+        return metrics
+
+    def is_last(self, step: int) -> bool:
+        """Whether the run ends after `step`: the recipe's last one, or by early stopping."""
+        return step == self.context.recipe.steps or (self.early_stopping.is_over and not self.guard.is_pending)
+
     def stop_if_asked(self, here: TrainProgress) -> None:
         """Save a checkpoint and stop all ranks if any has received a request to stop, or has lost a data worker.
 
@@ -173,7 +191,7 @@ class Session:
         # a vote, because a signal reaches ranks at different steps and a save needs all of them
         lost = self.batches.lost_worker
         own = (WorkerError, f"rank {self.context.world.rank}: {lost}") if lost else (Preempted, watch.requested)
-        at_once = here.step == self.context.recipe.steps
+        at_once = self.is_last(here.step)
         reason = self.stop_vote.reason(own if own[1] else None, at_once)
         if reason is not None:
             kind, text = reason
@@ -207,6 +225,7 @@ class Session:
         if not context.recipe.export.enabled:
             return
         context.watch.phase("export", context.recipe.steps)
+        best = self.checkpoints.load_best(self.engine) if context.recipe.export.checkpoint == "best" else None
         verification = self._verification()
 
         def parameters() -> Iterator[tuple[str, Tensor | None]]:
@@ -218,7 +237,7 @@ class Session:
         target = ExportTarget(
             context.run.model,
             task.tokenizer,
-            card=partial(write_card, context.run.path, ExportInfo()),
+            card=partial(write_card, context.run.path, ExportInfo(step=best)),
             save_task_files=task.save_task_files,
             check=verification or (lambda directory: None),
             busy=context.watch.local_progress,

@@ -37,6 +37,7 @@ from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.object_store import ObjectStore
 from samecurve.tasks import registry
 from samecurve.training import room
+from samecurve.training.early_stopping import EarlyStopping
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
@@ -136,10 +137,13 @@ def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -
         NothingToDo: the same command has already completed.
         ConfigurationError: keys have changed, which without a step would only change what the run says of itself.
     """
-    if saved["step"] < recipe.steps:
+    early_stopping = EarlyStopping(recipe, saved.get("stopping", {}))
+    if saved["step"] < recipe.steps and not early_stopping.is_over:
         return ""
     where = f"nothing to do: {run.path} is at step {saved['step']} of {recipe.steps}"
     more = f"epochs={2 * recipe.epochs:g}" if recipe.epochs else f"steps={2 * recipe.steps}"
+    if early_stopping.is_over:
+        where, more = f"{where}: {early_stopping.describe()}", "evaluate.patience=null"
     ways = f"{more} goes on, output_dir={next_free(run.path)} starts another run, --fresh starts over"
     is_complete = run.is_done and (run.is_exported or not recipe.export.enabled)
     if changed := without_effect(saved, identity):
@@ -181,7 +185,9 @@ def restore(context: Context, engine: Engine, checkpoints: Checkpoints) -> Train
 def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkpoints, start: TrainProgress) -> Session:
     """Open the rows and the run's records at the first step of this session, write run.json and print the header."""
     recipe, task, log = context.recipe, built.task, context.progress.log
-    trains = start.step < recipe.steps
+    early_stopping = EarlyStopping(recipe, start.stopping)
+    last_step = start.step if early_stopping.is_over else recipe.steps
+    trains = start.step < last_step
     if trains:
         _check_room(context, built, engine, checkpoints)
     trackers = recipe.logging.trackers if context.world.is_main and trains else ()
@@ -193,7 +199,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
         recipe.seed,
         recipe.batch,
         engine.shard,
-        recipe.steps,
+        last_step,
         start.step,
         start.samples,
         start.anchor,
@@ -226,6 +232,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
             (recipe.evaluate.every_steps, recipe.checkpoint.every_steps),
             meter.start,
         ),
+        early_stopping=early_stopping,
         trackers=Trackers(
             trackers, meter, recipe.data, context.run.path, log, needed=recipe.logging.on_failure == "stop"
         ),
@@ -268,9 +275,9 @@ def _introduce(session: Session) -> None:
     """Write run.json and print the header, both with the live configuration."""
     context, built, engine = session.context, session.built, session.engine
     plan, recipe, accelerator = context.plan, context.recipe, context.accelerator
-    if session.start.step >= recipe.steps and (context.run.path / "run.json").is_file():
+    if session.batches.num_steps == session.start.step and (context.run.path / "run.json").is_file():
         context.progress.log(context.run.notice)
-        context.progress.log(f"no step is left to train: {recipe.steps} of {recipe.steps} are done")
+        context.progress.log(f"no step is left to train: {session.start.step} of {recipe.steps} are done")
         return  # run.json stays that of the session that trained
     described = weights.describe(built.skeleton, recipe) | asdict(engine.describe())
     described |= {"adapter": built.identity["adapter"], "allocator": factory.allocator(accelerator)}

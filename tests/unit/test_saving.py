@@ -57,7 +57,7 @@ def test_the_wait_for_a_slow_save_is_told_as_a_stall(engine, make, tmp_path, mon
     written = commit.write_file
     monkeypatch.setattr(commit, "write_file", lambda *what: go_on.wait(10) and written(*what))
     checkpoints.save(engine, TrainProgress(EVERY))
-    assert [step for step in range(EVERY + 1, 2 * EVERY) if checkpoints.due(step, 99)] == [EVERY + LOOK]
+    assert [step for step in range(EVERY + 1, 2 * EVERY) if checkpoints.due(step, False)] == [EVERY + LOOK]
     threading.Timer(1.0, go_on.set).start()
     assert checkpoints.save(engine, TrainProgress(EVERY + LOOK))["save_stall_seconds"] > 0.2
     assert saved(tmp_path) == ["step_00000008"]
@@ -65,9 +65,9 @@ def test_the_wait_for_a_slow_save_is_told_as_a_stall(engine, make, tmp_path, mon
 
 def test_where_nothing_is_being_written_there_is_nothing_to_see(engine, make):
     checkpoints = make(background=False)
-    assert not checkpoints.due(LOOK, 99)
+    assert not checkpoints.due(LOOK, False)
     checkpoints.save(engine, TrainProgress(EVERY))
-    assert not checkpoints.due(EVERY + LOOK, 99)
+    assert not checkpoints.due(EVERY + LOOK, False)
 
 
 def test_a_save_that_failed_is_made_up_for_soon(engine, make, tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_save_that_failed_is_made_up_for_soon(engine, make, tmp_path, monkeypa
         for thread in threading.enumerate():
             if thread.name == "checkpoint":
                 thread.join()
-    assert checkpoints.due(EVERY + LOOK, 99)
+    assert checkpoints.due(EVERY + LOOK, False)
     checkpoints.save(engine, TrainProgress(EVERY + LOOK))
     assert checkpoints.wait() and saved(tmp_path) == ["step_00000010"]
 
