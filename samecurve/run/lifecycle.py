@@ -28,6 +28,7 @@ from samecurve.run.status import refused_elsewhere
 from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
 from samecurve.storage import terminal
 from samecurve.storage.atomic import known_cause
+from samecurve.storage.file_lock import release_all
 
 if TYPE_CHECKING:
     from samecurve.run.run_directory import RunDirectory, State
@@ -90,6 +91,9 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the reader of the output is gone
             stream.flush()
+    timer = last_resort(code)
+    release_all()
+    timer.cancel()
     if "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)
@@ -268,6 +272,7 @@ class RunSupervisor:
                 print_stderr_from_thread(text)
             self._write("failed", reason, code)
             self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code, is_reporter)
+            release_all()
             os._exit(code)
 
     def _end(self, error: SamecurveError) -> None:
@@ -285,4 +290,5 @@ class RunSupervisor:
         deadline = time.monotonic() + WAIT_SECONDS
         while not is_reporter and time.monotonic() < deadline and not self.requested:
             time.sleep(0.1)
+        release_all()
         os._exit(error.exit_code)

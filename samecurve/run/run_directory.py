@@ -101,7 +101,7 @@ class RunDirectory:
                         f"output_dir: {self.path} is a file, expected a folder; use output_dir={next_free(self.path)}"
                     )
                 make_durable_folder(self.path)
-                self._lock = lock_folder(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0)
+                self._lock = lock_folder(self.path, DEAD_HOST_SECONDS if is_restart(os.environ) else 0, print)
         self._before, self._refused = split_refused(read_status(self.path / STATUS))
         self.is_done = self._before.get("state") == "done"
         if not is_main:
@@ -114,6 +114,7 @@ class RunDirectory:
             if self._is_run():
                 with suppress(SamecurveError):  # the error itself says more
                     self.status("failed", str(error), exit_code=error.exit_code)
+            self.close()
             raise
 
     def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -32,16 +34,24 @@ OWNER = ".lock.owner"
 BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 
 
-def lock_folder(path: Path, patience_seconds: float = 0.0) -> IO | OwnerFile:
+_owned: set[OwnerFile] = set()  # by this process, see release_all
+
+
+def lock_folder(path: Path, patience_seconds: float = 0.0, log: Callable[[str], None] | None = None) -> IO | OwnerFile:
     """Lock a folder. The lock ends however the process ends: the kernel releases it.
 
     Where the file system has no locks (NO_LOCKS_HERE), a file takes their place, see OwnerFile.
+
+    Args:
+        log: prints one line. With it, an owner on another host that may be lost is waited for, beyond the patience: for
+            STALE_SECONDS, or until it gives a sign of life.
 
     Raises:
         ConfigurationError: another process still has the lock after `patience_seconds`.
         OSError: the folder cannot be written.
     """
     deadline = time.monotonic() + patience_seconds
+    owner, beat, end = path / OWNER, None, deadline
     # writable: NFS makes flock a byte-range lock, and an exclusive one needs that (flock(2))
     stream = open(path / ".lock", "a")
     while True:
@@ -58,19 +68,26 @@ def lock_folder(path: Path, patience_seconds: float = 0.0) -> IO | OwnerFile:
                 raise
             with contextlib.suppress(FileExistsError):
                 return OwnerFile(path, stream)
+            latest = None if log is None else _beat_elsewhere(owner)
+            if latest is not None and beat is None:
+                log(f"{path}: waiting up to {STALE_SECONDS:.0f} s for a sign of life of its owner{_owner_text(owner)}")
+                beat = latest
+                deadline = max(deadline, time.monotonic() + STALE_SECONDS + POLL_SECONDS)
+            elif latest is not None and latest != beat:
+                deadline = end
         if time.monotonic() >= deadline:
             stream.close()
             raise ConfigurationError(
                 f"output_dir: another run is writing into {path}; wait for it, end it, or choose another output_dir"
-                f"{_owner_text(path / OWNER)}"
+                f"{_owner_text(owner)}"
             )
         time.sleep(POLL_SECONDS)
 
 
 class OwnerFile:
-    """A lock for file systems without flock: a file that says who has the folder, touched every BEAT_SECONDS.
+    """A lock for file systems without flock: a file that says who has the folder, written every BEAT_SECONDS.
 
-    It is stale when its process is gone, as seen from the same machine, or when it was not touched for STALE_SECONDS.
+    It is stale when its process is gone, as seen from the same machine, or when it was not written for STALE_SECONDS.
     Both times are the file system's own, so hosts may have different clocks. A process that was suspended for longer
     and finds another owner ends at once, because it must not write any more.
 
@@ -80,13 +97,15 @@ class OwnerFile:
 
     def __init__(self, folder: Path, stream: IO):
         self._path, self._stream = folder / OWNER, stream
-        own = {"machine": machine(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+        self.pid = os.getpid()
+        own = {"machine": machine(), "pid": self.pid, "started": _started(self.pid)}
         self._content = json.dumps(own | {"id": uuid.uuid4().hex})
         try:
             _create(self._path, self._content)
         except FileExistsError:
             self._take_over()
-        self._closed = threading.Event()
+        self._closed, self._beating = threading.Event(), threading.Lock()
+        _owned.add(self)
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def _take_over(self) -> None:
@@ -107,16 +126,28 @@ class OwnerFile:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # slow storage; the next beat comes
-                if self._path.read_text(encoding="utf-8") != self._content:
-                    os.write(2, f"{self._path}: another process has taken over this folder; this one ends\n".encode())
-                    os._exit(StorageError.exit_code)
-                os.utime(self._path)
+            with contextlib.suppress(OSError), self._beating:  # slow storage; the next beat comes
+                if not self._closed.is_set():
+                    self._write()
+
+    def _write(self) -> None:
+        try:
+            # not os.utime, which some file systems refuse; and without truncation, so that others can read it meanwhile
+            with open(self._path, "r+", encoding="utf-8") as stream:
+                if stream.read() == self._content:
+                    stream.seek(0)
+                    stream.write(self._content)
+                    return
+        except FileNotFoundError:  # somebody has deleted it
+            return _create(self._path, self._content)
+        os.write(2, f"{self._path}: another process has taken over this folder; this one ends\n".encode())
+        os._exit(StorageError.exit_code)
 
     def close(self) -> None:
+        _owned.discard(self)
         if not self._closed.is_set():
             self._closed.set()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._beating:
                 if self._path.read_text(encoding="utf-8") == self._content:
                     self._path.unlink()
             self._stream.close()
@@ -126,6 +157,13 @@ class OwnerFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def release_all() -> None:
+    """Give up this process's locks that the kernel does not release, as the last thing before the process ends."""
+    for lock in tuple(_owned):
+        if lock.pid == os.getpid():  # not a forked worker
+            lock.close()
 
 
 def _create(path: Path, content: str) -> None:
@@ -141,30 +179,53 @@ def _owner_text(path: Path) -> str:
     owner = _owner(path)
     if not owner:
         return ""
-    host = str(owner.get("machine")).split(" ")[0]
-    return f" (process {owner.get('pid')} on {host}; {path} counts for {STALE_SECONDS:.0f} s after it was lost)"
+    host = owner["machine"].split(" ")[0]
+    return f" (process {owner['pid']} on {host}; {path} counts for {STALE_SECONDS:.0f} s after it was lost)"
+
+
+def _beat_elsewhere(path: Path) -> int | None:
+    """Return when an owner last gave a sign of life, in ns; None if it is on this machine, or there is none."""
+    if (owner := _owner(path)) and owner["machine"] != machine():
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime_ns
+    return None
 
 
 def _is_stale(path: Path) -> bool:
-    owner = _owner(path)
-    try:
-        if owner.get("machine") == machine():
+    owner = _owner(path)  # opening a file makes NFS ask the server for its times, see _age
+    if owner.get("machine") == machine():
+        try:
             process = psutil.Process(owner["pid"])
-            # to two seconds: computed from the time of booting, which the system corrects with its clock
-            is_same = abs(process.create_time() - owner["started"]) < 2
-            return not is_same or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return _age(path) > STALE_SECONDS
-    except (psutil.NoSuchProcess, FileNotFoundError):
-        return True
-    except (psutil.Error, KeyError, TypeError, ValueError):
-        return _age(path) > STALE_SECONDS
+            is_gone = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return is_gone or _started(owner["pid"]) != owner["started"]
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.Error:
+            pass
+    return _age(path) > STALE_SECONDS
+
+
+def _started(pid: int) -> float:
+    """Return when a process started: in clock ticks since boot, which no step of the clock changes; else in seconds.
+
+    Raises psutil.Error if there is no such process.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # field 22 of proc_pid_stat(5); the second one, a name in brackets, may hold spaces
+        return float(
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+        )
+    return psutil.Process(pid).create_time()
 
 
 def _age(path: Path) -> float:
-    """Seconds since a file was touched, by the clock of its file system."""
+    """Return the seconds since a file was written, by the clock of its file system; infinity without the file."""
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         _create(probe, "")
-        return probe.stat().st_mtime - path.stat().st_mtime
+        now = probe.stat().st_mtime
+        with contextlib.suppress(FileNotFoundError):
+            return now - path.stat().st_mtime
+        return math.inf
     finally:
         probe.unlink(missing_ok=True)

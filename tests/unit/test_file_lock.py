@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from samecurve.errors import ConfigurationError
+from samecurve.errors import ConfigurationError, HangError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage import file_lock as locking
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
@@ -99,7 +100,7 @@ def no_flock(request, monkeypatch):
 def owner(folder: Path, **changes) -> Path:
     """The file of another process that has the folder."""
     path = folder / locking.OWNER
-    own = {"machine": "another host", "pid": os.getpid(), "started": psutil.Process().create_time(), "id": "x"}
+    own = {"machine": "another host", "pid": os.getpid(), "started": locking._started(os.getpid()), "id": "x"}
     path.write_text(json.dumps(own | changes))
     return path
 
@@ -159,7 +160,88 @@ def test_without_flock_a_live_owner_touches_its_file(no_flock, tmp_path, monkeyp
     monkeypatch.setattr(locking, "BEAT_SECONDS", 0.02)
     with lock_folder(tmp_path):
         os.utime(tmp_path / locking.OWNER, (5, 5))
-        deadline = time.monotonic() + 10
-        while (tmp_path / locking.OWNER).stat().st_mtime == 5 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert (tmp_path / locking.OWNER).stat().st_mtime > 5
+        wait_until(lambda: (tmp_path / locking.OWNER).stat().st_mtime > 5)
+
+
+def test_without_flock_a_file_that_somebody_deleted_returns(no_flock, tmp_path, monkeypatch):
+    """Where os.utime is refused too."""
+    monkeypatch.setattr(locking, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(os, "utime", lambda *_: pytest.fail("some file systems have none"))
+    with lock_folder(tmp_path):
+        (tmp_path / locking.OWNER).unlink()
+        wait_until((tmp_path / locking.OWNER).exists)
+    assert not (tmp_path / locking.OWNER).exists()
+
+
+def wait_until(is_so) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert is_so()
+
+
+def test_without_flock_a_step_of_the_clock_ends_no_owner(no_flock, tmp_path, monkeypatch):
+    with lock_folder(tmp_path):
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: 5.0)  # computed from the time of booting
+        with pytest.raises(ConfigurationError):
+            lock_folder(tmp_path)
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_without_flock_a_start_waits_for_an_owner_that_may_be_lost(beats, no_flock, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(locking, "POLL_SECONDS", 0.02)
+    path = owner(tmp_path)
+    os.utime(path, (time.time() - locking.STALE_SECONDS + 2,) * 2)
+    if not beats:
+        RunDirectory(tmp_path).close()
+    else:
+        timer = threading.Timer(0.2, lambda: path.write_text(path.read_text()))
+        timer.start()
+        with pytest.raises(ConfigurationError, match="another run is writing"):
+            RunDirectory(tmp_path)
+        timer.join()
+    assert capsys.readouterr().out.count("waiting up to 60 s") == 1
+
+
+ENDS = """
+import errno, os, signal, sys, time
+from pathlib import Path
+from samecurve.storage import file_lock
+
+def refuse(*_):
+    raise OSError(errno.ENOSYS, "")
+
+file_lock.fcntl.flock = refuse
+from samecurve.errors import DataError, HangError
+from samecurve.run import lifecycle
+from samecurve.run.run_directory import RunDirectory
+
+def main():
+    run = RunDirectory(Path(sys.argv[1]), reads=[Path(sys.argv[1], "model")] if kind == "refused" else [])
+    with lifecycle.supervised(run) as watch:
+        assert Path(sys.argv[1], ".lock.owner").exists()
+        run.begin()
+        if kind == "failed":
+            raise DataError("a row")
+        if kind == "stopped":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        if kind == "hang":
+            watch._end(HangError("no progress"))
+
+kind = sys.argv[2]
+sys.modules["torch"] = sys  # as after a training: os._exit
+lifecycle.end_with(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("done", 0), ("failed", 3), ("refused", 2), ("stopped", 143), ("hang", HangError.exit_code)]
+)
+def test_without_flock_an_orderly_end_leaves_no_owner(kind, code, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "run.json").write_text("{}")
+    words = [sys.executable, "-c", ENDS, str(tmp_path), kind]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert not (tmp_path / locking.OWNER).exists()
