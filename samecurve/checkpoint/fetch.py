@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -21,10 +20,11 @@ from samecurve.checkpoint.manifest import (
     step_of,
 )
 from samecurve.errors import CheckpointError, ConfigurationError
-from samecurve.storage.atomic import storage_errors
+from samecurve.storage.atomic import storage_errors, write_bytes
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.jsonl import last_record
 from samecurve.storage.object_store import ObjectStore
+from samecurve.storage.records import parse
 from samecurve.strategy.restarts import is_restart
 
 if TYPE_CHECKING:
@@ -63,22 +63,26 @@ def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
 def take_over(store: ObjectStore, run: Path, fresh: bool, deadline: float = 0) -> None:
     """Check that no other run owns the store, and become the owner's run where its checkpoints are resumed from.
 
-    The store's object OWNER says which run uploads there; a file in the run directory has the same `run`.
+    The store's object OWNER says which run uploads there, and which of its sessions. A file in the run directory has
+    the same run in its first line, then the directory's sessions. All but this one have ended, as this one has the
+    lock. A session of the run elsewhere, in a copy of the directory or on another host, may be alive.
 
     Args:
         fresh: whether the store's checkpoints are set aside.
-        deadline: until when to wait for the end of a run that is alive, in time.monotonic() seconds.
+        deadline: until when to wait for the end of a session that is alive, in time.monotonic() seconds.
 
     Raises:
-        ConfigurationError: another run is alive there, or is none that this run directory continues.
+        ConfigurationError: a session of another directory is alive there, or this run directory does not continue the
+            store's run.
     """
     own = run / OWN_NAME
-    name = own.read_text(encoding="utf-8", errors="replace") if own.is_file() else ""
-    while (owner := read_owner(store)) and owner["run"] != name and is_live(owner):
+    name, *sessions = read_sessions(own)
+    while (owner := read_owner(store)) and owner["session"] not in sessions and is_live(owner):
         if time.monotonic() >= deadline:
             raise ConfigurationError(
-                f"checkpoint.mirror: a run on {owner['host']} uploads to {store.url}; choose another URL, or end that "
-                f"run (one whose host was lost counts for {LIVE_SECONDS:.0f} s)"
+                f"checkpoint.mirror: {'this' if owner['run'] == name else 'a'} run on {owner['host']} uploads to "
+                f"{store.url}; choose another URL, or end it there (one whose host "
+                f"was lost counts for {LIVE_SECONDS:.0f} s)"
             )
         time.sleep(POLL_SECONDS)
     if fresh:
@@ -89,18 +93,19 @@ def take_over(store: ObjectStore, run: Path, fresh: bool, deadline: float = 0) -
                 f"checkpoint.mirror: {store.url} belongs to another run, the last time on {owner['host']}, and "
                 f"{run} has checkpoints of its own; choose another URL, or add --fresh to set both aside"
             )
-        own.write_text(owner["run"], encoding="utf-8")
+        write_bytes(own, [owner["run"].encode()])
+
+
+def read_sessions(own: Path) -> list[str]:
+    """Read a run directory's OWN_NAME: the run, "" if it never uploaded, and its sessions."""
+    text = own.read_text(encoding="utf-8", errors="replace") if own.is_file() else ""
+    return text.split("\n")
 
 
 def read_owner(store: ObjectStore) -> dict:
-    """Read who uploads to the store: `run`, `host`, `time` (seconds since 1970) and `live`; {} if nobody does."""
-    try:
-        owner = json.loads(store.read(OWNER) or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    types = {"run": str, "host": str, "time": float, "live": bool}
-    is_whole = isinstance(owner, dict) and all(isinstance(owner.get(key), kind) for key, kind in types.items())
-    return owner if is_whole else {}
+    """Read who uploads to the store: run, session, host, time (seconds since 1970) and live; {} if nobody does."""
+    schema = {"run": str, "session": str, "host": str, "time": float, "live": bool}
+    return parse(store.read(OWNER) or b"", schema)[0] or {}
 
 
 def is_live(owner: dict) -> bool:

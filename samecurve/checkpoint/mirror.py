@@ -2,11 +2,15 @@
 
     URL/checkpoints/step_00000040/    the files of a committed checkpoint; its marker COMMITTED is written last
     URL/run.json, metrics.jsonl, ...  what else belongs to the run, see RECORDS
-    URL/owner.json                    the run that uploads there, see fetch.take_over
+    URL/owner.json                    the run and the session that upload there, see fetch.take_over
 
 A store has no rename, so the marker decides: it is removed before any other object of its folder changes, and written
 after all of them were verified. A folder without a marker does not count. fetch.py verifies size and SHA-256 of each
 file before a checkpoint appears in the local folder, and resuming verifies it again.
+
+Two sessions of one run may be alive: a copy of the directory, or a host that was given up and comes back. The one that
+started last is the owner. The other one looks before it changes a checkpoint in the store, says so, uploads no more and
+trains on: what it has is complete in its own directory, and its end is an error that lists what the store lacks.
 
 The protocol needs a store that shows a finished write to every later read and listing, as S3 does since 2020
 (https://aws.amazon.com/s3/consistency) and Google Cloud Storage does.
@@ -33,6 +37,7 @@ from samecurve.checkpoint.fetch import (
     OWNER,
     committed,
     read_owner,
+    read_sessions,
     step_names,
 )
 from samecurve.checkpoint.manifest import (
@@ -45,12 +50,13 @@ from samecurve.checkpoint.manifest import (
     step_of,
 )
 from samecurve.errors import StorageError
-from samecurve.storage.atomic import storage_errors
+from samecurve.storage.atomic import storage_errors, write_bytes
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore
 
 SIGN_SECONDS = LIVE_SECONDS / 3
 SET_ASIDE = "COMMITTED.set_aside"
+LOST = "this one uploads no more, and keeps its checkpoints locally"
 RECORDS = (*HISTORY, "checkpoints/best.json", "tensorboard", "trackers", "profile", "model")
 
 
@@ -72,7 +78,8 @@ class Mirror:
         self._wake, self._ending = threading.Event(), False
         self._thread: threading.Thread | None = None
         self._owner_thread: threading.Thread | None = None
-        self._owner, self._lost = "", ""
+        self._owner, self._session = "", uuid.uuid4().hex
+        self._is_lost = False
         self._closed = threading.Event()
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of the records as they were sent
         self.uploading = ""
@@ -85,9 +92,10 @@ class Mirror:
         """
         own = self._run / OWN_NAME
         with storage_errors(own):
-            if not own.is_file():
-                own.write_text(uuid.uuid4().hex, encoding="utf-8")
-            self._owner = own.read_text(encoding="utf-8")
+            name, *sessions = read_sessions(own)
+            self._owner = name or uuid.uuid4().hex
+            # before the store has it: a session that is killed in between must not take itself for another one
+            write_bytes(own, ["\n".join((self._owner, *sessions, self._session)).encode()])
         self._sign(live=True)
         for name in committed(self._store):
             if step_of(Path(name)) > step:
@@ -101,18 +109,28 @@ class Mirror:
         self._owner_thread.start()
 
     def _sign(self, live: bool) -> None:
-        sign = {"run": self._owner, "host": socket.gethostname(), "time": time.time(), "live": live}
-        self._store.write(OWNER, json.dumps(sign).encode())
+        sign = {"run": self._owner, "session": self._session, "host": socket.gethostname()}
+        self._store.write(OWNER, json.dumps(sign | {"time": time.time(), "live": live}).encode())
 
     def _stay(self) -> None:
-        """Say from time to time that this run is alive, unless another one has taken its place."""
+        """Say from time to time that this session is alive, unless another one has taken its place."""
         while not self._closed.wait(SIGN_SECONDS):
-            with contextlib.suppress(StorageError):  # the next time
-                if (owner := read_owner(self._store)) and owner["run"] != self._owner:
-                    self._lost = f"a run on {owner['host']} uploads to the same URL; this one uploads no more"
-                    return
+            try:
+                self._check_owner()
                 if not self._closed.is_set():
                     self._sign(live=True)
+            except StorageError:  # or the next time
+                if self._is_lost:
+                    return
+
+    def _check_owner(self) -> None:
+        """Raise StorageError if another session uploads to the same URL, now or earlier."""
+        owner = read_owner(self._store) if self._owner and not self._is_lost else {}
+        if owner.get("session", self._session) != self._session:
+            self._is_lost = True
+            self._log(f"checkpoint.mirror: a run on {owner['host']} uploads to {self._store.url}; {LOST}")
+        if self._is_lost:
+            raise StorageError(f"another run uploads there; {LOST}")
 
     def offer(self) -> None:
         """Say that a checkpoint was committed."""
@@ -146,19 +164,19 @@ class Mirror:
 
     def catch_up(self) -> None:
         """Upload what the store lacks, newest first, and the records; then remove what is no longer kept."""
-        if self._lost:
-            raise StorageError(self._lost)
+        self._check_owner()
         while (folder := self._next()) is not None:
             # first, so that a session elsewhere finds the records of all steps before the checkpoint
             self._upload_records(HISTORY)
             self.uploading = folder.name
             try:
-                upload_checkpoint(self._store, folder)
+                upload_checkpoint(self._store, folder, self._check_owner)
             except FileNotFoundError:  # rotated away before `uploading` protected it
                 if folder.exists():
                     raise
             finally:
                 self.uploading = ""
+        self._check_owner()
         self._upload_records(RECORDS)
         self._prune()
 
@@ -171,6 +189,8 @@ class Mirror:
             try:
                 self.catch_up()
             except (StorageError, OSError) as error:
+                if self._is_lost:
+                    return
                 self._log(f"checkpoint.mirror: not uploaded yet: {error}; the next checkpoint tries again")
 
     def _next(self) -> Path | None:
@@ -213,8 +233,11 @@ class Mirror:
             self._store.abort_uploads()
 
 
-def upload_checkpoint(store: ObjectStore, folder: Path) -> None:
+def upload_checkpoint(store: ObjectStore, folder: Path, check: Callable[[], None] = lambda: None) -> None:
     """Upload a committed checkpoint. On return it is committed in the store; after a failure it does not count.
+
+    Args:
+        check: called before the marker is removed and before it is written.
 
     Raises:
         StorageError: the store refuses, or holds something else than what was sent.
@@ -227,10 +250,13 @@ def upload_checkpoint(store: ObjectStore, folder: Path) -> None:
         if not folder.exists():
             raise FileNotFoundError(str(folder)) from error
         raise StorageError(f"{folder}: {error.damage}; it was not uploaded") from error
+    check()
     store.remove(f"{key}/{MARKER}")
     store.remove(f"{key}/{SET_ASIDE}")  # of a session that this one did not continue: it is replaced now
-    for name in (*(record.name for record in records), MANIFEST, MARKER):
+    for name in (*(record.name for record in records), MANIFEST):
         store.upload(folder / name, f"{key}/{name}")
+    check()
+    store.upload(folder / MARKER, f"{key}/{MARKER}")
 
 
 def remove_checkpoint(store: ObjectStore, name: str) -> None:

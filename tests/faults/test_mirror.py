@@ -8,7 +8,6 @@ byte for byte, one that was committed locally.
 from __future__ import annotations
 
 import shutil
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from samecurve.checkpoint import commit, mirror
 from samecurve.checkpoint import fetch as fetching
-from samecurve.checkpoint.fetch import HISTORY, fetch_newest, take_over
-from samecurve.checkpoint.manifest import check_files, folder_name
+from samecurve.checkpoint.fetch import HISTORY, committed, fetch_newest, read_owner, read_sessions, take_over
+from samecurve.checkpoint.manifest import MANIFEST, check_files, folder_name
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
 from samecurve.storage import object_store
 from samecurve.storage.filesystem import LocalFileSystem
@@ -364,14 +363,40 @@ def test_a_live_run_keeps_its_store_and_an_ended_one_leaves_it_to_its_own_run(ur
         take_over(store_at(url), elsewhere, fresh=False)
 
 
-def test_a_run_whose_store_another_run_has_uploads_no_more(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror, "SIGN_SECONDS", 0.01)
-    run = new_run(tmp_path / "run", 10)
+@pytest.mark.parametrize("seen_by", ["its sign of life", "an upload", "the marker of an upload"])
+def test_of_two_sessions_of_one_run_the_later_one_uploads(seen_by, url, tmp_path, monkeypatch, capsys):
+    """In a copy of the directory, which is in the middle of the run as far as it knows."""
+    run, copy = new_run(tmp_path / "run", 10), tmp_path / "copy"
     first = mirror_of(url, run)
+    if seen_by == "its sign of life":
+        monkeypatch.setattr(mirror, "SIGN_SECONDS", 0.01)
     first.start(10)
-    store_at(url).write("owner.json", b'{"run": "x", "host": "b", "time": 1.0, "live": true}')
-    for thread in threading.enumerate():
-        if thread.name == "mirror owner":
-            thread.join(5)
-    with pytest.raises(StorageError, match="a run on b uploads to the same URL"):
+    first.catch_up()
+    shutil.copytree(run, copy)
+
+    def start_second() -> None:
+        take_over(store_at(url), copy, fresh=False)
+        mirror_of(url, copy).start(10)
+
+    def upload(self, path: Path, key: str) -> None:
+        upload_as_is(self, path, key)
+        if path.name == MANIFEST:
+            start_second()
+
+    commit_step(run, 20, "first")
+    if seen_by == "the marker of an upload":
+        upload_as_is = ObjectStore.upload
+        monkeypatch.setattr(ObjectStore, "upload", upload)
+    else:
+        start_second()
+    if seen_by == "its sign of life":
+        first._owner_thread.join(5)
+        assert first._is_lost
+    with pytest.raises(StorageError, match=f"lacks {folder_name(20)}: another run uploads there"):
         first.finish()
+    assert capsys.readouterr().out.count(f"uploads to {url}; this one uploads no more, and keeps its") == 1
+    assert committed(store_at(url)) == [folder_name(10)]
+    owner = read_owner(store_at(url))
+    assert owner["live"] and owner["session"] == read_sessions(copy / ".mirror_owner")[-1]
+    with pytest.raises(ConfigurationError, match=rf"this run on .* uploads to {url}"):  # when it is started again
+        take_over(store_at(url), run, fresh=False)
