@@ -57,6 +57,7 @@ def main() -> None:
 def train(session) -> None:
     """Run the optimizer steps of a Session from its start to the recipe's last step."""
     from samecurve.checkpoint.manager import TrainProgress  # torch is imported by now
+    from samecurve.training.evaluator import due
 
     recipe, run, watch = session.context.recipe, session.context.run, session.context.watch
     task, engine, batches = session.built.task, session.engine, session.batches
@@ -103,11 +104,6 @@ def train(session) -> None:
             profiler.after(step)
             if is_last:
                 break
-
-
-def due(step: int, every_steps: int, last_step: int) -> bool:
-    """Whether a periodic action is due after `step`, 1-based; also due after the last step unless every_steps is 0."""
-    return every_steps > 0 and (step % every_steps == 0 or step == last_step)
 
 
 if __name__ == "__main__":

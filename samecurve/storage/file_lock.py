@@ -69,7 +69,7 @@ def lock_folder(path: Path, patience_seconds: float = 0.0, log: Callable[[str], 
             with contextlib.suppress(FileExistsError):
                 return OwnerFile(path, stream)
             latest = None if log is None else _beat_elsewhere(owner)
-            if latest is not None and beat is None:
+            if log is not None and latest is not None and beat is None:
                 log(f"{path}: waiting up to {STALE_SECONDS:.0f} s for a sign of life of its owner{_owner_text(owner)}")
                 beat = latest
                 deadline = max(deadline, time.monotonic() + STALE_SECONDS + POLL_SECONDS)

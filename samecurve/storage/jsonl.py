@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,15 +57,22 @@ class JsonlFile:
         written again unless there is a damaged line within it.
 
         Args:
-            record: the line of `step`; appended if it is the only missing one.
+            record: the line of `step`; appended if it is the only missing one. It replaces a line that lacks some of
+                its keys, those of an evaluation that was made later.
 
         Returns:
             The number of moved lines that are of later steps, and the number of those that are damaged.
         """
         num_moved = num_damaged = last = offset = 0
         start, is_whole, is_kept_behind = None, True, False  # start: of the first line to move
+
+        needed = (record or {}).keys()
+
+        def is_kept(value: dict | None) -> bool:
+            return value is not None and (value["step"] < step or (value["step"] == step and value.keys() >= needed))
+
         for line, value in scan(self.path, self._schema):
-            if value is not None and value["step"] <= step:
+            if value is not None and is_kept(value):
                 last, is_whole, is_kept_behind = value["step"], line.endswith(b"\n"), start is not None
             else:
                 start = offset if start is None else start
@@ -73,9 +80,9 @@ class JsonlFile:
                 num_damaged += value is None
             offset += len(line)
         if start is not None:
-            write_bytes(target / self.path.name, self._behind(start, step, kept=False))
+            write_bytes(target / self.path.name, self._behind(start, is_kept, False))
             if is_kept_behind:
-                write_bytes(self.path, chain(_pieces(self.path, start), self._behind(start, step, kept=True)))
+                write_bytes(self.path, chain(_pieces(self.path, start), self._behind(start, is_kept, True)))
             else:
                 with storage_errors(self.path):
                     os.truncate(self.path, start)
@@ -89,10 +96,10 @@ class JsonlFile:
             self.sync()
         return num_moved - num_damaged, num_damaged
 
-    def _behind(self, start: int, step: int, kept: bool) -> Iterator[bytes]:
-        """Yield the whole lines from the byte `start` on that are kept or moved at the step `step`."""
+    def _behind(self, start: int, is_kept: Callable[[dict | None], bool], kept: bool) -> Iterator[bytes]:
+        """Yield the whole lines from the byte `start` on that are kept, or those that are not."""
         for line, value in scan(self.path, self._schema, start):
-            if kept == (value is not None and value["step"] <= step):
+            if kept == is_kept(value):
                 yield line if line.endswith(b"\n") else line + b"\n"
 
     def _write(self) -> None:

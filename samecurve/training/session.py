@@ -29,7 +29,7 @@ from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
 from samecurve.models.weights import constant_tensors
 from samecurve.training.early_stopping import EarlyStopping
-from samecurve.training.evaluator import Evaluation
+from samecurve.training.evaluator import Evaluation, evaluate
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.trackers import Trackers
@@ -166,13 +166,8 @@ class Session:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on the validation rows and print the metrics. Collective."""
-        context = self.context
         assert self.validation is not None
-        context.watch.phase("evaluate", step)
-        metrics = self.validation.metrics(self.engine, self.built.task)
-        context.progress.evaluation(step, metrics)
-        context.watch.conclusion = self.early_stopping.evaluated(step, metrics)
-        context.progress.log(context.watch.conclusion)
+        metrics = evaluate(self.validation, self.context, self.engine, self.built.task, step, self.early_stopping)
         self.meter.start()
         return metrics
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from samecurve.storage.object_store import ObjectStore
 from samecurve.tasks import registry
 from samecurve.training import room
 from samecurve.training.early_stopping import EarlyStopping
-from samecurve.training.evaluator import Evaluation
+from samecurve.training.evaluator import Evaluation, due, evaluate
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.prediction import predict
@@ -76,6 +76,7 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     context = settle_compile(context, checkpoints)
     engine = build_engine(context, built)
     start = restore(context, engine, checkpoints)
+    start = make_up_evaluation(context, built, engine, checkpoints, start)
     return open_run(context, built, engine, checkpoints, start)
 
 
@@ -180,6 +181,29 @@ def restore(context: Context, engine: Engine, checkpoints: Checkpoints) -> Train
     context.watch.phase("load")
     checkpoint = checkpoints.resumed_from
     return checkpoints.load(checkpoint, engine) if checkpoint else TrainProgress()
+
+
+def make_up_evaluation(
+    context: Context, built: Built, engine: Engine, checkpoints: Checkpoints, start: TrainProgress
+) -> TrainProgress:
+    """Evaluate after the checkpoint's step if the last session has not, because that failed. Collective.
+
+    Returns:
+        The position, with the metrics in the step's record.
+    """
+    recipe, rows, folder = context.recipe, built.task.validation, checkpoints.resumed_from
+    is_own = folder is not None and folder.resolve().parent == context.run.checkpoints.resolve()
+    is_due = due(start.step, recipe.evaluate.every_steps, recipe.steps)
+    if rows is None or not (is_own and is_due) or "eval_loss" in start.record:
+        return start
+    context.progress.log(f"evaluating after step {start.step} first, as the last session did not")
+    stopping = EarlyStopping(recipe, start.stopping)
+    validation = Evaluation(rows, recipe.batch.micro_batch_size, engine.shard, context.watch.progress)
+    metrics = evaluate(validation, context, engine, built.task, start.step, stopping)
+    start = replace(start, record=start.record | metrics, stopping=stopping.state)
+    if recipe.checkpoint.best:  # which is chosen by the metrics in the checkpoints
+        checkpoints.save(engine, start, wait=True)
+    return start
 
 
 def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkpoints, start: TrainProgress) -> Session:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +95,46 @@ def test_a_session_without_a_step_changes_no_record(workspace, tmp_path):
     assert all(after[name] == before[name] for name in ("run.json", "metrics.jsonl"))
     lines = zip(card.splitlines(), (directory / "model" / "README.md").read_text().splitlines(), strict=True)
     assert [old for old, new in lines if old != new and "card written" not in old] == []
+
+
+SESSIONS = """
+import os, sys
+import train
+from samecurve.run import lifecycle
+from samecurve.training import startup
+from samecurve.training.evaluator import Evaluation
+
+metrics, calls = Evaluation.metrics, []
+
+def failing(*given):
+    calls.append(1)
+    if len(calls) == at:
+        raise ValueError("of an evaluation")
+    return metrics(*given)
+
+for folder, at in (("whole", 0), ("run", 1), ("run", 1), ("run", 2), ("run", 0)):
+    if not (pid := os.fork()):
+        Evaluation.metrics = failing
+        sys.argv[1:] += [f"output_dir={folder}"]
+        lifecycle.end_with(train.main)
+    print("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_an_evaluation_that_failed_is_made_at_the_next_start(workspace, tmp_path):
+    """Of step 2 twice, of the last step once; the lines and the best checkpoint are those of an undisturbed run."""
+    overrides = [f"steps={STEPS}", "checkpoint={every_steps: 2, best: eval_loss}", "evaluate.every_steps=2"]
+    command = [sys.executable, "-c", SESSIONS, str(workspace.recipe), *overrides, "schedule.warmup_steps=1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    codes = re.findall(r"^code (\d+)$", done.stdout, re.MULTILINE)
+    assert codes == ["0", "1", "1", "1", "0"], done.stdout + done.stderr
+    whole, run = ([json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")] for name in ("whole", "run"))
+    assert [line["step"] for line in run] == [1, 2, 3, 4]
+    assert [line.get("eval_loss") for line in run] == [line.get("eval_loss") for line in whole]
+    assert [line["loss"] for line in run] == [line["loss"] for line in whole]
+    best = [(tmp_path / name / "checkpoints" / "best.json").read_text() for name in ("whole", "run")]
+    assert best[0] == best[1]
 
 
 def test_epochs_have_the_same_steps_on_any_number_of_processes(workspace):

@@ -390,6 +390,7 @@ def test_of_two_sessions_of_one_run_the_later_one_uploads(seen_by, url, tmp_path
     else:
         start_second()
     if seen_by == "its sign of life":
+        assert first._owner_thread is not None
         first._owner_thread.join(5)
         assert first._is_lost
     with pytest.raises(StorageError, match=f"lacks {folder_name(20)}: another run uploads there"):

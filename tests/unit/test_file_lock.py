@@ -191,7 +191,8 @@ def test_without_flock_a_step_of_the_clock_ends_no_owner(no_flock, tmp_path, mon
 def test_without_flock_a_start_waits_for_an_owner_that_may_be_lost(beats, no_flock, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(locking, "POLL_SECONDS", 0.02)
     path = owner(tmp_path)
-    os.utime(path, (time.time() - locking.STALE_SECONDS + 2,) * 2)
+    last = time.time() - locking.STALE_SECONDS + 2
+    os.utime(path, (last, last))
     if not beats:
         RunDirectory(tmp_path).close()
     else:
