@@ -28,9 +28,9 @@ from samecurve.run import lifecycle
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage.atomic import write_json
 from samecurve.storage.filesystem import LocalFileSystem
-from samecurve.training import settle, startup
+from samecurve.strategy.preflight import existing_parent
+from samecurve.training import room, settle, startup
 from samecurve.training.rehearsal import GIB, NOTHING_LEFT, REPORT, Assignment, DoesNotFit, RehearsedStage
-from samecurve.training.room import missing_room
 from samecurve.training.session import Context, Session
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _rehearse(context: Context, checkpoints: Path) -> list[RehearsedStage]:
     if recipe.export.enabled:
         with stage("export"):
             session.export()
-    check_room(recipe, stage.done, num_kept)
+    check_room(recipe, checkpoints, stage.done, num_kept)
     return stage.done
 
 
@@ -187,12 +187,21 @@ def _update(session: Session, updates: int) -> int:
     return updates
 
 
-def check_room(recipe: Recipe, stages: list[RehearsedStage], num_kept: int) -> None:
-    """Raise StorageError if the run's checkpoints and its export will not fit on the disk together."""
+def check_room(recipe: Recipe, checkpoints: Path, stages: list[RehearsedStage], num_kept: int) -> None:
+    """Raise StorageError if the run's checkpoints and its export will not fit on their disks.
+
+    checkpoints: where the run's own ones are, as opposed to the rehearsal's.
+    """
     written = {stage.name: stage.written_bytes for stage in stages}
-    sizes = (written["checkpoint"], written.get("export", 0))
-    if missing := missing_room(recipe, *sizes, num_kept, stages[0].disk_bytes):
-        raise StorageError(f"{Path(recipe.output_dir).parent}: {missing}")
+    run = recipe.model_copy(update={"output_dir": str(Path(recipe.output_dir).parent)})
+    needs = room.needs(run, checkpoints, written["checkpoint"], written.get("export", 0), num_kept)
+    disk = existing_parent(Path(recipe.output_dir)).stat().st_dev
+    for group in room.by_disk(needs):
+        folder = existing_parent(group[0].folder)
+        # on its own disk the rehearsal has written since
+        free = stages[0].disk_bytes if folder.stat().st_dev == disk else LocalFileSystem().free_bytes(folder)
+        if missing := room.missing_room(group, free):
+            raise StorageError(missing)
 
 
 def _reset_peak(device: torch.device) -> None:

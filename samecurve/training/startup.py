@@ -280,7 +280,8 @@ def _check_room(context: Context, built: Built, engine: Engine, checkpoints: Che
     def check() -> str:
         commit.sweep(disk, run.checkpoints)  # what a save left that was killed
         num_kept = len(list_checkpoints(disk, run.checkpoints))
-        return room.check_room(recipe, checkpoint_bytes, export_bytes, num_kept, disk.free_bytes(run.path))
+        needs = room.needs(recipe, run.checkpoints, checkpoint_bytes, export_bytes, num_kept)
+        return room.check_room(needs, num_kept, disk.free_bytes)
 
     context.progress.log(context.world.on_main(check))
 

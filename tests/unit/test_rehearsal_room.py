@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from samecurve.checkpoint.commit import PARTIAL
 from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import ConfigurationError, HangError, StorageError
+from samecurve.run.run_directory import RunDirectory
 from samecurve.storage.filesystem import UNKNOWN_BYTES
 from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.plan import Plan, Strategy
-from samecurve.training import rehearsal, rehearsal_process, room
+from samecurve.training import rehearsal, rehearsal_process, room, startup
 from samecurve.training.rehearsal import GIB, DoesNotFit, RehearsedStage
 
 CPU = torch.device("cpu")
@@ -51,9 +55,12 @@ def stages(free_gib: float) -> list[RehearsedStage]:
     ],
 )
 def test_the_disk_has_to_hold_all_checkpoints_that_are_kept(changes, num_kept, needed_gib):
-    rehearsal_process.check_room(recipe(**changes), stages(needed_gib), num_kept)
-    with pytest.raises(StorageError, match=r"runs/x: .* GiB are free, .*checkpoint.keep: .*free 0.5 GiB") as caught:
-        rehearsal_process.check_room(recipe(**changes), stages(needed_gib - 0.5), num_kept)
+    checkpoints = Path("runs/x/checkpoints")
+    rehearsal_process.check_room(recipe(**changes), checkpoints, stages(needed_gib), num_kept)
+    with pytest.raises(
+        StorageError, match=r"runs/x/checkpoints: .* GiB are free, .*checkpoint.keep: .*free 0.5 GiB"
+    ) as caught:
+        rehearsal_process.check_room(recipe(**changes), checkpoints, stages(needed_gib - 0.5), num_kept)
     assert "up to" in str(caught.value)
 
 
@@ -69,14 +76,74 @@ def test_the_disk_has_to_hold_all_checkpoints_that_are_kept(changes, num_kept, n
     ],
 )
 def test_a_run_without_room_for_its_model_does_not_start(changes, num_kept, free_gib, refused):
-    needs = (recipe("runs/x", **changes), 3 * GIB, GIB, num_kept, min(int(free_gib * GIB), UNKNOWN_BYTES))
-    says = "runs/x: .* (GiB are free, but up to|does not say how much space)"
+    needs = room.needs(recipe("runs/x", **changes), Path("runs/x/checkpoints"), 3 * GIB, GIB, num_kept)
+    says = "runs/x/checkpoints: .* (GiB are free, but up to|does not say how much space)"
+    free = min(int(free_gib * GIB), UNKNOWN_BYTES)
     if refused:
         with pytest.raises(StorageError, match=says):
-            room.check_room(*needs)
+            room.check_room(needs, num_kept, lambda _: free)
     else:
-        assert re.match(says, room.check_room(*needs))
-    assert not room.check_room(*needs[:4], 100 * GIB)
+        assert re.match(says, room.check_room(needs, num_kept, lambda _: free))
+    assert not room.check_room(needs, num_kept, lambda _: 100 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "says"),
+    [
+        ({"run": 1.1, "other": 9.1}, ""),  # an export of 1 GiB; three checkpoints of 3 GiB
+        ({"run": 0.9, "other": 99}, "run: 0.9 GiB are free, but an export"),
+        ({"run": 99, "other": 2.9}, "run/checkpoints: 2.9 GiB are free, but up to 3 checkpoints"),
+        ({"run": 99, "other": 8.9}, "run/checkpoints: 8.9 GiB are free"),
+    ],
+)
+def test_each_disk_is_measured_for_what_it_gets(free_gib, says, tmp_path, monkeypatch):
+    """checkpoints/ is a link to another disk."""
+    run, other = tmp_path / "run", Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system")
+    run.mkdir()
+    (run / "checkpoints").symlink_to(other)
+    monkeypatch.setattr(room, "SPARE_BYTES", 0)
+    needs = room.needs(recipe(run), run / "checkpoints", 3 * GIB, GIB, 0)
+
+    def free(folder: Path) -> int:
+        return int(free_gib["run" if folder == run else "other"] * GIB)
+
+    if says and "8.9" not in says:
+        with pytest.raises(StorageError, match=says):
+            room.check_room(needs, 0, free)
+    else:
+        assert (says in room.check_room(needs, 0, free)) if says else not room.check_room(needs, 0, free)
+    # a rehearsal knows the space that its disk had before it wrote
+    if says:
+        stage = [stage._replace(disk_bytes=free(run)) for stage in stages(0)]
+        monkeypatch.setattr(rehearsal_process.LocalFileSystem, "free_bytes", lambda _, folder: free(folder))
+        with pytest.raises(StorageError, match=says):
+            rehearsal_process.check_room(recipe(run / ".rehearsal"), run / "checkpoints", stage, 0)
+
+
+def test_a_stream_needs_room_in_the_cache(tmp_path):
+    data = {"path": "x", "streaming": True, "cache_dir": str(tmp_path), "shuffle_buffer_mib": 1024}
+    needs = room.needs(recipe(tmp_path, data=data), tmp_path / "checkpoints", 3 * GIB, GIB, 0)
+    assert [need.most // GIB for need in needs] == [9, 1, 2]
+    assert "2 blocks of 1 GiB of the stream" in room.check_room(needs, 0, lambda _: 11 * GIB)
+
+
+def test_what_a_killed_save_left_is_removed_before_room_is_measured(tmp_path, monkeypatch):
+    """A disk may be full of it."""
+    run = RunDirectory(tmp_path)
+    (debris := run.checkpoints / f"{PARTIAL}step_00000008").mkdir(parents=True)
+    seen = []
+    monkeypatch.setattr(startup.LocalFileSystem, "free_bytes", lambda *_: seen.append(debris.exists()) or 100 * GIB)
+    context: Any = SimpleNamespace(
+        recipe=recipe(tmp_path), run=run, world=ControlGroup(), progress=SimpleNamespace(log=print)
+    )
+    saves: Any = SimpleNamespace(num_bytes=lambda engine: GIB)
+    skeleton: Any = torch.nn.Linear(2, 2)
+    skeleton.num_parameters = lambda: 6
+    startup._check_room(context, startup.Built(cast(Any, None), skeleton, {}), cast(Any, None), saves)
+    assert seen == [False]
+    run.close()
 
 
 @pytest.mark.parametrize(
