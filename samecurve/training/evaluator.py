@@ -12,8 +12,6 @@ from samecurve.interfaces.engine import EvalResult
 if TYPE_CHECKING:
     from samecurve.interfaces.engine import Evaluator
     from samecurve.interfaces.task import Task
-    from samecurve.training.early_stopping import EarlyStopping
-    from samecurve.training.session import Context
 
 
 class Evaluation:
@@ -50,18 +48,6 @@ class Evaluation:
         loss = sum(result.loss * result.tokens for result in results.values()) / max(tokens, 1)
         statistics = zip(*(result.statistics for result in results.values()), strict=True)
         return task.metrics(EvalResult(loss, tokens, tuple(map(sum, statistics)))) | losses
-
-
-def evaluate(
-    validation: Evaluation, context: Context, engine: Evaluator, task: Task, step: int, early_stopping: EarlyStopping
-) -> dict[str, float]:
-    """Evaluate after `step`, print the task's metrics and return them. Collective."""
-    context.watch.phase("evaluate", step)
-    metrics = validation.metrics(engine, task)
-    context.progress.evaluation(step, metrics)
-    context.watch.conclusion = early_stopping.evaluated(step, metrics)
-    context.progress.log(context.watch.conclusion)
-    return metrics
 
 
 def due(step: int, every_steps: int, last_step: int) -> bool:

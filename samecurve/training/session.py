@@ -29,7 +29,7 @@ from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
 from samecurve.models.weights import constant_tensors
 from samecurve.training.early_stopping import EarlyStopping
-from samecurve.training.evaluator import Evaluation, evaluate
+from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.trackers import Trackers
@@ -65,6 +65,17 @@ class Context:
     @property
     def recipe(self) -> Recipe:
         return self.plan.recipe
+
+    def evaluate(
+        self, validation: Evaluation, engine: Engine, task: Task, step: int, early_stopping: EarlyStopping
+    ) -> dict[str, float]:
+        """Evaluate after `step`, count it for early stopping, and print and return the task's metrics. Collective."""
+        self.watch.phase("evaluate", step)
+        metrics = validation.metrics(engine, task)
+        self.progress.evaluation(step, metrics)
+        self.watch.conclusion = early_stopping.evaluated(step, metrics)
+        self.progress.log(self.watch.conclusion)
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -167,9 +178,9 @@ class Session:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate on the validation rows and print the metrics. Collective."""
         assert self.validation is not None
-        metrics = evaluate(self.validation, self.context, self.engine, self.built.task, step, self.early_stopping)
+        evaluated = self.context.evaluate(self.validation, self.engine, self.built.task, step, self.early_stopping)
         self.meter.start()
-        return metrics
+        return evaluated
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after `step`: the recipe's last one, or by early stopping."""

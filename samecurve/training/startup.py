@@ -38,7 +38,7 @@ from samecurve.storage.object_store import ObjectStore
 from samecurve.tasks import registry
 from samecurve.training import room
 from samecurve.training.early_stopping import EarlyStopping
-from samecurve.training.evaluator import Evaluation, due, evaluate
+from samecurve.training.evaluator import Evaluation, due
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.prediction import predict
@@ -199,7 +199,7 @@ def make_up_evaluation(
     context.progress.log(f"evaluating after step {start.step} first, as the last session did not")
     stopping = EarlyStopping(recipe, start.stopping)
     validation = Evaluation(rows, recipe.batch.micro_batch_size, engine.shard, context.watch.progress)
-    metrics = evaluate(validation, context, engine, built.task, start.step, stopping)
+    metrics = context.evaluate(validation, engine, built.task, start.step, stopping)
     start = replace(start, record=start.record | metrics, stopping=stopping.state)
     if recipe.checkpoint.best:  # which is chosen by the metrics in the checkpoints
         checkpoints.save(engine, start, wait=True)

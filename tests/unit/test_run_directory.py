@@ -187,6 +187,14 @@ def test_going_on_leaves_no_gap_and_no_double_step(tmp_path):
     assert "3 steps after the checkpoint" in run.notice and run.notice.endswith("moved there too: 1")
 
 
+def test_a_line_without_the_evaluation_made_later_is_replaced(tmp_path):
+    interrupted_run(tmp_path)
+    evaluated = {"step": 4, "loss": 4.0, "eval_loss": 4.5}
+    RunDirectory(tmp_path, resume="auto").begin(4, evaluated)
+    assert read_metrics(tmp_path)[2:] == [{"step": 3, "loss": 3.0}, evaluated]
+    assert [record["step"] for record in read_metrics(tmp_path / "previous" / "1")] == [4, 5, 6, 7]
+
+
 def test_what_was_made_of_the_earlier_model_moves_with_it(tmp_path):
     interrupted_run(tmp_path)
     for name in ("model", "merged", "model-bf16"):
