@@ -110,6 +110,9 @@ class Evaluate(Section):
     by `checkpoint.best`, or by `eval_loss` without one. null: never."""
     min_improvement: float = Field(default=0.0, ge=0)
     """How much better a value must be for `patience`."""
+    samples: Natural = 0
+    """At each evaluation, the model continues the prompts of this many held-out rows, by its likeliest tokens, at most
+    64. The texts are printed, appended to `samples.jsonl` and shown by `report`."""
     path: DataPath | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
     split: Name | None = None

@@ -181,14 +181,14 @@ class Forward:
         loss, statistics = loss / shares, [value / shares for value in statistics]
         return EvalResult(loss=loss / max(tokens, 1), tokens=tokens, statistics=tuple(statistics))
 
-    def outputs(self, batch: MicroBatch) -> Tensor | None:
+    def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
         """See Engine.outputs."""
         self.model.eval()
         with torch.no_grad():
-            found = self._whole_logits(batch)[0]
-            found = self._gathered(found, batch) if batch.is_by_token else found
+            outputs = self._whole_logits(batch)[0]
+            outputs = self._gathered(outputs, batch) if batch.is_by_token else outputs
         self.model.train()
-        return found.float().cpu() if self.accelerator.is_main_process else None
+        return at_positions(outputs, positions).float().cpu() if self.accelerator.is_main_process else None
 
     def _gathered(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
         return gather_outputs(outputs, self.part, self.mesh, batch.inputs["input_ids"].shape[1])
@@ -227,3 +227,8 @@ def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:
     """Compute the task's loss and statistics over some rows or tokens: fp64, (1 + n,)."""
     loss = task.loss(logits, **targets).double().reshape(1)
     return torch.cat([loss, task.statistics(logits, **targets).double()])
+
+
+def at_positions(outputs: Tensor, positions: Tensor | None) -> Tensor:
+    """Select the outputs of one token per row, (rows, ...), from (rows, tokens, ...). positions: see Engine.outputs."""
+    return outputs if positions is None else outputs[torch.arange(len(outputs)), positions]

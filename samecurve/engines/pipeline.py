@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from samecurve.engines import deepspeed_introspection, grad_cache
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.forward import evaluation_sums
+from samecurve.engines.forward import at_positions, evaluation_sums
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
@@ -130,11 +130,15 @@ class PipelineEngine:
         assert self._task.features is not None  # only tasks with features come here
         return self._on_last_stage(micro_batches, self._task.features).float().cpu()
 
-    def outputs(self, batch: MicroBatch) -> Tensor | None:
+    def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
         rows, length = batch.inputs["input_ids"].shape
-        found = self._on_last_stage([batch], lambda logits, **targets: logits.reshape(rows, -1))
-        # all pipelines have computed the same rows
-        return found[:rows].view(rows, length, -1).float().cpu() if dist.get_rank() == 0 else None
+
+        def flat(logits: Tensor, **_: Tensor) -> Tensor:
+            return at_positions(logits, positions).reshape(rows, -1)
+
+        outputs = self._on_last_stage([batch], flat)[:rows]  # all pipelines have computed the same rows
+        outputs = outputs.view(rows, length, -1) if positions is None else outputs
+        return outputs.float().cpu() if dist.get_rank() == 0 else None
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         def whole(name: str) -> Tensor | None:

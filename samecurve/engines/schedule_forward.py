@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samecurve.engines.forward import evaluation_sums
+from samecurve.engines.forward import at_positions, evaluation_sums
 from samecurve.interfaces.engine import EvalResult
 from samecurve.models.hf_config import output_shape
 from samecurve.strategy.parallel_dims import BATCH
@@ -102,21 +102,21 @@ class ScheduleForward:
         self.mesh.add([values], over=("pp",))  # only the last stage has values
         return values
 
-    def outputs(self, batch: MicroBatch) -> Tensor | None:
+    def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
         """See Engine.outputs."""
         batch = batch.to(self.mesh.device)
         logits, last = self._run(batch), self.stages.global_rank(self.stages.count - 1)
         if 0 not in self.stages.peers:  # the other pipelines compute the same
             return None
         if last == 0:
-            return logits.float().cpu() if logits is not None else None
+            return at_positions(logits, positions).float().cpu() if logits is not None else None
         if logits is not None:
             dist.send(logits.float().contiguous(), dst=0)
         if self.mesh.rank != 0:
             return None
-        found = torch.empty(output_shape(self.skeleton, batch.inputs["input_ids"]), device=self.mesh.device)
-        dist.recv(found, src=last)
-        return found.cpu()
+        received = torch.empty(output_shape(self.skeleton, batch.inputs["input_ids"]), device=self.mesh.device)
+        dist.recv(received, src=last)
+        return at_positions(received, positions).cpu()
 
     def _run(self, batch: MicroBatch, labels: Tensor | None = None, drops: bool = False) -> Tensor | None:
         self.module.train(drops)

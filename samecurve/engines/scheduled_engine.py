@@ -218,8 +218,8 @@ class ScheduledEngine:
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         return self._forward.features(micro_batches).cpu()
 
-    def outputs(self, batch: MicroBatch) -> Tensor | None:
-        return self._forward.outputs(batch)
+    def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
+        return self._forward.outputs(batch, positions)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         return on_rank_0(self.shapes, self.device, self._stages.sender, self._stages.whole)

@@ -199,8 +199,8 @@ class TorchEngine:
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         return self.forward.features(micro_batches)
 
-    def outputs(self, batch: MicroBatch) -> Tensor | None:
-        return self.forward.outputs(batch)
+    def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
+        return self.forward.outputs(batch, positions)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:

@@ -170,9 +170,9 @@ class ZeroEngine:
         self._refresh_exact()
         return self.forward.features(micro_batches)
 
-    def outputs(self, batch: MicroBatch) -> Tensor | None:
+    def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
         self._refresh_exact()
-        return self.forward.outputs(batch)
+        return self.forward.outputs(batch, positions)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:

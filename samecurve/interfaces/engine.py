@@ -182,10 +182,13 @@ class Engine(Evaluator, Protocol):
         """
         ...
 
-    def outputs(self, batch: MicroBatch) -> Tensor | None:
+    def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
         """Compute the model's outputs (Task.outputs) for one micro-batch, without dropout.
 
         Every rank passes the same micro-batch.
+
+        Args:
+            positions: (rows,) of which token of each row to return the outputs; None for all.
 
         Returns:
             (rows, ...), fp32 on the CPU, on rank 0; None on other ranks.

@@ -81,7 +81,7 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _samples(run: Run, of: str) -> Iterator[str]:
-    """Show the last texts that `generate` wrote of this run, those before training first."""
+    """Show the last texts of evaluate.samples and of `generate`, those before training first."""
     samples = read_lines(run.directory / SAMPLES, SAMPLES_LINE).records
     written = {(sample["step"], sample["prompt"]): sample["text"] for sample in samples}
     if not written:

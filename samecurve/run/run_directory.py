@@ -40,7 +40,7 @@ FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks"
 OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move
 MADE_OF_MODEL = ("merged", "model-*")
 METRICS_LINE = {"step": COUNT, "expert_share?": ([float], None), "*": (float, None)}
-SAMPLES = "samples.jsonl"  # texts that `samecurve generate` wrote
+SAMPLES = "samples.jsonl"  # texts of evaluate.samples and of `generate`
 SAMPLES_LINE = {"step": COUNT, "prompt": str, "text": str}
 REPORT, REPORTS = "report.html", "report*.html"  # from `samecurve report`; report_OTHER.html compares two runs
 

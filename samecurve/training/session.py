@@ -28,10 +28,13 @@ from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
 from samecurve.models.weights import constant_tensors
+from samecurve.run.run_directory import SAMPLES
+from samecurve.storage.jsonl import JsonlFile
 from samecurve.training.early_stopping import EarlyStopping
 from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
+from samecurve.training.sample_texts import write_samples
 from samecurve.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -179,8 +182,23 @@ class Session:
         """Evaluate on the validation rows and print the metrics. Collective."""
         assert self.validation is not None
         evaluated = self.context.evaluate(self.validation, self.engine, self.built.task, step, self.early_stopping)
+        self._write_samples(step)
         self.meter.start()
         return evaluated
+
+    def _write_samples(self, step: int) -> None:
+        recipe, context = self.context.recipe, self.context
+        rows = self.built.task.validation
+        if not recipe.evaluate.samples or rows is None:
+            return
+        tokenizer, file = self.built.task.tokenizer, JsonlFile(context.run.path / SAMPLES)
+        with uncompiled(recipe):
+            texts = write_samples(
+                self.engine, rows.parts[0], recipe.evaluate.samples, tokenizer, context.world, context.watch.progress
+            )
+        for prompt, text in texts if context.world.is_main else ():
+            file.append({"step": step, "prompt": prompt, "text": text})
+            context.progress.log(f"sample after step {step}: {prompt[-60:]!r} -> {text[:120]!r}")
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after `step`: the recipe's last one, or by early stopping."""
