@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.machine import commit
 from samecurve.bench.jobs import Outcome
-from samecurve.cli.compare import TOLERANCES, is_same, largest_difference, run_each, verdict, why_nothing_moves
+from samecurve.cli.compare import TOLERANCES, is_same, largest_differences, run_each, verdict, why_nothing_moves
 from samecurve.config.loader import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def cell(outcome: Outcome, reference: Outcome, tolerance: float) -> dict:
         return {"refused" if outcome.refused else "failed": outcome.reason}
     if reason := why_nothing_moves(reference, tolerance):
         return {"failed": f"{reference.job.name} {reason}"}
-    loss, norm = (largest_difference(outcome, reference, key) for key in ("loss", "grad_norm"))
+    loss, norm = largest_differences(outcome, reference)
     return {"loss": finite(loss), "norm": finite(norm), "world": outcome.run["world_size"]}
 
 

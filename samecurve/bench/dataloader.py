@@ -16,7 +16,7 @@ from samecurve.bench import printing, timing
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.cpu_workers import num_cores, share_of_cores
 from samecurve.errors import ConfigurationError
-from samecurve.run.run_directory import read_metrics
+from samecurve.reports.history import History
 from samecurve.storage.records import read_record
 from samecurve.tasks import registry
 
@@ -100,7 +100,8 @@ def rows_per_second_of_run(run: Path) -> float:
     Raises ConfigurationError if the folder has no run with two finished steps.
     """
     facts = read_record(run / "run.json", _OF_RUN).value
-    metrics = [line for line in read_metrics(run)[1:] if _OF_STEP <= line.keys()]  # the first step starts up
+    _, *rest = list(History.read(run).records) or [{}]  # the first step starts up
+    metrics = [record for record in rest if _OF_STEP <= record.keys()]
     if not facts or not metrics:
         raise ConfigurationError(f"--run: {run} has no run with two finished steps (run.json, metrics.jsonl)")
     own = facts["recipe"]["batch"]["global_batch_size"] / facts["data_parallel_size"]

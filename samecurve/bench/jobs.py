@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -21,7 +22,8 @@ from samecurve.config.key_hints import near_file
 from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import ConfigurationError
-from samecurve.run.run_directory import RunDirectory, last_step, read_metrics
+from samecurve.reports.history import History
+from samecurve.run.run_directory import RunDirectory, last_step
 from samecurve.run.status import STATUS, read_status
 from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.storage.records import read_record
@@ -47,7 +49,7 @@ class Outcome:
 
     Attributes:
         run: content of run.json.
-        metrics: content of metrics.jsonl.
+        directory: the job's run directory, with metrics.jsonl.
         reason: why there is no curve, in one line; "" if the run finished.
         refused: the configuration is wrong, or this machine cannot run the strategy.
         log: file with the job's output.
@@ -55,10 +57,14 @@ class Outcome:
 
     job: StrategyJob
     run: dict
-    metrics: list[dict]
+    directory: Path
     reason: str
     refused: bool
     log: Path
+
+    @cached_property
+    def history(self) -> History:
+        return History.read(self.directory)
 
 
 def jobs(names: Sequence[str], num_processes: int) -> list[StrategyJob]:
@@ -140,9 +146,7 @@ def run(job: StrategyJob, arguments: Sequence[str], directory: Path, on_progress
     code = process.returncode and exit_code_of(directory, log, process.returncode)
     reason = "" if code == 0 else reason_of(directory, log, code).removeprefix(f"strategy {job.name}: ")
     refused = code == ConfigurationError.exit_code
-    return Outcome(
-        job, read_record(directory / "run.json", RUN_FACTS).value or {}, read_metrics(directory), reason, refused, log
-    )
+    return Outcome(job, read_record(directory / "run.json", RUN_FACTS).value or {}, directory, reason, refused, log)
 
 
 def set_aside(directory: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from samecurve.config.schema import Recipe
-from samecurve.reports.chart import relative_differences
+from samecurve.reports.chart import relative_difference
 
 # Keys that change how a step is computed; keys that are not in the schema are ignored. A block stands for all of its
 # keys whose values are booleans or one of several names.
@@ -159,7 +159,7 @@ def verdicts(rounds: Mapping[str, Sequence[MeasuredRun]], among: Sequence[Varian
         runs = rounds[variant.name]
         ratios = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, base, strict=True)]
         peak = max(run.peak_memory_gib for run in runs)
-        differences = relative_differences(runs[-1].losses, base[-1].losses)
+        differences = map(relative_difference, runs[-1].losses, base[-1].losses)
         listed.append(
             Verdict(
                 variant,

@@ -12,6 +12,7 @@ from samecurve.bench.jobs import StrategyJob
 from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant, Verdict, verdicts
 from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
+from samecurve.run.run_directory import read_metrics
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.terminal import TextConsole
 
@@ -73,7 +74,8 @@ def _measure(
                 reasons[variant.name] = outcome.reason
                 printing.print_line(f"{label}: {outcome.reason}")
                 continue
-            rounds[variant.name].append(MeasuredRun.from_metrics(outcome.metrics, arguments.warmup_steps))
+            metrics = read_metrics(outcome.directory)
+            rounds[variant.name].append(MeasuredRun.from_metrics(metrics, arguments.warmup_steps))
             printing.print_line(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
     return rounds, reasons
 

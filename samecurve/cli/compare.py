@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.status import Status
@@ -17,7 +18,8 @@ from samecurve.bench import jobs
 from samecurve.bench.jobs import Outcome
 from samecurve.cli.commands import repository_root, require_positive
 from samecurve.config import loader as recipes
-from samecurve.reports.chart import Curve, chart, relative_differences
+from samecurve.reports.chart import Curve, chart, relative_difference
+from samecurve.run.run_directory import iterate_metrics, last_step
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.terminal import TextConsole
 
@@ -71,12 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
     # A strategy requested by name must run. Without names, some strategies may be unsuitable for this machine.
     agree = agree and not (names and any(outcome.refused for outcome in outcomes))
     title = Path(arguments.recipe).stem
-    curves = [Curve(outcome.job.name, losses(outcome)) for outcome in outcomes if not outcome.reason]
+    ran = [outcome for outcome in outcomes if not outcome.reason]
+    curves = [Curve(outcome.job.name, largest_differences(outcome, ran[0])[0]) for outcome in ran]
     with storage_errors(output):
         (output / "table.md").write_text(text, encoding="utf-8")
         (output / "chart.svg").unlink(missing_ok=True)
         if curves:
-            (output / "chart.svg").write_text(chart(curves, title, tolerance), encoding="utf-8")
+            (output / "chart.svg").write_text(
+                chart(ran[0].history.curves["loss"], curves, title, tolerance), encoding="utf-8"
+            )
     print(f"\n{text}\n{output / 'table.md'}  {output / 'chart.svg' if curves else ''}")
     return 0 if agree else 1
 
@@ -110,16 +115,12 @@ def run_each(
         with console.status(label) as status:
             outcome = jobs.run(job, arguments, directory, partial(_show_steps, status, label))
         outcomes.append(outcome)
-        console.print(f"{label}: {outcome.reason or f'{len(outcome.metrics)} steps'}")
+        console.print(f"{label}: {outcome.reason or f'{last_step(outcome.directory)} steps'}")
     return outcomes, recipes.load_recipe(recipe, settings).precision
 
 
 def _show_steps(status: Status, label: str, steps: int) -> None:
     status.update(f"{label}: {steps} steps")
-
-
-def losses(outcome: Outcome) -> list[float | None]:
-    return [record["loss"] for record in outcome.metrics]
 
 
 def is_same(loss: float, norm: float, tolerance: float) -> bool:
@@ -138,7 +139,7 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
     stands_still = why_nothing_moves(ran[0], tolerance) if ran else ""
     rows, agree = [], not broken and len(ran) >= min(2, len(outcomes))
     for outcome in ran:
-        loss, norm = (largest_difference(outcome, ran[0], key) for key in ("loss", "grad_norm"))
+        loss, norm = largest_differences(outcome, ran[0])
         same = is_same(loss, norm, tolerance) and not stands_still
         agree = agree and same
         # with a value missing, the reference does not even agree with itself
@@ -169,12 +170,12 @@ def why_nothing_moves(outcome: Outcome, tolerance: float) -> str:
         outcome: of the reference.
         tolerance: of the loss; a curve that changes by less could not be told from a flat one.
     """
-    records = [record for record in outcome.metrics if None not in (record["loss"], record["grad_norm"])]
-    if not records:
-        return ""  # largest_difference reports missing values
-    losses, norm = [record["loss"] for record in records], max(record["grad_norm"] for record in records)
-    change = (max(losses) - min(losses)) / (max(map(abs, losses)) or 1)
-    if not any(record["learning_rate"] for record in records) or records[-1]["skipped_steps"] == len(outcome.metrics):
+    history = outcome.history
+    if not {"loss", "grad_norm"} <= history.ends.keys():
+        return ""  # largest_differences reports missing values
+    losses, norms = ([value for _, value in history.curves[key] if value is not None] for key in ("loss", "grad_norm"))
+    norm, change = max(norms), (max(losses) - min(losses)) / (max(map(abs, losses)) or 1)
+    if not history.totals.get("learning_rate") or history.last.get("skipped_steps") == history.num_steps:
         return "changed no weight: each step was skipped or had the learning rate 0"
     if norm < LEAST_NORM:
         return f"has gradient norms of at most {norm:.1e}, below {LEAST_NORM:g}; its initial weights may be too small"
@@ -184,25 +185,33 @@ def why_nothing_moves(outcome: Outcome, tolerance: float) -> str:
     return ""
 
 
-def largest_difference(outcome: Outcome, reference: Outcome, key: str) -> float:
-    """Return the largest relative difference over the steps; infinite if a step or a value is missing or is 0 / 0."""
-    values, expected = ([record[key] for record in each.metrics] for each in (outcome, reference))
-    differences = [each for each in relative_differences(values, expected) if each is not None]
-    complete = bool(differences) and len(differences) == len(values) == len(expected)
-    return max(differences) if complete else math.inf
+def largest_differences(outcome: Outcome, reference: Outcome) -> tuple[float, float]:
+    """Return the largest relative differences of loss and gradient norm over the steps.
+
+    They are infinite if a step or a value is missing or is 0 / 0.
+    """
+    largest = {"loss": -1.0, "grad_norm": -1.0}
+    for record, expected in zip_longest(*(iterate_metrics(side.directory) for side in (outcome, reference))):
+        for key in largest:
+            difference = relative_difference((record or {}).get(key), (expected or {}).get(key))
+            largest[key] = math.inf if difference is None else max(largest[key], difference)
+    loss, norm = (value if value >= 0 else math.inf for value in largest.values())
+    return loss, norm
 
 
 def _facts(outcome: Outcome) -> list[str]:
-    first, last = losses(outcome)[0], losses(outcome)[-1]
-    curve = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in (first, last))
+    ends = (next(iter(outcome.history.records)), outcome.history.last)
+    curve = " -> ".join("none" if (loss := record.get("loss")) is None else f"{loss:.4f}" for record in ends)
     return [outcome.job.name, outcome.run["engine"], str(outcome.run["world_size"]), curve]
 
 
 def _costs(outcome: Outcome) -> list[str]:
     """Format tokens/s, without the first step, which includes start-up costs, and the peak memory of rank 0."""
-    steady = outcome.metrics[1:] or outcome.metrics
-    rate = sum(record["tokens"] for record in steady) / sum(record["step_seconds"] for record in steady)
-    return [f"{rate:,.0f}", f"{max(record['peak_memory_gib'] for record in outcome.metrics):.2f}"]
+    history = outcome.history
+    first = {key: history.ends[key][0] if history.num_steps > 1 else 0 for key in ("tokens", "step_seconds")}
+    tokens, seconds = (history.totals[key] - value for key, value in first.items())
+    memory = max(value for _, value in history.curves["peak_memory_gib"] if value is not None)
+    return [f"{tokens / seconds:,.0f}", f"{memory:.2f}"]
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.metrics.predicted import of_session
-from samecurve.run.run_directory import read_metrics
+from samecurve.reports.history import History
 from samecurve.run.status import STATUS, read_status, refused_text
 from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.specs.tasks import TASKS
@@ -36,42 +36,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     directory = arguments.run
-    record, metrics = read_record(directory / "run.json", _FACTS), read_metrics(directory)
-    if record.is_absent or not metrics:
+    record = read_record(directory / "run.json", _FACTS)
+    history = History.read(directory, (record.value or {}).get("start_step", 0))
+    if record.is_absent or not history.num_steps:
         raise ConfigurationError(f"{directory}: no run with a finished step here (run.json, metrics.jsonl)")
     facts = record.require(ConfigurationError, f"python -m samecurve report {quoted(directory)} shows what can be read")
     status = read_status(directory / STATUS)
-    for label, text in [*_results(facts, metrics, status), ("run directory", directory)]:
+    for label, text in [*_results(facts, history, status), ("run directory", directory)]:
         print(f"{label:<{LABEL_WIDTH}}{text}")
     for purpose, line in commands(directory, facts):
         print(f"\n{purpose}:\n  {line}")
     return 0
 
 
-def _results(facts: dict, metrics: list[dict], status: dict) -> Iterator[tuple[str, str]]:
+def _results(facts: dict, history: History, status: dict) -> Iterator[tuple[str, str]]:
     state, reason = status.get("state", "unknown"), status.get("reason")
     yield "state", f"{state}: {reason}" if reason else state
     refused = refused_text(status)
     if refused:
         yield "refused start", refused.replace("\n", f"\n{'':<{LABEL_WIDTH}}")
     yield "strategy", f"{facts['strategy']} ({facts['engine']}), {facts['world_size']} processes, {facts['precision']}"
-    trained = [record for record in metrics if record.get("loss") is not None]
-    if trained:
-        yield "loss", f"{trained[0]['loss']:.4f} -> {trained[-1]['loss']:.4f} in {len(metrics):,} steps"
-    evaluated = [record for record in metrics if record.get("eval_loss") is not None]
+    if "loss" in history.ends:
+        yield "loss", "{:.4f} -> {:.4f}".format(*history.ends["loss"]) + f" in {history.num_steps:,} steps"
+    evaluated = [record for record in history.evaluations if record["eval_loss"] is not None]
     if evaluated:
         yield "held out", _evaluation(evaluated)
-    counts = facts.get("counts", "tokens")
-    timed = [record for record in metrics if record.get("step_seconds")]
-    counted, seconds = (sum(record.get(key) or 0 for record in timed) for key in ("tokens", "step_seconds"))
-    if not timed:
+    counts, totals = facts.get("counts", "tokens"), history.totals
+    seconds = totals.get("step_seconds", 0)
+    if not seconds:
         return
+    counted = totals.get("tokens", 0)
     rate = f"{counted / seconds:,.0f} per second"
     if counts != "tokens":
-        read = sum((record.get("tokens_per_second") or 0) * record["step_seconds"] for record in timed)
-        rate = f"{counted / seconds:,.1f} per second, {read / seconds:,.0f} tokens per second"
+        rate = f"{counted / seconds:,.1f} per second, {totals.get('input_tokens', 0) / seconds:,.0f} tokens per second"
     yield counts, f"{counted:,} trained in {duration(seconds)} of steps, {rate}"
-    for name, text in of_session(facts, metrics).items():
+    for name, text in of_session(facts, history.session).items():
         yield name.partition(",")[0], text
 
 

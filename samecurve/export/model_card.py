@@ -7,8 +7,9 @@ The format is the Hugging Face hub's: YAML between two lines of dashes, then Mar
 from __future__ import annotations
 
 import html
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 import yaml
 
 from samecurve.metrics.console import duration, number, spaced
+from samecurve.reports.history import History
 from samecurve.reports.plot import Scale, loss_series, plot, session_marks
-from samecurve.run.run_directory import read_metrics
 from samecurve.run.sessions import SessionRecord, sessions, unknown_origin
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import utc_timestamp, write_text
@@ -27,7 +28,7 @@ CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "not known"
 # Sub-folder of an adapter's folder with the config of the adapted model.
 ADAPTED_CONFIG = "model_config"
-_CURVE_POINTS = 12
+_CURVE_POINTS, _CURVE_EVALUATIONS = 12, 50  # most rows of the table
 # What a card needs of run.json.
 _FACTS = {
     "output_dir": str,
@@ -73,24 +74,19 @@ class ExportInfo:
 
 def write_card(run: Path, info: ExportInfo, folder: Path) -> None:
     """Write README.md, and the picture of the loss that it shows, into a model's folder; see `model_card`."""
-    write_text(folder / CARD, model_card(run, info))
-    drawn = loss_picture(run, info)
-    if drawn:
+    history = _history(run, info)
+    write_text(folder / CARD, model_card(run, info, history))
+    if drawn := plot("loss", loss_series(history), session_marks(sessions(run)), Scale(logarithmic=True)):
         write_text(folder / PICTURE, drawn)
 
 
-def loss_picture(run: Path, info: ExportInfo) -> str:
-    """Return the loss curve as SVG text; "" if no loss was recorded."""
-    return plot("loss", loss_series(_metrics(run, info)), session_marks(sessions(run)), Scale(logarithmic=True))
+def _history(run: Path, info: ExportInfo) -> History:
+    return History.read(run, up_to=math.inf if info.step is None else info.step)
 
 
-def _metrics(run: Path, info: ExportInfo) -> list[dict]:
-    return [record for record in read_metrics(run) if info.step is None or record["step"] <= info.step]
-
-
-def model_card(run: Path, info: ExportInfo) -> str:
+def model_card(run: Path, info: ExportInfo, history: History | None = None) -> str:
     """Return the text of README.md for a model of the run directory `run`. A damaged run.json makes it short."""
-    known, metrics = sessions(run), _metrics(run, info)
+    known, history = sessions(run), history or _history(run, info)
     problem = (known[-1].problem or mismatch(known[-1].facts, _FACTS)) if known else "no such file"
     if not problem and known[-1].facts["recipe"]["task"] not in TASKS:
         problem = f"recipe.task: no task {known[-1].facts['recipe']['task']}"
@@ -101,9 +97,9 @@ def model_card(run: Path, info: ExportInfo) -> str:
         f"---\n{yaml.safe_dump(metadata(known[-1].facts, info), sort_keys=False, allow_unicode=True)}---\n",
         f"# {_escaped(Path(facts['output_dir']).name)}\n",
         *_use(facts, info),
-        *_training(facts, metrics, info),
-        *_curve(metrics),
-        *_evaluation(facts, metrics),
+        *_training(facts, history, info),
+        *_curve(history),
+        *_evaluation(facts, history),
         *_sessions(known),
         *_recipe(facts),
         *_unknown(facts, info),
@@ -184,10 +180,10 @@ def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
     yield "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", "```\n"])
 
 
-def _training(facts: dict, metrics: Sequence[dict], info: ExportInfo) -> Iterator[str]:
+def _training(facts: dict, history: History, info: ExportInfo) -> Iterator[str]:
     recipe = facts["recipe"]
     yield "## Training\n"
-    yield _table([("", ""), *_made_of(facts, recipe), *_how(recipe, metrics, info), *_where(facts)])
+    yield _table([("", ""), *_made_of(facts, recipe), *_how(recipe, history, info), *_where(facts)])
 
 
 def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
@@ -215,16 +211,13 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
             yield spaced(part), listed + fingerprint
 
 
-def _how(recipe: dict, metrics: Sequence[dict], info: ExportInfo) -> Iterator[tuple[str, object]]:
+def _how(recipe: dict, history: History, info: ExportInfo) -> Iterator[tuple[str, object]]:
     batch, optimizer, schedule = recipe["batch"], recipe["optimizer"], recipe["schedule"]
-    done, skipped = (metrics[-1]["step"], metrics[-1].get("skipped_steps", 0)) if metrics else (UNKNOWN, 0)
+    done, skipped = history.last.get("step", UNKNOWN), history.last.get("skipped_steps", 0)
     yield "optimizer steps", f"{done} of {recipe['steps']}" + (f", {skipped} of them skipped" if skipped else "")
     yield "batch", f"{batch['global_batch_size']} rows of {batch['sequence_length']} tokens"
-    yield (
-        "trained on",
-        f"{sum(record.get('tokens') or 0 for record in metrics):,} tokens, rows or pairs, as the loss counts them",
-    )
-    yield "time in steps", duration(sum(record.get("step_seconds") or 0 for record in metrics))
+    yield "trained on", f"{history.totals.get('tokens', 0):,} tokens, rows or pairs, as the loss counts them"
+    yield "time in steps", duration(history.totals.get("step_seconds", 0))
     yield "optimizer", f"{optimizer['name']}, learning rate {optimizer['learning_rate']:g}, {schedule['name']}"
     yield "computed in", f"{recipe['precision']}, from fp32 weights; stored as {info.dtype}"
     yield "seed", recipe["seed"]
@@ -237,34 +230,40 @@ def _where(facts: dict) -> Iterator[tuple[str, object]]:
     yield "card written", utc_timestamp()
 
 
-def _curve(metrics: Sequence[dict]) -> Iterator[str]:
+def _curve(history: History) -> Iterator[str]:
     yield "\n## Loss\n"
-    if not metrics:
+    if not history.last:
         yield "No steps are recorded."
         return
-    if any(record.get("loss") is not None for record in metrics):
+    if "loss" in history.ends:
         yield f"![loss at each step]({PICTURE})\n"
-    shown = {round(index * (len(metrics) - 1) / (_CURVE_POINTS - 1)) for index in range(_CURVE_POINTS)}
-    shown |= {index for index, record in enumerate(metrics) if "eval_loss" in record}
+    shown = [*_spread(history.records, _CURVE_POINTS), *_spread(history.evaluations, _CURVE_EVALUATIONS)]
     rows = [("step", "loss", "held-out loss")]
-    for index in sorted(shown):
-        record = metrics[index]
-        rows.append((record["step"], _number(record.get("loss")), _number(record.get("eval_loss"))))
+    for step, record in sorted({record["step"]: record for record in shown}.items()):
+        rows.append((step, _number(record.get("loss")), _number(record.get("eval_loss"))))
     yield _table(rows)
+
+
+def _spread(records: Iterable[dict], most: int) -> list[dict]:
+    """Choose at most `most` records, evenly spaced from the first to the last."""
+    records = list(records)
+    indices = {round(index * (len(records) - 1) / (most - 1)) for index in range(most)} if records else ()
+    return [records[index] for index in sorted(indices)]
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else number(value)
 
 
-def _evaluation(facts: dict, metrics: Sequence[dict]) -> Iterator[str]:
+def _evaluation(facts: dict, history: History) -> Iterator[str]:
     yield "\n## Evaluation\n"
-    last = next((record for record in reversed(metrics) if record.get("eval_loss") is not None), None)
-    if last is None:
+    evaluated = [record for record in history.evaluations if record["eval_loss"] is not None]
+    if not evaluated:
         yield "None: the run had no evaluation on held-out rows."
         return
     source = facts["data"].get("evaluated_on") or facts["recipe"]["evaluate"]["path"]
     source = source or "rows held out of the training data"
+    last = evaluated[-1]
     rows = [(spaced(key.removeprefix("eval_")), number(value)) for key, value in last.items() if "eval_" in key]
     yield f"On {_escaped(source)}, after step {last['step']}:\n"
     yield _table([("metric", "value"), *rows])

@@ -14,12 +14,11 @@ from rich.table import Table
 
 from samecurve.config.schema_training import Batch
 from samecurve.metrics.batch_lines import batch_lines
-from samecurve.metrics.predicted import announced, compare_with_prediction, is_shown
+from samecurve.metrics.predicted import QUANTITIES, EvenlySpaced, announced, compare_with_prediction, is_shown
 from samecurve.storage.terminal import TextConsole
 
 LABEL_WIDTH = 12
 WARM_STEPS = 4
-_MOST_RECORDS = 4096  # kept for the median of the session's steps: all of them up to here, then evenly spaced ones
 
 
 class Progress:
@@ -49,9 +48,8 @@ class Progress:
         self._console = console or TextConsole()
         self._started = started
         # what a step costs must not depend on the steps before it
-        self._num_steps, self._seconds, self._peak = 0, 0.0, 0.0  # seconds: without the first step's
-        self._records: list[dict] = []
-        self._spacing = 1  # of the steps in _records
+        self._num_steps, self._seconds = 0, 0.0  # seconds: without the first step's
+        self._records = EvenlySpaced()
         self._predicted: dict = {}
         self._done = 0
         self._live: Live | None = None
@@ -82,7 +80,9 @@ class Progress:
         """Show the progress after a step. record: the step's line of metrics.jsonl."""
         if not self._enabled:
             return
-        self._count(record)
+        self._records.add({name: record[name] for name in QUANTITIES})
+        self._seconds += record["step_seconds"] if self._num_steps else 0.0
+        self._num_steps += 1
         self._done = record["step"]
         numbers = numbers_of(record, smoothed_loss)
         if self._console.is_terminal:
@@ -95,24 +95,13 @@ class Progress:
         if self._num_steps == WARM_STEPS:
             self.log(self.advice())
         if record["step"] == self.total_steps and is_shown(self._predicted):
-            seen = [*self._records, {"peak_memory_gib": self._peak}]
-            for name, text in compare_with_prediction(self._predicted, seen).items():
+            for name, text in compare_with_prediction(self._predicted, self._records).items():
                 self.log(f"{name}: {text}")
 
     def evaluation(self, step: int, metrics: dict) -> None:
         """Print the results of an evaluation. metrics: the task's eval_* numbers."""
         numbers = "  ".join(f"{name.removeprefix('eval_')} {number(value)}" for name, value in metrics.items())
         self.log(f"evaluation after step {step}: {numbers}")
-
-    def _count(self, record: dict) -> None:
-        if self._num_steps % self._spacing == 0:
-            self._records.append({"step_seconds": record["step_seconds"]})
-            if len(self._records) == _MOST_RECORDS:
-                del self._records[1::2]
-                self._spacing *= 2
-        self._seconds += record["step_seconds"] if self._num_steps else 0.0
-        self._peak = max(self._peak, record["peak_memory_gib"] or 0.0)
-        self._num_steps += 1
 
     def _first(self) -> bool:
         return self._num_steps == 1

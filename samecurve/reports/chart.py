@@ -21,44 +21,41 @@ SHORTENED = 1e4  # numbers from here on are abbreviated with a letter (k, M, G)
 
 @dataclass(frozen=True)
 class Curve:
-    """A labelled curve. values: one per step, from step 1 on; None for a step without a value."""
+    """A labelled curve. difference: its largest one from the reference, relative; infinite where steps are missing."""
 
     label: str
-    values: Sequence[float | None]
+    difference: float
 
 
-def relative_differences(values: Sequence[float | None], reference: Sequence[float | None]) -> list[float | None]:
-    """Compute |value - reference| / |reference| per step; None if either is missing, and for 0 / 0."""
-    # not strict: a run that ended early is compared as far as it came
-    return [_relative(value, expected) for value, expected in zip(values, reference, strict=False)]
-
-
-def _relative(value: float | None, expected: float | None) -> float | None:
+def relative_difference(value: float | None, expected: float | None) -> float | None:
+    """Compute |value - expected| / |expected|; None if either is missing, and for 0 / 0."""
     if value is None or expected is None or value == expected == 0:
         return None
     return abs(value - expected) / abs(expected) if expected else math.inf
 
 
-def chart(curves: Sequence[Curve], title: str, tolerance: float) -> str:
+def chart(points: Sequence[tuple[int, float | None]], curves: Sequence[Curve], title: str, tolerance: float) -> str:
     """Draw the chart and return the SVG text.
 
     Args:
-        curves: the first one is the reference, which is drawn; the others become bars.
+        points: (step, value) of the reference, which is drawn.
+        curves: the first one is the reference; the others become bars.
         title: heading of the curve.
         tolerance: relative difference of the loss, drawn as a dashed line across the bars.
     """
     reference, others = curves[0], curves[1:]
     bottom = TOP + max(BAR_HEIGHT * len(others), 200)
-    known = [value for value in reference.values if value is not None]
+    known = [value for _, value in points if value is not None]
     box = Box(CURVE_LEFT, CURVE_RIGHT, TOP, bottom)
-    loss = Panel(box, (1, len(reference.values)), linear_ticks(min(known), max(known)))
+    ticks = linear_ticks(min(known, default=0), max(known, default=0))
+    loss = Panel(box, (points[0][0], points[-1][0]), ticks)
     height = bottom + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         *loss.frame(f"{title}: loss under {reference.label}"),
-        loss.line(reference.values, f'stroke="{REFERENCE}" stroke-width="2"'),
+        loss.line(points, f'stroke="{REFERENCE}" stroke-width="2"'),
         *(_bars(others, reference, tolerance, bottom) if others else ()),
         "</svg>",
     ]
@@ -80,10 +77,8 @@ def _bars(curves: Sequence[Curve], reference: Curve, tolerance: float, bottom: f
         at = f'x="{x(tick):.1f}" y="{bottom + 17}" text-anchor="middle"'
         parts.append(f'<text class="axis" {at} fill="{AXIS}">{power_text(tick)}</text>')
     for row, curve in enumerate(curves):
-        differences = [value for value in relative_differences(curve.values, reference.values) if value is not None]
-        largest = max(differences, default=math.inf)
-        y, colour = TOP + BAR_HEIGHT * row, SAME if largest <= tolerance else DIFFERENT
-        size = f'width="{x(largest) - BARS_LEFT:.1f}" height="{BAR_HEIGHT - 4}"'
+        y, colour = TOP + BAR_HEIGHT * row, SAME if curve.difference <= tolerance else DIFFERENT
+        size = f'width="{x(curve.difference) - BARS_LEFT:.1f}" height="{BAR_HEIGHT - 4}"'
         parts.append(f'<rect x="{BARS_LEFT}" y="{y + 2}" {size} fill="{colour}"/>')
         parts.append(f'<text x="{BARS_LEFT - 8}" y="{y + 11}" text-anchor="end">{escape(curve.label)}</text>')
     ends = f'x1="{x(tolerance):.1f}" x2="{x(tolerance):.1f}" y1="{TOP}" y2="{bottom}"'
@@ -146,11 +141,9 @@ class Panel:
         at = f'x="{x:.1f}" y="{self.box.bottom + distance:g}" text-anchor="middle"'
         return f'<text class="axis" {at} fill="{AXIS}">{text}</text>'
 
-    def line(self, values: Sequence[float | None], style: str) -> str:
-        points = [
-            f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in enumerate(values, 1) if value is not None
-        ]
-        shape = f'points="{" ".join(points)}" fill="none" stroke-linejoin="round"'
+    def line(self, points: Sequence[tuple[int, float | None]], style: str) -> str:
+        drawn = [f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in points if value is not None]
+        shape = f'points="{" ".join(drawn)}" fill="none" stroke-linejoin="round"'
         return f"<polyline {shape} {style}/>"
 
     def x(self, step: float) -> float:

@@ -12,6 +12,7 @@ from typing import Literal, TypeGuard
 from xml.sax.saxutils import escape
 
 from samecurve.reports.chart import Box, Panel, linear_ticks, powers_of_ten
+from samecurve.reports.history import History, Point
 from samecurve.run.sessions import SessionRecord
 
 SMALL, LARGE = (440, 250), (900, 400)  # width, height
@@ -29,9 +30,6 @@ CHARACTER_WIDTH, KEY_WIDTH = 6.6, 24  # width of a character in the legend, and 
 MOST_BUCKETS = 300  # about one per pixel of a plot
 MOST_DOTS = 60
 LOGARITHMIC_FROM, MOST_POWERS = 50, 6  # ratio of largest to smallest value; maximum number of ticks
-SMOOTHED_STEPS, SMOOTHED_SHARE = 10, 50  # 10 steps as in the meter; for a long run a fiftieth of its steps
-
-Point = tuple[int, "float | None"]
 
 
 @dataclass(frozen=True)
@@ -209,51 +207,25 @@ def thinned(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[list[tupl
     return [piece for piece in pieces if piece]
 
 
-def column(metrics: Sequence[dict], name: str) -> list[Point]:
-    """List (step, value) of the records that have the key `name`."""
-    return [(record["step"], record[name]) for record in metrics if name in record]
-
-
-def window(num_steps: int) -> int:
-    return max(SMOOTHED_STEPS, num_steps // SMOOTHED_SHARE)
-
-
-def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Compute a bias-corrected exponential moving average over about `window` steps, as in the meter."""
-    decay, average, weight = 1 - 1 / window(len(points)), 0.0, 0.0
-    found: list[Point] = []
-    for step, value in points:
-        if not is_finite(value):
-            found.append((step, None))
-            continue
-        average = decay * average + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        found.append((step, average / weight))
-    return found
-
-
-def noisy(metrics: Sequence[dict], name: str, run: int = 0, who: str = "") -> list[Series]:
-    """Make two series: the values of each step as a faint line, and a smoothed line.
+def noisy(history: History, name: str, run: int = 0, who: str = "") -> list[Series]:
+    """Make two series of a key of history.SMOOTHED: its values as a faint line, and a smoothed line.
 
     Args:
-        metrics: the records of metrics.jsonl.
-        name: key of the values.
         run: number of the run in the chart, 0-based, which chooses the colour.
         who: label prefix of the run, "" for a chart of one run.
     """
-    points = column(metrics, name)
-    over = f"{who}exponential mean of about {window(len(points))} steps"
-    return [Series("" if who else "each step", points, run, "faint"), Series(over, smoothed(points), run)]
+    over = f"{who}exponential mean of about {history.window} steps"
+    values = Series("" if who else "each step", history.curves.get(name, []), run, "faint")
+    return [values, Series(over, history.smoothed.get(name, []), run)]
 
 
-def loss_series(metrics: Sequence[dict], run: int = 0, who: str = "") -> list[Series]:
+def loss_series(history: History, run: int = 0, who: str = "") -> list[Series]:
     """Make the series of the loss, and of the held-out loss with its lowest value circled. See `noisy`."""
-    held_out = column(metrics, "eval_loss")
-    lowest = min(((value, step) for step, value in held_out if is_finite(value)), default=None)
+    lowest = history.lowest("eval_loss")
     if lowest is None:
-        return noisy(metrics, "loss", run, who)
+        return noisy(history, "loss", run, who)
     label = f"{who}held out, lowest {lowest[0]:.4f} at step {lowest[1]:,}"
-    return [*noisy(metrics, "loss", run, who), Series(label, held_out, run, "dots", lowest[1])]
+    return [*noisy(history, "loss", run, who), Series(label, history.curves["eval_loss"], run, "dots", lowest[1])]
 
 
 def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
 import yaml
 
 from samecurve.metrics.console import spaced
+from samecurve.reports.history import History, Point
 from samecurve.reports.html import html_document, html_table
 from samecurve.reports.plot import (
     LARGE,
     LOGARITHMIC_FROM,
     SMALL,
-    Point,
     Scale,
     Series,
-    column,
     loss_series,
     noisy,
     plot,
@@ -63,13 +63,14 @@ def render_run_page(runs: Sequence[Run]) -> str:
 def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs):
         yield _introduction(run, index, len(runs) > 1)
-    yield from _curves(runs)
+    distance = Distance(*runs) if len(runs) > 1 else None
+    yield from _curves(runs, distance)
     for index, run in enumerate(runs):
         yield from _samples(run, _of(index, runs))
     yield "<h2>Results</h2>"
     yield _side_by_side([results(run) for run in runs])
-    if len(runs) > 1:
-        yield from _differences(*runs)
+    if distance:
+        yield from _differences(*runs, distance=distance)
     for index, run in enumerate(runs):
         yield f"<h2>Sessions{_of(index, runs)}</h2>\n{_sessions(run)}"
     known = [parts(run) for run in runs]
@@ -128,12 +129,12 @@ def _side_by_side(columns: Sequence[dict[str, str]]) -> str:
     return html_table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
 
 
-def _differences(first: Run, second: Run) -> Iterator[str]:
+def _differences(first: Run, second: Run, distance: Distance) -> Iterator[str]:
     yield "<h2>Differences</h2>"
-    distances = [value for _, value in relative_losses(first, second) if value is not None]
-    if distances:
-        text = f"differ by at most {max(distances):.1e}, relative" if any(distances) else "are identical"
-        yield f"<p>At the {len(distances):,} steps for which both runs have a loss, they {text}.</p>"
+    if distance.num_steps:
+        largest = f"differ by at most {distance.largest:.1e}, relative"
+        text = largest if distance.largest else "are identical"
+        yield f"<p>At the {distance.num_steps:,} steps for which both runs have a loss, they {text}.</p>"
     here, there = parts(first), parts(second)
     for name in here:
         if not here[name] or not there[name]:
@@ -147,12 +148,12 @@ def _differences(first: Run, second: Run) -> Iterator[str]:
             yield html_table(found, ("", *NAMES))
 
 
-def _curves(runs: Sequence[Run]) -> Iterator[str]:
+def _curves(runs: Sequence[Run], distance: Distance | None) -> Iterator[str]:
     found, missing = [], []
     marks = [mark for index, run in enumerate(runs) for mark in session_marks(run.known, index)]
-    numbers = [record["step"] for run in runs for record in run.metrics]
+    numbers = [record["step"] for run in runs for record in run.history.records]
     steps = (min(numbers), max(numbers)) if numbers else None
-    for name, series, scale in _plots(runs):
+    for name, series, scale in _plots(runs, distance):
         drawn = plot(name, series, marks, scale, steps, SMALL if found else LARGE)
         (found if drawn else missing).append(drawn or name)
     if not found:
@@ -168,48 +169,64 @@ def _curves(runs: Sequence[Run]) -> Iterator[str]:
         yield f"<p>Not recorded: {escape(', '.join(missing))}.</p>"
 
 
-def _plots(runs: Sequence[Run]) -> Iterator[tuple[str, list[Series], Scale]]:
+def _plots(runs: Sequence[Run], distance: Distance | None) -> Iterator[tuple[str, list[Series], Scale]]:
     who = [f"{name} " for name in NAMES[: len(runs)]] if len(runs) > 1 else [""]
-    each = [(index, run.metrics, label) for index, (run, label) in enumerate(zip(runs, who, strict=True))]
+    labelled = [(index, run.history, label) for index, (run, label) in enumerate(zip(runs, who, strict=True))]
 
     def of_all(make) -> list[Series]:
-        return [series for index, metrics, label in each for series in make(metrics, index, label)]
+        return [series for index, history, label in labelled for series in make(history, index, label)]
 
     def plain(name: str, factor: float = 1.0) -> list[Series]:
-        return [Series(label, times(metrics, name, factor), index) for index, metrics, label in each]
+        return [Series(label, times(history, name, factor), index) for index, history, label in labelled]
 
     far = Scale(logarithmic=True)
     yield "loss", of_all(loss_series), far
-    distances = _distances(*runs) if len(runs) > 1 else []
-    if any(value for _, value in distances):  # equal runs have nothing to draw
-        yield "|loss of B / loss of A - 1|", [Series("B", distances, 1)], far
-    yield "gradient norm", of_all(lambda metrics, run, label: noisy(metrics, "grad_norm", run, label)), far
+    if distance and distance.largest:  # equal runs have nothing to draw
+        yield "|loss of B / loss of A - 1|", [Series("B", distance.points, 1)], far
+    yield "gradient norm", of_all(lambda history, run, label: noisy(history, "grad_norm", run, label)), far
     yield "learning rate", plain("learning_rate"), FROM_ZERO
-    speed = of_all(lambda metrics, run, label: noisy(metrics, "tokens_per_second", run, label))
+    speed = of_all(lambda history, run, label: noisy(history, "tokens_per_second", run, label))
     yield "tokens per second", speed, FROM_ZERO
     yield "MFU and HFU, % of the peak", of_all(_utilisation), FROM_ZERO
     yield "peak memory of rank 0, GiB", plain("peak_memory_gib"), FROM_ZERO
     yield "waiting for data, % of the step", plain("data_wait_fraction", 100), FROM_ZERO
-    names = dict.fromkeys(key for run in runs for record in run.metrics for key in record if key.startswith("eval_"))
+    names = dict.fromkeys(key for run in runs for key in run.history.curves if key.startswith("eval_"))
     for name in (name for name in names if name not in NO_CURVES):
-        dots = [Series(label, column(metrics, name), index, "dots") for index, metrics, label in each]
+        dots = [Series(label, history.curves.get(name, []), index, "dots") for index, history, label in labelled]
         yield f"held out: {spaced(name.removeprefix('eval_'))}", dots, Scale()
 
 
-def times(metrics: Sequence[dict], name: str, factor: float) -> list[Point]:
-    return [(step, None if value is None else factor * value) for step, value in column(metrics, name)]
+def times(history: History, name: str, factor: float) -> list[Point]:
+    return [(step, None if value is None else factor * value) for step, value in history.curves.get(name, ())]
 
 
-def _distances(first: Run, second: Run) -> list[Point]:
-    """Relative loss differences by step. On a logarithmic axis, steps without a difference become gaps."""
-    found = relative_losses(first, second)
-    others = [value for _, value in found if value]
-    far = bool(others) and max(others) >= LOGARITHMIC_FROM * min(others)
-    return [(step, None if far and value == 0 else value) for step, value in found]
+class Distance:
+    """Relative difference of two runs' losses over the steps, in one pass.
+
+    Attributes:
+        num_steps: steps for which both have a loss.
+        largest: the largest difference, 0 without such a step.
+        points: (step, difference), thinned. On a logarithmic axis, steps without a difference become gaps.
+    """
+
+    def __init__(self, first: Run, second: Run):
+        self.num_steps, self.largest, smallest = 0, 0.0, math.inf
+
+        def records() -> Iterator[dict]:
+            nonlocal smallest
+            for step, value in relative_losses(first, second):
+                if value is not None:
+                    self.num_steps += 1
+                    self.largest, smallest = max(self.largest, value), min(smallest, value or math.inf)
+                yield {"step": step, "distance": value or None, "with_zero": value}
+
+        curves = History(records(), max(first.history.num_steps, second.history.num_steps)).curves
+        is_logarithmic = self.largest >= LOGARITHMIC_FROM * smallest
+        self.points = curves.get("distance" if is_logarithmic else "with_zero", [])
 
 
-def _utilisation(metrics: Sequence[dict], run: int, label: str) -> list[Series]:
-    mfu, hfu = (times(metrics, name, 100) for name in ("mfu", "hfu"))
+def _utilisation(history: History, run: int, label: str) -> list[Series]:
+    mfu, hfu = (times(history, name, 100) for name in ("mfu", "hfu"))
     if mfu == hfu:  # nothing is recomputed
         return [Series(f"{label}MFU = HFU", mfu, run)]
     return [Series(f"{label}MFU", mfu, run), Series(f"{label}HFU", hfu, run, "dashed")]

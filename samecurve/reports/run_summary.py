@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.metrics.predicted import of_session
-from samecurve.reports.chart import relative_differences
-from samecurve.reports.plot import column, is_finite
-from samecurve.run.run_directory import metrics_lines
+from samecurve.reports.chart import relative_difference
+from samecurve.reports.history import History
+from samecurve.run.run_directory import iterate_metrics
 from samecurve.run.sessions import SessionRecord, sessions
 from samecurve.run.status import STATUS, read_status
 
@@ -29,21 +29,20 @@ class Run:
     Attributes:
         status: content of status.json.
         known: the sessions of the run, oldest first.
-        metrics: content of metrics.jsonl.
-        num_damaged: damaged lines of metrics.jsonl, which are left out.
+        history: summary of metrics.jsonl.
         facts: run.json of the last session that has one, {} if none has.
     """
 
     directory: Path
     status: dict
     known: list[SessionRecord]
-    metrics: list[dict]
-    num_damaged: int = 0
+    history: History
 
     @classmethod
     def read(cls, directory: Path) -> Run:
         status = read_status(directory / STATUS)
-        return cls(directory, status, sessions(directory), *metrics_lines(directory))
+        known = sessions(directory)
+        return cls(directory, status, known, History.read(directory, known[-1].start_step if known else 0))
 
     @property
     def name(self) -> str:
@@ -62,43 +61,37 @@ class Run:
 
 def results(run: Run) -> dict[str, str]:
     """List the results of a run by name, as text."""
-    metrics = run.metrics
-    done = metrics[-1]["step"] if metrics else 0
-    steps = f"{done:,} of {number(run.facts.get('recipe', {}).get('steps', NOT_KNOWN))}"
-    found = {"state": run.status.get("state", NOT_KNOWN), "steps": steps, "sessions": f"{len(run.known)}"}
-    if run.num_damaged:
-        found["damaged lines of metrics.jsonl"] = f"{run.num_damaged}, left out"
-    found |= dict(_learned(metrics))
-    if metrics:
-        seconds = _values(metrics, "step_seconds")
-        found["tokens"] = number(sum(_values(metrics, "tokens")))
-        found["time in steps"] = duration(sum(seconds))
-        found |= dict(_speed(metrics))
-        found |= {f"{name}, median" if name == "step" else name: text for name, text in _foreseen(run).items()}
-        found["skipped steps"] = number(metrics[-1].get("skipped_steps", NOT_KNOWN))
-        if "recompilations" in metrics[-1]:
-            found["recompilations"] = f"{number(metrics[-1]['recompilations'])} (torch.compile, rank 0)"
-        saved = sum(_values(metrics, "save_stall_seconds"))
-        found["waiting for checkpoints"] = f"{saved:,.2f} s ({saved / max(sum(seconds) + saved, 1e-9):.1%})"
-    return found
+    history = run.history
+    steps = f"{history.last.get('step', 0):,} of {number(run.facts.get('recipe', {}).get('steps', NOT_KNOWN))}"
+    rows = {"state": run.status.get("state", NOT_KNOWN), "steps": steps, "sessions": f"{len(run.known)}"}
+    if history.num_damaged:
+        rows["damaged lines of metrics.jsonl"] = f"{history.num_damaged}, left out"
+    rows |= dict(_learned(history))
+    if history.last:
+        seconds, saved = (history.totals.get(name, 0) for name in ("step_seconds", "save_stall_seconds"))
+        rows["tokens"] = number(history.totals.get("tokens", 0))
+        rows["time in steps"] = duration(seconds)
+        rows |= dict(_speed(history))
+        rows |= {f"{name}, median" if name == "step" else name: text for name, text in _foreseen(run).items()}
+        rows["skipped steps"] = number(history.last.get("skipped_steps", NOT_KNOWN))
+        if "recompilations" in history.last:
+            rows["recompilations"] = f"{number(history.last['recompilations'])} (torch.compile, rank 0)"
+        rows["waiting for checkpoints"] = f"{saved:,.2f} s ({saved / max(seconds + saved, 1e-9):.1%})"
+    return rows
 
 
-def _learned(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
-    losses = _values(metrics, "loss")
-    if losses:
-        yield "loss, first to last step", f"{losses[0]:.4f} to {losses[-1]:.4f}"
-    held_out = [(value, step) for step, value in column(metrics, "eval_loss") if is_finite(value)]
-    if held_out:
-        best, step = min(held_out)
-        yield "held-out loss, first to last", f"{held_out[0][0]:.4f} to {held_out[-1][0]:.4f}"
-        yield "held-out loss, lowest", f"{best:.4f} (step {step:,})"
-    last = next((record for record in reversed(metrics) if "eval_loss" in record), {})
-    for name, value in last.items():
+def _learned(history: History) -> Iterator[tuple[str, str]]:
+    if "loss" in history.ends:
+        yield "loss, first to last step", "{:.4f} to {:.4f}".format(*history.ends["loss"])
+    if lowest := history.lowest("eval_loss"):
+        yield "held-out loss, first to last", "{:.4f} to {:.4f}".format(*history.ends["eval_loss"])
+        yield "held-out loss, lowest", f"{lowest[0]:.4f} (step {lowest[1]:,})"
+    for name, value in history.evaluations.last.items():
         if name.startswith("eval_") and name != "eval_loss":
             yield f"held-out {spaced(name.removeprefix('eval_'))}, last", NOT_KNOWN if value is None else number(value)
 
 
-def _speed(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
+def _speed(history: History) -> Iterator[tuple[str, str]]:
     """Yield throughput as medians, which the slow first step of a session does not affect."""
     for name, label, shown in (
         ("tokens_per_second", "tokens per second", "{:,.0f}"),
@@ -106,21 +99,18 @@ def _speed(metrics: Sequence[dict]) -> Iterator[tuple[str, str]]:
         ("mfu", "MFU", "{:.2%}"),
         ("hfu", "HFU", "{:.2%}"),
     ):
-        values = _values(metrics, name)
+        values = history.values(name)
         yield f"{label}, median step", shown.format(statistics.median(values)) if values else NOT_KNOWN
-    memory, waits = _values(metrics, "peak_memory_gib"), _values(metrics, "data_wait_fraction")
+    memory = [value for _, value in history.curves.get("peak_memory_gib", ()) if value is not None]
+    waits = history.values("data_wait_fraction")
     yield "peak memory, rank 0", f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
     yield "waiting for data, median step", f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
 
 
 def _foreseen(run: Run) -> dict[str, str]:
     """Compare the last session with its prediction; {} where none is shown."""
-    compared = of_session(run.facts, run.metrics)
+    compared = of_session(run.facts, run.history.session)
     return {**compared, "prediction": run.facts["predicted"]["basis"]} if compared else {}
-
-
-def _values(metrics: Sequence[dict], name: str) -> list[float]:
-    return [value for _, value in column(metrics, name) if is_finite(value)]
 
 
 def parts(run: Run) -> dict[str, dict[str, str]]:
@@ -156,9 +146,12 @@ def differences(first: dict[str, str], second: dict[str, str]) -> list[tuple[str
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def relative_losses(first: Run, second: Run) -> list[tuple[int, float | None]]:
-    """List (step, |second loss / first loss - 1|) of the steps that both runs have."""
-    there = dict(column(second.metrics, "loss"))
-    pairs = [(step, value, there[step]) for step, value in column(first.metrics, "loss") if step in there]
-    values = relative_differences([other for _, _, other in pairs], [own for _, own, _ in pairs])
-    return [(step, value) for (step, _, _), value in zip(pairs, values, strict=True)]
+def relative_losses(first: Run, second: Run) -> Iterator[tuple[int, float | None]]:
+    """Yield (step, |second loss / first loss - 1|) of the steps that both runs have. Reads both files side by side."""
+    here, there = (filter(None, iterate_metrics(run.directory)) for run in (first, second))
+    other = next(there, None)
+    for record in here:
+        while other and other["step"] < record["step"]:
+            other = next(there, None)
+        if other and other["step"] == record["step"] and "loss" in record and "loss" in other:
+            yield record["step"], relative_difference(other["loss"], record["loss"])

@@ -16,7 +16,7 @@ Only rank 0 writes. On other ranks the same calls do nothing, so that the traini
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,7 @@ from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder, next_free
-from samecurve.storage.jsonl import JsonlFile, Lines, last_record, read_lines
+from samecurve.storage.jsonl import JsonlFile, last_record, scan
 from samecurve.storage.records import COUNT
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
@@ -318,10 +318,10 @@ def last_step(path: Path) -> int:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read a run directory's metrics, one dict per finished step, without damaged lines."""
-    return metrics_lines(path).records
+    """Read a run directory's metrics, one dict per finished step, without damaged lines. For short runs."""
+    return [record for record in iterate_metrics(path) if record is not None]
 
 
-def metrics_lines(path: Path) -> Lines:
-    """Read a run directory's metrics.jsonl, and count its damaged lines."""
-    return read_lines(path / "metrics.jsonl", METRICS_LINE)
+def iterate_metrics(path: Path) -> Iterator[dict | None]:
+    """Yield a run directory's metrics, one dict per finished step, None for a damaged line."""
+    return (record for _, record in scan(path / "metrics.jsonl", METRICS_LINE))

@@ -32,7 +32,6 @@ from samecurve.errors import SamecurveError
 COUNT = range(2**53)  # the integers that every JSON reader keeps
 MOST_BYTES = 64 * 2**20
 MOST_LEVELS = 100  # of lists and objects inside of one another
-_NESTED, _NUMBERS = {dict, list}, {float, int, type(None)}
 _NAMES = {str: "text", bool: "true or false", dict: "an object", list: "a list", int: "an integer", float: "a number"}
 
 
@@ -99,7 +98,9 @@ def parse(content: bytes, schema: Any = dict) -> tuple[Any, str]:
             return None, f"damaged: more than {MOST_LEVELS} levels of brackets"
         except ValueError as error:
             return None, f"damaged: not JSON ({error})"
-    problem = mismatch(value, schema) or _too_deep(value)
+    problem = mismatch(value, schema)
+    if not problem and content.count(b"[") + content.count(b"{") > MOST_LEVELS:
+        problem = _too_deep(value)
     return (None, problem) if problem else (value, "")
 
 
@@ -149,6 +150,8 @@ def _mismatch_inside(value: dict, schema: dict, key: str) -> str:
     for name, kind in schema.items():
         wanted = name.removesuffix("?")
         if wanted in value:
+            if isinstance(kind, range) and _fits(value[wanted], kind):
+                continue
             if problem := mismatch(value[wanted], kind, prefix + wanted):
                 return problem
         elif wanted == name != "*":
@@ -166,7 +169,9 @@ def _mismatch_inside(value: dict, schema: dict, key: str) -> str:
 def _are_numbers(value: dict) -> bool:
     """Whether all items are null or finite numbers, without a loop in Python. False where their sum is too large."""
     try:
-        is_finite = {*map(type, value.values())} <= _NUMBERS and math.isfinite(sum(filter(None, value.values())))
+        is_finite = {*map(type, value.values())} <= {float, int, type(None)} and math.isfinite(
+            sum(filter(None, value.values()))
+        )
     except OverflowError:
         return False
     return is_finite
@@ -190,10 +195,8 @@ def _shown(value: Any) -> str:
 
 
 def _too_deep(value: Any) -> str:
-    level, num_levels = [value] if isinstance(value, (dict, list)) else [], 0
-    while level:
+    level, num_levels = [value], 0
+    while level := [item for item in level if isinstance(item, (dict, list))]:
         num_levels += 1
-        parts = [item.values() if isinstance(item, dict) else item for item in level]
-        nested = [part for part in parts if not _NESTED.isdisjoint(map(type, part))]
-        level = [item for part in nested for item in part if type(item) in _NESTED]
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
     return f"damaged: more than {MOST_LEVELS} levels of brackets" if num_levels > MOST_LEVELS else ""

@@ -373,11 +373,11 @@ def test_texts_beside_each_other():
         "step": "0.5 s; predicted 0.4 s (0.3 to 0.6), 20% too low",
         "peak memory, rank 0": "2.5 GiB; predicted 2 GiB (1.8 to 2.2), 20% too low, outside the interval",
     }
-    assert of_session({"predicted": PREDICTED, "start_step": 3}, records)["step"].startswith("0.5 s; predicted 0.4 s")
+    assert of_session({"predicted": PREDICTED}, records)["step"].startswith("0.5 s; predicted 0.4 s")
     assert of_session({}, records) == {}
     assert dict(announced(PREDICTED))["predicted"].startswith("step 0.4 s (0.3 to 0.6), peak memory, rank 0 2 GiB")
     for unknown in ({}, {"reason": "a GPU"}, {**PREDICTED, "assumed": True}):
-        assert announced(unknown) == [] and of_session({"predicted": unknown, "start_step": 3}, records) == {}
+        assert announced(unknown) == [] and of_session({"predicted": unknown}, records) == {}
 
 
 def test_a_run_predicts_in_a_process_of_its_own(monkeypatch):

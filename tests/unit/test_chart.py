@@ -1,20 +1,18 @@
+import math
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from samecurve.reports.chart import DIFFERENT, SAME, WIDTH, Curve, chart, linear_ticks, relative_differences, step_ticks
+from samecurve.reports.chart import DIFFERENT, SAME, WIDTH, Curve, chart, linear_ticks, relative_difference, step_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
-CURVES = [
-    Curve("single", [6.0, 5.0, 4.0]),
-    Curve("ddp <2>", [6.0, 5.0 * (1 + 1e-6), 4.0]),
-    Curve("broken", [6.0, None, 8.0]),
-]
+POINTS = [(1, 6.0), (2, 5.0), (3, 4.0)]
+CURVES = [Curve("single", 0.0), Curve("ddp <2>", 1e-6), Curve("broken", math.inf)]
 
 
 def test_the_reference_is_drawn_and_others_are_bars():
-    root = ElementTree.fromstring(chart(CURVES, "a & b", 1e-5))
+    root = ElementTree.fromstring(chart(POINTS, CURVES, "a & b", 1e-5))
     (line,) = root.iter(f"{SVG}polyline")
     assert len(re.findall(r"[\d.]+,[\d.]+", line.get("points"))) == 3
     texts = [text.text for text in root.iter(f"{SVG}text")]
@@ -27,7 +25,7 @@ def test_the_reference_is_drawn_and_others_are_bars():
 
 def test_points_by_hand():
     """Loss ticks are 4, 4.5, ... 6: 6 is at the top of the plot (34), 4 at its bottom (234), 5 in the middle."""
-    root = ElementTree.fromstring(chart(CURVES[:1], "t", 1e-5))
+    root = ElementTree.fromstring(chart(POINTS, CURVES[:1], "t", 1e-5))
     (line,) = root.iter(f"{SVG}polyline")
     assert line.get("points") == "60.0,34.0 225.0,134.0 390.0,234.0"
 
@@ -35,9 +33,9 @@ def test_points_by_hand():
 def test_no_texts_overlap():
     """By the width of a character: no two texts of one line meet, with as many strategies as there are."""
     names = [f"pipeline_interleaved_{index}" for index in range(26)]
-    curves = [Curve(name, [6.0, 5.0 + 1e-6 * index]) for index, name in enumerate(["single", *names])]
+    curves = [Curve(name, 1e-6 * index) for index, name in enumerate(["single", *names])]
     boxes = []
-    for text in ElementTree.fromstring(chart(curves, "quickstart", 1e-5)).iter(f"{SVG}text"):
+    for text in ElementTree.fromstring(chart(POINTS, curves, "quickstart", 1e-5)).iter(f"{SVG}text"):
         width, x, y = 6.6 * len(text.text), float(text.get("x")), float(text.get("y"))
         left = x - {"end": width, "middle": width / 2}.get(text.get("text-anchor"), 0)
         boxes.append((y, left, left + width, text.text))
@@ -64,4 +62,5 @@ def test_step_ticks(steps, ticks):
 
 
 def test_relative_differences_by_hand():
-    assert relative_differences([1.1, 2.0, None, 0.0], [1.0, 2.0, 3.0, 0.0]) == [pytest.approx(0.1), 0.0, None, None]
+    pairs = [(1.1, 1.0), (2.0, 2.0), (None, 3.0), (0.0, 0.0), (1.0, 0.0)]
+    assert [relative_difference(*pair) for pair in pairs] == [pytest.approx(0.1), 0.0, None, None, math.inf]

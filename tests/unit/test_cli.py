@@ -27,6 +27,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import folders
 from samecurve.run.run_directory import RunDirectory
+from samecurve.storage.jsonl import JsonlFile
 from samecurve.strategy.resolve import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,13 +257,14 @@ def test_a_wrong_recipe_starts_no_process(recipe_file, given, steps):
 )
 def test_what_is_compared_in_which_precision(more, given, precision, tolerance, tmp_path, monkeypatch, capsys):
     """fp32, but where the recipe cannot be computed in it; its rounding is what strategies may differ by."""
+    single = outcome(tmp_path, "single", [6.0, 5.0, 4.0])
     monkeypatch.setattr(compare, "repository_root", lambda: None)
-    monkeypatch.setattr(jobs, "jobs", lambda *_: [SINGLE.job])
+    monkeypatch.setattr(jobs, "jobs", lambda *_: [single.job])
     installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True))  # torchao is optional
     monkeypatch.setattr(rules_memory, "importlib", installed)
     found = []
     monkeypatch.setattr(jobs, "command", lambda job, recipe, settings, output: found.append(settings))
-    monkeypatch.setattr(jobs, "run", lambda *_: SINGLE)
+    monkeypatch.setattr(jobs, "run", lambda *_: single)
     file = tmp_path / "tiny.yaml"
     file.write_text(f"{RECIPE}{more}\n")
     assert commands.main(["compare", str(file), *given, "--output", str(tmp_path)]) == 0
@@ -291,7 +293,7 @@ def test_a_job_that_works(tmp_path):
         "print('hello')"
     )
     outcome = run_job(tmp_path / "ddp", code)
-    assert (outcome.run, outcome.metrics, outcome.reason) == ({"engine": "DDP"}, [{"step": 1}], "")
+    assert (outcome.run, outcome.history.last, outcome.reason) == ({"engine": "DDP"}, {"step": 1}, "")
     assert outcome.log.read_text() == "hello\n"
 
 
@@ -334,7 +336,7 @@ def test_a_job_that_fails_and_an_older_curve(case, tmp_path):
     outcome = run_job(directory, code.replace("DIRECTORY", repr(str(directory))))
     assert outcome.refused is refused
     assert outcome.reason == reason.replace("LOG", str(tmp_path / "ddp.log"))
-    assert outcome.metrics == []
+    assert outcome.history.num_steps == 0
     assert (directory / "previous" / "1" / "metrics.jsonl").exists()
 
 
@@ -365,22 +367,23 @@ def test_no_job_outlives_the_comparison(number, code, tmp_path):
 # compare: the verdict
 
 
-def outcome(name, losses, norms=None, reason="", refused=False, rate=1e-3, skipped=0):
+def outcome(folder, name, losses, norms=None, reason="", refused=False, rate=1e-3, skipped=0):
     facts = {"tokens": 100, "peak_memory_gib": 1.5, "learning_rate": rate, "skipped_steps": skipped}
-    metrics = [
-        {"loss": loss, "grad_norm": norm, "step_seconds": seconds, **facts}
-        for loss, norm, seconds in zip(losses, norms or [1.0] * len(losses), [10.0, 1.0, 3.0], strict=False)
-    ]
+    columns = zip(losses, norms or [1.0] * len(losses), [10.0, 1.0, 3.0], strict=False)
+    lines = JsonlFile(folder / name / "metrics.jsonl")
+    lines.path.parent.mkdir()
+    for step, (loss, norm, seconds) in enumerate(columns, 1):
+        lines.append({"step": step, "loss": loss, "grad_norm": norm, "step_seconds": seconds, **facts})
     run = {"engine": "E", "world_size": 2}
-    return Outcome(StrategyJob(name, None, 2), run, metrics, reason, refused, Path("log"))
+    return Outcome(StrategyJob(name, None, 2), run, folder / name, reason, refused, Path("log"))
 
 
-def test_table_by_hand():
+def test_table_by_hand(tmp_path):
     text, agree = compare.verdict(
         [
-            outcome("single", [6.0, 5.0, 4.0]),
-            outcome("ddp", [6.0, 5.0 * (1 + 2e-6), 4.0]),
-            outcome("nvme", [], reason="no libaio", refused=True),
+            outcome(tmp_path, "single", [6.0, 5.0, 4.0]),
+            outcome(tmp_path, "ddp", [6.0, 5.0 * (1 + 2e-6), 4.0]),
+            outcome(tmp_path, "nvme", [], reason="no libaio", refused=True),
         ],
         1e-5,
     )
@@ -399,25 +402,23 @@ def test_table_by_hand():
     )
 
 
-SINGLE = outcome("single", [6.0, 5.0, 4.0])
-
-
 @pytest.mark.parametrize(
     ("others", "agree"),
     [
-        ([outcome("a", [6.0, 5.0, 4.0])], True),
-        ([outcome("a", [6.0, 5.0, 4.0001])], False),
-        ([outcome("a", [6.0, 5.0, 4.0], [1.0, 1.0, 1.0 + 5e-5])], True),
-        ([outcome("a", [6.0, 5.0, 4.0], [1.0, 1.0, 1.0 + 2e-4])], False),
-        ([outcome("a", [6.0, 5.0])], False),
-        ([outcome("a", [6.0, None, 4.0])], False),
-        ([outcome("a", [6.0, 5.0, 4.0]), outcome("b", [], reason="crash")], False),
-        ([outcome("a", [], reason="no GPU", refused=True)], False),
+        ([{"losses": [6.0, 5.0, 4.0]}], True),
+        ([{"losses": [6.0, 5.0, 4.0001]}], False),
+        ([{"losses": [6.0, 5.0, 4.0], "norms": [1.0, 1.0, 1.0 + 5e-5]}], True),
+        ([{"losses": [6.0, 5.0, 4.0], "norms": [1.0, 1.0, 1.0 + 2e-4]}], False),
+        ([{"losses": [6.0, 5.0]}], False),
+        ([{"losses": [6.0, None, 4.0]}], False),
+        ([{"losses": [6.0, 5.0, 4.0]}, {"losses": [], "reason": "crash"}], False),
+        ([{"losses": [], "reason": "no GPU", "refused": True}], False),
         ([], True),
     ],
 )
-def test_agreement(others, agree):
-    assert compare.verdict([SINGLE, *others], 1e-5)[1] is agree
+def test_agreement(others, agree, tmp_path):
+    outcomes = [outcome(tmp_path, f"run {index}", **other) for index, other in enumerate(others)]
+    assert compare.verdict([outcome(tmp_path, "single", [6.0, 5.0, 4.0]), *outcomes], 1e-5)[1] is agree
 
 
 @pytest.mark.parametrize(
@@ -436,13 +437,13 @@ def test_agreement(others, agree):
         ({"losses": [6.0, 5.0, 4.0], "skipped": 3}, "changed no weight"),
     ],
 )
-def test_a_run_in_which_nothing_moves_shows_nothing(dead, told):
-    text, agree = compare.verdict([outcome("single", **dead), outcome("ddp", **dead)], 1e-5)
+def test_a_run_in_which_nothing_moves_shows_nothing(dead, told, tmp_path):
+    text, agree = compare.verdict([outcome(tmp_path, name, **dead) for name in ("single", "ddp")], 1e-5)
     assert not agree and f"FAIL: single {told}" in text and "PASS |" not in text
 
 
-def test_nothing_ran():
-    text, agree = compare.verdict([outcome("a", [], reason="no GPU", refused=True)], 1e-5)
+def test_nothing_ran(tmp_path):
+    text, agree = compare.verdict([outcome(tmp_path, "a", [], reason="no GPU", refused=True)], 1e-5)
     assert (text, agree) == ("- a: cannot run here: no GPU\n", False)
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.curves.page import conditions, overview, page, with_overview
 from benchmarks.curves.runs import PAGE, RESULTS, STRATEGIES, cell, merged, overrides_of, recipe_names
+from samecurve.bench.jobs import Outcome, StrategyJob
 
 
-def outcome(name: str, losses: list[float], reason: str = "", refused: bool = False) -> SimpleNamespace:
-    metrics = [{"loss": loss, "grad_norm": 2 * loss, "learning_rate": 1e-3, "skipped_steps": 0} for loss in losses]
-    return SimpleNamespace(
-        job=SimpleNamespace(name=name), metrics=metrics, run={"world_size": 2}, reason=reason, refused=refused
-    )
+def test_cells(tmp_path):
+    def outcome(name: str, losses: list[float], reason: str = "", refused: bool = False) -> Outcome:
+        folder = tmp_path / f"{name} {losses}"
+        folder.mkdir(exist_ok=True)
+        lines = [
+            {"step": step, "loss": loss, "grad_norm": 2 * loss, "learning_rate": 1e-3, "skipped_steps": 0}
+            for step, loss in enumerate(losses, 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return Outcome(StrategyJob(name, None, 2), {"world_size": 2}, folder, reason, refused, Path("log"))
 
-
-def test_cells():
     reference = outcome("single", [4.0, 2.0])
     assert cell(reference, reference, 1e-5) == {"loss": 0.0, "norm": 0.0, "world": 2}
     assert cell(outcome("ddp", [4.0, 2.0 + 2e-6]), reference, 1e-5)["loss"] == pytest.approx(1e-6, rel=1e-3)

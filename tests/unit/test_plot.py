@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections import Counter
 from xml.etree import ElementTree
 
 import pytest
 
-from samecurve.reports.plot import MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, smoothed, thinned, window
+from samecurve.cli import commands
+from samecurve.metrics.predicted import MOST_RECORDS
+from samecurve.reports.history import NUM_BUCKETS, History
+from samecurve.reports.plot import MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, thinned
 from samecurve.run.sessions import SessionRecord
+from samecurve.storage import jsonl
+from samecurve.storage.records import parse
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -58,11 +65,49 @@ def test_a_thin_line_breaks_where_nothing_is_finite():
     assert first[-1][0] <= 1000 and second[0][0] > 2000
 
 
+def test_a_history_keeps_spikes_and_sums_of_any_length():
+    """Against the whole list: all of a short run; of a long one as many points and records whatever its length."""
+    kept = []
+    for num_steps in (NUM_BUCKETS, 40_000, 80_000):
+        records = [
+            {"step": step, "loss": step % 7 / 8, "tokens": step, "mfu": None, "samples": 8 * step}
+            for step in range(1, num_steps + 1)
+        ]
+        records[num_steps // 3] |= {"loss": 50.0, "eval_loss": 2.0}
+        records[num_steps // 2] |= {"loss": -50.0, "eval_loss": 1.0}
+        history = History([*records, None], num_steps, start_step=num_steps - 20)
+        raw = [(record["step"], record["loss"]) for record in records]
+        assert set(history.curves["loss"]) <= set(raw) and (len(raw) > NUM_BUCKETS or history.curves["loss"] == raw)
+        assert {(num_steps // 3 + 1, 50.0), (num_steps // 2 + 1, -50.0)} <= set(history.curves["loss"])
+        assert history.curves["mfu"][0] == (1, None) and "mfu" not in history.ends and "samples" not in history.curves
+        assert history.totals["tokens"] == num_steps * (num_steps + 1) // 2 and history.last == records[-1]
+        assert history.ends["eval_loss"] == (2.0, 1.0) and history.lowest("eval_loss") == (1.0, num_steps // 2 + 1)
+        assert (history.num_steps, history.num_damaged) == (num_steps, 1)
+        sample = list(history.records)
+        assert sample[0] == records[0] and sample[-1] == records[-1] and list(history.session) == records[-20:]
+        kept.append((len(history.curves["loss"]), len(sample)))
+    assert kept[0] == (NUM_BUCKETS, NUM_BUCKETS)
+    assert all(points <= 2 * NUM_BUCKETS + 4 and sample <= MOST_RECORDS + 1 for points, sample in kept)
+
+
+@pytest.mark.parametrize("command", ["report", "summary"])
+def test_a_command_parses_each_line_once(command, tmp_path, monkeypatch, capsys):
+    facts = {"strategy": "ddp", "strategy_path": None, "engine": "E", "precision": "fp32", "recipe_path": "r.yaml"}
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"world_size": 1, "overrides": []}))
+    lines = [json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in range(1, 3001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    parsed = Counter()
+    monkeypatch.setattr(jsonl, "parse", lambda *given: parsed.update("a") or parse(*given))
+    assert commands.main([command, str(tmp_path)]) == 0
+    assert parsed.total() == len(lines) + 3  # the first, and from the end the last
+
+
 def test_smoothed_by_hand():
     """Ten steps: the newest has a tenth of the weight, and the first is not pulled towards 0."""
-    assert window(3) == 10 and window(100_000) == 2000
-    found = smoothed([(1, 8.0), (2, None), (3, 6.0)])
-    assert found == [(1, pytest.approx(8.0)), (2, None), (3, pytest.approx((0.09 * 8 + 0.1 * 6) / 0.19))]
+    assert History([], 3).window == 10 and History([], 100_000).window == 2000
+    history = History([{"step": step, "loss": loss} for step, loss in ((1, 8.0), (2, None), (3, 6.0))], 3)
+    means = [(1, pytest.approx(8.0)), (2, None), (3, pytest.approx((0.09 * 8 + 0.1 * 6) / 0.19))]
+    assert history.smoothed["loss"] == means
 
 
 def test_scales():
