@@ -27,16 +27,17 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")  # torchrun's an
 def choose_interface(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set GLOO_SOCKET_IFNAME in a world of several processes, unless the user has set it.
 
-    Where all of them are on this machine, the interface is loopback, for NCCL too.
+    Where all of them are on this machine and meet at a loopback address, the interface is loopback, for NCCL too.
 
     The interface is that of the route to the master address. A host whose own name is the master address may resolve it
-    to 127.0.1.1; there the interface of the default route is taken, or the only one.
+    to 127.0.1.1; there the interface of the default route is taken, or the only one. So it is with a loopback address
+    that several hosts are given: through a tunnel, or as a launcher rehearses several hosts on one machine.
 
     Raises:
-        TopologyError: none of these exists, and several interfaces are up.
+        TopologyError: none of these exists, several interfaces are up, and the address is not loopback.
     """
     master = environ.get("MASTER_ADDR", "")
-    if is_loopback(master):
+    if is_loopback(master) and not _spans_hosts(environ):
         names = [name for address, name in _addresses().items() if address == master]
         for variable in (VARIABLE, "NCCL_SOCKET_IFNAME") if names else ():
             environ.setdefault(variable, names[0])
@@ -48,6 +49,8 @@ def choose_interface(environ: MutableMapping[str, str] = os.environ) -> None:
         return  # loopback alone is up: what the launcher counts as hosts is this machine (a rehearsal in a container)
     found = addresses.get(source_address(master)) or addresses.get(source_address(_ELSEWHERE))
     names = sorted(set(addresses.values()))
+    if found is None and len(names) != 1 and is_loopback(master):
+        return  # a rehearsal: gloo listens where this machine's own name leads
     if found is None and len(names) != 1:
         raise TopologyError(
             f"{VARIABLE}: not set, and the master address {master!r} does not say over which of this host's network "

@@ -66,12 +66,29 @@ def test_on_one_machine_with_a_name_nothing_is_set(environ, host):
     assert chosen(**environ) is None
 
 
-def test_with_a_loopback_address_everything_uses_loopback(host):
+def test_with_a_loopback_address_one_machine_uses_loopback(host):
     host(INTERFACES, {"node0": "192.168.7.1"})
-    given = TWO_HOSTS | {"MASTER_ADDR": "127.0.0.1"}
+    given = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     network.choose_interface(given)
     assert (given["GLOO_SOCKET_IFNAME"], given["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
-    assert chosen(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="eth0") == "eth0"
+    assert chosen(MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE="4", GLOO_SOCKET_IFNAME="eth0") == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "routes", "expected"),
+    [
+        (INTERFACES, {network._ELSEWHERE: "10.0.0.1"}, "eth0"),
+        ({"127.0.0.1": "lo", "10.0.0.1": "eth0"}, {}, "eth0"),
+        (INTERFACES, {}, None),
+        ({"127.0.0.1": "lo"}, {}, None),
+    ],
+)
+def test_with_a_loopback_address_several_hosts_use_no_loopback(interfaces, routes, expected, host):
+    """They meet through a tunnel, or are rehearsed on one machine, where any interface does."""
+    host(interfaces, {"127.0.0.1": "127.0.0.1"} | routes)
+    given = TWO_HOSTS | {"MASTER_ADDR": "127.0.0.1"}
+    network.choose_interface(given)
+    assert (given.get("GLOO_SOCKET_IFNAME"), given.get("NCCL_SOCKET_IFNAME")) == (expected, None)
 
 
 RANK = """
