@@ -27,9 +27,8 @@ for argument in "$@"; do
 done
 
 set -x
-# port 0: any free one
-accelerate launch --config_file "configs/$strategy.yaml" --num_processes "$num_processes" --main_process_port 0 \
-    train.py recipes/quickstart.yaml ${micro_batch_size:+batch.micro_batch_size=$micro_batch_size} "$@"
+python train.py recipes/quickstart.yaml --strategy "configs/$strategy.yaml" --num_processes "$num_processes" \
+    ${micro_batch_size:+batch.micro_batch_size=$micro_batch_size} "$@"
 python -m samecurve summary "$run"
 python -m samecurve generate "$run" --temperature 0.3 --untrained --max_new_tokens 40
 python -m samecurve generate "$run" --temperature 0.3

@@ -52,7 +52,7 @@ def _backend(asked: str | None) -> str:
 
 
 def _start(arguments: argparse.Namespace, backend: str) -> int:
-    """Run the same command under torchrun and return the exit code."""
+    """Run the same command in several processes and return the exit code."""
     num_gpus = torch.cuda.device_count()
     processes = arguments.num_processes or (num_gpus if backend == "nccl" else 2)
     if backend == "gloo" and processes > (most := PROCESSES_PER_CORE * num_cores()):
@@ -63,7 +63,7 @@ def _start(arguments: argparse.Namespace, backend: str) -> int:
         raise ConfigurationError(
             f"--num_processes: found {processes}, but a collective needs at least 2{gpus * (backend == 'nccl')}"
         )
-    start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", "samecurve"]
+    start = [sys.executable, *jobs.RANKS, str(processes), "-m", "samecurve"]
     options = [f"--{name}={value}" for name, value in vars(arguments).items() if value is not None]
     with jobs.processes([*start, "bench", "collectives", *options], None, processes) as process:
         return process.wait()
@@ -75,7 +75,7 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
         torch.cuda.set_device(device)
     # gloo would listen on what the host's own name resolves to, often 127.0.1.1
     network.choose_interface()
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, init_method=network.rendezvous())
     try:
         # counted by the processes with LOCAL_RANK 0: not every launcher reports the processes per machine
         machines = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)

@@ -31,7 +31,7 @@ from samecurve.strategy.placement import REFERENCE, place_strategy
 from samecurve.strategy.resolve import strategy_path
 
 POLL_SECONDS = 0.5
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+RANKS = ("-m", "samecurve.launch.ranks")
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def measure(library: str, processes: int) -> Parts:
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        start = [sys.executable, *jobs.TORCHRUN, "--nproc_per_node", str(processes), "-m", PROBE, library, folder]
+        start = [sys.executable, *jobs.RANKS, str(processes), "-m", PROBE, library, folder]
         with log.open("w", encoding="utf-8") as stream, jobs.processes(start, stream, processes) as process:
             code = process.wait()
         records = [read_record(path).value for path in sorted(Path(folder).glob("*.json"))]

@@ -1,6 +1,6 @@
 """One process of `bench memory`: measures its memory after each step of a run's start, and writes it to a file.
 
-torchrun --nproc_per_node N -m samecurve.bench.memory_probe LIBRARY FOLDER
+python -m samecurve.launch.ranks N -m samecurve.bench.memory_probe LIBRARY FOLDER
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch import nn
 
 from samecurve.bench.collective_calls import COLLECTIVES, Buffers, is_unsupported
+from samecurve.distributed import network
 from samecurve.errors import ConfigurationError
 from samecurve.planner.bench_results import COMMUNICATORS
 from samecurve.planner.hardware import GIB
@@ -111,7 +112,8 @@ def on_cpu(library: str) -> Iterator[str]:
 
 def connect(backend: str, device: torch.device) -> None:
     """Create the default process group and make its first collectives; those that a backend lacks are left out."""
-    dist.init_process_group(backend)
+    network.choose_interface()
+    dist.init_process_group(backend, init_method=network.rendezvous())
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     for name in CALLS:
         for size in SIZES[device.type]:

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
+from samecurve.bench import jobs, memory_probe
 from samecurve.distributed import network
 from samecurve.errors import TopologyError
 
@@ -115,6 +117,22 @@ def test_the_ranks_of_one_machine_listen_on_loopback_alone(tmp_path):
     words = [sys.executable, str(tmp_path / "rank.py")]
     done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stdout.split("\n")) == (0, ["2 127.0.0.1", "2 127.0.0.1", ""])
+
+
+def test_a_benchmarks_processes_listen_on_loopback_alone(tmp_path, monkeypatch):
+    """`bench collectives` and `bench memory` start any module so, and connect as below."""
+    own = RANK.partition('if "SAMECURVE_PROCESSES"')[0] + RANK.partition("start_and_exit(2)\n")[2]
+    (tmp_path / "bench_rank.py").write_text(own)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+    words = [sys.executable, *jobs.RANKS, "2", "-m", "bench_rank"]
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["2 127.0.0.1", "2 127.0.0.1", ""])
+    calls = []
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(memory_probe.dist, "init_process_group", lambda *_, **options: calls.append(options) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        memory_probe.connect("gloo", torch.device("cpu"))
+    assert calls == [{"init_method": "loopback://"}]
 
 
 def test_two_nodes_rehearsed_without_a_network_meet_over_loopback(host):
