@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
     except SamecurveError as error:
         if not error.is_printed:
-            print(error, file=sys.stderr)
+            print(terminal.printable(str(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
         if (known := known_cause(error)) is None:
             raise
-        print(known, file=sys.stderr)
+        print(terminal.printable(str(known)), file=sys.stderr)
         return known.exit_code
 
 
@@ -120,7 +120,7 @@ def do(work: Work) -> int:
     except SamecurveError as error:
         if not work.failure:
             raise
-        print(error, file=sys.stderr)
+        print(terminal.printable(str(error)), file=sys.stderr)
         code = error.exit_code
     if work.failure:
         raise work.failure

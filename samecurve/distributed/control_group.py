@@ -207,19 +207,24 @@ class StopVote:
         """Whether every rank calls this for the same step within ARRIVE_SECONDS, as if a step failed on all of them.
 
         Not a collective: a rank that failed alone must not wait for others, which may be anywhere. Rank 0 decides, so
-        that all ranks that wait get one answer.
+        that all ranks get one answer, yes or no.
         """
         if self._world.size == 1:
             return True
         store, limit = distributed_c10d._get_default_store(), timedelta(seconds=ARRIVE_SECONDS)
         here = [f"samecurve/failed/{step}/{rank}" for rank in range(self._world.size)]
+        answer = f"samecurve/failed/{step}"
         try:
             store.set(here[self._world.rank], "")
-            if self._world.is_main:
+            if not self._world.is_main:
+                store.wait([answer], 2 * limit)
+                return store.get(answer) == b"yes"
+            try:
                 store.wait(here, limit)
-                store.set(f"samecurve/failed/{step}", "")
-            else:
-                store.wait([f"samecurve/failed/{step}"], 2 * limit)
+            except RuntimeError:
+                store.set(answer, "no")
+                return False
+            store.set(answer, "yes")
         except RuntimeError:  # torch's DistStoreError: too late, or the rank that serves the store has ended
             return False
         return True

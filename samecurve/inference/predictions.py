@@ -14,7 +14,7 @@ import numpy as np
 
 from samecurve.inference.predictor import Predictor, Source, load_predictor
 from samecurve.storage.atomic import storage_errors
-from samecurve.storage.terminal import json_line
+from samecurve.storage.terminal import json_line, printable
 
 MOST_CHARACTERS = 60  # of a text in the output
 MOST_TABLE_ROWS = 10  # for more texts, only the nearest one of each is printed
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
         return 0
     num_truncated = 0
     for line, truncated in _lines(predictions):
-        print(line, flush=True)
+        print(printable(line), flush=True)
         num_truncated += truncated
     if num_truncated:
         texts = "1 text was" if num_truncated == 1 else f"{num_truncated} texts were"

@@ -27,6 +27,9 @@ _SHOWN |= {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
 _SHOWN |= {code: f"U+{code:04X}" for code in (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))}
 _HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")  # that JSON leaves as they are
 _MOVES = re.compile(r"[\r\n]*(\x1b\[A)*")  # of tqdm, between the lines of its bars
+_COLOURS = re.compile(r"\x1b\[([0-9;:]*)m")  # of other libraries' messages
+# bold and the like, and colours of the text, but not black; a background or hidden text could make text unreadable
+_LEGIBLE = re.compile(r"(0?[0-4]?|2[2-4]|3[1-79]|9[1-7])(;(0?[0-4]?|2[2-4]|3[1-79]|9[1-7]))*")
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a reader, a terminal, or the descriptor
 
 
@@ -73,6 +76,8 @@ def _flush() -> None:
 class Stream:
     """A text stream that shows printable text and drops what cannot be written.
 
+    Colours pass to a terminal. Text of data is made printable before it is printed, where they are shown.
+
     Attributes:
         is_gone: nobody reads it any more.
         rich_proxied_file: where rich's consoles write, whose colours are control characters.
@@ -90,10 +95,20 @@ class Stream:
         return getattr(self._raw, name)
 
     def write(self, text: str) -> int:
-        start = text[:1] if text.startswith("\r") else ""  # of tqdm's bars
-        is_as_it_is = self._is_raw or _MOVES.fullmatch(text)
-        self._try(self._raw.write, text if is_as_it_is else start + printable(text[len(start) :]))
+        shown = text
+        if not (self._is_raw or _MOVES.fullmatch(text)):
+            # carriage returns of progress bars, in front or behind
+            start, end = ("\r" * text.startswith("\r"), "\r" * (len(text) > 1 and text.endswith("\r")))
+            pieces = _COLOURS.split(text[len(start) : len(text) - len(end)])
+            pieces[::2] = map(printable, pieces[::2])
+            pieces[1::2] = map(self._colour, pieces[1::2])
+            shown = f"{start}{''.join(pieces)}{end}"
+        self._try(self._raw.write, shown)
         return len(text)
+
+    def _colour(self, codes: str) -> str:
+        """Return a change of colours as the terminal gets it; other outputs get none."""
+        return f"\x1b[{codes}m" if self._raw.isatty() and _LEGIBLE.fullmatch(codes) else ""
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

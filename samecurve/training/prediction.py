@@ -16,6 +16,7 @@ from samecurve.metrics.meter import GIB, device_memory_bytes
 if TYPE_CHECKING:
     from samecurve.training.session import Context
 
+FORECAST = "samecurve.planner.forecast"
 PREDICTION_SECONDS = 60.0  # the process takes less than a second
 
 
@@ -36,17 +37,21 @@ def predict(context: Context, fields: dict, peak_tflops: float | None) -> dict:
         "peak_tflops": peak_tflops,
         "per_node": processes,
     }
-    # python -m searches the working directory, which need not be the one with this package
-    search = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+    # python -m would look for the package in the working directory first, where files of other names may be its modules
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path[0] = {root!r}; import runpy; runpy.run_module({FORECAST!r}, run_name='__main__')"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "samecurve.planner.forecast"],
+            [sys.executable, "-c", code],
             input=pickle.dumps((context.plan, fields, device)),
             capture_output=True,
             timeout=PREDICTION_SECONDS,
             check=True,
-            env={**os.environ, "PYTHONPATH": search},
         )
         return json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return {"reason": f"the planner's process failed with exit code {error.returncode}: {''.join(last)}"}
+    # pickle raises the last three for what it cannot write
+    except (OSError, ValueError, subprocess.SubprocessError, pickle.PicklingError, TypeError, AttributeError) as error:
         return {"reason": f"the planner's process failed: {error}"}

@@ -153,6 +153,8 @@ class Session:
 
     def _save_after(self, error: Exception, whole: TrainProgress) -> None:
         log = self.context.progress.log
+        if self.context.watch.watchdog.cause():  # another rank has failed or died, and this error is an effect
+            return
         if not self.stop_vote.all_arrive(whole.step):
             text = f"{type(error).__name__} after step {whole.step} on rank {self.context.world.rank}, not on all ranks"
             print(f"{text}: no checkpoint can be saved; the newest one counts", flush=True)

@@ -60,6 +60,11 @@ def stops(world: ControlGroup, asks: dict[int, int]) -> dict:
     return {"step": None, "reason": None, "seconds": seconds}
 
 
+def arrives(world: ControlGroup, step: int) -> tuple[bool, float]:
+    began = time.monotonic()
+    return StopVote(world).all_arrive(step), time.monotonic() - began
+
+
 def fails() -> None:
     raise DataError("of rank 0")
 
@@ -93,7 +98,7 @@ def rank(number: int, port: int, folder: Path) -> None:
         "stops": stops(world, ASKS),
         "stops at the end": stops(world, {2: LAST_STEP}),
         "goes on": stops(world, {}),
-        "arrives": [StopVote(world).all_arrive(step) for step in (1, 2) if step == 1 or number < 2],
+        "arrives": [arrives(world, step) for step in (1, 2) if step == 1 or number < 2],
     }
     for case in ("good", "damaged", "without a manifest", "two folders"):
         found[case] = problems(world, folder, case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,7 +381,7 @@ def test_texts_beside_each_other():
         assert announced(unknown) == [] and of_session({"predicted": unknown}, records) == {}
 
 
-def test_a_run_predicts_in_a_process_of_its_own(monkeypatch):
+def test_a_run_predicts_in_a_process_of_its_own(tmp_path, monkeypatch):
     """The process prints what the planner says of the same run; one that fails leaves its reason in run.json."""
     wanted = inputs.read(RECIPE, ["precision=fp32"])
     described, _ = strategies.describe(wanted, read("configs/ddp.yaml"), {}, 2)
@@ -391,9 +392,16 @@ def test_a_run_predicts_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(prediction.factory, "device_name", lambda _: "cpu")
     context = cast(Any, SimpleNamespace(plan=plan, accelerator=SimpleNamespace(device=None)))
     expected = forecast.forecast(plan, fields, forecast.Device("cpu", 16, 0.2, 2))
+    (tmp_path / "samecurve.py").write_text("raise SystemExit('of the working directory')")
+    (tmp_path / "runpy.py").write_text("raise SystemExit('of the working directory')")
+    monkeypatch.chdir(tmp_path)
     assert prediction.predict(context, fields, 0.2) == json.loads(json.dumps(expected)) and expected["step_seconds"] > 0
+    fails = "the planner's process failed"
+    assert prediction.predict(context, {**fields, "x": lambda: 1}, 0.2)["reason"].startswith(f"{fails}: Can't ")
+    reason = prediction.predict(context, cast(Any, 3), 0.2)["reason"]
+    assert re.fullmatch(rf"{fails} with exit code 1: \w+Error: .+", reason), reason
     monkeypatch.setattr(prediction.sys, "executable", "/nowhere/python")
-    assert prediction.predict(context, fields, 0.2)["reason"].startswith("the planner's process failed: ")
+    assert prediction.predict(context, fields, 0.2)["reason"].startswith(f"{fails}: ")
 
 
 def test_a_gpu_without_rates_says_so():

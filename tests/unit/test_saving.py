@@ -178,13 +178,13 @@ def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path, monkeypatc
         (Preempted("saved"), True, False, False),
     ],
 )
-def test_an_error_between_steps_saves_first(engine, make, error, whole, is_pending, saves):
+def test_an_error_between_steps_saves_first(engine, make, error, whole, is_pending, saves, monkeypatch):
     checkpoints, lines = make(), []
     checkpoints.whole = TrainProgress(step=3, updates=3, samples=24) if whole else None
     context = SimpleNamespace(
         world=ControlGroup(),
         progress=SimpleNamespace(log=lines.append),
-        watch=SimpleNamespace(phase=lambda *_: None),
+        watch=SimpleNamespace(phase=lambda *_: None, watchdog=SimpleNamespace(cause=lambda: None)),
         recipe=SimpleNamespace(checkpoint=SimpleNamespace(mirror=None)),
     )
     nothing = dict.fromkeys(Session.__dataclass_fields__)
@@ -201,5 +201,9 @@ def test_an_error_between_steps_saves_first(engine, make, error, whole, is_pendi
     with pytest.raises(type(error), match=str(error)), session.saving():
         raise error
     assert [step_of(folder) for folder in checkpoints._run.checkpoints.glob("step_*")] == [3] * saves
+    context.watch.watchdog.cause = lambda: "rank 1 died"
+    monkeypatch.setattr(checkpoints, "secure", lambda *_: pytest.fail("the other rank never comes"))
+    with pytest.raises(type(error)), session.saving():
+        raise error
     if saves:
         assert lines == [f"{type(error).__name__} after step 3: saved; the same command resumes from there"]

@@ -43,10 +43,22 @@ def test_streams_show_what_print_writes_but_let_progress_bars_move():
     raw = io.StringIO()
     stream = Stream(raw)
     print(HOSTILE, file=stream)
-    stream.writelines(["\x1b[31m"])
-    for text in ("\rsteps  50%", "\n", "\x1b[A"):
+    stream.writelines(["\x1b[31K"])
+    for text in ("\rsteps  50%", "\n", "\x1b[A", "50%\r", "\r"):
         stream.write(text)
-    assert raw.getvalue() == f"{SHOWN}\n␛[31m\rsteps  50%\n\x1b[A"
+    assert raw.getvalue() == f"{SHOWN}\n␛[31K\rsteps  50%\n\x1b[A50%\r\r"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_gets_the_colours_of_other_libraries(is_terminal):
+    """But none that hide text: a background, black, or concealed."""
+    raw = io.StringIO()
+    raw.isatty = lambda: is_terminal
+    Stream(raw).write("\x1b[1;33mWARNING\x1b[0m \x1b[8mhidden\x1b[m \x1b[41;31mred\x1b[38;5;1m \x1b[30m\x1b[2J\x1b]0;m")
+    plain = "WARNING hidden red ␛[2J␛]0;m"
+    assert raw.getvalue() == (
+        plain.replace("WARNING", "\x1b[1;33mWARNING\x1b[0m").replace("hidden", "hidden\x1b[m") if is_terminal else plain
+    )
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
