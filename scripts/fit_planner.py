@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.planner import figures, fits, page, picture  # noqa: E402
 from benchmarks.planner.fits import LeftOut  # noqa: E402
-from samecurve.planner import profiles, runs_file  # noqa: E402
+from samecurve.planner import answers, hardware  # noqa: E402
 from samecurve.planner.hardware import canonical  # noqa: E402
 
 PAGE, PICTURE = ROOT / "benchmarks" / "planner.md", ROOT / "benchmarks" / "planner.svg"
@@ -54,7 +54,7 @@ def _show(title: str, errors: dict[str, list[float]]) -> None:
     print(f"{'mean of the medians':<78} {len(medians):>4} {100 * statistics.mean(medians):6.1f}")
 
 
-def write(runs: Sequence[LeftOut], strangers: Sequence[LeftOut], fitted: dict[str, profiles.Profile], name: str):
+def write(runs: Sequence[LeftOut], strangers: Sequence[LeftOut], fitted: dict[str, hardware.Profile], name: str):
     """Write the constants and the intervals' residuals."""
     document = {
         "origin": f"scripts/fit_planner.py on {name}, {len(runs)} runs",
@@ -68,8 +68,8 @@ def write(runs: Sequence[LeftOut], strangers: Sequence[LeftOut], fitted: dict[st
             "memory": fits.residuals(fits.held(runs), fits.held(strangers), "memory_error"),
         },
     }
-    profiles.PATH.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwrote {profiles.PATH.relative_to(ROOT)}")
+    hardware.PATH.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwrote {hardware.PATH.relative_to(ROOT)}")
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the constants and the intervals' residuals")
     parser.add_argument("--page", action="store_true", help="write the page of benchmarks/ and its picture")
     arguments = parser.parse_args()
-    rows = runs_file.read(arguments.runs)
+    rows = answers.read_runs(arguments.runs)
     runs = fits.measured(rows)
     fitted = fits.fit_all(runs, {run.job.stack for run in runs})
     inside = [LeftOut(run, True, fits.pick(fitted, run.job.stack)) for run in runs]

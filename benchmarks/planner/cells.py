@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
-from samecurve.planner import runs_file, search
+from samecurve.planner import answers, search
 from samecurve.planner.answers import Prediction
 from samecurve.planner.job import Job
 from samecurve.planner.search import Choice
@@ -93,7 +93,7 @@ def order(found: Iterable[Case]) -> list[tuple[float, float, int, float]]:
 
 
 def _choice(case: Case) -> Choice:
-    job = runs_file.job(dict(case.row))
+    job = answers.job_of_row(dict(case.row))
     found = Prediction(
         case.predicted_memory_gib, case.memory_interval, case.total_memory_gib, case.fits, "",
         case.predicted_seconds, case.seconds_interval,

@@ -10,9 +10,9 @@ from math import ceil
 
 from benchmarks.planner import cells, fits, fitting
 from benchmarks.planner.names import short
-from samecurve.planner import answers, memory, runs_file, step_time
+from samecurve.planner import answers, memory, step_time
+from samecurve.planner.hardware import Profile
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import Profile
 
 BANDS = (8, 32, 128, 512)  # numbers of GPUs up to which a band goes; the last one is open
 # Runs out of memory that may be predicted to fit, by evidence: bound and aim in %.
@@ -79,7 +79,7 @@ def cases(
     """
     found = []
     for row in rows:
-        job = runs_file.job(dict(row))
+        job = answers.job_of_row(dict(row))
         fold = fits.fold(row["source"], job)
         misprint = row["step_s"] and fits.tflops(job, float(row["step_s"])) > job.card.matmul_tflops
         if row["status"] in ("ran", "oom") and fold in constants and not misprint:
@@ -118,7 +118,7 @@ def _with_intervals(
             "memory": fits.residuals(fits.held(others), fits.held(strange), "memory_error"),
         }
         for case in inside:
-            job = runs_file.job(dict(case.row))
+            job = answers.job_of_row(dict(case.row))
             seconds = answers.interval(case.predicted_seconds, job, widths["time"], case.known)
             held = answers.interval(case.predicted_memory_gib, job, widths["memory"], case.known)
             result.append(replace(case, seconds_interval=seconds, memory_interval=held))

@@ -12,10 +12,10 @@ from functools import cached_property
 
 from benchmarks.planner import fitting
 from benchmarks.planner.fitting import Measured
-from samecurve.planner import runs_file
+from samecurve.planner import answers
 from samecurve.planner.answers import situations
+from samecurve.planner.hardware import Profile
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import Profile
 
 GRID = "Ultra-Scale Playbook grid"
 FEWEST_RESIDUALS = 12
@@ -49,7 +49,7 @@ def measured(rows: Iterable[Mapping[str, str]]) -> list[Measured]:
     """Pick the runs with a usable time or memory, and some of those that are slow for their stack's reasons."""
     found, slow = [], 0
     for row in rows:
-        job = runs_file.job(dict(row))
+        job = answers.job_of_row(dict(row))
         seconds = float(row["step_s"]) if row["time_ok"] == "1" else None
         memory = float(row["memory_gib"]) if row["memory_ok"] == "1" else None
         weight = 1.0

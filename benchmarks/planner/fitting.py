@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from samecurve.planner import memory, step_time
 from samecurve.planner.answers import fullest_gib
+from samecurve.planner.hardware import Profile
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import Profile
 
 # Legal ranges. A share is of something measured, so that more than about one would mean a wrong model.
 TIME_BOUNDS = {

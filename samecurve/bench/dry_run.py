@@ -20,7 +20,7 @@ from samecurve.planner import memory
 from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.memory import Anatomy
-from samecurve.planner.printing import table
+from samecurve.planner.plan_text import aligned
 from samecurve.planner.stages import in_flight, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.plan import Plan
@@ -133,4 +133,4 @@ def _compare(job: Job, each: Anatomy, few: Tracked, more: Tracked) -> str:
         error = predicted / tracked - 1 if tracked > 0 else 0.0
         note = f"differs by {error:+.0%}" if abs(error) > SHOWN else ""
         rows.append((name, f"{predicted / GIB:.3f}", f"{tracked / GIB:.3f}", note))
-    return table(rows)
+    return aligned(rows)

@@ -19,7 +19,7 @@ from torch import nn
 from samecurve.bench.collective_calls import COLLECTIVES, Buffers, is_unsupported
 from samecurve.distributed import network
 from samecurve.errors import ConfigurationError
-from samecurve.planner.bench_results import COMMUNICATORS
+from samecurve.planner.calibrate import COMMUNICATORS
 from samecurve.planner.hardware import GIB
 
 CONTEXT, KERNELS = "CUDA context", "first products and attention"

@@ -18,7 +18,7 @@ from samecurve.config.schema import Recipe
 from samecurve.doctor import examination, hosts
 from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import read_hostfile
-from samecurve.planner import model_config
+from samecurve.planner import model_shape
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.strategy import resolve, slurm, validate
 from samecurve.strategy.launchers import Launch
@@ -84,8 +84,8 @@ def needed_bytes(recipe: Recipe) -> dict[str, int]:
     An adapter's are small, so for these it is the exported model alone.
     """
     try:
-        fields = recipe.model.config or model_config.read(str(recipe.model.path))
-        parameters = model_config.shape(fields, "model", recipe.tokenizer.vocabulary_size).parameters
+        fields = recipe.model.config or model_shape.read(str(recipe.model.path))
+        parameters = model_shape.shape(fields, "model", recipe.tokenizer.vocabulary_size).parameters
     except ConfigurationError:  # the planner knows decoders; without a size, free space is shown only
         return {}
     # bytes of a parameter, in fp32: weight and states in each checkpoint, the weight in the export

@@ -24,7 +24,6 @@ from samecurve.cli.commands import Work, require_positive, whole_number
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.launch.target import LAUNCHERS, check_launchers
 from samecurve.planner import (
-    all_ranks,
     answers,
     calibrate,
     calibration,
@@ -32,30 +31,23 @@ from samecurve.planner import (
     inputs,
     ledger,
     memory,
-    origins,
     overlap,
     placement,
     plan_text,
-    printing,
     remedies,
-    runs_file,
     search,
     shape_rules,
     step_time,
     strategies,
-    strategy_files,
 )
 from samecurve.planner.calibration import Calibration
-from samecurve.planner.cluster import Cluster
-from samecurve.planner.cluster_file import cluster
-from samecurve.planner.coverage import checkpointing, left_out
+from samecurve.planner.cluster import Cluster, read_cluster
 from samecurve.planner.hardware import canonical, is_unknown
-from samecurve.planner.job import Job
-from samecurve.planner.layout import ORDER
-from samecurve.planner.profiles import shipped as shipped_constants
+from samecurve.planner.hardware import shipped as shipped_constants
+from samecurve.planner.inputs import Wanted, checkpointing, left_out
+from samecurve.planner.job import ORDER, Job
 from samecurve.planner.search import Choice
-from samecurve.planner.strategy_files import Template
-from samecurve.planner.wanted import Wanted
+from samecurve.planner.strategies import Template
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.terminal import TextConsole
@@ -118,11 +110,11 @@ def run(arguments: argparse.Namespace) -> int | Work:
         learnt, text = calibrate.from_paths(paths)
         print(text or learnt.describe())
         return 0
-    whole = cluster(arguments.cluster)
+    whole = read_cluster(arguments.cluster)
     machines = whole.scaled(arguments.gpus) if arguments.gpus else whole
     wanted = inputs.read(arguments.model, arguments.overrides)
-    shipped = strategy_files.shipped()
-    asked = [strategy_files.read(strategy_path(given)) for given in arguments.strategy or ()] or shipped
+    shipped = strategies.shipped()
+    asked = [strategies.read(strategy_path(given)) for given in arguments.strategy or ()] or shipped
     learnt, notes = _learnt(canonical(machines.kind), paths)
     whole, machines = (replace(size, calibration=learnt) for size in (whole, machines))
     choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
@@ -134,14 +126,17 @@ def run(arguments: argparse.Namespace) -> int | Work:
     if arguments.json:
         plans = [plan_text.record(choice) for choice in [*choices, *lacking]]
         _write(
-            arguments.json, {"plans": plans, "constants": shipped_constants() | {"hardware": origins.record(machines)}}
+            arguments.json,
+            {"plans": plans, "constants": shipped_constants() | {"hardware": plan_text.constants_record(machines)}},
         )
     first_line = plan_text.answer(best, sum(choice.tie for choice in order) - best.tie) if best else ""
     exact = replace(wanted, fixed=frozenset(inputs.SEARCHED)) if arguments.strategy else wanted
     if not best:
         hint = remedies.smallest_change(exact, machines, whole, asked, shipped)
         first_line = f"nothing {'fits' if order[0].job else 'can run'} on {machines.gpus} x {machines.kind}: {hint}"
-    print("\n".join([first_line, plan_text.job_size(wanted), origins.summary(machines, order[0].job), *notes, ""]))
+    print(
+        "\n".join([first_line, plan_text.job_size(wanted), plan_text.inputs_line(machines, order[0].job), *notes, ""])
+    )
     _print_table(choices, lacking, arguments)
     assert wanted.source.recipe
     limits = left_out(wanted.source.recipe, machines.card)
@@ -152,8 +147,8 @@ def run(arguments: argparse.Namespace) -> int | Work:
     _print_details(order[0], wanted, arguments)
     failure = None if best else _nothing_fits(first_line, choices, order[0])
     if best and arguments.output:
-        request = emission.Request(arguments.model, tuple(arguments.overrides))
-        written = emission.emit(arguments.output, best, wanted, machines, request, arguments.launcher or LAUNCHERS)
+        typed = emission.Request(arguments.model, tuple(arguments.overrides))
+        written = emission.emit(arguments.output, best, wanted, machines, typed, arguments.launcher or LAUNCHERS)
         print(f"\nwritten and read back: {', '.join(written)}")
     if arguments.dry_run and order[0].job:
         return _dry_run(order[0], wanted, machines, arguments.rank)._replace(failure=failure)
@@ -196,7 +191,7 @@ def _check_ranks(shown: Choice, wanted: Wanted, rank: int) -> None:
     assert shown.job and shown.template
     _check_rank(shown, rank)
     chosen = wanted.with_memory(shown.job.micro_batch, shown.job.checkpointing)
-    text, good = all_ranks.report(chosen, shown.template, shown.sizes or {}, shown.job, rank)
+    text, good = placement.report(chosen, shown.template, shown.sizes or {}, shown.job, rank)
     print(f"\n{text}")
     if not good:
         raise TopologyError(f"{shown.name}: its ranks do not fit together; see above")
@@ -239,7 +234,7 @@ def _learnt(kind: str, paths: Sequence[Path]) -> tuple[Calibration | None, list[
 
 
 def _answer_table(path: Path, target: Path, paths: Sequence[Path]) -> int:
-    rows = runs_file.read(path)
+    rows = answers.read_runs(path)
     learnt, text = calibrate.from_paths(paths) if paths else (None, "")
     predictions = [answers.answer(row, learnt) for row in rows]
     _write(target, {"runs": predictions})
@@ -329,17 +324,17 @@ def _sections(name: str, job: Job, wanted: Wanted, arguments: argparse.Namespace
         name: of the strategy.
         arguments: of the command, which say what is wanted.
     """
-    tables = [printing.anatomy_table(stage, job.memory_gib) for stage in memory.anatomy(job)]
+    tables = [plan_text.anatomy_table(stage, job.memory_gib) for stage in memory.anatomy(job)]
     yield "\n".join([f"Memory of {name}; torch_allocated counts the lines above fragmentation:", *tables])
-    yield printing.step_table(step_time.breakdown(job))
+    yield plan_text.step_table(step_time.breakdown(job))
     if arguments.overlap:
         rows = [[ratio.axis, f"{ratio.value:.3f}", ratio.verdict, ratio.inputs] for ratio in overlap.ratios(job)]
-        yield printing.table([("communication / computation", "ratio", "", "inputs"), *rows])
+        yield plan_text.aligned([("communication / computation", "ratio", "", "inputs"), *rows])
     if arguments.ledger:
-        tables = [printing.ledger_table(stage, part) for stage, part in ledger.ledgers(job).items() if part]
+        tables = [plan_text.ledger_table(stage, part) for stage, part in ledger.ledgers(job).items() if part]
         yield "\n".join(tables) or "One process exchanges nothing."
     if arguments.shapes:
         complaints = "\n".join(shape_rules.complaints(job)) or "Every dimension divides as it should."
-        yield f"{shape_rules.title(job)}\n{printing.table(shape_rules.table(job))}\n{complaints}"
+        yield f"{shape_rules.title(job)}\n{plan_text.aligned(shape_rules.table(job))}\n{complaints}"
     if arguments.layout:
         yield placement.picture(job, wanted.batch.global_batch_size, arguments.order)

@@ -17,9 +17,8 @@ keeps keys and values repeated to as many heads as the queries have.
 
 from __future__ import annotations
 
-from samecurve.planner.constants import ASSUMED, Constant
+from samecurve.planner.hardware import ASSUMED, FUSED_NORMS, Constant
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import FUSED_NORMS
 
 NORMS = {"16-bit": 16, "copies": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
 # Of these, inputs of products. Sequence parallelism gathers and keeps them whole (tensor_lines.gathered_inputs).

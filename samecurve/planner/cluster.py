@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.errors import ConfigurationError
 from samecurve.planner.calibration import Calibration
-from samecurve.planner.cards import CPU, Gpu
-from samecurve.planner.constants import ASSUMED, DATA_SHEET, Constant
-from samecurve.planner.hardware import DEFAULT_NODE_GBIT, PROCESS_GIB, gpu, known_gpu, known_names
+from samecurve.planner.hardware import (
+    ASSUMED,
+    CPU,
+    DATA_SHEET,
+    DEFAULT_NODE_GBIT,
+    FILE,
+    MEASURED_SHARE,
+    PROCESS_GIB,
+    Constant,
+    Gpu,
+    gpu,
+    known_gpu,
+    known_names,
+    plain,
+)
 from samecurve.planner.links import Level
 
 _DGX_A100, _DGX_H100 = "DGX A100", "DGX H100, H200 and B200"
@@ -117,3 +135,214 @@ def default_reserved(kind: str) -> Constant | None:
 
 def is_file(text: str) -> bool:
     return Path(text).suffix in (".yaml", ".yml")
+
+
+# Reads and writes cluster files. Every unknown key is a problem with its file and line.
+
+
+KEYS = ("gpu", "device", "nodes", "gpus_per_node", "links", "host", "reserved_gib", "gbit_per_s_per_node")
+DEVICE = ("memory_gib", "peak_tflops", "hbm_gb_per_s")
+PEAKS = ("bf16", "fp8", "fp32")
+LINK = ("level", "size", "bus_gb_per_s", "gbit_per_s_per_node", "latency_us")
+HOST = tuple(each.name for each in fields(Host))
+UNITS = {
+    "_gib": "GiB", "tflops": "TFLOP/s", "gb_per_s": "GB/s", "gb_per_s_per_node": "GB/s of a node",
+    "gbit_per_s_per_node": "Gbit/s of a node", "_us": "us",
+}  # fmt: skip
+
+
+def read_cluster(text: str) -> Cluster:
+    """Read `--cluster`: a file, or a built-in kind. Raises ConfigurationError."""
+    if not is_file(text):
+        return built_in(text)
+    document = read_document(text)
+    found = None if document.problems else _Reader(document).cluster()
+    if document.problems or found is None:
+        raise ConfigurationError(format_problems(document.problems))
+    return found
+
+
+class _Reader:
+    """Reads the keys of one file; what is wrong becomes a problem of the document."""
+
+    def __init__(self, document: Document):
+        self.document = document
+
+    def cluster(self) -> Cluster:
+        self._known((), KEYS)
+        nodes, per_node = (int(self._number((key,), 1, whole=True)) for key in ("nodes", "gpus_per_node"))
+        kind, card = self._card()
+        nominal = self._number(("gbit_per_s_per_node",), DEFAULT_NODE_GBIT, optional=True)
+        levels = self._levels(card, per_node, nominal)
+        own = HOSTS.get(kind, Host())
+        self._known(("host",), HOST)
+        host = Host(**{key: self._number(("host", key), getattr(own, key), optional=True) for key in HOST})
+        card = shared(card, host, per_node)
+        reserved = default_reserved(kind)
+        if "reserved_gib" in self.document.content:
+            reserved = self._number(("reserved_gib",), 0, least=0)
+            if reserved >= card.memory_gib:
+                text = f"found {reserved:g}, expected less than the memory of the GPU, {card.memory_gib:g} GiB"
+                self.document.problem(("reserved_gib",), f"{text}; the rest is for the job")
+        outer = [each.node_gbit for each in levels[1:] if each.node_gbit]
+        return Cluster(kind, card, nodes, per_node, min(outer, default=nominal), tuple(levels), host, reserved)
+
+    def _block(self, path: KeyPath) -> Any:
+        value: Any = self.document.content
+        for key in path:
+            value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def _known(self, path: KeyPath, legal: Iterable[str]) -> None:
+        block = self._block(path)
+        if block is None:
+            return
+        if not isinstance(block, dict):
+            self.document.problem(path, f"found {describe(block)}, expected a block of keys")
+            return
+        for key in block.keys() - set(legal):
+            self.document.problem(
+                (*path, key), "unknown key" + suggest((*path, key), ((*path, each) for each in legal))
+            )
+
+    def _number(
+        self, path: KeyPath, default: float, optional: bool = False, whole: bool = False, least: float = 1e-9
+    ) -> float:
+        value = self._block(path)
+        if value is None and optional:
+            return default
+        kinds_ = (int,) if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds_) or not least <= value < math.inf:
+            expected = "a positive whole number" if whole else "a positive number"
+            found = "missing" if value is None else f"found {describe(value)}"
+            self.document.problem(path, f"{found}, expected {expected}")
+            return default
+        return Constant(value, _unit(path), FILE, str(self.document.place(path)))
+
+    def _derived(self, value: float, found: float, text: str) -> Constant:
+        """Give a value the origin of the number that it was computed from; that of a peak is assumed."""
+        assert isinstance(found, Constant)
+        is_peak = found.unit == UNITS["tflops"]
+        unit, origin = (found.unit, ASSUMED) if is_peak else (UNITS["gb_per_s"], found.origin)
+        return Constant(value, unit, origin, f"{found.source}, {text}")
+
+    def _card(self) -> tuple[str, Gpu]:
+        name, device = self.document.get("gpu"), self.document.get("device")
+        if device is not None:
+            if name is not None:
+                self.document.problem(("device",), "conflicts with gpu; keep one of them")
+            return "device", self._device()
+        card = known_gpu(name) if isinstance(name, str) else None
+        if not card:
+            found = "missing" if name is None else f"found {describe(name)}"
+            known = ", ".join(known_names())
+            text = f"{found}, expected a GPU with known rates: {known}; describe another one under device"
+            self.document.problem(("gpu",), text)
+            # any card, so that the other keys are checked in the same report
+            return "", gpu("A100-80GB")
+        return name, card
+
+    def _device(self) -> Gpu:
+        self._known(("device",), DEVICE)
+        self._known(("device", "peak_tflops"), PEAKS)
+
+        def peak(kind: str, optional: bool = True) -> float:
+            # the file has the data sheet's peak, `Gpu` what products reach
+            found = self._number(("device", "peak_tflops", kind), 0, optional)
+            return found and self._derived(MEASURED_SHARE * found, found, f"{MEASURED_SHARE:g} (assumed) of the peak")
+
+        memory, hbm = (self._number(("device", key), 1) for key in ("memory_gib", "hbm_gb_per_s"))
+        # no NVLink is known: without `links`, the GPUs of a node communicate over PCIe
+        bus = self._number(("host", "pcie_gb_per_s"), Host().pcie_gb_per_s, optional=True)
+        return Gpu(peak("bf16", optional=False), peak("fp8"), hbm, bus, memory, "other", peak("fp32"))
+
+    def _levels(self, card: Gpu, per_node: int, nominal: float) -> list[Level]:
+        """Read the levels; what a level leaves out is the GPU's own link, or the network cards' nominal rate."""
+        given = self.document.content.get("links", [])
+        if not isinstance(given, list):
+            self.document.problem(("links",), f"found {describe(given)}, expected a list of levels, innermost first")
+            given = []
+        levels = [self._level(("links", str(index)), index, card, per_node, nominal) for index in range(len(given))]
+        if not levels:
+            levels = [Level("node", per_node, ((1, card.bus_gb_per_s),))]
+        if len(levels) == 1:
+            levels.append(Level("network", 0, node_gbit=nominal))
+        sizes = [each.size for each in levels[:-1]]
+        if sizes != sorted(set(sizes)) or sizes[0] != per_node:
+            text = f"found sizes {sizes}, expected the first to be gpus_per_node ({per_node}) and each to be larger"
+            self.document.problem(("links",), text)
+        return levels
+
+    def _level(self, path: KeyPath, index: int, card: Gpu, per_node: int, nominal: float) -> Level:
+        self._known(path, LINK)
+        block = self._block(path)
+        if not isinstance(block, dict):
+            return Level("node", per_node)  # `_known` has reported it
+        size = int(self._number((*path, "size"), 0 if index else per_node, optional=True, whole=True))
+        measured = self._measured((*path, "bus_gb_per_s"))
+        gbit = self._number((*path, "gbit_per_s_per_node"), nominal if index else 0, optional=True)
+        if not index and not measured:
+            measured = (
+                ((1, self._derived(gbit / 8, gbit, "an eighth of Gbit/s")),) if gbit else ((1, card.bus_gb_per_s),)
+            )
+        latency = self._number((*path, "latency_us"), 0, optional=True)
+        return Level(str(block.get("level", "network" if index else "node")), size, measured, gbit, latency)
+
+    def _measured(self, path: KeyPath) -> tuple[tuple[int, float], ...]:
+        value = self._block(path)
+        if not isinstance(value, dict):
+            return ((1, self._number(path, 1)),) if value is not None else ()
+        ranks = [key for key in value if str(key).isdigit() and int(key) > 0]
+        for key in value.keys() - set(ranks):
+            self.document.problem((*path, str(key)), "expected a number of ranks, such as {32: 65, 64: 33}")
+        return tuple(sorted((int(key), self._number((*path, key), 1)) for key in ranks))
+
+
+def _unit(path: KeyPath) -> str:
+    """Find the unit in the key, or in that of its block."""
+    named = [UNITS[end] for key in reversed(path) for end in UNITS if key.endswith(end)]
+    return named[0] if named else path[-1].replace("_", " ")
+
+
+def cluster_text(machines: Cluster) -> str:
+    """Format a cluster file that describes these machines."""
+    content: dict[str, Any] = {"gpu": machines.kind}
+    if machines.kind == "device":
+        # the inverse of `_device`: a file has peaks of the data sheet
+        peaks = {
+            "bf16": machines.card.matmul_tflops,
+            "fp8": machines.card.fp8_tflops,
+            "fp32": machines.card.fp32_tflops,
+        }
+        content = {
+            "device": {
+                "memory_gib": plain(machines.card.memory_gib),
+                "peak_tflops": {key: plain(value / MEASURED_SHARE) for key, value in peaks.items() if value},
+                "hbm_gb_per_s": plain(machines.card.hbm_gb_per_s),
+            }
+        }
+    content |= {"nodes": machines.nodes, "gpus_per_node": machines.gpus_per_node}
+    content["gbit_per_s_per_node"] = plain(machines.node_gbit)
+    if machines.levels:
+        content["links"] = [_level_content(each) for each in machines.levels]
+        # `Cluster.scaled` may have shrunk the node, whose size the first level must have
+        content["links"][0]["size"] = machines.gpus_per_node
+    content["host"] = {key: plain(getattr(machines.host, key)) for key in HOST}
+    if machines.reserved_gib is not None and machines.reserved_gib is not default_reserved(machines.kind):
+        content["reserved_gib"] = plain(machines.reserved_gib)
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def _level_content(level: Level) -> dict[str, Any]:
+    content: dict[str, Any] = {"level": level.name}
+    if level.size:
+        content["size"] = level.size
+    if level.measured:
+        single = len(level.measured) == 1 and level.measured[0][0] == 1
+        rates = {ranks: plain(rate) for ranks, rate in level.measured}
+        content["bus_gb_per_s"] = rates[1] if single else rates
+    if level.node_gbit:
+        content["gbit_per_s_per_node"] = plain(level.node_gbit)
+    if level.latency_us:
+        content["latency_us"] = plain(level.latency_us)
+    return content

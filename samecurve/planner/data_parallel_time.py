@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from samecurve.planner import collectives
-from samecurve.planner.hardware import Link
+from samecurve.planner import links
+from samecurve.planner.hardware import Link, Profile, syncs_every_micro_batch
 from samecurve.planner.job import Job, axis_link, group_link
 from samecurve.planner.kernels import Seconds
-from samecurve.planner.profiles import Profile, syncs_every_micro_batch
 from samecurve.planner.stages import Stage, stage_parameters
 
 _BUCKET_BYTES = 25e6  # of DDP's gradient buckets, torch's default
@@ -121,8 +120,8 @@ def gathered_again(job: Job, stage: Stage, gathers: Sequence[Transfer], constant
         volume, seconds = (1 - live) * first.volume_bytes, (1 - live) * first.seconds
         return Transfer(content, first.width, volume, first.ranks, first.over, seconds)
     near = axis_link(job, "dp", constants, size)
-    volume = collectives.all_gather_volume(job.gather_bytes * sum(stage_parameters(job, stage)) / layers, size)
-    seconds = layers * collectives.seconds(volume, size, near)
+    volume = links.all_gather_volume(job.gather_bytes * sum(stage_parameters(job, stage)) / layers, size)
+    seconds = layers * links.collective_seconds(volume, size, near)
     return Transfer(content, first.width, layers * volume, size, near, seconds)
 
 
@@ -161,16 +160,16 @@ def _of_shards(job: Job, parameters: float, layers: float, constants: Profile) -
     units = (max(own, ahead), max(own, bucket)) if job.stack == "deepspeed" else (own, own)
 
     def one_way(content: str, width: float, unit: float) -> Transfer:
-        volume = collectives.one_way_volume(width * parameters, size, over)
-        return Transfer(content, width, volume, size, over, collectives.seconds(volume, size, over, width * unit))
+        volume = links.one_way_volume(width * parameters, size, over)
+        return Transfer(content, width, volume, size, over, links.collective_seconds(volume, size, over, width * unit))
 
     gathered = one_way("gather of weights", job.gather_bytes, units[0])
     reduced = [one_way("reduce-scatter of gradients", job.reduce_bytes, units[1])]
     copies = layout.dp * layout.cp // size
     if copies > 1:  # HSDP: a shard is also summed over its copies
         across = group_link(job, copies, stride * size, constants)
-        volume = collectives.all_reduce_volume(job.reduce_bytes * parameters / size, copies)
-        seconds = collectives.seconds(volume, copies, across, job.reduce_bytes * own / size)
+        volume = links.all_reduce_volume(job.reduce_bytes * parameters / size, copies)
+        seconds = links.collective_seconds(volume, copies, across, job.reduce_bytes * own / size)
         name = "all-reduce of shards over replicas"
         reduced.append(Transfer(name, job.reduce_bytes, volume, copies, across, seconds))
     return [gathered], reduced
@@ -187,17 +186,17 @@ def _of_replicas(
     summed = parameters * gradient_bytes
 
     def transfer(content: str, width: float, volume: float) -> Transfer:
-        return Transfer(content, width, volume, size, over, collectives.seconds(volume, size, over, bucket))
+        return Transfer(content, width, volume, size, over, links.collective_seconds(volume, size, over, bucket))
 
     # DeepSpeed all-reduces whole gradients under ZeRO-1 and 2, where the textbook has a reduce-scatter (ledger.py)
     if not layout.zero or job.stack == "deepspeed":
-        reduced = transfer("all-reduce of gradients", gradient_bytes, collectives.all_reduce_volume(summed, size))
+        reduced = transfer("all-reduce of gradients", gradient_bytes, links.all_reduce_volume(summed, size))
     else:
-        volume = collectives.one_way_volume(summed, size, over)
+        volume = links.one_way_volume(summed, size, over)
         reduced = transfer("reduce-scatter of gradients", gradient_bytes, volume)
     if not layout.zero:
         return [], [reduced]
-    volume = collectives.one_way_volume(parameters * weight_bytes, size, over)
+    volume = links.one_way_volume(parameters * weight_bytes, size, over)
     return [transfer("gather of updated weights", weight_bytes, volume)], [reduced]
 
 

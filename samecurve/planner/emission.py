@@ -17,10 +17,10 @@ from samecurve.config.overrides import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.launch import scripts
 from samecurve.launch.target import Target, command, read_back, unnamed
-from samecurve.planner import cluster_file, inputs, model_config, plan_text
+from samecurve.planner import cluster, inputs, model_shape, plan_text
 from samecurve.planner.cluster import Cluster
+from samecurve.planner.inputs import Wanted
 from samecurve.planner.search import Choice
-from samecurve.planner.wanted import Wanted
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.records import read_record
 
@@ -58,9 +58,9 @@ def emit(
     strategy = os.path.join(folder, "strategy.yaml")
     nodes = unnamed(machines.nodes, machines.gpus_per_node)
     target = Target(recipe, strategy, overrides, nodes, folder=folder)
-    texts = _strategy(folder, choice) | {"cluster.yaml": cluster_file.text(machines)}
+    texts = _strategy(folder, choice) | {"cluster.yaml": cluster.cluster_text(machines)}
     if not inputs.is_recipe(request.model):
-        bare = inputs.bare_recipe(request.model, model_config.read(request.model))
+        bare = inputs.bare_recipe(request.model, model_shape.read(request.model))
         about = f"# The job that was planned for {request.model}; data.path is for you to add.\n"
         texts["recipe.yaml"] = about + yaml.safe_dump(bare, sort_keys=False)
     record = {"recipe": recipe, "overrides": overrides, "launchers": list(launchers), **plan_text.record(choice)}

@@ -15,14 +15,14 @@ from typing import Any
 from samecurve.config.documents import Document
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
-from samecurve.planner import calibration, coverage, strategies
+from samecurve.planner import calibration, inputs, strategies
 from samecurve.planner.answers import predict
 from samecurve.planner.calibrate import shown_gib
 from samecurve.planner.cluster import KINDS, Cluster, built_in
 from samecurve.planner.hardware import canonical, known_gpu
+from samecurve.planner.inputs import Wanted
 from samecurve.planner.job import to_json
 from samecurve.planner.plan_text import PUBLIC
-from samecurve.planner.wanted import Wanted
 from samecurve.strategy.plan import Plan
 
 UNCALIBRATED_CPU = "most rates of this CPU are assumed; `plan --calibrate RUN` learns them from a finished run"
@@ -58,7 +58,7 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         or only `reason`, why there is no prediction.
     """
     try:
-        coverage.refuse(plan.recipe)
+        inputs.refuse(plan.recipe)
         machines = _machines(device, plan.strategy.world_size)
         source = RecipeSource(Document(plan.recipe_path), plan.recipe, frozenset())
         # of multimodal models
@@ -80,7 +80,7 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         "peak_memory_gib_interval": [first * end / prediction.memory_gib for end in prediction.memory_interval],
         "basis": machines.calibration.describe() if machines.calibration else uncalibrated,
         "assumed": assumed,
-        "left_out": coverage.left_out(plan.recipe, job.card),
+        "left_out": inputs.left_out(plan.recipe, job.card),
         "job": to_json(job),
     }
 

@@ -1,21 +1,219 @@
-"""Reads what is to be trained: a recipe, or a model without one."""
+"""Limits of the formulas. They describe training all weights of a causal language model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from samecurve.config import loader
 from samecurve.config.documents import Document, format_problems, merge_blocks, read_document
 from samecurve.config.overrides import apply_override
+from samecurve.config.schema import Adapter, Memory, Recipe
 from samecurve.config.schema_data import SMALLEST_VOCABULARY
+from samecurve.config.schema_training import Batch
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
-from samecurve.planner import model_config
-from samecurve.planner.coverage import refuse
-from samecurve.planner.wanted import Wanted
+from samecurve.planner import model_shape
+from samecurve.planner.hardware import Gpu
+from samecurve.planner.model_shape import ModelShape
+from samecurve.specs.compilation import COMPILED
+from samecurve.specs.model_families import EAGER, VARLEN, WHOLE_LOGITS, attention_dropout
+from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
+
+# Kinds of memory.activation_checkpointing that are counted as another one, and what to tell of it.
+APPROXIMATED = {
+    "offload": ("full", "full, with the inputs on the device"),
+    "every_n_layers": ("none", "none"),
+    "selective, attention": ("full", "full, without the results of attention"),
+}
+
+
+def refuse(recipe: Recipe, document: Document | None = None) -> None:
+    """Raise ConfigurationError for a recipe that needs a small part of the predicted memory, or much more.
+
+    Args:
+        recipe: without errors.
+        document: where it was read, for the place of the key.
+    """
+
+    def place(*path: str) -> str:
+        return f"{document.place(path)}: " if document else ""
+
+    if recipe.adapter.name:
+        raise ConfigurationError(
+            f"{place('adapter', 'name')}adapter.name: found {recipe.adapter.name}, but the formulas are those of "
+            f"training all weights; {' '.join(_without_adapter(recipe.adapter))} plans that, an upper bound"
+        )
+    if TASKS[recipe.task].has_teacher:
+        raise ConfigurationError(f"{place('task')}task: found {recipe.task}, but the formulas do not cover a teacher")
+    if recipe.batch.is_auto:
+        raise ConfigurationError(
+            f"{place('batch', 'micro_batch_size')}batch.micro_batch_size: found auto, but only train.py and rehearse "
+            "look for the number; give one, or leave the key out of the recipe to search over it"
+        )
+
+
+def _without_adapter(adapter: Adapter) -> list[str]:
+    """Return the overrides that take an adapter out of a recipe: every key goes back to its default."""
+    changed = {key: getattr(Adapter(), key) for key, value in adapter if value != getattr(Adapter(), key)}
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
+    return [f"adapter.{key}={value}" for key, value in shown.items()]
+
+
+def left_out(recipe: Recipe, card: Gpu) -> list[str]:
+    """List what the prediction for a GPU does not count, for the reader."""
+    found: list[str] = []
+    if recipe.precision == "fp32":
+        slower = "products are counted at bf16 rates, for want of others (device.peak_tflops.fp32 of a cluster file)"
+        smaller = "activations of models without gated MLPs are counted in 16 bits"
+        told = smaller if card.fp32_tflops else f"{slower}, and {smaller}"
+        more = "more memory" if card.fp32_tflops else "more memory and time"
+        found.append(f"precision fp32. {told[0].upper()}{told[1:]}: expect {more}")
+    if not TASKS[recipe.task].predicts_next_token:
+        found.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
+    if recipe.task == "dpo" and recipe.dpo.has_reference:
+        found.append(
+            "task dpo. The reference's log-probabilities, computed once before the first step, are not counted"
+        )
+    if kind := APPROXIMATED.get(_kind(recipe.memory)):
+        asked = f"memory.activation_checkpointing {recipe.memory.activation_checkpointing}"
+        found.append(f"{asked}. It is counted as {kind[1]}")
+    if recipe.optimizer.name == "adamw_bf16":
+        found.append("optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory")
+    if recipe.fp8 != "off" and not card.fp8_tflops:
+        found.append(f"fp8 {recipe.fp8}. Products are those of bf16, because no rate of this GPU is known")
+    if recipe.model.kernels == "liger":
+        found.append("model.kernels liger. Norms, rotary positions and gated activations are counted as PyTorch's")
+    if recipe.loss.implementation == "liger":
+        found.append("loss.implementation liger. It is counted as chunked, head and loss a few tokens at a time")
+    if recipe.compile == "auto":
+        found.append("compile auto. The layers are counted uncompiled; a run that compiles them needs less")
+    return found
+
+
+def checkpointing(memory: Memory) -> str:
+    """Return how the formulas count a recipe's activation checkpointing: as none, selective or full."""
+    return APPROXIMATED.get(_kind(memory), (memory.activation_checkpointing, ""))[0]
+
+
+def _kind(memory: Memory) -> str:
+    kind = memory.activation_checkpointing
+    return f"{kind}, attention" if kind == "selective" and memory.selective_save == "attention" else kind
+
+
+def optimizer_bytes(recipe: Recipe) -> int:
+    """Bytes per parameter of the optimizer's states, without the fp32 weights."""
+    states = len(OPTIMIZERS[recipe.optimizer.name].states)
+    return states if recipe.optimizer.name == "adamw_8bit" else 4 * states  # 8 bits each, else fp32
+
+
+# A training job apart from its strategy and machines.
+
+
+ADAM = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A training job apart from strategy and machines.
+
+    Attributes:
+        source: the recipe as written, by which the strategies' own rules judge.
+        optimizer_bytes: of its states, per parameter.
+        fixed: of "micro_batch" and "checkpointing", those that a search must leave as they are.
+        family: the model's `model_type`, "" if it is not known.
+        attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
+        fp8: as the recipe's `fp8`; "" for none.
+        compile: whether layers are compiled; not where `auto` has still to decide.
+        known: what `strategies.describe` has found out about a source, a shape and a family, also of changed copies.
+    """
+
+    shape: ModelShape
+    batch: Batch
+    source: RecipeSource
+    precision: str = "bf16"
+    checkpointing: str = "none"
+    chunked_loss: bool = True
+    optimizer_bytes: int = ADAM
+    fixed: frozenset[str] = frozenset()
+    attention: str = "sdpa"
+    fp8: str = ""
+    compile: bool = False
+    family: str = ""
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of_recipe(
+        cls,
+        source: RecipeSource,
+        fields: Mapping[str, Any],
+        name: str,
+        vocab: int | None = None,
+        fixed: frozenset[str] = frozenset(),
+    ) -> Wanted:
+        """Describe what a recipe trains.
+
+        Args:
+            source: of a recipe without errors.
+            fields: of the model's Hugging Face config.
+            name: of the config, for messages.
+            vocab: size of a tokenizer that is trained for the job.
+            fixed: see the class.
+
+        Raises:
+            ConfigurationError: the config lacks a dimension.
+        """
+        recipe = source.recipe
+        assert recipe is not None
+        return cls(
+            model_shape.shape(fields, name, vocab),
+            recipe.batch,
+            source,
+            recipe.precision,
+            checkpointing(recipe.memory),
+            _has_chunked_loss(recipe, fields),
+            optimizer_bytes(recipe),
+            fixed,
+            _attention(recipe, fields),
+            "" if recipe.fp8 == "off" else recipe.fp8,
+            recipe.compile in COMPILED,
+            str(fields.get("model_type") or ""),
+        )
+
+    def with_memory(self, micro_batch: int, checkpointing: str) -> Wanted:
+        """Change what may be changed without changing the curve."""
+        batch = self.batch.model_copy(update={"micro_batch_size": micro_batch})
+        return replace(self, batch=batch, checkpointing=checkpointing)
+
+    def rows_of_a_rank(self, ranks: int) -> int:
+        """Rows of a step that the fullest data-parallel rank reads."""
+        return self.batch.rows_per_rank(ranks)[0]
+
+
+def _has_chunked_loss(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
+    """Decide as engines/loss_implementation.py."""
+    chunks = recipe.loss.implementation != "full" and recipe.precision != "fp16" and TASKS[recipe.task].takes_chunks
+    return chunks and fields.get("model_type") not in WHOLE_LOGITS and not fields.get("final_logit_softcapping")
+
+
+def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
+    """Decide as models/attention/choice.py, which needs torch, while nothing is measured on a GPU."""
+    asked = recipe.model.attention
+    if asked != "auto":
+        return asked
+    if fields.get("model_type") in EAGER:
+        return "eager"
+    has_varlen = fields.get("model_type") in VARLEN and not attention_dropout(fields)
+    gains = recipe.precision == "bf16" and TASKS[recipe.task].auto_class == "AutoModelForCausalLM"
+    return "auto" if has_varlen and gains else "sdpa"
+
+
+# Reads what is to be trained: a recipe, or a model without one.
+
 
 SEARCHED = {
     "micro_batch": ("batch", "micro_batch_size"),
@@ -41,9 +239,9 @@ def read(name: str, overrides: Sequence[str]) -> Wanted:
         assert source.recipe is not None
         model = source.recipe.model
         described = f"{name}: model.{'config' if model.config else f'path {model.path}'}"
-        fields = model.config or model_config.read(str(model.path), f"{described}: ")
+        fields = model.config or model_shape.read(str(model.path), f"{described}: ")
     else:
-        fields, described = model_config.read(name), name
+        fields, described = model_shape.read(name), name
         source = _bare(name, fields, overrides)
     recipe = source.recipe
     assert recipe is not None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samecurve.planner.activations import bytes_per_score, layer_bytes, mask_elements, score_bytes
-from samecurve.planner.constants import ASSUMED, MEASURED, Constant
+from samecurve.planner.hardware import ASSUMED, MEASURED, Constant, Profile, attention_rate, sustained
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import Profile, attention_rate, sustained
 
 BACKWARD_ATTENTION = 2.5  # five products instead of two, as the fused kernel recomputes the scores
 COMPILED_FLOOR = Constant(0.5, "share of launches that remain", ASSUMED, "compiled layers launch fewer kernels")

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from samecurve.planner import offload, tensor_lines
-from samecurve.planner.constants import ASSUMED, CALIBRATED, FILE, MEASURED, Constant
-from samecurve.planner.hardware import GIB
+from samecurve.planner.hardware import ASSUMED, BY_COST, CALIBRATED, FILE, GIB, MEASURED, Constant, Profile, profile
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
 

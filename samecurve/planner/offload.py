@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 
-from samecurve.planner.constants import ASSUMED, Constant
-from samecurve.planner.hardware import GIB
+from samecurve.planner.hardware import ASSUMED, GIB, Constant
 from samecurve.planner.job import Job
 
 UPDATE_BYTES = 40  # of fp32 master weight, gradient and moments that Adam reads and writes per parameter

@@ -1,8 +1,16 @@
 """`plan --overlap`: each exchange of a job beside the computation that can hide it, with inputs and verdict.
 
 A ratio compares seconds of the step's formulas: those of the exchange with the links' attained rates, and those of the
-computation beside it. The inputs end with the textbook's ratio of the same sizes (overlap_formulas.py), which knows
-neither latencies nor what a product attains. The exposed seconds of an axis add up to its part of the step time.
+computation beside it. The exposed seconds of an axis add up to its part of the step time. The inputs end with the
+textbook's ratio of the same sizes, which knows neither latencies nor what a product attains; communication is hidden
+where it is at most 1. The ultra-scale playbook's appendix gives these ratios with three errors, corrected here:
+
+- Its data-parallel ratio keeps a factor of the number of parameters P. P cancels: 2 P (n - 1) / (n B) of communication
+  over 4 T P / F of backward pass.
+- What it calls bytes are elements. `element_bytes` stands in each ratio here.
+- It counts Adam's states of a block as 6 h^2 of 2 bytes for 3 h^2 fp32 elements: 12 bytes per parameter.
+
+F: FLOP/s of a GPU. B: bus bandwidth in bytes/s. n: ranks of the group.
 """
 
 from __future__ import annotations
@@ -10,14 +18,111 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from samecurve.planner import collectives, kernels, overlap_formulas, step_time
+from samecurve.planner import kernels, links, step_time
 from samecurve.planner.data_parallel_time import Beside, Transfer, beside
-from samecurve.planner.hardware import GIB, Link
+from samecurve.planner.hardware import BY_COST, GIB, Link, Profile, profile
 from samecurve.planner.job import Job, axis_link
-from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.step_time import StepTime
 from samecurve.strategy.pipeline_schedules import SCHEDULES
+
+BLOCK_GATED = 16  # weights of a block in units of h^2, with ffn = 4 h
+
+
+def textbook_data_parallel(
+    tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2
+) -> float:
+    """Gradient all-reduce over backward pass: e (n - 1) / n F / (2 T B).
+
+    Args:
+        tokens: T, per rank and step.
+        ranks: n, data-parallel.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of a gradient.
+    """
+    return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
+
+
+def textbook_fully_sharded(
+    tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2
+) -> float:
+    """Gathering the next block over this one's forward: e (n - 1) / n F / (2 s b B).
+
+    Args:
+        tokens: s b, per rank and micro-batch.
+        ranks: n, among which weights are sharded.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of a weight.
+    """
+    return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
+
+
+def textbook_tensor_parallel(
+    hidden: int, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2
+) -> float:
+    """Gathering the input of a linear layer over its product: e (t - 1) F / (2 h B).
+
+    Args:
+        hidden: h, outputs of the layer on all ranks together.
+        ranks: t, tensor-parallel.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of an activation.
+    """
+    return element_bytes * (ranks - 1) * flops / (2 * hidden * bandwidth)
+
+
+def textbook_pipeline(hidden: int, layers: float, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
+    """Sending the hidden state over the next stage's forward: e F / (32 h l B).
+
+    Args:
+        hidden: h, width of the hidden state.
+        layers: l, gated blocks of a stage.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of an activation.
+    """
+    return element_bytes * flops / (2 * BLOCK_GATED * hidden * layers * bandwidth)
+
+
+def textbook_ring(
+    seq: float, ranks: int, kv_share: float, flops: float, bandwidth: float, element_bytes: float = 2
+) -> float:
+    """Sending a block of keys and values over attention to the one before: e k n F / (s B).
+
+    A block of s / n tokens has 2 e k d bytes of each, and d s / n queries on it take 2 d (s / n)^2 FLOPs under the
+    causal mask, which leaves half of 4.
+
+    Args:
+        seq: s, tokens of a whole row.
+        ranks: n, context-parallel.
+        kv_share: k, key heads by query heads.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of a key.
+    """
+    return element_bytes * kv_share * ranks * flops / (seq * bandwidth)
+
+
+def textbook_exchanged_layer(
+    width: float, weights: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2
+) -> float:
+    """Sending w elements per token to all ranks of a group over a layer's products: e w (n - 1) F / (2 P B).
+
+    Gathered keys and values have w = 2 k d. Queries, keys, values and outputs of Ulysses are 2 (1 + k) d, of which each
+    rank keeps 1 / n: w = 2 (1 + k) d / n. Dispatch and combine of experts: w = 2 K h / n.
+
+    Args:
+        width: w, elements that a rank sends to each other rank, per token.
+        weights: P, that a token meets on a rank.
+        ranks: n, of the group.
+        flops: F, FLOP/s of a GPU.
+        bandwidth: B, bus bandwidth in bytes/s.
+        element_bytes: e, of an activation.
+    """
+    return element_bytes * width * (ranks - 1) * flops / (2 * weights * bandwidth)
 
 
 @dataclass(frozen=True)
@@ -130,9 +235,9 @@ def _data_formula(job: Job, sent: Sent, each: Transfer, group: Beside) -> str:
     """Give the textbook's ratio to the 2 T P FLOPs of a forward pass, or to the 4 T P of a backward pass."""
     rates, once = sent.rates(job), group.when == "last"
     tokens, name = (job.tokens * job.grad_accum, "T") if once else (job.tokens, "s b")
-    one_way = overlap_formulas.fully_sharded(tokens, sent.ranks, *rates)
+    one_way = textbook_fully_sharded(tokens, sent.ranks, *rates)
     if each.content == "all-reduce of gradients":
-        return f"e (n - 1) / n F / (2 {name} B) = {overlap_formulas.data_parallel(tokens, sent.ranks, *rates):.3g}"
+        return f"e (n - 1) / n F / (2 {name} B) = {textbook_data_parallel(tokens, sent.ranks, *rates):.3g}"
     if group.computation == "forward pass":
         return f"e (n - 1) / n F / (2 {name} B) = {one_way:.3g}"
     if "replicas" in each.content:  # both ways, of one shard
@@ -145,7 +250,7 @@ def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime
     size, over = job.layout.tp, axis_link(job, "tp", constants)
     scale = _learnt(job, "tensor_parallel") * job.grad_accum * stage.layers
     calls = (2 if job.mlp_split == size else 1) * (3 if job.repeats_layers else 2)
-    volume = collectives.all_reduce_volume(job.element_bytes * job.tokens * job.shape.hidden, size)
+    volume = links.all_reduce_volume(job.element_bytes * job.tokens * job.shape.hidden, size)
     seconds = step_time.tensor_seconds(replace(job, async_tp=False), constants)
     waits = whole.tensor_parallel - scale * step_time.tensor_seconds(job, constants)
     layer = kernels.layer(job, constants).total
@@ -153,7 +258,7 @@ def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime
     behind += f", {waits:.3g} s a step for the slowest host" if waits > 1e-9 else ""
     names = ["all-gather", "reduce-scatter"] if job.layout.sequence_parallel else ["all-reduce"]
     sent = Sent(calls * volume / len(names), job.element_bytes, size, over, seconds / len(names))
-    ratio = overlap_formulas.tensor_parallel(job.shape.hidden, size, *sent.rates(job))
+    ratio = textbook_tensor_parallel(job.shape.hidden, size, *sent.rates(job))
     inputs = sent.inputs(job, "a layer", behind, f"e (n - 1) F / (2 h B) = {ratio:.3g}")
     return [
         Ratio(
@@ -190,7 +295,7 @@ def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
     seconds, attention = step_time.ring_seconds(job, constants)
     sent = Sent(step_time.ring_sends(job)[1], job.element_bytes, size, over, seconds)
     behind = f"{seconds:.3g} s beside {attention:.3g} s of attention to other blocks"
-    formula = f"e k n F / (s B) = {overlap_formulas.ring(job.seq, size, shape.kv_share, *sent.rates(job)):.3g}"
+    formula = f"e k n F / (s B) = {textbook_ring(job.seq, size, shape.kv_share, *sent.rates(job)):.3g}"
     return Ratio(
         "context parallel, keys and values around the ring",
         "context_parallel",
@@ -230,7 +335,7 @@ def _in_a_layer(
     """
     name, part, seconds, exposed = exchange
     layer = kernels.layer(job, constants).total
-    ratio = overlap_formulas.exchanged_layer(*sizes, sent.ranks, *sent.rates(job))
+    ratio = textbook_exchanged_layer(*sizes, sent.ranks, *sent.rates(job))
     scale = _learnt(job, part) * job.grad_accum * stage.layers
     behind = f"{seconds:.3g} s, for which {layer:.3g} s of a layer wait"
     inputs = sent.inputs(job, "a layer", behind, f"e w (n - 1) F / (2 P B) = {ratio:.3g}")
@@ -244,7 +349,7 @@ def _pipeline(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> li
     cut = job.layout.tp if job.layout.sequence_parallel else 1
     seconds, forward = step_time.send_seconds(job, constants), layers * kernels.layer(job, constants).forward
     sent = Sent(width * job.tokens * job.shape.hidden / cut, width, 2, over, seconds)
-    ratio = overlap_formulas.pipeline(job.shape.hidden, max(layers, 1), *sent.rates(job))
+    ratio = textbook_pipeline(job.shape.hidden, max(layers, 1), *sent.rates(job))
     sends = 2 * job.layout.virtual_stages * job.grad_accum
     behind = f"{seconds:.3g} s, for which {forward:.3g} s of the next stage's forward pass wait"
     name = "pipeline, hidden states and their gradients"

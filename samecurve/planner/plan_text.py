@@ -1,16 +1,94 @@
-"""Output of `plan`: the answer in one line, the ranked table, and why the others are not chosen."""
+"""Tables and bars of a plan, as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
-from samecurve.planner import ledger, memory, printing, space
-from samecurve.planner.job import Job
-from samecurve.planner.layout import Layout
+from samecurve.planner import (
+    activations,
+    answers,
+    hardware,
+    kernels,
+    ledger,
+    memory,
+    offload,
+    search,
+    step_time,
+    tensor_lines,
+)
+from samecurve.planner.cluster import Cluster
+from samecurve.planner.hardware import CALIBRATED, FITTED, GIB, MIB, ORIGINS, Constant, flat
+from samecurve.planner.inputs import Wanted
+from samecurve.planner.job import Job, Layout
+from samecurve.planner.ledger import Exchange
+from samecurve.planner.memory import Anatomy, overhead
+from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.search import Choice
-from samecurve.planner.shape import ModelShape
-from samecurve.planner.wanted import Wanted
+from samecurve.planner.step_time import StepTime
+from samecurve.planner.tensor_lines import MOMENTS
+
+BAR = 60
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns; the first row is the header and the first column text."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if not index else cell.rjust(width) for index, (cell, width) in enumerate(pairs))
+        for pairs in ([*zip(row, widths, strict=True)] for row in rows)
+    )
+
+
+def short_seconds(value: float) -> str:
+    """Format seconds with three figures, 1,000 and more without an exponent: 0.139, 15.7, 86,400."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
+def anatomy_table(each: Anatomy, gpu_gib: float) -> str:
+    """Format one class of ranks: GiB of every line at every moment, its formula and source, and a bar of the peak."""
+    rows = [[f"{each.stage.name} stage, GiB", *MOMENTS]]
+    shown = [line for line in (*each.lines, *overhead(each)) if any(getattr(line, moment) for moment in MOMENTS)]
+    rows += [[line.name, *(f"{getattr(line, moment) / GIB:.2f}" for moment in MOMENTS)] for line in shown]
+    rows.append(["total", *(f"{sum(getattr(line, moment) for line in shown) / GIB:.2f}" for moment in MOMENTS)])
+    texts = aligned(rows).splitlines()
+    notes = ["", *(f"{line.formula} ({line.source})" for line in shown), ""]
+    described = [f"{text}  {note}".rstrip() for text, note in zip(texts, notes, strict=True)]
+    parts = [(line.name, getattr(line, each.moment) / GIB) for line in shown]
+    return "\n".join([*described, bar(parts, max(gpu_gib, sum(value for _, value in parts)), f"of {gpu_gib:.0f} GiB")])
+
+
+def bar(parts: Sequence[tuple[str, float]], whole: float, label: str) -> str:
+    """Draw parts of a whole as one bar, a letter for each, with a legend."""
+    drawn, legend, end = "", [], 0.0
+    for index, (name, value) in enumerate(part for part in parts if part[1] > 0):
+        letter = chr(ord("a") + index)
+        end += value
+        # counted from the start of the bar, so that rounding errors do not add up
+        cells = round(BAR * end / whole) - len(drawn)
+        drawn += letter * max(cells, 0)
+        legend.append(f"{letter} {name}")
+    return f"|{drawn[:BAR].ljust(BAR, '.')}| {label}\n " + ", ".join(legend)
+
+
+def step_table(time: StepTime) -> str:
+    """Format the parts of a step in seconds, with a bar."""
+    parts = [(each.name.replace("_", " "), getattr(time, each.name)) for each in fields(time)]
+    rows = [["step, s", ""], *([name, f"{value:.4f}"] for name, value in parts if value)]
+    return aligned([*rows, ["total", f"{time.total:.4f}"]]) + "\n" + bar(parts, time.total, f"of {time.total:.3f} s")
+
+
+def ledger_table(stage: str, exchanges: Sequence[Exchange]) -> str:
+    """Format the bytes that a rank of a stage exchanges per step."""
+    rows = [(each.axis, each.collective, f"{each.num_bytes / MIB:,.3f}", each.content) for each in exchanges]
+    total = sum(each.num_bytes for each in exchanges) / MIB
+    header = (f"{stage} stage, per rank and step", "collective", "MiB", "content")
+    return aligned([header, *rows, ("total", "", f"{total:,.3f}", "")])
+
+
+# Output of `plan`: the answer in one line, the ranked table, and why the others are not chosen.
+
 
 PUBLIC = "constants fitted to public runs, none measured here"
 COLUMNS = (
@@ -57,7 +135,7 @@ def answer(best: Choice, others: int) -> str:
     least, most = best.memory_interval
     shape = f"{sizes(job.layout)}, micro-batch {batch(job)}, recompute {job.checkpointing}"
     speed = f"{rate(best.tokens_per_s)} tokens/s ({rate(slow)} to {rate(fast)})"
-    shown = printing.seconds
+    shown = short_seconds
     step = f"a step in {shown(found.seconds)} s ({shown(low)} to {shown(high)})"
     held = f"{found.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
     learnt = job.calibration
@@ -86,7 +164,7 @@ def at_most(count: int, choices: Sequence[Choice]) -> list[Choice]:
 
 
 def table(choices: Sequence[Choice]) -> str:
-    return printing.table([COLUMNS, *map(_row, choices)])
+    return aligned([COLUMNS, *map(_row, choices)])
 
 
 def _row(choice: Choice) -> list[str]:
@@ -112,7 +190,7 @@ def _step_seconds(value: float) -> str:
 def legend(lacking: Sequence[Choice]) -> str:
     """Explain what the verdicts of shapes that this version cannot run say."""
     used = dict.fromkeys(axis for each in lacking for axis in each.name.split("+"))
-    named = ", ".join(f"{axis}: {space.AXIS_NAMES[axis]}" for axis in used)
+    named = ", ".join(f"{axis}: {search.AXIS_NAMES[axis]}" for axis in used)
     return f"needs: axes that no file in configs/ has, or has together ({named})"
 
 
@@ -195,3 +273,93 @@ def attention_flops(shape: ModelShape, rows: float, seq: float) -> float:
 def step_flops(shape: ModelShape, rows: float, seq: float) -> float:
     """Return the model's FLOPs of a training step, of which MFU is a share (arXiv:2205.05198, equation 8)."""
     return 3 * (shape.layers * layer_flops(shape, rows, seq) + 2 * rows * seq * shape.head_parameters)
+
+
+# Every constant of a plan's machines and of the formulas, with its origin: for --json, and in one line of text.
+
+
+FORMULAS = (hardware, kernels, step_time, memory, tensor_lines, activations, offload, answers, search)
+
+
+def constants(machines: Cluster) -> dict[str, Constant]:
+    """Return the constants by dotted names, for example gpu.hbm_gb_per_s or kernels.COMPILED_FLOOR."""
+    found = dict(_of_machines(machines))
+    for module in FORMULAS:
+        name = module.__name__.rpartition(".")[2]
+        # names with an underscore are parts of others
+        named = {key: value for key, value in vars(module).items() if key.isupper() and key[0] != "_"}
+        found |= flat(name, named)
+    return found | dict(flat("hardware.node_curve", hardware.node_curve()))
+
+
+def _of_machines(machines: Cluster) -> Iterator[tuple[str, Constant]]:
+    for name, part in (("gpu", machines.card), ("host", machines.host)):
+        yield from flat(name, {each.name: getattr(part, each.name) for each in fields(part)})
+    yield from flat("network", {"gbit_per_s_per_node": machines.node_gbit})
+    for index, level in enumerate(machines.levels):  # names as in a cluster file
+        rates = {str(ranks): rate for ranks, rate in level.measured}
+        others = {"gbit_per_s_per_node": level.node_gbit, "latency_us": level.latency_us}
+        yield from flat(f"links.{index}", {"bus_gb_per_s": rates, **others})
+    yield from flat("memory", {"reserved_gib": machines.reserved_gib})
+    yield from flat("calibration", _learnt(machines))
+
+
+def _learnt(machines: Cluster) -> dict[str, Any]:
+    """Return what runs or results of bench on such machines taught."""
+    learnt = machines.calibration
+    if not learnt:
+        return {}
+    units = {
+        "time": "multiple of the predicted seconds",
+        "stack_time": "multiple of the predicted seconds",
+        "memory": "multiple of the predicted tensors",
+        "process_gib": "GiB",
+    }
+    return {
+        name: {
+            key: Constant(value, unit, CALIBRATED, learnt.describe()) for key, value in getattr(learnt, name).items()
+        }
+        for name, unit in units.items()
+    }
+
+
+def constants_record(machines: Cluster) -> dict[str, dict[str, Any]]:
+    """Return the constants as JSON: value, unit, origin and source by name."""
+    return {
+        name: {"value": float(each), "unit": each.unit, "origin": each.origin, "source": each.source}
+        for name, each in constants(machines).items()
+    }
+
+
+def inputs_line(machines: Cluster, job: Job | None) -> str:
+    """Say in one line where the numbers behind a plan come from, with the values of the most important ones.
+
+    Args:
+        machines: the cluster.
+        job: of the answer, None if nothing can run.
+    """
+    card, outer = machines.card, machines.levels[1:]
+    near = machines.levels[0].measured[-1][1] if machines.levels else card.bus_gb_per_s
+    shown = [("products", card.matmul_tflops), ("GPU memory", card.hbm_gb_per_s), ("links in a node", near)]
+    if machines.nodes > 1:
+        far = [each.measured[-1][1] if each.measured else each.node_gbit for each in outer] or [machines.node_gbit]
+        names = [each.name for each in outer] or ["network"]
+        shown += list(zip(names, far, strict=True))
+    by_origin: dict[str, list[str]] = {each: [] for each in ORIGINS}
+    for name, each in shown:
+        assert isinstance(each, Constant)
+        by_origin[each.origin].append(f"{name} {each:,.4g} {each.unit}")
+    by_origin[FITTED].append("efficiencies, latencies, overlap")
+    held = [("CUDA context", memory.CONTEXT_GIB), ("NCCL", memory.NCCL_GIB)]
+    given, learnt = machines.reserved_gib, machines.calibration
+    if isinstance(given, Constant):
+        held = [("reserved memory", given)]
+    if job and memory.reserved(job)[1] == CALIBRATED:
+        held = []
+        by_origin[CALIBRATED].append("reserved memory")
+    gaps = memory.RESIDENT_GAPS if machines.kind == "cpu" else memory.FRAGMENTATION
+    for name, each in (*held, ("fragmentation", gaps)):
+        by_origin[each.origin].append(name)
+    if learnt and (learnt.time or learnt.memory):
+        by_origin[CALIBRATED].append("factors of all these")
+    return "Inputs: " + "; ".join(f"{', '.join(names)} ({each})" for each, names in by_origin.items() if names)

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from samecurve.planner import memory, plan_text, space, strategies
+from samecurve.planner import memory, plan_text, search, strategies
 from samecurve.planner.answers import hold, predict
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.search import Choice, host_problem
-from samecurve.planner.space import Sizes
-from samecurve.planner.strategy_files import Template
-from samecurve.planner.wanted import Wanted
+from samecurve.planner.inputs import Wanted
+from samecurve.planner.search import Choice, Sizes, host_problem
+from samecurve.planner.strategies import Template
 
 MOST_GPUS = 4096
 SCANNED = 64  # numbers of GPUs that are tried one by one for the smallest
@@ -113,7 +112,7 @@ class Tried:
 
     def _judge(self, machines: Cluster) -> Iterator[Judged]:
         for template in self.templates:
-            own = [template.own_sizes] if self.as_written else space.sizes(template, self.wanted, machines)
+            own = [template.own_sizes] if self.as_written else search.sizes(template, self.wanted, machines)
             for sizes in own:
                 if self._is_hopeless(machines, template, sizes):
                     continue
@@ -184,7 +183,7 @@ def _smallest(wanted: Wanted, machines: Cluster, template: Template, sizes: Size
         return
     checkpointing = wanted.checkpointing if "checkpointing" in wanted.fixed else "full"
     tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
-    counts = space.micro_batches(wanted, strategy.dims.dp)
+    counts = search.micro_batches(wanted, strategy.dims.dp)
     # under GPipe a larger one may need less (search.py)
     for micro_batch in counts if strategy.schedule == "GPipe" else counts[:1]:
         least = wanted.with_memory(micro_batch, checkpointing)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from samecurve.planner.job import Job
-from samecurve.planner.shape import ModelShape
+from samecurve.planner.model_shape import ModelShape
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.timetables import micro_batches_kept
 

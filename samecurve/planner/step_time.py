@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
-from samecurve.planner import collectives, kernels, offload
+from samecurve.planner import kernels, links, offload
 from samecurve.planner.activations import expert_imbalance
-from samecurve.planner.constants import ASSUMED, Constant
 from samecurve.planner.data_parallel_time import data_seconds
-from samecurve.planner.hardware import Link
+from samecurve.planner.hardware import ASSUMED, BY_COST, Constant, Link, Profile, profile
 from samecurve.planner.job import Job, axis_link
-from samecurve.planner.profiles import BY_COST, Profile, profile
 from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
@@ -166,8 +164,8 @@ def tensor_seconds(job: Job, constants: Profile) -> float:
         return 0
     over = axis_link(job, "tp", constants)
     hidden = job.element_bytes * job.tokens * job.shape.hidden
-    volume = collectives.all_reduce_volume(hidden, size)
-    call = collectives.seconds(volume, size, over, hidden)
+    volume = links.all_reduce_volume(hidden, size)
+    call = links.collective_seconds(volume, size, over, hidden)
     blocks = 2 if job.mlp_split == size else 1
     calls = blocks * (3 if job.repeats_layers else 2)
     shown = HIDDEN_TENSOR_PARALLEL if job.async_tp else 1
@@ -196,7 +194,7 @@ def context_seconds(job: Job, constants: Profile) -> float:
 
 def _exchange_seconds(payload_bytes: float, ranks: int, over: Link) -> float:
     """Seconds of an all-gather to so many bytes, or of an all-to-all in which each rank holds so many."""
-    return collectives.seconds(collectives.all_gather_volume(payload_bytes, ranks), ranks, over)
+    return links.collective_seconds(links.all_gather_volume(payload_bytes, ranks), ranks, over)
 
 
 def key_bytes(job: Job) -> float:

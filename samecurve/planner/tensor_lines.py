@@ -17,10 +17,8 @@ from samecurve.planner.activations import (
     mask_elements,
     score_gradient_bytes,
 )
-from samecurve.planner.constants import ASSUMED, Constant
-from samecurve.planner.hardware import GIB
+from samecurve.planner.hardware import ASSUMED, GATHERED, GIB, Constant, Profile
 from samecurve.planner.job import Job
-from samecurve.planner.profiles import GATHERED, Profile
 from samecurve.planner.stages import Stage, in_flight, shard_sizes, stage_parameters
 from samecurve.specs import loss_chunks
 from samecurve.strategy.pipeline_schedules import SCHEDULES

@@ -18,7 +18,7 @@ from samecurve.metrics.profiling.trace import breakdown, read_trace
 from samecurve.planner import inputs, ledger, memory, strategies
 from samecurve.planner.cluster import built_in
 from samecurve.planner.stages import stages
-from samecurve.planner.strategy_files import read
+from samecurve.planner.strategies import read
 from samecurve.strategy.parallel_dims import DIMENSIONS, LOSS
 
 STEPS = "profile.steps=[3,5]"

@@ -21,7 +21,7 @@ from test_equal_curves import SCHEDULES
 from samecurve.bench.memory_probe import CONTEXT, KERNELS
 from samecurve.engines import shared_gpu
 from samecurve.optim import adamw_bf16
-from samecurve.planner.bench_results import COMMUNICATORS
+from samecurve.planner.calibrate import COMMUNICATORS
 from samecurve.strategy.placement import place_strategy
 
 ON_GPU = torch.cuda.is_available()

@@ -16,15 +16,14 @@ from test_calibration import BENCH, PROCESS, RECIPE, bench, job_of, recorded
 from samecurve.bench import memory, memory_probe
 from samecurve.cli.commands import main
 from samecurve.errors import ConfigurationError, SamecurveError
-from samecurve.planner import bench_results, calibrate, calibration, cluster_file, forecast, origins, step_time
+from samecurve.planner import calibrate, calibration, cluster, forecast, plan_text, step_time
 from samecurve.planner import memory as planned
 from samecurve.planner.calibration import ALONE, Calibration
 from samecurve.planner.cluster import built_in
-from samecurve.planner.constants import ASSUMED, CALIBRATED
-from samecurve.planner.hardware import GIB, PROCESS_GIB
+from samecurve.planner.hardware import ASSUMED, CALIBRATED, GIB, PROCESS_GIB
 
 GPU = torch.device("cuda", 1)
-CONTEXT, KERNELS, COMMUNICATORS = memory_probe.CONTEXT, memory_probe.KERNELS, bench_results.COMMUNICATORS
+CONTEXT, KERNELS, COMMUNICATORS = memory_probe.CONTEXT, memory_probe.KERNELS, calibrate.COMMUNICATORS
 OF_CPU = {"torch": {"Python": 0.25, "gloo": 0.25}, "deepspeed": {"Python": 0.25, "engine": 0.5}}
 OF_GPU = {"torch": {CONTEXT: 0.5, KERNELS: 0.25, COMMUNICATORS: 1.0}}
 
@@ -173,7 +172,7 @@ def test_two_processes_on_a_cpu(library, tmp_path, monkeypatch, capsys):
     assert list(parts)[-2:] == ["gloo", "a first step"] and len(parts) == 5
     assert 0.25 < sum(parts.values()) < 1 and min(parts.values()) > -0.01
     assert (parts["the engine's modules"] + parts["a first step"] > 0.045) == (library == "deepspeed")
-    read = bench_results.read(file)
+    read = calibrate.read_bench(file)
     assert read and read.learnt.process_gib[library] == pytest.approx(sum(parts.values()))
     assert f"{sum(parts.values()):.3f}" in capsys.readouterr().out
 
@@ -212,7 +211,7 @@ def held(job) -> dict[str, tuple[float, str]]:
 
 
 def test_a_gpu_has_communicators_where_there_are_others(tmp_path):
-    read = bench_results.read(on_h100(tmp_path, OF_GPU))
+    read = calibrate.read_bench(on_h100(tmp_path, OF_GPU))
     assert read and read.learnt == Calibration("H100", process_gib={ALONE: 0.75, "": 1.75})
     assert read.note == "one process 0.75 GiB, others 1.75 GiB beside tensors, assumed 2.10 GiB"
     two, one = (replace(job_of("ddp", cluster), calibration=read.learnt) for cluster in ("h100x2", "h100x1"))
@@ -221,20 +220,20 @@ def test_a_gpu_has_communicators_where_there_are_others(tmp_path):
 
 
 def test_a_single_gpu_says_nothing_about_communicators(tmp_path):
-    read = bench_results.read(on_h100(tmp_path, {"torch": {CONTEXT: 0.5, KERNELS: 0.25}}))
+    read = calibrate.read_bench(on_h100(tmp_path, {"torch": {CONTEXT: 0.5, KERNELS: 0.25}}))
     assert read and read.learnt.process_gib == {ALONE: 0.75} and read.note.endswith("assumed 0.90 GiB")
     two = replace(job_of("ddp", "h100x2"), calibration=read.learnt)
     one = replace(two, layout=replace(two.layout, dp=1))
     assert held(two).keys() == {"context", "NCCL"}
     machines = replace(built_in("h100x2"), calibration=read.learnt)
-    assert "reserved memory (calibration)" in origins.summary(machines, one)
-    assert "CUDA context, NCCL, fragmentation (assumed)" in origins.summary(machines, two)
+    assert "reserved memory (calibration)" in plan_text.inputs_line(machines, one)
+    assert "CUDA context, NCCL, fragmentation (assumed)" in plan_text.inputs_line(machines, two)
 
 
 def test_a_runs_own_measurement_wins(tmp_path):
     """The bench has no data loader and few allocations; of libraries that no run had, it knows more than the runs."""
-    benches = [bench_results.read(result(tmp_path, OF_CPU))]
-    runs = {name: calibrate.read(recorded(tmp_path, name)) for name in ("ddp", "zero2")}
+    benches = [calibrate.read_bench(result(tmp_path, OF_CPU))]
+    runs = {name: calibrate.read_run(recorded(tmp_path, name)) for name in ("ddp", "zero2")}
     learnt = calibrate.learn([runs["ddp"]], benches)
     assert learnt.process_gib["torch"] == pytest.approx(PROCESS["torch"])
     assert learnt.process("deepspeed", 2) == 0.75 and learnt.process("another", 2) == learnt.process_gib["torch"]
@@ -249,7 +248,7 @@ def test_results_of_several_machines_are_averaged(tmp_path):
     folders = [tmp_path / str(nth) for nth in range(2)]
     for folder in folders:
         folder.mkdir()
-    benches = [bench_results.read(result(folder, each)) for folder, each in zip(folders, parts, strict=True)]
+    benches = [calibrate.read_bench(result(folder, each)) for folder, each in zip(folders, parts, strict=True)]
     assert calibrate.learn([], benches).process_gib == {"torch": pytest.approx(0.5)}
 
 
@@ -265,11 +264,11 @@ def test_a_cluster_files_own_number_comes_first(tmp_path):
     learnt, path = Calibration("H100", process_gib={"": 1.75}), tmp_path / "cluster.yaml"
     path.write_text("gpu: H100-80GB\nnodes: 1\ngpus_per_node: 2\nreserved_gib: 5\n")
     job = replace(job_of("ddp", "h100x2"), calibration=learnt)
-    own = cluster_file.cluster(str(path)).reserved_gib
+    own = cluster.read_cluster(str(path)).reserved_gib
     assert held(replace(job, reserved_gib=own)) == {"reserved": (5, "the cluster's reserved_gib")}
     assert held(job_of("ddp"))["reserved"] == (PROCESS_GIB, ASSUMED)
-    path.write_text(cluster_file.text(built_in("cpux2")))
-    assert "reserved_gib" not in path.read_text() and cluster_file.cluster(str(path)).reserved_gib is PROCESS_GIB
+    path.write_text(cluster.cluster_text(built_in("cpux2")))
+    assert "reserved_gib" not in path.read_text() and cluster.read_cluster(str(path)).reserved_gib is PROCESS_GIB
 
 
 def test_a_run_keeps_its_measured_peak_beside_a_memory_result(cache):

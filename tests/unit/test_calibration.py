@@ -20,7 +20,7 @@ from samecurve.planner.calibrate import FinishedRun
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import built_in
 from samecurve.planner.job import from_json, to_json
-from samecurve.planner.strategy_files import read
+from samecurve.planner.strategies import read
 from samecurve.strategy.plan import Plan
 from samecurve.training import prediction
 
@@ -72,7 +72,7 @@ def test_a_job_is_read_again_as_it_was():
 
 def test_two_runs_teach_the_other_strategies(tmp_path):
     """The arithmetic: on a machine that differs by the factors alone, step times within 15 %, memory within 5 %."""
-    runs = {name: calibrate.read(recorded(tmp_path, name)) for name in STRATEGIES}
+    runs = {name: calibrate.read_run(recorded(tmp_path, name)) for name in STRATEGIES}
     learnt = calibrate.learn([runs["ddp"], runs["zero2"]])
     true = replace(runs["ddp"].job, calibration=Calibration("cpu", time=TRUE))
     assert runs["ddp"].seconds == pytest.approx(step_time.breakdown(true).total)  # without the slow first step
@@ -139,8 +139,8 @@ def test_two_real_runs_teach_most_others(measured, overrides, missed_goals, wors
 
 def test_what_is_left_out_is_predicted_from_the_others_alone(tmp_path):
     """A run that is three times slower than the others say has a left-out error of a factor of three."""
-    runs = [calibrate.read(recorded(tmp_path, name)) for name in ("ddp", "fsdp")]
-    odd = calibrate.read(recorded(tmp_path, "tp", factor=3.0))
+    runs = [calibrate.read_run(recorded(tmp_path, name)) for name in ("ddp", "fsdp")]
+    odd = calibrate.read_run(recorded(tmp_path, "tp", factor=3.0))
     (left_out, _) = calibrate.errors_left_out([*runs, odd])[-1]
     assert left_out == pytest.approx(math.log(3), abs=0.3)
     assert calibrate.errors_left_out(runs[:1]) == []
@@ -151,8 +151,8 @@ def test_what_is_left_out_is_predicted_from_the_others_alone(tmp_path):
 
 def test_one_run_already_helps(tmp_path):
     """An error of a third more than halves."""
-    run = calibrate.read(recorded(tmp_path, "ddp"))
-    other = calibrate.read(recorded(tmp_path, "fsdp"))
+    run = calibrate.read_run(recorded(tmp_path, "ddp"))
+    other = calibrate.read_run(recorded(tmp_path, "fsdp"))
     (before, _), (after, _) = (calibrate.errors([other], each)[0] for each in (None, calibrate.learn([run])))
     assert abs(after) < abs(before) / 2
 
@@ -206,7 +206,7 @@ def test_what_was_learnt_elsewhere_is_not_applied(tmp_path, cache, capsys):
 
 def test_a_gpu_has_one_name_and_keeps_other_hardware_apart(tmp_path, cache):
     """torch calls it NVIDIA H100 80GB HBM3, a cluster H100-80GB."""
-    runs = [calibrate.read(recorded(tmp_path, name, "h100x2")) for name in ("ddp", "zero2")]
+    runs = [calibrate.read_run(recorded(tmp_path, name, "h100x2")) for name in ("ddp", "zero2")]
     named = replace(runs[0], job=replace(runs[0].job, gpu_kind="NVIDIA H100 80GB HBM3"))
     learnt = calibrate.learn([named, runs[1]])
     assert learnt.kind == "H100" and learnt.memory and not learnt.process_gib
@@ -216,9 +216,9 @@ def test_a_gpu_has_one_name_and_keeps_other_hardware_apart(tmp_path, cache):
 
 
 def test_answers_of_a_table_use_what_was_learnt_on_such_gpus(tmp_path):
-    from samecurve.planner import runs_file
+    from samecurve.planner import answers
 
-    rows = runs_file.read(Path("benchmarks/planner/runs.csv"))[:40]
+    rows = answers.read_runs(Path("benchmarks/planner/runs.csv"))[:40]
     learnt = Calibration("H100", time=dict.fromkeys(calibration.GROUPS, 2.0))
     for row in rows:
         ratio = answer(row, learnt)["step_seconds"] / answer(row)["step_seconds"]
@@ -262,14 +262,14 @@ def test_bench_replaces_the_assumed_rates(tmp_path, cache, capsys):
 
 def test_bench_helps_a_run_to_tell_the_parts_of_a_step_apart(tmp_path):
     """One run alone cannot say whether computation or communication is slow; bench has measured both."""
-    run, other = (calibrate.read(recorded(tmp_path, name)) for name in ("ddp", "fsdp"))
+    run, other = (calibrate.read_run(recorded(tmp_path, name)) for name in ("ddp", "fsdp"))
     link = LONG_CALL["seconds"] * 2 * TRUE["communication"]
     rates = {"fp32": {"2048": 2 * 0.1 / TRUE["compute"]}}
     paths = [
         bench(tmp_path, {**MATMUL, "tflops": rates}),
         bench(tmp_path, collectives_of({**LONG_CALL, "seconds": link})),
     ]
-    benches = [calibrate.bench_results.read(path) for path in paths]
+    benches = [calibrate.read_bench(path) for path in paths]
     alone, helped = calibrate.learn([run]), calibrate.learn([run], benches)
     errors = [abs(calibrate.errors([other], each)[0][0]) for each in (alone, helped)]
     assert errors[1] < 0.05 and errors[1] < errors[0]

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from samecurve.planner import profiles, runs_file
+from samecurve.planner import answers, hardware
 
 SCRIPT = Path("scripts/fit_planner.py").resolve()
-ROW = dict.fromkeys((*runs_file.NEEDED, *runs_file.UNUSED), "") | {
+ROW = dict.fromkeys((*answers.NEEDED, *answers.UNUSED), "") | {
     **{"model": "tiny", "layers": "4", "hidden": "512", "heads": "8", "ffn": "2048", "mlp": "gelu", "vocab": "1000"},
     **{"gpu": "H100-80GB", "gpu_memory_gib": "79.1", "gpus": "8", "dp": "8", "zero": "1", "seq": "1024"},
     **{"micro_batch": "1", "grad_accum": "4", "global_batch": "32", "precision": "bf16", "status": "ran"},
@@ -40,7 +40,7 @@ def test_page_picture_and_profiles_are_written(tmp_path, monkeypatch, capsys):
         writer = csv.DictWriter(file, ROW)
         writer.writeheader()
         writer.writerows(RUNS)
-    monkeypatch.setattr(profiles, "PATH", tmp_path / "profiles.json")
+    monkeypatch.setattr(hardware, "PATH", tmp_path / "profiles.json")
     script = runpy.run_path(str(SCRIPT))
     places = {"ROOT": tmp_path, "PAGE": tmp_path / "planner.md", "PICTURE": tmp_path / "planner.svg"}
     # the script's functions look their names up where they were defined
@@ -50,7 +50,7 @@ def test_page_picture_and_profiles_are_written(tmp_path, monkeypatch, capsys):
     found = json.loads((tmp_path / "profiles.json").read_text())
     assert set(found["stacks"]) == {"default", "nanotron", "megatron"}
     assert found["origin"] == "scripts/fit_planner.py on made_up.csv, 6 runs"
-    assert set(found["stacks"]["default"]) == set(profiles.CONSTANTS)
+    assert set(found["stacks"]["default"]) == set(hardware.CONSTANTS)
     page = (tmp_path / "planner.md").read_text()
     assert "| out of memory, states | 1 | 0 | 0.0 % |" in page and "Of 2 cells" in page
     assert "| step time, worst source (" in page and "| 1 - rank correlation of speeds" in page

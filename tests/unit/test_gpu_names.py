@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from samecurve.planner.constants import ASSUMED, Constant
-from samecurve.planner.hardware import canonical, gpu, is_unknown, known_gpu
+from samecurve.planner.hardware import ASSUMED, Constant, canonical, gpu, is_unknown, known_gpu
 
 # kind: name of the row, memory in GiB, GB/s of a node's links
 KINDS = {

@@ -8,10 +8,10 @@ import pytest
 from test_planner_anatomy import a_job
 
 from samecurve.errors import ConfigurationError
-from samecurve.planner import cluster_file, links, memory, offload, step_time
-from samecurve.planner.cluster_file import cluster
+from samecurve.planner import cluster, links, memory, offload, step_time
+from samecurve.planner.cluster import read_cluster
 from samecurve.planner.hardware import GIB, gpu
-from samecurve.planner.layout import Layout
+from samecurve.planner.job import Layout
 from samecurve.planner.links import Level
 
 FILE = """\
@@ -39,7 +39,7 @@ def link(levels, ranks: int, stride: int = 1) -> links.Link:
 
 
 def test_a_group_uses_the_outermost_level_that_it_crosses(path):
-    machines = cluster(str(path))
+    machines = read_cluster(str(path))
     assert machines.gpus == 1024 and machines.host.cpu_cores == 192
     assert link(machines.levels, 8) == links.Link("node", 360, 8e-6)
     assert link(machines.levels, 32) == links.Link("rack", 3200 / 8 * 0.73, 20e-6)
@@ -55,11 +55,11 @@ def test_a_group_uses_the_outermost_level_that_it_crosses(path):
 
 def test_a_level_without_numbers_takes_the_defaults(path):
     path.write_text("gpu: H100-80GB\nnodes: 2\ngpus_per_node: 8\nlinks:\n  - {level: node}\n")
-    found = cluster(str(path))
+    found = read_cluster(str(path))
     card, nominal = found.card.bus_gb_per_s, found.node_gbit
     assert found.levels == (Level("node", 8, ((1, card),)), Level("network", 0, node_gbit=nominal))
     path.write_text("gpu: H100-80GB\nnodes: 2\ngpus_per_node: 8\ngbit_per_s_per_node: 3200\n")
-    plain, built_in = cluster(str(path)), cluster("h100x8").scaled(16)
+    plain, built_in = read_cluster(str(path)), read_cluster("h100x8").scaled(16)
     job = a_job(layout=Layout(16, zero=3, shard=16), node_gbit=3200)
     times = [step_time.breakdown(each).total for each in (job, replace(job, levels=plain.levels))]
     assert times[0] == pytest.approx(times[1])
@@ -67,15 +67,15 @@ def test_a_level_without_numbers_takes_the_defaults(path):
 
 
 def test_what_is_written_is_read_again(path):
-    machines = cluster(str(path))
-    path.write_text(cluster_file.text(machines))
-    assert cluster(str(path)) == machines
+    machines = read_cluster(str(path))
+    path.write_text(cluster.cluster_text(machines))
+    assert read_cluster(str(path)) == machines
     device = "device: {memory_gib: 40, peak_tflops: {bf16: 300, fp32: 20}, hbm_gb_per_s: 1500}\n"
     path.write_text(device + "nodes: 1\ngpus_per_node: 4\nlinks: [{level: node, bus_gb_per_s: 100}]\n")
-    machines = cluster(str(path))
+    machines = read_cluster(str(path))
     assert machines.card.matmul_tflops == 240 and machines.card.fp32_tflops == 16
-    path.write_text(cluster_file.text(machines))
-    assert cluster(str(path)) == machines
+    path.write_text(cluster.cluster_text(machines))
+    assert read_cluster(str(path)) == machines
 
 
 def test_reserved_memory_replaces_context_and_nccl(path):
@@ -103,7 +103,7 @@ def test_reserved_memory_replaces_context_and_nccl(path):
 def test_a_wrong_key_or_value_is_named_with_its_line(path, change, message):
     path.write_text(FILE.replace(*change))
     with pytest.raises(ConfigurationError) as raised:
-        cluster(str(path))
+        read_cluster(str(path))
     assert message in str(raised.value)
 
 
@@ -139,30 +139,30 @@ def test_offloading_takes_host_memory_and_time():
     ],
 )
 def test_any_gpu_with_known_rates_is_a_kind(text, kind, row, count, tmp_path):
-    machines = cluster(text)
+    machines = read_cluster(text)
     assert (machines.kind, machines.gpus_per_node, machines.card) == (kind, count, gpu(row))
     path = tmp_path / "cluster.yaml"
-    path.write_text(cluster_file.text(machines))
-    assert replace(cluster(str(path)), levels=()) == machines
+    path.write_text(cluster.cluster_text(machines))
+    assert replace(read_cluster(str(path)), levels=()) == machines
 
 
 @pytest.mark.parametrize("text", ["q100x8", "v100", "v100x0", "rtx-4090-dx2"])
 def test_an_unknown_kind_is_told_what_else_there_is(text):
     with pytest.raises(ConfigurationError) as raised:
-        cluster(text)
+        read_cluster(text)
     for each in (f"--cluster {text}: expected a cluster file (.yaml, see Cluster files in docs/planning.md)", "L40S"):
         assert each in str(raised.value)
 
 
 def test_processes_share_the_memory_of_their_host(tmp_path):
-    four = cluster("cpux4")
-    assert (cluster("cpux1").card.memory_gib, four.card.memory_gib, four.host.memory_gib) == (64, 16, 64)
+    four = read_cluster("cpux4")
+    assert (read_cluster("cpux1").card.memory_gib, four.card.memory_gib, four.host.memory_gib) == (64, 16, 64)
     assert (four.scaled(2).card.memory_gib, four.scaled(8).card.memory_gib) == (32, 16)
     path = tmp_path / "cluster.yaml"
-    path.write_text(cluster_file.text(four))
-    assert cluster(str(path)).card.memory_gib == 16
+    path.write_text(cluster.cluster_text(four))
+    assert read_cluster(str(path)).card.memory_gib == 16
     path.write_text("gpu: cpu\nnodes: 1\ngpus_per_node: 8\nhost: {memory_gib: 256}\n")
-    found = cluster(str(path))
+    found = read_cluster(str(path))
     assert found.card.memory_gib == 32 and found.card.memory_gib.source == f"{path}:4; shared by 8 processes"
     # a GPU has its own
-    assert cluster("h100x4").card.memory_gib == cluster("h100x8").card.memory_gib
+    assert read_cluster("h100x4").card.memory_gib == read_cluster("h100x8").card.memory_gib

@@ -14,8 +14,8 @@ import pytest
 
 from samecurve.cli import plan
 from samecurve.cli.commands import main
-from samecurve.planner import coverage, inputs, runs_file
-from samecurve.planner.answers import answer
+from samecurve.planner import inputs
+from samecurve.planner.answers import NEEDED, answer, job_of_row, read_runs
 from samecurve.planner.hardware import gpu
 
 RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "planner" / "runs.csv"
@@ -32,7 +32,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, str]]:
-    return runs_file.read(RUNS)
+    return read_runs(RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_answers_depend_on_neither_order_nor_names_nor_results(rows, answers, tm
     """Rows and columns are shuffled, ids replaced, measured columns left out."""
     chosen = random.Random(0).sample(rows, 50)
     source, target = tmp_path / "runs.csv", tmp_path / "out.json"
-    names = random.Random(1).sample(runs_file.NEEDED, len(runs_file.NEEDED))
+    names = random.Random(1).sample(NEEDED, len(NEEDED))
     with source.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
@@ -104,7 +104,7 @@ def test_what_no_public_run_has_gets_a_wider_interval(change, rows):
 
 def test_a_missing_and_an_unknown_column_are_named(tmp_path, capsys):
     path = tmp_path / "runs.csv"
-    path.write_text(",".join(name for name in runs_file.NEEDED if name != "seq") + ",colour\n")
+    path.write_text(",".join(name for name in NEEDED if name != "seq") + ",colour\n")
     assert main(["plan", "--runs", str(path), "--json", str(tmp_path / "x")]) == 2
     shown = capsys.readouterr().err
     assert "column 'seq' is missing" in shown and "unknown column 'colour'" in shown
@@ -126,8 +126,8 @@ def test_a_file_that_is_no_table(tmp_path, capsys):
 )
 def test_no_rows_and_shifted_ones(lines, messages, tmp_path, capsys):
     path = tmp_path / "runs.csv"
-    assert len(runs_file.NEEDED) == 45
-    path.write_text("\n".join([",".join(runs_file.NEEDED), *lines, ""]))
+    assert len(NEEDED) == 45
+    path.write_text("\n".join([",".join(NEEDED), *lines, ""]))
     assert main(["plan", "--runs", str(path), "--json", str(tmp_path / "x")]) == 2
     shown = capsys.readouterr().err
     assert all(each in shown for each in messages) and len(shown.splitlines()) == len(messages)
@@ -136,15 +136,15 @@ def test_no_rows_and_shifted_ones(lines, messages, tmp_path, capsys):
 
 def test_a_column_that_is_there_twice(tmp_path, capsys):
     path = tmp_path / "runs.csv"
-    path.write_text(",".join([*runs_file.NEEDED, "seq"]) + "\n")
+    path.write_text(",".join([*NEEDED, "seq"]) + "\n")
     assert main(["plan", "--runs", str(path), "--json", str(tmp_path / "x")]) == 2
     assert "column 'seq' is there twice" in capsys.readouterr().err
 
 
 def test_a_row_that_ends_early_is_unsupported(tmp_path):
     path = tmp_path / "runs.csv"
-    path.write_text(",".join(runs_file.NEEDED) + "\nshort,new\n")
-    assert answer(runs_file.read(path)[0])["unsupported"] == "column hidden: found '', expected a positive number"
+    path.write_text(",".join(NEEDED) + "\nshort,new\n")
+    assert answer(read_runs(path)[0])["unsupported"] == "column hidden: found '', expected a positive number"
 
 
 def test_what_a_row_leaves_out_follows_from_its_other_cells(rows):
@@ -191,9 +191,9 @@ def test_an_unknown_gpu_gets_a_wider_interval(rows):
 
 def test_a_row_without_memory_takes_it_from_the_kind(rows):
     row = {**next(row for row in rows if row["gpu"] == "A100-80GB"), "gpu_memory_gib": ""}
-    found = [runs_file.job({**row, "gpu": kind}).memory_gib for kind in ("V100-16GB", "V100-32GB", "V100")]
+    found = [job_of_row({**row, "gpu": kind}).memory_gib for kind in ("V100-16GB", "V100-32GB", "V100")]
     assert found == pytest.approx([15.76, 31.7, 31.7])
-    assert runs_file.job({**row, "gpu": "V100-16GB", "gpu_memory_gib": "15.5"}).memory_gib == 15.5
+    assert job_of_row({**row, "gpu": "V100-16GB", "gpu_memory_gib": "15.5"}).memory_gib == 15.5
 
 
 def test_a_table_names_the_gpus_whose_rates_are_guessed(rows, tmp_path, capsys):
@@ -499,7 +499,7 @@ def test_a_recipe_is_planned_only_where_it_may_run(tmp_path, capsys):
 def test_kernels_of_liger_are_said_to_be_left_out():
     liger = ["model.kernels=liger", "loss.implementation=liger"]
     recipes = [inputs.read("recipes/pretrain.yaml", each).source.recipe for each in ([], liger)]
-    usual, found = (" ".join(coverage.left_out(each, gpu("H100"))) for each in recipes)
+    usual, found = (" ".join(inputs.left_out(each, gpu("H100"))) for each in recipes)
     assert "liger" not in usual
     assert "model.kernels liger. Norms" in found and "loss.implementation liger. It is counted as chunked" in found
 

@@ -16,8 +16,8 @@ from samecurve.cli.commands import main
 from samecurve.launch import scripts
 from samecurve.launch.hosts import HostSlots
 from samecurve.launch.target import LAUNCHERS, Target, read_back, unnamed
-from samecurve.planner import space, strategies, strategy_files
-from samecurve.planner.cluster_file import cluster
+from samecurve.planner import search, strategies
+from samecurve.planner.cluster import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = {
@@ -97,8 +97,8 @@ def test_all_launchers_start_one_configuration(strategy, recipe, tmp_path, capsy
 def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monkeypatch):
     """A search that may pick HSDP only, with other replicas than the file's, and the settings that it chose."""
     folder, out = tmp_path / "plan", tmp_path / "plan.json"
-    monkeypatch.setattr(strategy_files, "shipped", lambda: [strategy_files.read("configs/hsdp.yaml")])
-    monkeypatch.setattr(space, "sizes", lambda *_: [{"dp_replicate": 4}])
+    monkeypatch.setattr(strategies, "shipped", lambda: [strategies.read("configs/hsdp.yaml")])
+    monkeypatch.setattr(search, "sizes", lambda *_: [{"dp_replicate": 4}])
     command = ["plan", recipe, "--cluster", "h100x8", "--gpus", "32", "--json", str(out)]
     assert main([*command, "--output", str(folder), "--launcher", "slurm"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -112,7 +112,7 @@ def test_the_answer_of_a_search_is_written_with_its_sizes(recipe, tmp_path, monk
     assert f"batch.micro_batch_size={best['micro_batch_size']}" in (folder / "slurm.sh").read_text()
     assert main(["plan", recipe, "--cluster", str(folder / "cluster.yaml"), "--json", str(out)]) == 0
     assert json.loads(out.read_text())["plans"][0] == best
-    assert cluster(str(folder / "cluster.yaml")).gpus == 32
+    assert read_cluster(str(folder / "cluster.yaml")).gpus == 32
 
 
 def emitted(folder: Path, recipe: str, strategy: str, *launchers: str) -> int:

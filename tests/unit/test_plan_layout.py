@@ -10,7 +10,7 @@ from test_planner_anatomy import a_job
 from samecurve.cli.commands import main
 from samecurve.errors import ConfigurationError
 from samecurve.planner import placement
-from samecurve.planner.layout import Layout
+from samecurve.planner.job import Layout
 from samecurve.strategy.parallel_dims import FSDP, ParallelDims
 
 SIXTEEN = Layout(2, tp=2, pp=4, schedule="1f1b")

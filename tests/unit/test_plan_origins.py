@@ -16,26 +16,23 @@ import pytest
 from test_plan_cluster import FILE
 
 from samecurve.cli.commands import main
-from samecurve.planner import cards, hardware, memory, origins
-from samecurve.planner import cluster as machines_of_kinds
+from samecurve.planner import cluster, hardware, memory, plan_text
 from samecurve.planner.calibration import Calibration
-from samecurve.planner.cluster import KINDS, built_in
-from samecurve.planner.cluster_file import cluster
-from samecurve.planner.constants import ASSUMED, CALIBRATED, DATA_SHEET, MEASURED, Constant
-from samecurve.planner.constants import FILE as OF_FILE
+from samecurve.planner.cluster import KINDS, built_in, read_cluster
+from samecurve.planner.hardware import ASSUMED, CALIBRATED, DATA_SHEET, MEASURED, Constant
+from samecurve.planner.hardware import FILE as OF_FILE
 
 MODEL = "benchmarks/planner/llama_8b.json"
 # Exact numbers, which need no origin: units, bytes of a format, counts that follow from an algorithm, thresholds.
-# The peaks of FP32 get their origin in `cards.rows`.
 EXACT = {
-    "cards": {"FP32"},
-    "hardware": {"MIB", "GIB"},
+    "hardware": {"MIB", "GIB", "FP32"},  # the peaks get their origin in `rows`
     "kernels": {"BACKWARD_ATTENTION", "ALIGNED"},
     "step_time": {"GRADIENT_BYTES", "ZERO_BUBBLE_SHARE"},
     "activations": {"NORMS", "PRODUCT_INPUTS", "HEAD_NORM", "POST_NORM", "LAST_NORM"},
     "tensor_lines": {"FULL_LOSS"},
     "offload": {"UPDATE_BYTES", "STATES", "SUMS"},
-    "answers": {"ONE_NODE", "LARGE"},
+    "answers": {"ONE_NODE", "LARGE", "SHOWN", "USUAL_HEAD", "USUAL_VOCABULARY"},
+    "search": {"CONTEXT_SIZES", "LEAST_CONTEXT", "LONGEST_PIPELINE"},
 }
 
 
@@ -62,24 +59,24 @@ def without_origin(module: ModuleType) -> set[str]:
     return {name for name, value in found.items() if any(x and not isinstance(x, Constant) for x in numbers(value))}
 
 
-@pytest.mark.parametrize("module", [*origins.FORMULAS, machines_of_kinds], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [*plan_text.FORMULAS, cluster], ids=lambda module: module.__name__)
 def test_no_constant_lacks_an_origin(module):
     """A new number of these modules has to be a Constant, or exact."""
     assert without_origin(module) == EXACT.get(module.__name__.rpartition(".")[2], set())
 
 
 def test_every_gpu_and_host_has_origins():
-    assert len(cards.rows()) > 30
-    for name, card in cards.rows().items():
+    assert len(hardware.rows()) > 30
+    for name, card in hardware.rows().items():
         assert all(isinstance(each, Constant) for each in numbers(card) if each), name
-    kept = [machines_of_kinds.Host(), *machines_of_kinds.HOSTS.values()]
+    kept = [cluster.Host(), *cluster.HOSTS.values()]
     assert all(isinstance(each, Constant) for part in kept for each in numbers(part) if each)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_lists_the_constants_that_it_uses(kind):
     machines = built_in(f"{kind}x8")
-    found = origins.record(machines)
+    found = plan_text.constants_record(machines)
     assert all(each.keys() == {"value", "unit", "origin", "source"} for each in found.values())
     assert all(each["unit"] and each["source"] and each["origin"] for each in found.values())
     assert found["gpu.hbm_gb_per_s"]["value"] == machines.card.hbm_gb_per_s
@@ -89,7 +86,7 @@ def test_a_plan_lists_the_constants_that_it_uses(kind):
 
 
 def test_classes_of_an_h100():
-    found = origins.constants(built_in("h100x8"))
+    found = plan_text.constants(built_in("h100x8"))
     named = {"gpu.matmul_tflops": MEASURED, "gpu.bus_gb_per_s": MEASURED, "gpu.hbm_gb_per_s": DATA_SHEET}
     named |= {"gpu.fp32_tflops": ASSUMED, "network.gbit_per_s_per_node": DATA_SHEET, "memory.CONTEXT_GIB": ASSUMED}
     assert {name: found[name].origin for name in named} == named
@@ -102,7 +99,7 @@ def test_classes_of_an_h100():
 def test_a_cluster_files_own_values_come_from_it(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text(FILE)
-    found = origins.constants(cluster(str(path)))
+    found = plan_text.constants(read_cluster(str(path)))
     own = {name: each.source for name, each in found.items() if each.origin == OF_FILE}
     lines = FILE.splitlines()
     assert {
@@ -120,7 +117,7 @@ def test_a_device_of_a_file_is_assumed_to_reach_a_share_of_its_peak(tmp_path):
     path = tmp_path / "cluster.yaml"
     device = "device: {memory_gib: 40, peak_tflops: {bf16: 300}, hbm_gb_per_s: 1500}\n"
     path.write_text(device + "nodes: 1\ngpus_per_node: 4\nlinks: [{level: node, gbit_per_s_per_node: 800}]\n")
-    found = origins.constants(cluster(str(path)))
+    found = plan_text.constants(read_cluster(str(path)))
     products = found["gpu.matmul_tflops"]
     assert (products, products.unit, products.origin) == (240, "TFLOP/s", ASSUMED)
     assert products.source == f"{path}:1, 0.8 (assumed) of the peak"
@@ -133,10 +130,10 @@ def test_what_was_learnt_is_listed():
         "H100", {"runs": ["a"], "date": "2026-11-27"}, {"compute": 1.2}, memory={"": 1.1}, path="x.json"
     )
     machines = replace(built_in("h100x8"), calibration=learnt)
-    found = origins.record(machines)["calibration.time.compute"]
+    found = plan_text.constants_record(machines)["calibration.time.compute"]
     assert (found["value"], found["origin"], found["source"]) == (1.2, CALIBRATED, learnt.describe())
-    assert origins.record(machines)["calibration.memory.others"]["value"] == 1.1
-    assert origins.summary(machines, None).endswith("factors of all these (calibration)")
+    assert plan_text.constants_record(machines)["calibration.memory.others"]["value"] == 1.1
+    assert plan_text.inputs_line(machines, None).endswith("factors of all these (calibration)")
 
 
 def test_the_command_says_where_its_numbers_come_from(tmp_path, capsys):

@@ -11,15 +11,13 @@ import pytest
 from test_planner_anatomy import LLAMA, a_job
 
 from samecurve.cli.commands import main
-from samecurve.planner import inputs, kernels, ledger, overlap, overlap_formulas, search, step_time
+from samecurve.planner import inputs, kernels, ledger, overlap, search, step_time
 from samecurve.planner.cluster import built_in
-from samecurve.planner.hardware import MIB
-from samecurve.planner.job import Job, axis_link
-from samecurve.planner.layout import Layout
+from samecurve.planner.hardware import MIB, Profile
+from samecurve.planner.job import Job, Layout, axis_link
 from samecurve.planner.overlap import Ratio
-from samecurve.planner.profiles import Profile
 from samecurve.planner.stages import stages
-from samecurve.planner.strategy_files import read
+from samecurve.planner.strategies import read
 
 MODEL = "benchmarks/planner/llama_8b.json"
 H100, NVLINK = 989e12, 450e9
@@ -188,9 +186,9 @@ def test_small_payloads_attain_less_of_a_link():
 
 def test_ratios_of_exchanges_inside_layers_by_hand():
     """Ring of 8, s = 32,768, a quarter of the keys: 2 x 0.25 x 8 x 989e12 / (32,768 x 450e9) = 0.2683."""
-    assert overlap_formulas.ring(32768, 8, 0.25, H100, NVLINK) == pytest.approx(0.2683, abs=5e-5)
+    assert overlap.textbook_ring(32768, 8, 0.25, H100, NVLINK) == pytest.approx(0.2683, abs=5e-5)
     # 2,048 elements of keys and values to one rank, for 218,103,808 weights: 2 x 2048 x 989e12 / (2 x P x 450e9)
-    found = overlap_formulas.exchanged_layer(2048, 218_103_808, 2, H100, NVLINK)
+    found = overlap.textbook_exchanged_layer(2048, 218_103_808, 2, H100, NVLINK)
     assert found == pytest.approx(0.02064, abs=5e-6)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from samecurve.cli.commands import main
-from samecurve.planner import all_ranks, inputs, strategies
+from samecurve.planner import inputs, placement, strategies
 from samecurve.planner.cluster import built_in
-from samecurve.planner.strategy_files import read
+from samecurve.planner.strategies import read
 from samecurve.strategy.parallel_dims import ParallelDims
 
 MODEL = "benchmarks/planner/llama_8b.json"
@@ -50,25 +50,25 @@ def wanted():
 )
 def test_every_rank_reads_what_the_loader_gives_it(wanted, dims):
     """StepBatches' rule: the readers' shares in order; ranks that differ in pp, cp or tp alone read the same."""
-    ranks = all_ranks.resolve(wanted, dims)
+    resolved = placement.resolve(wanted, dims)
     readers = dims.dp_replicate * dims.dp_shard
-    for rank in ranks:
+    for rank in resolved:
         reader = rank.number // (dims.cp * dims.tp) % readers
         before = sum(12 // readers + (other < 12 % readers) for other in range(reader))
         assert rank.rows == (before, before + 12 // readers + (reader < 12 % readers))
-    assert {row for rank in ranks for row in range(*rank.rows)} == set(range(12))
+    assert {row for rank in resolved for row in range(*rank.rows)} == set(range(12))
 
 
 def problems(wanted, ranks, dims) -> list[str]:
     template = read("configs/ddp.yaml")
     described, _ = strategies.describe(wanted, template, {}, 4)
     job = strategies.job(wanted, described, built_in("h100x4"))
-    return list(all_ranks.problems(wanted, dims, ranks, job))
+    return list(placement.problems(wanted, dims, ranks, job))
 
 
 def test_what_does_not_fit_together_is_found(wanted):
     dims = ParallelDims(dp_replicate=4)
-    good = all_ranks.resolve(wanted, dims)
+    good = placement.resolve(wanted, dims)
     assert problems(wanted, good, dims) == []
     twice = [replace(good[0], number=1), *good[1:3], replace(good[3], place=good[0].place)]
     assert "two ranks have the same place" in problems(wanted, twice, dims)

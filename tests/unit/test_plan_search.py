@@ -16,11 +16,11 @@ from report_cases import missing
 
 from samecurve.bench.strategy_variants import write_changed
 from samecurve.cli.commands import main
-from samecurve.planner import inputs, memory, plan_text, remedies, search, space, step_time, strategies
+from samecurve.planner import inputs, memory, plan_text, remedies, search, step_time, strategies
 from samecurve.planner.answers import Prediction
-from samecurve.planner.cluster_file import cluster
+from samecurve.planner.cluster import read_cluster
 from samecurve.planner.search import COMPARED, Choice
-from samecurve.planner.strategy_files import read, shipped
+from samecurve.planner.strategies import read, shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -97,9 +97,9 @@ def _child_seconds() -> float:
 
 
 def test_every_layout_uses_all_gpus_and_divides_the_model(wanted):
-    machines = cluster("h100x8").scaled(64)
+    machines = read_cluster("h100x8").scaled(64)
     long = replace(wanted, batch=wanted.batch.model_copy(update={"sequence_length": 32768}))
-    found = [layout for layout, _ in space.unavailable(long, machines, shipped())]
+    found = [layout for layout, _ in search.undescribed_layouts(long, machines, shipped())]
     assert {axis for axis in ("tp", "pp", "cp") if any(getattr(each, axis) > 1 for each in found)} == {"tp", "pp", "cp"}
     assert not any(each.pp > 1 and each.tp == each.cp == 1 for each in found)  # configs/pipeline.yaml describes those
     for layout in found:
@@ -109,15 +109,15 @@ def test_every_layout_uses_all_gpus_and_divides_the_model(wanted):
 
 def test_what_a_version_lacks_follows_from_the_strategy_files():
     """A file that sets the tensor-parallel size would make `tp` runnable, and `tp` with `pp` not yet."""
-    assert space.lack({"tp"}, [set(), {"pp"}]) == "needs tensor parallelism, not in this version"
-    both = space.lack({"tp", "pp"}, [{"tp"}, {"pp"}])
+    assert search.lack({"tp"}, [set(), {"pp"}]) == "needs tensor parallelism, not in this version"
+    both = search.lack({"tp", "pp"}, [{"tp"}, {"pp"}])
     assert not missing(both, ("tensor parallelism and pipeline stages", "not in this version"))
     axes = {each.name: each.axes for each in shipped()}
     assert axes["pipeline"] == ("pp",) and axes["hsdp"] == ("dp_replicate",) and axes["fsdp"] == ()
 
 
 def test_expert_parallelism_is_for_models_with_experts(wanted, tmp_path):
-    machines, templates = cluster("h100x8").scaled(16), [read("configs/fsdp_ep.yaml")]
+    machines, templates = read_cluster("h100x8").scaled(16), [read("configs/fsdp_ep.yaml")]
     (refused,) = search.search(wanted, machines, templates)
     assert refused.verdict == "cannot run" and "parallelism_config_ep_size: found 2" in refused.reason
     assert "no experts" in refused.reason
@@ -131,7 +131,7 @@ def test_expert_parallelism_is_for_models_with_experts(wanted, tmp_path):
 
 
 def test_sizes_of_a_file_are_searched_and_judged_by_its_own_check(wanted):
-    machines = cluster("h100x8").scaled(16)
+    machines = read_cluster("h100x8").scaled(16)
     found = search.search(wanted, machines, shipped())
     stages = {each.job.layout.pp for each in found if each.name == "pipeline" and each.job}
     assert stages == {2, 4, 8}  # 16 parts by parameters leave the first, an embedding, without a decoder layer
@@ -143,7 +143,7 @@ def test_sizes_of_a_file_are_searched_and_judged_by_its_own_check(wanted):
 
 def test_switches_and_second_copies_are_searched(wanted):
     """Tensor parallelism with and without its sequence parallelism, and second copies of weights over 2, 4, 8 ranks."""
-    machines = cluster("h100x8").scaled(16)
+    machines = read_cluster("h100x8").scaled(16)
     found = search.search(wanted, machines, [read("configs/fsdp_tp.yaml"), read("configs/zero3_hpz.yaml")])
     layouts = [each.job.layout for each in found if each.job]
     copies = {each.secondary for each in layouts if each.tp == 1}
@@ -163,7 +163,7 @@ def test_switches_and_second_copies_are_searched(wanted):
 def test_a_switch_that_a_file_sets_is_evaluated_as_it_stands(wanted, tmp_path):
     switch = "parallelism_config.parallelism_config_tp_sequence_parallel=true"
     path = write_changed(Path("configs/fsdp_tp.yaml"), [switch], tmp_path)
-    machines = cluster("h100x8")
+    machines = read_cluster("h100x8")
     for name, expected in (("configs/fsdp_tp.yaml", False), (str(path), True)):
         (choice,) = search.evaluate(wanted, machines, [read(name)])
         assert choice.job and choice.job.layout.sequence_parallel is expected
@@ -171,7 +171,7 @@ def test_a_switch_that_a_file_sets_is_evaluated_as_it_stands(wanted, tmp_path):
 
 def test_a_host_without_the_memory_cannot_offload(wanted):
     """8.03e9 parameters, 22 bytes each, are 164.5 GiB on a node."""
-    machines, templates = cluster("h100x8"), [read("configs/zero3_offload.yaml")]
+    machines, templates = read_cluster("h100x8"), [read("configs/zero3_offload.yaml")]
     small = replace(machines, host=replace(machines.host, memory_gib=164))
     assert search.evaluate(wanted, machines, templates)[0].found
     assert search.evaluate(wanted, small, templates)[0].reason.startswith(
@@ -181,7 +181,7 @@ def test_a_host_without_the_memory_cannot_offload(wanted):
 
 def test_a_cpu_has_no_memory_beside_its_own_to_offload_to(wanted):
     """Of 64 GiB, half of 164.5 and, with states on a disk, sums of 4 bytes and buffers of 1e9 x 4 x 4 + 5e8 x 2."""
-    choices = search.evaluate(wanted, cluster("cpux2"), [read(f"configs/{name}.yaml") for name in OFFLOADING])
+    choices = search.evaluate(wanted, read_cluster("cpux2"), [read(f"configs/{name}.yaml") for name in OFFLOADING])
     held = {}
     for each in choices:
         assert each.job
@@ -189,13 +189,13 @@ def test_a_cpu_has_no_memory_beside_its_own_to_offload_to(wanted):
         held[each.name] = sum(line.backward for line in only.lines if line.name == "offloaded states") / memory.GIB
     assert held == {"zero3_offload": pytest.approx(82.3, abs=0.1), "zero3_nvme": pytest.approx(14.96 + 15.83, abs=0.01)}
     assert choices[0].verdict == "too large"
-    (on_gpu,) = search.evaluate(wanted, cluster("h100x8"), [read("configs/zero3_offload.yaml")])
+    (on_gpu,) = search.evaluate(wanted, read_cluster("h100x8"), [read("configs/zero3_offload.yaml")])
     assert on_gpu.job and "offloaded states" not in [line.name for line in memory.anatomy(on_gpu.job)[0].lines]
 
 
 def test_gpipe_needs_less_memory_with_larger_micro_batches(wanted):
     """Each of a step's micro-batches keeps the gradient of the whole head: 1.96 GiB, of 32 rows 63 GiB, of 16 half."""
-    machines, template = cluster("h100x8").scaled(64), read("configs/pipeline_gpipe.yaml")
+    machines, template = read_cluster("h100x8").scaled(64), read("configs/pipeline_gpipe.yaml")
     fixed = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
     least, larger = (
         search.sized(fixed.with_memory(rows, "full"), machines, template, {"pp": 8}).verdict for rows in (1, 2)
@@ -211,14 +211,18 @@ def test_slow_choices_have_a_speed():
 
 def test_a_fixed_setting_is_not_searched(config):
     fixed = inputs.read(config, ["batch.micro_batch_size=2", "memory.activation_checkpointing=full"])
-    assert space.micro_batches(fixed, 4) == [2] and space.checkpointings(fixed) == ["full"]
+    assert search.micro_batches(fixed, 4) == [2] and search.checkpointings(fixed) == ["full"]
     free = inputs.read(config, ["batch.global_batch_size=24"])
-    assert space.micro_batches(free, 4) == [1, 2, 4, 6] and space.checkpointings(free) == ["none", "selective", "full"]
+    assert search.micro_batches(free, 4) == [1, 2, 4, 6] and search.checkpointings(free) == [
+        "none",
+        "selective",
+        "full",
+    ]
 
 
 def choice(wanted, name: str, seconds: float, gib: float = 40.0, high: float = 45.0, stack: str = "fsdp2") -> Choice:
-    machines = cluster("h100x8")
-    layout = space.Layout(8, zero=3, shard=8)
+    machines = read_cluster("h100x8")
+    layout = search.Layout(8, zero=3, shard=8)
     job = strategies.describe_job(wanted, layout, machines, strategies.TORCH_STATES, stack)
     found = Prediction(gib, (gib, high), gib, gib <= 79.1, "weights", seconds, (0.9 * seconds, 1.4 * seconds))
     return Choice(name, job=job, found=found, tokens=256 * 4096)
@@ -318,7 +322,7 @@ def test_fits_is_judged_by_the_upper_end_of_the_interval(wanted):
 
 
 def test_the_fewest_gpus_are_the_fewest(wanted, monkeypatch):
-    whole, templates = cluster("a100_40gbx8"), [read("configs/fsdp.yaml")]
+    whole, templates = read_cluster("a100_40gbx8"), [read("configs/fsdp.yaml")]
     tried = remedies.Tried(wanted, templates)
     found = remedies.fewest_gpus(tried, whole, 0)
     fitting = [
@@ -338,7 +342,7 @@ def test_the_fewest_gpus_are_the_fewest(wanted, monkeypatch):
 def test_more_gpus_than_rows_are_proposed_with_more_rows(rows, changed):
     """2 replicas of 70 billion parameters fit on 48 GPUs, of which 16 would get none of 32 rows."""
     wanted = inputs.read("benchmarks/planner/llama_70b.json", [f"batch.global_batch_size={rows}"])
-    whole, templates = cluster("h100x8"), [read("configs/hsdp.yaml")]
+    whole, templates = read_cluster("h100x8"), [read("configs/hsdp.yaml")]
     found = remedies.more_gpus(wanted, whole, templates, 16)
     assert found and found[0].job and found[0].job.layout.dp == 48
     assert (found[0].idle_ranks, found[1]) == (48 - rows, changed)
@@ -349,7 +353,7 @@ def test_more_gpus_than_rows_are_proposed_with_more_rows(rows, changed):
 
 def test_what_is_tight_is_not_said_to_fit(wanted):
     """FSDP on GPUs of every size: where a hint says that it fits, or is tight, the plan says so, too."""
-    whole, templates = cluster("h100x8"), [read("configs/fsdp.yaml")]
+    whole, templates = read_cluster("h100x8"), [read("configs/fsdp.yaml")]
     seen = set()
     for gib in (11, 12, 14, 18, 24):
         machines = replace(whole, card=replace(whole.card, memory_gib=float(gib)))
@@ -367,7 +371,7 @@ def test_what_is_tight_is_not_said_to_fit(wanted):
 
 def test_a_strategy_with_rows_for_all_ranks_is_proposed_first():
     wanted = inputs.read("benchmarks/planner/llama_70b.json", ["batch.global_batch_size=32"])
-    whole = cluster("h100x8")
+    whole = read_cluster("h100x8")
     both = [read("configs/hsdp.yaml"), read("configs/zero3.yaml")]
     found = remedies.more_gpus(wanted, whole, both, 16)
     assert found and (found[0].name, found[0].idle_ranks, found[1]) == ("zero3", 0, "")
@@ -388,7 +392,7 @@ def test_a_family_that_an_engine_does_not_take_is_not_planned(family, strategy, 
     fields |= {"num_local_experts": 8, "num_experts_per_tok": 2} if family == "mixtral" else {}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     wanted = inputs.read(str(tmp_path / "config.json"), [])
-    found = search.evaluate(wanted, cluster("h100x8").scaled(64), [read(f"configs/{strategy}.yaml")])
+    found = search.evaluate(wanted, read_cluster("h100x8").scaled(64), [read(f"configs/{strategy}.yaml")])
     assert not found[0].found and f"{axis}_size: found" in found[0].reason
     assert f"a {family} is not among the families" in found[0].reason
 

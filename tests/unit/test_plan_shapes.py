@@ -9,10 +9,10 @@ from report_cases import missing
 from test_planner_anatomy import a_job
 
 from samecurve.planner import hardware, shape_rules
+from samecurve.planner.hardware import Profile
+from samecurve.planner.job import Layout
 from samecurve.planner.kernels import product_seconds
-from samecurve.planner.layout import Layout
-from samecurve.planner.profiles import Profile
-from samecurve.planner.shape import ModelShape
+from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.shape_rules import Product
 
 LLAMA_7B = ModelShape(32, 4096, 32, 32, 11008, 32000, gated=True, tied=False)

@@ -8,14 +8,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner import fitting
-from samecurve.planner import kernels, links, memory, model_config, printing, step_time, tensor_lines
+from samecurve.planner import kernels, links, memory, model_shape, plan_text, step_time, tensor_lines
 from samecurve.planner.activations import layer_bytes
-from samecurve.planner.hardware import GIB, gpu, link
-from samecurve.planner.job import Job, Sharding, StateBytes
-from samecurve.planner.layout import Layout
+from samecurve.planner.hardware import GIB, Profile, gpu, link
+from samecurve.planner.job import Job, Layout, Sharding, StateBytes
 from samecurve.planner.links import Level
-from samecurve.planner.profiles import Profile
-from samecurve.planner.shape import ModelShape
+from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import shard_sizes, stage_parameters, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
 from samecurve.specs.model_families import EAGER, EXPERT_PARALLEL
@@ -148,7 +146,7 @@ def test_activations_of_a_familys_layer(family):
     fields |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "head_dim": 64, "vocab_size": 300}
     if family in EXPERT_PARALLEL:
         fields |= {"num_local_experts": 8, "num_experts_per_tok": 2}
-    job = a_job(model_config.shape(fields, family), Layout(1), micro_batch=16, seq=1024, flow="16-bit", masked=True)
+    job = a_job(model_shape.shape(fields, family), Layout(1), micro_batch=16, seq=1024, flow="16-bit", masked=True)
     assert layer_bytes(replace(job, flash=family not in EAGER)) / GIB == pytest.approx(OF_FAMILIES[family], rel=0.05)
 
 
@@ -156,7 +154,7 @@ def test_activations_of_a_familys_layer(family):
 def test_scores_without_a_fused_kernel(family, each):
     """Bytes of a score that a layer keeps in 16 bits, by MemTracker at two lengths; 6 more in the backward pass."""
     fields = {"model_type": family, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
-    shape = model_config.shape({**fields, "num_hidden_layers": 8, "head_dim": 64, "vocab_size": 300}, family)
+    shape = model_shape.shape({**fields, "num_hidden_layers": 8, "head_dim": 64, "vocab_size": 300}, family)
     short, long = (a_job(shape, Layout(1), seq=length, flow="16-bit", flash=False) for length in (512, 1024))
     fused = [layer_bytes(replace(job, flash=True)) for job in (short, long)]
     assert [layer_bytes(short) - fused[0], layer_bytes(long) - fused[1]] == [each * 8 * 512**2, each * 8 * 1024**2]
@@ -226,7 +224,7 @@ def test_gathered_inputs_under_sequence_parallelism():
 def test_printed_lines_add_up_to_what_has_to_fit(layout):
     """Rounded to 0.01 GiB each, at each moment; the largest total is the one that is compared with the GPU."""
     for each in memory.anatomy(a_job(layout=layout)):
-        lines = printing.anatomy_table(each, 79).splitlines()
+        lines = plan_text.anatomy_table(each, 79).splitlines()
         rows = [[float(cell) for cell in re.findall(r"(?<=  )\d+\.\d\d(?=  |$)", line)[:3]] for line in lines[1:-2]]
         *parts, totals = rows
         assert len(parts) > 8 and all(len(row) == 3 for row in rows) and all(total > 0 for total in totals)
@@ -280,7 +278,7 @@ def test_parameters_are_those_of_transformers(family):
         model = transformers.AutoModelForCausalLM.from_config(config)
     defaults = ("tie_word_embeddings", "head_dim")
     fields = {name: value for name, value in config.to_dict().items() if name not in defaults}
-    assert model_config.shape(fields, family).parameters == pytest.approx(
+    assert model_shape.shape(fields, family).parameters == pytest.approx(
         sum(map(torch.numel, model.parameters())), rel=5e-3
     )
 

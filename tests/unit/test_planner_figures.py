@@ -11,12 +11,12 @@ from benchmarks.planner import cells, figures, fits, fitting, page, picture
 from benchmarks.planner.figures import Case
 from benchmarks.planner.fitting import Measured
 from benchmarks.planner.names import short
-from samecurve.planner import runs_file, step_time
-from samecurve.planner.layout import Layout
-from samecurve.planner.profiles import Profile
+from samecurve.planner import answers, step_time
+from samecurve.planner.hardware import Profile
+from samecurve.planner.job import Layout
 
 # the cells that describe a run; all of one job
-ROW = dict.fromkeys(runs_file.NEEDED, "") | {"id": "1", "model": "M", "stack": "nanotron", "gpu": "H100", "seq": "4096"}
+ROW = dict.fromkeys(answers.NEEDED, "") | {"id": "1", "model": "M", "stack": "nanotron", "gpu": "H100", "seq": "4096"}
 ROW |= {"global_batch": "256", "layers": "4", "hidden": "512", "heads": "8", "ffn": "2048", "vocab": "1000"}
 ROW |= {"mlp": "gelu", "micro_batch": "1", "grad_accum": "32", "dp": "8", "precision": "bf16", "gpu_memory_gib": "80"}
 

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from samecurve.planner import collectives, data_parallel_time, hardware, overlap_formulas
-from samecurve.planner.hardware import GIB, MIB, gpu
-from samecurve.planner.job import Job
+from samecurve.planner import data_parallel_time, hardware, links, overlap
+from samecurve.planner.hardware import GIB, MIB, Profile, gpu
+from samecurve.planner.job import Job, Layout, data_parallel_size
 from samecurve.planner.kernels import Seconds
-from samecurve.planner.layout import Layout, data_parallel_size
-from samecurve.planner.profiles import Profile
-from samecurve.planner.shape import ModelShape
+from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import stage_parameters, stages
 from samecurve.planner.step_time import idle_slots
 
@@ -21,7 +19,7 @@ H100, NVLINK, NETWORK = 989e12, 450e9, 50e9
 
 @pytest.mark.parametrize(("tokens", "ratio"), [(4096, 0.4695), (8192, 0.2347), (16384, 0.1174)])
 def test_data_parallel_overlap(tokens, ratio):
-    assert overlap_formulas.data_parallel(tokens, 8, H100, NVLINK) == pytest.approx(ratio, abs=5e-5)
+    assert overlap.textbook_data_parallel(tokens, 8, H100, NVLINK) == pytest.approx(ratio, abs=5e-5)
 
 
 @pytest.mark.parametrize("layers", [4, 32])
@@ -38,29 +36,29 @@ def test_the_size_of_the_model_cancels(layers):
 @pytest.mark.parametrize(("ranks", "bandwidth", "ratio"), [(8, NVLINK, 0.4695), (64, NETWORK, 4.754)])
 def test_fully_sharded_overlap(ranks, bandwidth, ratio):
     # The source prints 4.754; e (n - 1) / n F / (2 s b B) is 4.7537 by hand.
-    found = overlap_formulas.fully_sharded(4096, ranks, H100, bandwidth)
+    found = overlap.textbook_fully_sharded(4096, ranks, H100, bandwidth)
     assert found == pytest.approx(ratio, rel=2e-4)
 
 
 @pytest.mark.parametrize(("hidden", "ratio"), [(4096, 3.756), (8192, 1.878)])
 def test_tensor_parallel_overlap(hidden, ratio):
-    assert overlap_formulas.tensor_parallel(hidden, 8, H100, NVLINK) == pytest.approx(ratio, rel=2e-4)
+    assert overlap.textbook_tensor_parallel(hidden, 8, H100, NVLINK) == pytest.approx(ratio, rel=2e-4)
 
 
 def test_pipeline_overlap():
-    assert overlap_formulas.pipeline(4096, 4, H100, NETWORK) == pytest.approx(0.0755, abs=5e-5)
+    assert overlap.textbook_pipeline(4096, 4, H100, NETWORK) == pytest.approx(0.0755, abs=5e-5)
 
 
 def test_sizes_are_bytes_not_elements():
     """The playbook's second erratum: fp32 doubles every ratio. The third: Adam and master take 12 bytes a parameter."""
-    half, single = (overlap_formulas.tensor_parallel(4096, 8, H100, NVLINK, size) for size in (2, 4))
+    half, single = (overlap.textbook_tensor_parallel(4096, 8, H100, NVLINK, size) for size in (2, 4))
     assert single == 2 * half
 
 
 def test_ring_all_reduce():
-    assert collectives.all_reduce_volume(5, 5) == 8
-    assert collectives.all_gather_volume(5, 5) == 4
-    assert collectives.all_reduce_volume(1, 10**6) == pytest.approx(2, rel=1e-5)
+    assert links.all_reduce_volume(5, 5) == 8
+    assert links.all_gather_volume(5, 5) == 4
+    assert links.all_reduce_volume(1, 10**6) == pytest.approx(2, rel=1e-5)
 
 
 def test_latency_times_steps_is_the_curve_between_nodes():
@@ -70,8 +68,10 @@ def test_latency_times_steps_is_the_curve_between_nodes():
     payloads = {int(name[:-3]) * units[name[-3:]]: rate for name, rate in curve.items() if name[-3:] in units}
     assert len(payloads) == 15
     for payload, rate in payloads.items():
-        volume = collectives.all_reduce_volume(payload, 32)
-        assert collectives.seconds(volume, 32, over, payload) == pytest.approx(volume / rate / 1e9, rel=0.22), payload
+        volume = links.all_reduce_volume(payload, 32)
+        assert links.collective_seconds(volume, 32, over, payload) == pytest.approx(volume / rate / 1e9, rel=0.22), (
+            payload
+        )
 
 
 @pytest.mark.parametrize(("count", "formula", "published"), [(24, 22.6, 24.3), (32, 17.9, 19.9), (64, 9.9, 12.4)])

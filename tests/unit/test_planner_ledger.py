@@ -14,10 +14,9 @@ import pytest
 
 from samecurve.cli.commands import main
 from samecurve.planner.hardware import gpu
-from samecurve.planner.job import Job, Sharding
-from samecurve.planner.layout import Layout
+from samecurve.planner.job import Job, Layout, Sharding
 from samecurve.planner.ledger import ledgers
-from samecurve.planner.shape import ModelShape
+from samecurve.planner.model_shape import ModelShape
 
 LLAMA = ModelShape(4, 32, 4, 2, 64, 300, gated=True, tied=True)
 PARAMETERS = 46752

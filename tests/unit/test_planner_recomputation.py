@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from test_planner_anatomy import LLAMA, a_job
 
-from samecurve.planner import kernels, memory, runs_file, stages, step_time
+from samecurve.planner import answers, kernels, memory, stages, step_time
 from samecurve.planner.activations import kept_bytes, layer_bytes
-from samecurve.planner.layout import Layout
-from samecurve.planner.profiles import Profile
+from samecurve.planner.hardware import Profile
+from samecurve.planner.job import Layout
 
 TOKENS, HIDDEN, FFN = 4096, 2048, 8192
 
@@ -74,7 +74,9 @@ def test_recomputation_takes_time_and_saves_memory():
     with Path("benchmarks/planner/runs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        kinds = [runs_file.job({**row, "activation_checkpointing": kind}) for kind in ("none", "selective", "full")]
+        kinds = [
+            answers.job_of_row({**row, "activation_checkpointing": kind}) for kind in ("none", "selective", "full")
+        ]
         seconds = [step_time.breakdown(each).total for each in kinds]
         assert seconds[0] <= seconds[1] * (1 + 1e-9) and seconds[1] <= seconds[2] * (1 + 1e-9), row["id"]
         kept = [kept_bytes(each) for each in kinds]

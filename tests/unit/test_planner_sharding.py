@@ -15,13 +15,12 @@ from samecurve.config.documents import format_problems
 from samecurve.planner import inputs, ledger, memory, strategies
 from samecurve.planner.cluster import built_in
 from samecurve.planner.data_parallel_time import data_seconds
-from samecurve.planner.job import Job, Sharding
+from samecurve.planner.hardware import Profile
+from samecurve.planner.job import Job, Layout, Sharding
 from samecurve.planner.kernels import Seconds
-from samecurve.planner.layout import Layout
-from samecurve.planner.profiles import Profile
 from samecurve.planner.stages import divide, stage_parameters, stages
 from samecurve.planner.step_time import breakdown
-from samecurve.planner.strategy_files import read
+from samecurve.planner.strategies import read
 
 SLOW = Seconds(0, 0)  # computation behind which nothing hides
 

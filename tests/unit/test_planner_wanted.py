@@ -13,7 +13,7 @@ from samecurve.losses.chunkable import is_chunkable
 from samecurve.planner import inputs, step_time, strategies
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.cluster import built_in
-from samecurve.planner.strategy_files import read
+from samecurve.planner.strategies import read
 from samecurve.specs.model_families import PACKED, WHOLE_LOGITS
 
 SMALL = {

@@ -6,7 +6,7 @@ import pytest
 from test_planner_anatomy import LLAMA, a_job
 
 from samecurve.planner import tensor_lines
-from samecurve.planner.layout import Layout
+from samecurve.planner.job import Layout
 from samecurve.planner.stages import stages
 
 HIDDEN = 4 * 4096 * LLAMA.hidden  # bytes of a micro-batch's hidden state in fp32

@@ -11,7 +11,7 @@ import torch
 
 from samecurve.config import loader
 from samecurve.planner import inputs, strategies
-from samecurve.planner.strategy_files import read
+from samecurve.planner.strategies import read
 from samecurve.strategy.plan import Strategy
 from samecurve.strategy.validate import AUTO_COMPILE_STEPS, choose_compile
 from samecurve.training import settle

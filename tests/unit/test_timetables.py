@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.planner import inputs, remedies, search, space, strategies
+from samecurve.planner import inputs, remedies, search, strategies
 from samecurve.planner.cluster import built_in
+from samecurve.planner.hardware import profile
 from samecurve.planner.ledger import ledger
-from samecurve.planner.profiles import profile
 from samecurve.planner.stages import ENOUGH, STEADY, in_flight, stages
 from samecurve.planner.step_time import breakdown, idle_slots, stage_time
-from samecurve.planner.strategy_files import read
+from samecurve.planner.strategies import read
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.timetables import micro_batches_kept, order, timetable
 
@@ -167,7 +167,7 @@ def test_a_search_keeps_to_what_a_schedule_takes():
     assert "not this recomputation" in search.sized(recomputing, built_in("h100x4"), zero_bubble, {"pp": 2}).reason
     assert list(remedies._smallest(wanted, built_in("h100x4"), template, template.own_sizes))
     assert template.axes == ("pp",) and template.size("pp") == 2
-    assert {each["pp"] for each in space.sizes(read("configs/pipeline_zbv.yaml"), wanted, built_in("h100x8"))} == {2}
+    assert {each["pp"] for each in search.sizes(read("configs/pipeline_zbv.yaml"), wanted, built_in("h100x8"))} == {2}
 
 
 def test_messages_of_a_step():

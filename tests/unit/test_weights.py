@@ -18,7 +18,7 @@ from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
 from samecurve.models.weights import describe, load_weights
-from samecurve.planner import model_config
+from samecurve.planner import model_shape
 
 LLAMA = {
     "model_type": "llama",
@@ -445,6 +445,6 @@ def test_sizes_of_no_model_are_refused_before_it_is_built(key, read, tmp_path):
         if read == "training":
             build_skeleton(recipe(path=str(tmp_path)), 64)
         elif read == "plan":
-            model_config.read(str(tmp_path))
+            model_shape.read(str(tmp_path))
         else:
             loading.stored_head(tmp_path)
