@@ -13,6 +13,7 @@ from benchmarks.planner.names import short
 from samecurve.planner import answers, memory, step_time
 from samecurve.planner.hardware import Profile
 from samecurve.planner.job import Job
+from samecurve.specs.gpus import GIB
 
 BANDS = (8, 32, 128, 512)  # numbers of GPUs up to which a band goes; the last one is open
 # Runs out of memory that may be predicted to fit, by evidence: bound and aim in %.
@@ -89,7 +90,7 @@ def cases(
 
 def _case(row: Mapping[str, str], job: Job, fold: str, fitted: Mapping[str, Profile]) -> Case:
     constants = fits.pick(fitted, job.stack)
-    total = max(memory.counted(each, "nvidia_smi") for each in memory.anatomy(job, constants)) / memory.GIB
+    total = max(memory.counted(each, "nvidia_smi") for each in memory.anatomy(job, constants)) / GIB
     usable = row["time_ok"] == "1"
     seconds = float(row["step_s"]) if row["step_s"] and (usable or fits.is_slow(row)) else None
     return Case(

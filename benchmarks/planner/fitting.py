@@ -11,6 +11,7 @@ from samecurve.planner import memory, step_time
 from samecurve.planner.answers import fullest_gib
 from samecurve.planner.hardware import Profile
 from samecurve.planner.job import Job
+from samecurve.specs.gpus import GIB
 
 # Legal ranges. A share is of something measured, so that more than about one would mean a wrong model.
 TIME_BOUNDS = {
@@ -65,7 +66,7 @@ def memory_error(run: Measured, constants: Profile) -> float:
     """Return log(predicted / measured) memory; for a run that only ran, log(predicted / the GPU's), at least 0."""
     if run.memory_gib is None:
         total = max(memory.counted(each, "nvidia_smi") for each in memory.anatomy(run.job, constants))
-        return max(0.0, math.log(total / (run.job.memory_gib * memory.GIB)))
+        return max(0.0, math.log(total / (run.job.memory_gib * GIB)))
     return math.log(predicted_memory_gib(run.job, constants) / run.memory_gib)
 
 

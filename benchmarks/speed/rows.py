@@ -12,10 +12,11 @@ from samecurve.config.schema import Recipe
 from samecurve.data.batches import StepBatches
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.metrics.meter import GIB, peak_memory_bytes
+from samecurve.metrics.meter import peak_memory_bytes
 from samecurve.models.fp32_weights import cast_weights
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weights import load_weights
+from samecurve.specs.gpus import GIB
 from samecurve.tasks import registry
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

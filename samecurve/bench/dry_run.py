@@ -17,11 +17,11 @@ from samecurve.bench.fake_pipeline import FakePipeline
 from samecurve.bench.fake_rank import Tracked, track
 from samecurve.errors import ConfigurationError
 from samecurve.planner import memory
-from samecurve.planner.hardware import GIB
 from samecurve.planner.job import Job
 from samecurve.planner.memory import Anatomy
 from samecurve.planner.plan_text import aligned
 from samecurve.planner.stages import in_flight, stages
+from samecurve.specs.gpus import GIB
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.plan import Plan
 

@@ -20,7 +20,7 @@ from samecurve.bench.collective_calls import COLLECTIVES, Buffers, is_unsupporte
 from samecurve.distributed import network
 from samecurve.errors import ConfigurationError
 from samecurve.planner.calibrate import COMMUNICATORS
-from samecurve.planner.hardware import GIB
+from samecurve.specs.gpus import GIB
 
 CONTEXT, KERNELS = "CUDA context", "first products and attention"
 CALLS = ("all_reduce", "all_gather", "reduce_scatter")

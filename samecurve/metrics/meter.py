@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from samecurve.models import routers
 from samecurve.models.activation_checkpointing import repeated_share
 from samecurve.models.flops import Peak, TokenFlops, device_peak, stated, token_flops
+from samecurve.specs.gpus import GIB
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from samecurve.interfaces.engine import StepResult
     from samecurve.interfaces.task import Task
 
-GIB = 2**30
+
 SMOOTHING = 0.9
 GROUPS = {
     "loss": "train",

@@ -29,6 +29,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from samecurve.models import matmul_speed
+from samecurve.specs import gpus
 from samecurve.specs.model_families import COUNTED_EXPERTS, UNCOUNTED
 from samecurve.specs.precision import DTYPES
 
@@ -74,42 +75,6 @@ class Peak:
 
     tflops: float
     source: str
-
-
-@dataclass(frozen=True)
-class _Row:
-    """Peak rates of a GPU in TFLOP/s, without sparsity.
-
-    `half` (bf16 and fp16) and `tf32` are rates of the matrix units, `fp32` is that of the vector units.
-    """
-
-    pattern: str
-    half: float
-    tf32: float
-    fp32: float
-    source: str
-
-
-# The first match counts, so special variants of a chip come before the usual one. Rates from data sheets that print
-# only the rate with 2:4 sparsity are halved. The patterns exclude variants with other units or clocks and no data sheet
-# here; their peak is measured (the A100 of 64 GB is Leonardo's, with 124 multiprocessors instead of 108).
-PEAKS = (
-    _Row(r"\bB200\b", 2250, 1125, 75, "NVIDIA HGX B200 data sheet, per GPU"),
-    _Row(r"\bH200 NVL\b", 836, 418, 60, "NVIDIA H200 data sheet, NVL"),
-    _Row(r"\bGH200\b", 989, 494, 67, "NVIDIA GH200 data sheet"),
-    _Row(r"\bH200\b", 989, 494, 67, "NVIDIA H200 data sheet, SXM"),
-    _Row(r"\bH100 PCIe\b", 756, 378, 51, "NVIDIA H100 data sheet, PCIe"),
-    _Row(r"\bH100 NVL\b", 835, 418, 60, "NVIDIA H100 data sheet, NVL"),
-    _Row(r"\bH100\b(?! CNX)(?!.*HBM2e)", 989, 494, 67, "NVIDIA H100 data sheet, SXM"),
-    _Row(r"\bA100\b(?!-SXM-64GB)", 312, 156, 19.5, "NVIDIA A100 data sheet"),
-    _Row(r"\bA40\b", 149.7, 74.8, 37.4, "NVIDIA A40 data sheet"),
-    _Row(r"\bA10\b", 125, 62.5, 31.2, "NVIDIA A10 data sheet"),
-    _Row(r"\bL40S\b", 362, 183, 91.6, "NVIDIA L40S data sheet"),
-    _Row(r"\bL4\b", 121, 60, 30.3, "NVIDIA L4 data sheet"),
-    _Row(r"\bRTX 4090\b(?! (?:D|Laptop)\b)", 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture paper, fp32 accumulation"),
-    _Row(r"\bRTX 3090\b(?! Ti\b)", 71, 35.6, 35.6, "NVIDIA GA102 architecture paper, fp32 accumulation"),
-    _Row(r"\bMI300X\b(?! HF\b)", 1307.4, 653.7, 163.4, "AMD Instinct MI300X data sheet"),
-)
 
 
 def token_flops(
@@ -238,8 +203,8 @@ def table_peak(device_name: str, precision: str) -> Peak | None:
     """Look up the data sheet's peak for bf16, fp16, tf32 or fp32; None for unlisted GPUs and for slices of a GPU."""
     if re.search(r"MIG|-\d-\d+C", device_name):  # the second in a virtual machine: GRID A100-1-5C
         return None
-    for row in PEAKS:
-        if re.search(row.pattern, device_name):
+    for row in gpus.rows():
+        if row.device and re.search(row.device, device_name):
             return Peak(row.half if precision in ("bf16", "fp16") else getattr(row, precision), row.source)
     return None
 

@@ -15,6 +15,7 @@ from samecurve.planner.calibration import Calibration
 from samecurve.planner.hardware import ASSUMED, BY_COST, Constant, canonical, gpu, is_known, is_unknown, shipped
 from samecurve.planner.job import Job, Layout, StateBytes
 from samecurve.planner.model_shape import ModelShape
+from samecurve.specs.gpus import GIB
 
 NEEDED = (
     "id stack layers hidden heads kv_heads ffn mlp vocab tied experts top_k gpu gpu_memory_gib gpus_per_node "
@@ -274,14 +275,14 @@ def hold(job: Job) -> Held:
     shown = fullest_gib(job, classes)
     # what fits is judged by all that a GPU holds, whichever counter `shown` is of
     fullest = max(classes, key=lambda each: each.peak)
-    total = memory.counted(fullest, "nvidia_smi") / memory.GIB
+    total = memory.counted(fullest, "nvidia_smi") / GIB
     return Held(shown, _interval(shown, job, "memory"), total, total <= job.memory_gib, fullest.binding)
 
 
 def fullest_gib(job: Job, classes: Sequence[memory.Anatomy]) -> float:
     """Return the GiB that the job's counter shows of the rank with the most; in nanotron's grid of the first stage."""
     shown = classes[:1] if job.stack in BY_COST else classes
-    return max(memory.counted(each, job.memory_kind) for each in shown) / memory.GIB
+    return max(memory.counted(each, job.memory_kind) for each in shown) / GIB
 
 
 def answer(row: dict[str, str], learnt: Calibration | None = None) -> dict:

@@ -13,9 +13,11 @@ from typing import Any
 from samecurve.errors import ConfigurationError
 from samecurve.planner import calibration, links, memory, plan_text, step_time
 from samecurve.planner.calibration import ALONE, GROUPS, Calibration
-from samecurve.planner.hardware import DEFAULT_NODE_GBIT, GIB, PROCESS_GIB, Gpu, canonical, gpu, link
+from samecurve.planner.hardware import PROCESS_GIB, Gpu, canonical, gpu
 from samecurve.planner.job import Job, from_json
+from samecurve.planner.links import DEFAULT_NODE_GBIT
 from samecurve.planner.memory import CONTEXT_GIB, NCCL_GIB
+from samecurve.specs.gpus import GIB
 from samecurve.storage.atomic import utc_timestamp
 from samecurve.storage.jsonl import read_lines
 from samecurve.storage.records import COUNT, read_record
@@ -77,7 +79,8 @@ def _compute(content: Mapping[str, Any], kind: str, card: Gpu) -> tuple[Calibrat
 def _communication(content: Mapping[str, Any], kind: str, card: Gpu) -> tuple[Calibration, str]:
     """Compare the seconds of the largest messages with those of the formulas, on one machine or over several."""
     ranks, machines = content["processes"], content["machines"]
-    over = link(card, max(1, ranks // machines), DEFAULT_NODE_GBIT, ranks, 1, 0.0)
+    per_node = max(1, ranks // machines)
+    over = links.link(links.levels_of(card, per_node, DEFAULT_NODE_GBIT), per_node, ranks, 1, 1.0, 0.0)
     ratios, rates = [], []
     for name, volume in VOLUMES.items():
         timings = sorted((each for each in content["timings"] if each["name"] == name), key=itemgetter("num_bytes"))

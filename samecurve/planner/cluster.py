@@ -18,7 +18,6 @@ from samecurve.planner.hardware import (
     ASSUMED,
     CPU,
     DATA_SHEET,
-    DEFAULT_NODE_GBIT,
     FILE,
     MEASURED_SHARE,
     PROCESS_GIB,
@@ -29,7 +28,7 @@ from samecurve.planner.hardware import (
     known_names,
     plain,
 )
-from samecurve.planner.links import Level
+from samecurve.planner.links import DEFAULT_NODE_GBIT, Level
 
 _DGX_A100, _DGX_H100 = "DGX A100", "DGX H100, H200 and B200"
 _CARDS_A100 = Constant(1600, "Gbit/s of a node", DATA_SHEET, f"network cards of a {_DGX_A100}")

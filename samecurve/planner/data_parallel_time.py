@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from samecurve.planner import links
-from samecurve.planner.hardware import Link, Profile, syncs_every_micro_batch
+from samecurve.planner.hardware import Profile, syncs_every_micro_batch
 from samecurve.planner.job import Job, axis_link, group_link
 from samecurve.planner.kernels import Seconds
+from samecurve.planner.links import Link
 from samecurve.planner.stages import Stage, stage_parameters
 
 _BUCKET_BYTES = 25e6  # of DDP's gradient buckets, torch's default

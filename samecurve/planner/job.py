@@ -9,8 +9,8 @@ from typing import Any
 from samecurve.planner import links
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Host
-from samecurve.planner.hardware import ATTENTION_ALONE, DEFAULT_NODE_GBIT, Gpu, Link, Profile, link
-from samecurve.planner.links import Level
+from samecurve.planner.hardware import ATTENTION_ALONE, Gpu, Profile
+from samecurve.planner.links import Level, Link
 from samecurve.planner.model_shape import ModelShape
 
 ORDER = ("tp", "cp", "dp", "pp")  # from the fastest-varying rank outwards, as in Megatron and torch's device mesh
@@ -277,11 +277,9 @@ def group_link(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
         stride: distance between neighbours of the group, in ranks.
         constants: of the strategy's stack.
     """
-    if job.levels:
-        step = constants.ring_step_us * 1e-6
-        return links.link(job.levels, job.gpus_per_node, ranks, stride, constants.network_share, step)
-    gbit = (job.node_gbit or DEFAULT_NODE_GBIT) * constants.network_share
-    return link(job.card, job.gpus_per_node, gbit, ranks, stride, constants.ring_step_us * 1e-6)
+    levels = job.levels or links.levels_of(job.card, job.gpus_per_node, job.node_gbit or links.DEFAULT_NODE_GBIT)
+    step = constants.ring_step_us * 1e-6
+    return links.link(levels, job.gpus_per_node, ranks, stride, constants.network_share, step)
 
 
 _PARTS = {"shape": ModelShape, "layout": Layout, "card": Gpu, "states": StateBytes, "host": Host, "sharding": Sharding}

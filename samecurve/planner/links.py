@@ -1,4 +1,4 @@
-"""Links of a cluster by level, and which of them a group of ranks communicates over."""
+"""Links of a group of ranks, and bytes and seconds of the collectives over them, by ring algorithms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,37 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samecurve.planner.hardware import NIC_SHARE, NODE_STEP_SECONDS, Link, crowding, ramp
+from samecurve.planner.hardware import ASSUMED, ENGINEERING, EPYC, MEASURED, Constant, Gpu
+from samecurve.specs.gpus import MIB
+
+NIC_SHARE = Constant(
+    0.73, "share of the nominal rate, large payloads", MEASURED, f"{ENGINEERING}: busbw (k - 1) / (n - 1) of k nodes"
+)
+UNCROWDED_NODES = Constant(16, "nodes", ASSUMED, "all-reduce over EFA by nodes (the playbook's chart), see `crowding`")
+NODE_STEP_SECONDS = Constant(4e-6, "s of a ring step inside a node", ASSUMED, "latency of NVLink and a kernel")
+CPU_STEP_SECONDS = Constant(
+    5e-4, "s of a ring step", MEASURED, f"half of an all-reduce of some KiB, Gloo over the loopback interface, {EPYC}"
+)
+DEFAULT_NODE_GBIT = Constant(1600, "Gbit/s of a node", ASSUMED, "the network cards of a DGX A100 (data sheet)")
+# GB/s of bus bandwidth of an all-reduce on 8 H200s, of 32 KiB, 64 KiB and so on to 16 GiB.
+_BUS = (
+    *(1.44, 2.93, 5.73, 11.74, 23.94, 39.93, 64.53, 107.16, 155.53, 219.89),
+    *(275.84, 346.51, 401.93, 436.15, 450.29, 463.58, 469.17, 473.1, 477.45, 482.26),
+)
+NODE_CURVE = tuple(
+    Constant(rate / _BUS[-1], "share of the peak", MEASURED, f"{ENGINEERING}: all-reduce of 8 H200s by payload")
+    for rate in _BUS
+)
+SMALLEST = MIB / 32  # payload of the curve's first point
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection of a group of ranks: GB/s of bus bandwidth per rank, and seconds per ring step."""
+
+    level: str
+    bus_gb_per_s: float
+    step_seconds: float
 
 
 @dataclass(frozen=True)
@@ -39,10 +69,18 @@ class Level:
         return start * (end / start) ** share
 
 
+def levels_of(card: Gpu, gpus_per_node: int, node_gbit: float) -> tuple[Level, ...]:
+    """Return the levels of machines without a cluster file: the GPU's own links, and a node's network cards."""
+    inner = "host" if card.generation == "cpu" else "node"
+    return Level(inner, gpus_per_node, ((1, card.bus_gb_per_s),)), Level("network", 0, node_gbit=node_gbit)
+
+
 def link(
     levels: Sequence[Level], gpus_per_node: int, ranks: int, stride: int, network_share: float, step_seconds: float
 ) -> Link:
     """Find the link of a group of `ranks` ranks that are `stride` apart, while all such groups communicate at once.
+
+    A group with one rank per node has an equal share of the node's cards with the node's other groups.
 
     Args:
         levels: from the inside outwards; the group uses the outermost one that it crosses.
@@ -51,16 +89,38 @@ def link(
     """
     span = (ranks - 1) * stride + 1
     level = next((each for each in levels[:-1] if each.size >= span), levels[-1])
-    inside = level is levels[0] and span <= (level.size or gpus_per_node)
-    latency = level.latency_us / 1e6 or (NODE_STEP_SECONDS if inside else step_seconds)
-    if inside:
-        return Link("node", level.bus_gb_per_s(ranks), latency)
+    if level is levels[0] and span <= (level.size or gpus_per_node):
+        is_host = level.name == "host"
+        inside = CPU_STEP_SECONDS if is_host else NODE_STEP_SECONDS
+        return Link("host" if is_host else "node", level.bus_gb_per_s(ranks), level.latency_us / 1e6 or inside)
     per_node = max(1, min(ranks, gpus_per_node // stride)) if stride < gpus_per_node else 1
     share = per_node / gpus_per_node  # of the node's cards, which its other groups use at the same time
     nominal = level.node_gbit / 8 * NIC_SHARE * network_share * crowding(ranks / per_node)
     rate = (level.bus_gb_per_s(ranks) if level.measured else nominal) * share
     # a ring across nodes also uses the links inside them
-    return Link(level.name, min(rate, levels[0].bus_gb_per_s(gpus_per_node)), latency)
+    rate = min(rate, levels[0].bus_gb_per_s(gpus_per_node))
+    return Link(level.name, rate, level.latency_us / 1e6 or step_seconds)
+
+
+def crowding(nodes: float) -> float:
+    """Share of a network's rate that remains for a group over many nodes: the root of 16 over their number.
+
+    The playbook's chart of EFA (256 MB, AWS p5) falls from 85 to 33 GB/s (all-reduce) and from 55 to 11 (all-gather)
+    between 16 and 64 nodes, the latency of more ring steps included, which this share does not count.
+    """
+    return min(1.0, math.sqrt(UNCROWDED_NODES / nodes))
+
+
+def ramp(payload_bytes: float) -> float:
+    """Share of a node's peak bus bandwidth that a payload attains, by the curve measured on 8 H200s."""
+    place = math.log2(max(payload_bytes, 1) / SMALLEST)
+    if place <= 0:
+        # latency decides below the measured sizes, so the rate falls with the size
+        return NODE_CURVE[0] * 2**place
+    below = int(place)
+    if below + 1 >= len(NODE_CURVE):
+        return 1.0
+    return NODE_CURVE[below] + (NODE_CURVE[below + 1] - NODE_CURVE[below]) * (place - below)
 
 
 # Bytes and seconds of collectives, ring algorithms.
@@ -100,8 +160,8 @@ def collective_seconds(volume_bytes: float, ranks: int, link: Link, payload_byte
     # with its payload given, an all-reduce counts as two calls: its two passes around the ring
     calls = max(1.0, volume_bytes * ranks / (ranks - 1) / whole)
     rate = link.bus_gb_per_s * 1e9
-    # The curve was measured inside a node. Between nodes the latency of the ring's steps alone gives hardware.json's
-    # curve of 4 nodes within 22 %, with 7 us a step; a curve on top of it predicted the public runs worse.
+    # The curve was measured inside a node. Between nodes the latency of the ring's steps alone gives the curve of 4
+    # nodes of B200s (ml-engineering) within 22 %, with 7 us a step; a curve on top of it predicted the runs worse.
     if link.level == "node":
         rate *= ramp(whole)
     return volume_bytes / rate + calls * (ranks - 1) * link.step_seconds

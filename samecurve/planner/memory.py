@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from samecurve.planner import offload, tensor_lines
-from samecurve.planner.hardware import ASSUMED, BY_COST, CALIBRATED, FILE, GIB, MEASURED, Constant, Profile, profile
+from samecurve.planner.hardware import ASSUMED, BY_COST, CALIBRATED, FILE, MEASURED, Constant, Profile, profile
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
+from samecurve.specs.gpus import GIB
 
 CONTEXT_GIB = Constant(0.9, "GiB", ASSUMED, "CUDA context with torch's kernels; ml-engineering: 0.90 and 0.92 GB")
 NCCL_GIB = Constant(

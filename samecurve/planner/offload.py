@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 
-from samecurve.planner.hardware import ASSUMED, GIB, Constant
+from samecurve.planner.hardware import ASSUMED, Constant
 from samecurve.planner.job import Job
+from samecurve.specs.gpus import GIB
 
 UPDATE_BYTES = 40  # of fp32 master weight, gradient and moments that Adam reads and writes per parameter
 CORE_GB_PER_S = Constant(2, "GB/s", ASSUMED, "host memory traffic of one core in the update")

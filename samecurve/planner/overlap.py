@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 
 from samecurve.planner import kernels, links, step_time
 from samecurve.planner.data_parallel_time import Beside, Transfer, beside
-from samecurve.planner.hardware import BY_COST, GIB, Link, Profile, profile
+from samecurve.planner.hardware import BY_COST, Profile, profile
 from samecurve.planner.job import Job, axis_link
+from samecurve.planner.links import Link
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.step_time import StepTime
+from samecurve.specs.gpus import GIB
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 BLOCK_GATED = 16  # weights of a block in units of h^2, with ffn = 4 h

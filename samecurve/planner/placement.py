@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from samecurve.errors import ConfigurationError
-from samecurve.planner.hardware import Link, profile
+from samecurve.planner.hardware import profile
 from samecurve.planner.inputs import Wanted
 from samecurve.planner.job import ORDER, Job, group_link
+from samecurve.planner.links import Link
 from samecurve.planner.strategies import Template, describe
 from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS, ParallelDims
 

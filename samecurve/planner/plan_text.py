@@ -12,6 +12,7 @@ from samecurve.planner import (
     hardware,
     kernels,
     ledger,
+    links,
     memory,
     offload,
     search,
@@ -19,7 +20,7 @@ from samecurve.planner import (
     tensor_lines,
 )
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.hardware import CALIBRATED, FITTED, GIB, MIB, ORIGINS, Constant, flat
+from samecurve.planner.hardware import CALIBRATED, FITTED, ORIGINS, Constant, flat
 from samecurve.planner.inputs import Wanted
 from samecurve.planner.job import Job, Layout
 from samecurve.planner.ledger import Exchange
@@ -28,6 +29,7 @@ from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.search import Choice
 from samecurve.planner.step_time import StepTime
 from samecurve.planner.tensor_lines import MOMENTS
+from samecurve.specs.gpus import GIB, MIB
 
 BAR = 60
 
@@ -204,7 +206,7 @@ def rejection(choice: Choice, more: tuple[Choice, str] | None) -> str:
         return f"{choice.name}: {choice.reason}"
     fullest = max(memory.anatomy(choice.job), key=lambda each: each.peak)
     line = next(each for each in fullest.lines if each.name == fullest.binding)
-    held = getattr(line, fullest.moment) / memory.GIB
+    held = getattr(line, fullest.moment) / GIB
     helps = f"it {elsewhere(more)}" if more else "more GPUs do not help"
     return (
         f"{choice.name} ({sizes(choice.job.layout)}): {choice.found.total_memory_gib:.0f} GiB of "
@@ -278,7 +280,7 @@ def step_flops(shape: ModelShape, rows: float, seq: float) -> float:
 # Every constant of a plan's machines and of the formulas, with its origin: for --json, and in one line of text.
 
 
-FORMULAS = (hardware, kernels, step_time, memory, tensor_lines, activations, offload, answers, search)
+FORMULAS = (hardware, links, kernels, step_time, memory, tensor_lines, activations, offload, answers, search)
 
 
 def constants(machines: Cluster) -> dict[str, Constant]:
@@ -289,7 +291,7 @@ def constants(machines: Cluster) -> dict[str, Constant]:
         # names with an underscore are parts of others
         named = {key: value for key, value in vars(module).items() if key.isupper() and key[0] != "_"}
         found |= flat(name, named)
-    return found | dict(flat("hardware.node_curve", hardware.node_curve()))
+    return found
 
 
 def _of_machines(machines: Cluster) -> Iterator[tuple[str, Constant]]:

@@ -12,6 +12,7 @@ from samecurve.planner.cluster import Cluster
 from samecurve.planner.inputs import Wanted
 from samecurve.planner.search import Choice, Sizes, host_problem
 from samecurve.planner.strategies import Template
+from samecurve.specs.gpus import GIB
 
 MOST_GPUS = 4096
 SCANNED = 64  # numbers of GPUs that are tried one by one for the smallest
@@ -131,7 +132,7 @@ class Tried:
         if key not in self.hopeless:
             most = machines.scaled(MOST_GPUS)
             jobs = [each.job for each in _smallest(self.wanted, most, template, sizes) if each.job]
-            peaks = [max(each.peak for each in memory.anatomy(job)) / memory.GIB > job.memory_gib for job in jobs]
+            peaks = [max(each.peak for each in memory.anatomy(job)) / GIB > job.memory_gib for job in jobs]
             self.hopeless[key] = bool(peaks) and all(peaks)
         return self.hopeless[key]
 

@@ -9,22 +9,13 @@ among several tile sizes, so that these shares are estimates for the largest one
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from samecurve.planner.hardware import is_variant
 from samecurve.planner.job import Job
 
 MULTIPLE = 64  # elements of 2 bytes: 128 bytes, which tensor cores want in each dimension of A100 and later
 TILE_ROWS, TILE_COLUMNS = 128, 256
-# Data sheets and architecture papers of NVIDIA and AMD, whose compute units stand for SMs. The first that matches.
-SMS = (
-    (r"B[23]00|GB[23]00", 148), (r"H100.*PCIe", 114), (r"H100|H200|H800|GH200", 132), (r"H20\b", 78),
-    (r"A100|A800", 108), (r"A30\b", 56), (r"MI3(00|25)X", 304), (r"MI355X", 256), (r"MI250X", 110), (r"MI2[15]0", 104),
-    (r"V100", 80), (r"L40|6000.*Ada", 142), (r"\bL4\b", 58), (r"A6000|A40\b", 84), (r"A10G?\b", 72),
-    (r"4090", 128), (r"3090", 82), (r"2080\W?Ti", 68),
-)  # fmt: skip
 ASSUMED_SMS = 108  # of an A100
 GOOD = 0.9  # efficiencies below are worth telling
 
@@ -62,19 +53,17 @@ class Product:
         return self.tiles / (self.waves * self.sms)
 
 
-def known_sms(gpu_kind: str) -> int | None:
-    """Look up the streaming multiprocessors of a GPU; None for an unknown one."""
-    if is_variant(gpu_kind):
-        return None
-    return next((count for pattern, count in SMS if re.search(pattern, gpu_kind, re.IGNORECASE)), None)
+def _sms(job: Job) -> int:
+    """Return the streaming multiprocessors of a job's GPU, those of an A100 where they are not known."""
+    return job.card.sms or ASSUMED_SMS
 
 
 def title(job: Job) -> str:
     """Say what the dimensions are judged for, and what is assumed about it."""
     if _has_no_tiles(job):
         return f"Shapes on {job.gpu_kind}, whose products have no tiles:"
-    known = known_sms(job.gpu_kind)
-    return f"Shapes on {job.gpu_kind} with {known or ASSUMED_SMS} SMs{'' if known else ', assumed as of an A100'}:"
+    assumed = "" if job.card.sms else ", assumed as of an A100"
+    return f"Shapes on {job.gpu_kind} with {_sms(job)} SMs{assumed}:"
 
 
 def _has_no_tiles(job: Job) -> bool:
@@ -83,7 +72,7 @@ def _has_no_tiles(job: Job) -> bool:
 
 def products(job: Job) -> list[Product]:
     """List the products of a layer, and the output head's."""
-    shape, split, count = job.shape, job.layout.tp, known_sms(job.gpu_kind) or ASSUMED_SMS
+    shape, split, count = job.shape, job.layout.tp, _sms(job)
     rows = int(job.tokens * max(shape.top_k, 1) / max(shape.experts, 1)) or 1
     tokens, hidden = int(job.tokens), shape.hidden
     head = shape.attention_width // shape.heads

@@ -8,8 +8,9 @@ from functools import cached_property
 from samecurve.planner import kernels, links, offload
 from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.data_parallel_time import data_seconds
-from samecurve.planner.hardware import ASSUMED, BY_COST, Constant, Link, Profile, profile
+from samecurve.planner.hardware import ASSUMED, BY_COST, Constant, Profile, profile
 from samecurve.planner.job import Job, axis_link
+from samecurve.planner.links import Link
 from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 

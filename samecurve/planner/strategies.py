@@ -33,29 +33,9 @@ from samecurve.strategy.plan import Files, Strategy
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.
 SIMPLE_FIRST = (
-    "single",
-    "ddp",
-    "zero1",
-    "zero2",
-    "fsdp",
-    "zero3",
-    "zero3_hpz",
-    "hsdp",
-    "tp",
-    "fsdp_tp",
-    "fsdp_ulysses",
-    "fsdp_cp",
-    "fsdp_ep",
-    "fsdp_tp_cp",
-    "fsdp_ep_tp",
-    "pipeline",
-    "pipeline_1f1b",
-    "pipeline_gpipe",
-    "pipeline_interleaved",
-    "pipeline_zbv",
-    "pipeline_dualpipev",
-    "pipeline_fsdp",
-    "pp_fsdp_tp",
+    *("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "zero3_hpz", "hsdp", "tp", "fsdp_tp", "fsdp_ulysses"),
+    *("fsdp_cp", "fsdp_ep", "fsdp_tp_cp", "fsdp_ep_tp", "pipeline", "pipeline_1f1b", "pipeline_gpipe"),
+    *("pipeline_interleaved", "pipeline_zbv", "pipeline_dualpipev", "pipeline_fsdp", "pp_fsdp_tp"),
 )
 # Sizes that a strategy's files may set: which file, and the key. All other ranks form replicas or shards.
 AXES: Mapping[str, tuple[str, KeyPath]] = {

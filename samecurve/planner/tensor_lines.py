@@ -17,10 +17,11 @@ from samecurve.planner.activations import (
     mask_elements,
     score_gradient_bytes,
 )
-from samecurve.planner.hardware import ASSUMED, GATHERED, GIB, Constant, Profile
+from samecurve.planner.hardware import ASSUMED, GATHERED, Constant, Profile
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, in_flight, shard_sizes, stage_parameters
 from samecurve.specs import loss_chunks
+from samecurve.specs.gpus import GIB
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.timetables import order
 

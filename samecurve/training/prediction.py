@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.engines import factory
-from samecurve.metrics.meter import GIB, device_memory_bytes
+from samecurve.metrics.meter import device_memory_bytes
+from samecurve.specs.gpus import GIB
 
 if TYPE_CHECKING:
     from samecurve.training.session import Context

@@ -39,6 +39,7 @@ from samecurve.run import lifecycle
 from samecurve.run.run_directory import REJECTED
 from samecurve.run.status import STATUS, read_status
 from samecurve.run.watchdog import LAST_RESORT_SECONDS
+from samecurve.specs.gpus import GIB
 from samecurve.storage import terminal
 from samecurve.storage.records import read_record
 from samecurve.strategy import preflight
@@ -52,7 +53,6 @@ FOLDER = ".rehearsal"
 REPORT = "report.json"
 EVIDENCE = ("stacks", REJECTED)  # kept after a failure, whose message names them; the next rehearsal removes them
 NOTHING_LEFT = 13  # exit code of a rehearsal's process
-GIB = 2**30
 POLL_SECONDS = 0.2
 _COUNT = itertools.count()  # of the rehearsals of this process, the same on all ranks
 _ERRORS: dict[int, type[SamecurveError]] = {

@@ -26,11 +26,12 @@ from samecurve.metrics.meter import peak_memory_bytes
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
 from samecurve.run.run_directory import RunDirectory
+from samecurve.specs.gpus import GIB
 from samecurve.storage.atomic import write_json
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.strategy.preflight import existing_parent
 from samecurve.training import room, settle, startup
-from samecurve.training.rehearsal import GIB, NOTHING_LEFT, REPORT, Assignment, DoesNotFit, RehearsedStage
+from samecurve.training.rehearsal import NOTHING_LEFT, REPORT, Assignment, DoesNotFit, RehearsedStage
 from samecurve.training.session import Context, Session
 
 if TYPE_CHECKING:

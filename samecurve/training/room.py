@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from samecurve.checkpoint.commit import SPARE_BYTES
 from samecurve.errors import StorageError
-from samecurve.metrics.meter import GIB
+from samecurve.specs.gpus import GIB
 from samecurve.storage.cache import cache_folder
 from samecurve.storage.filesystem import UNKNOWN_BYTES
 from samecurve.strategy.preflight import existing_parent

@@ -20,7 +20,8 @@ from samecurve.planner import calibrate, calibration, cluster, forecast, plan_te
 from samecurve.planner import memory as planned
 from samecurve.planner.calibration import ALONE, Calibration
 from samecurve.planner.cluster import built_in
-from samecurve.planner.hardware import ASSUMED, CALIBRATED, GIB, PROCESS_GIB
+from samecurve.planner.hardware import ASSUMED, CALIBRATED, PROCESS_GIB
+from samecurve.specs.gpus import GIB
 
 GPU = torch.device("cuda", 1)
 CONTEXT, KERNELS, COMMUNICATORS = memory_probe.CONTEXT, memory_probe.KERNELS, calibrate.COMMUNICATORS

@@ -10,9 +10,10 @@ from test_planner_anatomy import a_job
 from samecurve.errors import ConfigurationError
 from samecurve.planner import cluster, links, memory, offload, step_time
 from samecurve.planner.cluster import read_cluster
-from samecurve.planner.hardware import GIB, gpu
+from samecurve.planner.hardware import gpu
 from samecurve.planner.job import Layout
 from samecurve.planner.links import Level
+from samecurve.specs.gpus import GIB
 
 FILE = """\
 gpu: H100-80GB

@@ -13,11 +13,12 @@ from test_planner_anatomy import LLAMA, a_job
 from samecurve.cli.commands import main
 from samecurve.planner import inputs, kernels, ledger, overlap, search, step_time
 from samecurve.planner.cluster import built_in
-from samecurve.planner.hardware import MIB, Profile
+from samecurve.planner.hardware import Profile
 from samecurve.planner.job import Job, Layout, axis_link
 from samecurve.planner.overlap import Ratio
 from samecurve.planner.stages import stages
 from samecurve.planner.strategies import read
+from samecurve.specs.gpus import MIB
 
 MODEL = "benchmarks/planner/llama_8b.json"
 H100, NVLINK = 989e12, 450e9

@@ -21,6 +21,7 @@ from samecurve.planner.answers import Prediction
 from samecurve.planner.cluster import read_cluster
 from samecurve.planner.search import COMPARED, Choice
 from samecurve.planner.strategies import read, shipped
+from samecurve.specs.gpus import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -186,7 +187,7 @@ def test_a_cpu_has_no_memory_beside_its_own_to_offload_to(wanted):
     for each in choices:
         assert each.job
         (only,) = memory.anatomy(each.job)
-        held[each.name] = sum(line.backward for line in only.lines if line.name == "offloaded states") / memory.GIB
+        held[each.name] = sum(line.backward for line in only.lines if line.name == "offloaded states") / GIB
     assert held == {"zero3_offload": pytest.approx(82.3, abs=0.1), "zero3_nvme": pytest.approx(14.96 + 15.83, abs=0.01)}
     assert choices[0].verdict == "too large"
     (on_gpu,) = search.evaluate(wanted, read_cluster("h100x8"), [read("configs/zero3_offload.yaml")])

@@ -19,7 +19,8 @@ LLAMA_7B = ModelShape(32, 4096, 32, 32, 11008, 32000, gated=True, tied=False)
 
 
 def job(shape: ModelShape = LLAMA_7B, kind: str = "A100-80GB", **keys):
-    return a_job(shape, keys.pop("layout", Layout(1)), gpu_kind=kind, **keys)
+    card = replace(hardware.gpu(kind), sms=0) if kind == "device" else hardware.gpu(kind)
+    return replace(a_job(shape, keys.pop("layout", Layout(1)), gpu_kind=kind, **keys), card=card)
 
 
 def test_waves_on_an_a100():
@@ -116,9 +117,8 @@ def test_the_sms_of_a_gpu_are_its_own_or_said_to_be_assumed(kind, title):
 
 
 def test_all_gpus_with_known_rates_have_their_sms():
-    with_tiles = [name for name in hardware.known_names() if name != "cpu"]
-    assert [name for name in with_tiles if not shape_rules.known_sms(name)] == []
-    assert not shape_rules.known_sms("NVIDIA GeForce RTX 4090 Laptop GPU")
+    assert [name for name, card in hardware.rows().items() if not card.sms] == ["^cpu$"]
+    assert not hardware.gpu("NVIDIA GeForce RTX 4090 Laptop GPU").sms
 
 
 def test_a_cpu_has_neither_tiles_nor_waves():

@@ -10,12 +10,13 @@ import pytest
 from benchmarks.planner import fitting
 from samecurve.planner import kernels, links, memory, model_shape, plan_text, step_time, tensor_lines
 from samecurve.planner.activations import layer_bytes
-from samecurve.planner.hardware import GIB, Profile, gpu, link
+from samecurve.planner.hardware import Profile, gpu
 from samecurve.planner.job import Job, Layout, Sharding, StateBytes
 from samecurve.planner.links import Level
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import shard_sizes, stage_parameters, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
+from samecurve.specs.gpus import GIB
 from samecurve.specs.model_families import EAGER, EXPERT_PARALLEL
 
 GPT = ModelShape(32, 4096, 32, 32, 16384, 50257, gated=False, tied=False, positions=512)
@@ -285,10 +286,9 @@ def test_parameters_are_those_of_transformers(family):
 
 def test_many_nodes_share_the_network_worse():
     """From 16 to 64 nodes a network's rate halves; measured rates of a cluster file stay what they are."""
-    rates = [link(gpu("H100-80GB"), 8, 3200, 8 * nodes, 1, 0).bus_gb_per_s for nodes in (2, 16, 64)]
+    levels = links.levels_of(gpu("H100-80GB"), 8, 3200)
+    rates = [links.link(levels, 8, 8 * nodes, 1, 1.0, 0).bus_gb_per_s for nodes in (2, 16, 64)]
     assert rates == pytest.approx([3200 / 8 * 0.73, 3200 / 8 * 0.73, 3200 / 8 * 0.73 / 2])
-    levels = (Level("node", 8, ((1, 360),)), Level("network", 0, node_gbit=3200))
-    assert links.link(levels, 8, 512, 1, 1.0, 0).bus_gb_per_s == pytest.approx(rates[2])
     measured = (levels[0], Level("network", 0, ((1, 100),)))
     assert links.link(measured, 8, 512, 1, 1.0, 0).bus_gb_per_s == 100
 

@@ -12,13 +12,14 @@ from samecurve.cli.commands import main
 from samecurve.models.flops import table_peak
 from samecurve.planner import data_parallel_time, inputs, kernels, ledger, memory, search, step_time
 from samecurve.planner.cluster import built_in
-from samecurve.planner.hardware import GIB, gpu, profile
+from samecurve.planner.hardware import gpu, profile
 from samecurve.planner.job import Job, Layout, Sharding, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.plan_text import attention_flops, layer_flops, step_flops
 from samecurve.planner.stages import stages
 from samecurve.planner.step_time import idle_slots
 from samecurve.planner.strategies import read
+from samecurve.specs.gpus import GIB
 
 GPT_7B = ModelShape(32, 4096, 32, 32, 16384, 50304, gated=False, tied=True)
 LLAMA_7B = ModelShape(32, 4096, 32, 32, 11008, 32000, gated=True, tied=False)

@@ -16,11 +16,12 @@ from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import ConfigurationError, HangError, StorageError
 from samecurve.run.run_directory import RunDirectory
+from samecurve.specs.gpus import GIB
 from samecurve.storage.filesystem import UNKNOWN_BYTES
 from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.plan import Plan, Strategy
 from samecurve.training import rehearsal, rehearsal_process, room, startup
-from samecurve.training.rehearsal import GIB, DoesNotFit, RehearsedStage
+from samecurve.training.rehearsal import DoesNotFit, RehearsedStage
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,9 @@ import torch
 from report_cases import missing
 
 from samecurve.interfaces.engine import StepResult
-from samecurve.metrics.meter import GIB, Machine, Meter, peak_memory_bytes
+from samecurve.metrics.meter import Machine, Meter, peak_memory_bytes
 from samecurve.models.flops import Peak, TokenFlops
+from samecurve.specs.gpus import GIB
 
 KEYS = [
     "step",
