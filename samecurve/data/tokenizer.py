@@ -90,7 +90,7 @@ def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> 
     path = recipe.tokenizer.path or recipe.model.path
     if path is None:
         raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
-    revision = recipe.model.revision if recipe.tokenizer.path is None else None
+    revision = recipe.model.revision if path == recipe.model.path else None
     return load_pretrained_tokenizer(path, recipe.model.trust_remote_code, revision)
 
 

@@ -23,7 +23,7 @@ from samecurve.cli import commands
 from samecurve.config.schema import Recipe
 from samecurve.data.chat_encoder import ChatEncoder
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
-from samecurve.data.tokenizer import load_pretrained_tokenizer
+from samecurve.data.tokenizer import load_pretrained_tokenizer, load_tokenizer
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import loading
@@ -324,6 +324,39 @@ def test_it_is_trained_and_exported_with_its_files(folder, tmp_path):
     assert not trusted_code.allows(False, str(tmp_path / "exported"))
     trusted_code.remember(str(folder))
     assert trusted_code.allows(False, str(tmp_path / "exported"))
+
+
+TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+class ToyTokenizer(PreTrainedTokenizerFast):
+    COMMIT = 0
+"""
+
+
+@pytest.mark.parametrize("path", [None, "someone/toy"])
+def test_all_code_of_a_hub_name_is_of_one_commit(path, folder, tmp_path, monkeypatch):
+    """Of the config, the model and the tokenizer, while the branch has moved on."""
+    hub = tmp_path / "hub" / "models--someone--toy"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub.parent))
+    (folder / "tokenization_toy.py").write_text(TOKENIZER)
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "ToyTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_toy.ToyTokenizer"]}}
+    write(folder / "tokenizer_config.json", content | own)
+    commits = ["a" * 40, "b" * 40]
+    for number, commit in enumerate(commits):
+        shutil.copytree(folder, hub / "snapshots" / commit)
+        for file in (hub / "snapshots" / commit).glob("*_toy.py"):
+            text = file.read_text().replace('model_type = "toy"', 'model_type = "toy"; COMMIT = 0')
+            text = text.replace("config_class = ToyConfig", "config_class = ToyConfig; COMMIT = 0")
+            file.write_text(text.replace("COMMIT = 0", f"COMMIT = {number}"))
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text(commits[1])
+    for number in (0, 1):
+        recipe = made(Path("someone/toy"), trust_remote_code=True, revision=commits[number])
+        recipe = recipe.model_copy(update={"tokenizer": recipe.tokenizer.model_copy(update={"path": path})})
+        model, words = build_skeleton(recipe, 64), load_tokenizer(recipe)
+        assert [getattr(type(part), "COMMIT") for part in (model.config, model, words)] == [number] * 3
 
 
 def test_its_weights_are_read_shard_by_shard_too(folder):
