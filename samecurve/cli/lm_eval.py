@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Work, add_trust_argument
+from samecurve.cli.commands import Work, add_trust_argument, require_positive
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
 
@@ -34,10 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="further options of lm-eval, as one argument: '--num_fewshot 5'",
     )
+    parser.add_argument(
+        "--timeout_minutes",
+        type=float,
+        default=1440.0,
+        metavar="N",
+        help="end lm-eval after this time: a chat template of a stranger may have no end (default: %(default)g)",
+    )
     parser.add_argument("--show", action="store_true", help="print the lm-eval command and do not run it")
     add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> Work:
+    require_positive(arguments, "timeout_minutes")
     folder, recipe = folders.model_folder(arguments.run), folders.known_recipe(arguments.run)
     return Work("samecurve.inference.lm_eval", (arguments, folder, folders.base_path(folder), recipe))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from samecurve.config.schema import Recipe
-from samecurve.errors import ConfigurationError
+from samecurve.errors import ConfigurationError, HangError
 from samecurve.inference import folders, loading
 from samecurve.inference.generation import is_chat
 from samecurve.models.hf_config import CAUSAL
@@ -32,6 +32,9 @@ def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: R
 
     Returns:
         The exit code: 0, or 1 for any failure of lm_eval.
+
+    Raises:
+        HangError: lm_eval takes longer than --timeout_minutes.
     """
     command = build_command(arguments, folder, base, recipe)
     print(shlex.join(command), flush=True)
@@ -39,7 +42,13 @@ def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: R
         return 0
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigurationError(f"lm_eval: not installed in {sys.prefix}; install it: {INSTALL}")
-    return min(1, abs(subprocess.run(command).returncode))
+    try:
+        return min(1, abs(subprocess.run(command, timeout=60 * arguments.timeout_minutes).returncode))
+    except subprocess.TimeoutExpired as error:
+        raise HangError(
+            f"lm_eval: not finished after --timeout_minutes {arguments.timeout_minutes:g}; it was ended, give it more "
+            "time or fewer examples (--limit)"
+        ) from error
 
 
 def build_command(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> list[str]:

@@ -14,3 +14,7 @@ TRACKERS = {
     "dvclive": ("dvclive", "dvclive"),
     "swanlab": ("swanlab", "swanlab"),
 }
+
+# of the environment variables that say where a tracker sends its metrics, such as MLFLOW_TRACKING_URI
+PREFIXES = {"wandb": "WANDB_", "mlflow": "MLFLOW_", "comet_ml": "COMET_", "clearml": "CLEARML_", "swanlab": "SWANLAB_"}
+PREFIXES |= {"trackio": "TRACKIO_", "aim": "AIM_", "dvclive": "DVC_"}

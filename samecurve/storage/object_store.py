@@ -92,11 +92,11 @@ def url_problem(url: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Replace the values of environment variables that look like credentials."""
+    """Replace the values of environment variables that look like credentials, and users and passwords in URLs."""
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8}
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
-    return text
+    return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", text)
 
 
 class DamagedObjectError(StorageError):

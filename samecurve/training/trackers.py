@@ -11,7 +11,9 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.metrics.data_wait import WaitAdvice
+from samecurve.specs.trackers import PREFIXES
 from samecurve.storage.atomic import known_cause, write_json
+from samecurve.storage.object_store import credentials_problem, is_url, without_secrets
 from samecurve.storage.records import read_record
 from samecurve.strategy.restarts import is_restart
 
@@ -26,6 +28,7 @@ _PROJECTS = {
     "trackio": "TRACKIO_PROJECT",
 }  # Accelerate itself reads those of mlflow and clearml
 _OFFLINE = {"wandb": " (WANDB_MODE=offline needs no account)"}
+_ACCOUNT = {"mlflow": " (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD)", "wandb": " (WANDB_API_KEY)"}
 _LEFT = "this tracker gets no more metrics, metrics.jsonl has every step"
 RUN_IDS = "runs.json"  # the run's names in its trackers, by which a later session continues them
 
@@ -100,6 +103,7 @@ class Trackers:
             self._log(line)
 
     def _start(self, name: str, start_step: int) -> None:
+        _check_urls(name)
         folder = self._folder / "trackers"
         # Accelerate passes a project, which the package prefers to its environment variable
         project = os.environ.get(_PROJECTS.get(name, "")) or self._folder.resolve().name
@@ -137,6 +141,14 @@ class Trackers:
             action()
         except Exception as error:  # of any tracker's package
             self._open.pop(name, None)
-            self._failures[name] = f"logging.trackers: {name} failed: {error}"
+            self._failures[name] = f"logging.trackers: {name} failed: {without_secrets(str(error))}"
             self._cause = self._cause or known_cause(error)
         return name not in self._failures
+
+
+def _check_urls(name: str) -> None:
+    """Refuse credentials in a tracker's URLs, which its package prints and writes into files."""
+    for variable, value in os.environ.items():
+        is_own = variable.startswith(PREFIXES.get(name, " ")) and is_url(value)
+        if is_own and (problem := credentials_problem(value)):
+            raise ConfigurationError(f"{variable}: {problem}, in variables of their own{_ACCOUNT.get(name, '')}")

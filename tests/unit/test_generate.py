@@ -208,6 +208,13 @@ def test_the_command_of_lm_eval(polite, capsys, monkeypatch):
     assert capsys.readouterr().err.endswith("install it: pip install -c constraints.txt -r requirements-eval.txt\n")
 
 
+def test_lm_eval_has_a_time_limit(polite, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("samecurve.inference.lm_eval.build_command", lambda *_: ["sleep", "60"])
+    assert commands.main(["lm_eval", str(polite), "arc_easy", "--timeout_minutes", "0.005"]) == 124
+    assert "lm_eval: not finished after --timeout_minutes 0.005" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_lm_eval_counts_what_is_known(polite, tmp_path):
     """h is followed by i, so three of four are right."""

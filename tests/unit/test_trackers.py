@@ -55,7 +55,7 @@ def test_a_resumed_run_replaces_what_its_checkpoint_does_not_hold(tmp_path):
     assert events(tmp_path) == {1: 9.0, 2: 8.0, 3: 7.0}
 
 
-def broken(method: str) -> type:
+def broken(method: str, error: str = "no route") -> type:
     class Broken(SimpleNamespace):
         requires_logging_directory = False
 
@@ -63,7 +63,7 @@ def broken(method: str) -> type:
             super().__init__(start=lambda: None, log=lambda *_, **__: None, finish=lambda: None)
 
             def fail(*_, **__):
-                raise ConnectionError("no route")
+                raise ConnectionError(error)
 
             setattr(self, method, fail)
 
@@ -78,6 +78,31 @@ def test_a_tracker_that_fails_is_said_at_once_and_at_the_end(method, times, tmp_
     trackers.close()
     assert [line for line in lines if "aim failed: no route" in line] == lines and len(lines) == times
     assert events(tmp_path) == {1: 9.0, 2: 8.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "url"),
+    [
+        ("mlflow", "MLFLOW_TRACKING_URI", "https://user:hunter22@host/"),
+        ("mlflow", "MLFLOW_REGISTRY_URI", "postgresql://user:hunter22@host/db"),
+        ("wandb", "WANDB_BASE_URL", "https://host/?api_key=hunter22"),
+    ],
+)
+def test_the_url_of_a_tracker_has_no_credentials(name, variable, url, tmp_path, monkeypatch):
+    monkeypatch.setenv(variable, url)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, lambda *_, **__: pytest.fail("it would print the URL"))
+    with pytest.raises(ConfigurationError, match=f"{name} failed: {variable}: the URL has a user") as refused:
+        opened(tmp_path, name)
+    assert "hunter22" not in str(refused.value)
+
+
+def test_an_error_of_a_tracker_names_no_credentials(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMET_API_KEY", "hunter22hunter22")
+    error = "https://user:hunter22@proxy:1/ refused hunter22hunter22"
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "comet_ml", broken("log", error))
+    trackers, lines = opened(tmp_path, "comet_ml")
+    log(trackers, 1)
+    assert "comet_ml failed: https://***@proxy:1/ refused ***;" in lines[0]
 
 
 def test_a_tracker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
