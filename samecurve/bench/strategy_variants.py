@@ -12,7 +12,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.strategy.accelerate_keys import ACCELERATE
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
-from samecurve.strategy.resolve import read_files
+from samecurve.strategy.translation import read_as_written
 
 
 def is_key(argument: str) -> bool:
@@ -34,7 +34,7 @@ def write_changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
     Raises:
         ConfigurationError: a key belongs to a file that the strategy does not have.
     """
-    files = read_files(str(path))
+    files = read_as_written(str(path))
     for argument in arguments:
         document = files.accelerate if _head(argument) in ACCELERATE else files.deepspeed
         if not document.name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -42,17 +42,22 @@ _EXPECTED = {
 }
 
 
-def read_recipe(path: str, overrides: Sequence[str] = ()) -> RecipeSource:
+def read_recipe(
+    path: str, overrides: Sequence[str] = (), fill: Callable[[Document], object] | None = None
+) -> RecipeSource:
     """Read a recipe, its base files and `key.path=value` overrides; check the schema and the rules.
 
-    The problems are in `RecipeSource.document.problems`. Rules that depend on the strategy or the number of processes
-    are checked later (strategy/validate.py).
+    `fill` may write values into the document before it is checked. The problems are in
+    `RecipeSource.document.problems`. Rules that depend on the strategy or the number of processes are checked later
+    (strategy/validate.py).
     """
     document = _read_based(path, ())
     for argument in overrides:
         apply_override(document, argument)
     inheritance.settle_command_line(document)
     split_output_url(document)
+    if fill is not None:
+        fill(document)
     recipe, invalid = _validate(document)
     source = RecipeSource(document, recipe, invalid)
     rules.apply_rules(source)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -12,26 +14,40 @@ if TYPE_CHECKING:
 
 _MESH = ("ACCELERATE_USE_PARALLELISM_CONFIG",)
 _OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+# Set by accelerate launch from the user's file, of which translation.py may have understood more.
+_REPLACED = (
+    "FSDP_",
+    "ACCELERATE_DEEPSPEED_",
+    "ACCELERATE_CONFIG_DS_FIELDS",
+    "ACCELERATE_DOWNCAST_BF16",
+    "ACCELERATE_GRADIENT_",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+)
 
 
 def environment(strategy: Strategy) -> dict[str, str]:
     """Compute the variables that Accelerate's plugins read, with Accelerate's own launcher code, from the YAML.
 
-    With them torchrun, deepspeed and plain python configure `Accelerator` as `accelerate launch --config_file` does.
-    A bare DeepSpeed JSON has no YAML; its variables are those of a YAML that names only the JSON.
+    With them every launcher configures `Accelerator` as `accelerate launch` does with a file of this content. A bare
+    DeepSpeed JSON has no YAML; its variables are those of a YAML that names only the JSON.
     """
     if not strategy.distributed:
         return {}
     if strategy.path is None:
         return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(strategy.deepspeed_path)}
+    content = {"num_processes": strategy.world_size, **strategy.accelerate}
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     # port 0, because Accelerate warns of a port in use or refuses it, and this job holds the real one
-    arguments = launch_command_parser().parse_args(
-        ["--config_file", str(strategy.path), "--main_process_port", "0", "train.py"]
-    )
-    arguments, _, _ = _validate_launch_command(arguments)
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        words = ["--config_file", file.name, "--main_process_port", "0", "train.py"]
+        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     if not arguments.use_deepspeed:
         made = prepare_multi_gpu_env(arguments)
     else:
@@ -44,11 +60,14 @@ def environment(strategy: Strategy) -> dict[str, str]:
 def export_launch_env(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
     """Set the variables of `environment` in os.environ and, for a process without a launcher, a world of one.
 
-    Variables by which Accelerate would make a device mesh of its own are deleted, and under pipeline schedules those of
-    FSDP, too: the engines make both themselves.
+    They replace those that accelerate launch has set from the file as it is written. Variables by which Accelerate
+    would make a device mesh of its own are deleted, and under pipeline schedules those of FSDP, too: the engines make
+    both themselves.
     """
-    if strategy.launcher != "accelerate":
-        os.environ.update(environment(strategy))
+    if strategy.distributed:
+        for name in [name for name in environ if name.startswith(_REPLACED)]:
+            del os.environ[name]
+    os.environ.update(environment(strategy))
     for name in [name for name in environ if name in _MESH or name.startswith("PARALLELISM_CONFIG_")]:
         del os.environ[name]  # Accelerate would make a second mesh, or refuse an arrangement that it does not know
     if strategy.torch_schedule:

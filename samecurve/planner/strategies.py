@@ -110,7 +110,7 @@ class Template:
         # problems of one size must not add up in the files that other sizes are made from
         changed = {
             name: replace(document, content=copy.deepcopy(document.content), problems=[])
-            for name, document in vars(self.files).items()
+            for name, document in (("accelerate", self.files.accelerate), ("deepspeed", self.files.deepspeed))
         }
         for axis, size in sizes.items():
             file, (*blocks, key) = self.place(axis)
@@ -118,7 +118,7 @@ class Template:
             for name in blocks:
                 block = block[name]
             block[key] = size
-        return Files(**changed)
+        return replace(self.files, **changed)
 
 
 def read(path: str) -> Template:

@@ -37,6 +37,8 @@ def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
         "overrides": list(plan.overrides),
         "output_dir": recipe.output_dir,
         "notes": plan.notes,
+        "from_strategy": plan.from_strategy,
+        "no_effect": plan.no_effect,
         "strategy": strategy.name,
         "strategy_path": strategy.path or strategy.deepspeed_path,
         "family": strategy.family,

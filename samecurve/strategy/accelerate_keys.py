@@ -1,8 +1,10 @@
 """The keys of an Accelerate YAML and how each is treated, with the rule types that deepspeed_keys.py shares.
 
-A table maps a key to a `ValueRule` (accepted after a check), another table (a block), `RecipeOwned` (set by the recipe)
-or `Rejected`. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with the installed
-versions.
+A table maps a key to another table (a block of keys) or to one of four rules: `ValueRule` (used, after a check),
+`RecipeOwned` (the file's value counts where the recipe gives none), `NoEffect` (known, and changes nothing here) or
+`Rejected` (would change the run, and is not built). strategy/translation.py applies them; strategy/key_page.py writes
+them to docs/strategy_keys.md. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with
+the installed versions.
 """
 
 from __future__ import annotations
@@ -24,15 +26,38 @@ class ValueRule:
 
 @dataclass(frozen=True)
 class RecipeOwned:
-    """The recipe's key `by` sets this: the key is absent, or "auto" where the file supports that."""
+    """The key means what the recipe's key `by` means. Where the recipe does not give that, the file's value counts.
+
+    Attributes:
+        auto: whether "auto" leaves the value to the recipe.
+        values: returns, for a value of the file, the values of `by` that agree with it, the preferred one first;
+            raises ValueError with the rest of a message that begins with the value.
+    """
 
     by: str
     auto: bool = False
+    values: Callable[[Any], tuple] = lambda value: (value,)
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """A known key that changes nothing here; the header lists it.
+
+    Attributes:
+        rule: the values that change nothing; others are problems.
+        silent: values that say what happens anyway, which the header does not list.
+        foreign: whether the installed library does not read the key either, though public files have it.
+    """
+
+    reason: str
+    rule: ValueRule = ValueRule("any value", lambda value: True)
+    silent: tuple = ()
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """An unsupported key. `harmless`: values that `accelerate config` writes although they enable nothing."""
+    """A key that would change the run and is not built. `harmless`: values that enable nothing, as `NoEffect`'s."""
 
     reason: str
     harmless: tuple = (None,)
@@ -84,9 +109,61 @@ TEXTS = ValueRule("a list of strings", _texts)
 GPU_IDS = ValueRule('"all" or comma-separated numbers', lambda value: isinstance(value, str) or NATURAL.accepts(value))
 DTYPE = one_of("fp32", "bf16", "fp16")
 
+# What a file calls gradient_accumulation_steps: in the recipe it follows from two sizes and the number of processes.
+ACCUMULATION = "batch.global_batch_size / batch.micro_batch_size"
+
+
+def whole_number(value: Any) -> tuple:
+    """Values of a recipe key that counts something, see `RecipeOwned.values`."""
+    if not COUNT.accepts(value):
+        raise ValueError(f"expected {COUNT.expected}")
+    return (int(value),)
+
+
+def number(value: Any) -> tuple:
+    """Values of a recipe key that is a number, see `RecipeOwned.values`."""
+    if not NUMBER.accepts(value):
+        raise ValueError(f"expected {NUMBER.expected}")
+    return (value,)
+
+
+def clipping(value: Any) -> tuple:
+    """Values of optimizer.max_grad_norm. DeepSpeed's 0 clips nothing, as a norm does that no gradient reaches."""
+    if not NOT_NEGATIVE.accepts(value):
+        raise ValueError(f"expected {NOT_NEGATIVE.expected}")
+    return (float(value) or 1e9,)
+
+
+def _mixed_precision(value: Any) -> tuple:
+    if value in ("fp16", "bf16"):
+        return (value,)
+    if value in ("no", False):  # YAML reads a bare no as false
+        return ("fp32",)
+    if value == "fp8":
+        raise ValueError("FP8 is set by the recipe's key fp8; remove it")
+    raise ValueError("expected one of no, fp16, bf16")
+
+
+def enabled(precision: str) -> Callable[[Any], tuple]:
+    """The values of the recipe's precision that agree with an `enabled` of this precision, see `RecipeOwned.values`."""
+
+    def agreeing(value: Any) -> tuple:
+        if not isinstance(value, bool):
+            raise ValueError('expected true, false or "auto"')
+        return (precision,) if value else tuple(other for other in ("bf16", "fp32", "fp16") if other != precision)
+
+    return agreeing
+
+
+def _recomputation(value: Any) -> tuple:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return ("full",) if value else ("none",)
+
+
 _TPU = Rejected("TPUs are not supported; remove it", (None, False, "no", "", []))
-_INLINE = Rejected("it belongs in the DeepSpeed JSON; move it there, under zero_optimization")
-_FSDP1 = Rejected("only FSDP1 uses it, and this is FSDP2; remove it")
+_DEVICE = one_of("none", "cpu", "nvme")
+_WORLD = "weights are the same on every rank from the start"
 _ROWS = Rejected("rows of any length are split, and the recipe's model.attention decides; remove it")
 _COMPILE = Rejected(
     "the recipe sets torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
@@ -120,8 +197,8 @@ ACCELERATE: Table = {
     "enable_cpu_affinity": BOOLEAN,
     "debug": BOOLEAN,
     "use_cpu": only(False, "true silently turns FSDP and DeepSpeed off; without an accelerator the CPU is used anyway"),
-    "mixed_precision": RecipeOwned("precision"),
-    "fp16": RecipeOwned("precision"),
+    "mixed_precision": RecipeOwned("precision", values=_mixed_precision),
+    "fp16": RecipeOwned("precision", values=enabled("fp16")),
     "fp8_config": Rejected("FP8 is set by the recipe's key fp8; remove it", (None, {})),
     "dynamo_backend": _COMPILE,
     "dynamo_config": {
@@ -143,29 +220,35 @@ ACCELERATE: Table = {
     "command_file": _TPU,
     "commands": _TPU,
     "fsdp_config": {
-        "fsdp_version": ValueRule(
-            "2: FSDP1 clips gradients, saves and runs on CPUs differently", lambda value: value == 2
-        ),
+        # translation.py has made FSDP1's keys FSDP2's
+        "fsdp_version": ValueRule("1 or 2, which FSDP2 both trains", lambda value: value == 2),
         "fsdp_reshard_after_forward": BOOLEAN,
         "fsdp_reduce_dtype": one_of("fp32", "bf16"),
         "fsdp_forward_prefetch": BOOLEAN,
-        "fsdp_backward_prefetch": Rejected(
-            "FSDP2 always prefetches the next layer in the backward pass (BACKWARD_PRE); remove it",
-            (None, "BACKWARD_PRE"),
+        "fsdp_backward_prefetch": NoEffect(
+            "FSDP2 always gathers the next layer ahead in the backward pass",
+            optional(one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", 1, 2)),
         ),
+        "fsdp_backward_prefetch_policy": NoEffect("an old name of fsdp_backward_prefetch", foreign=True),
         "fsdp_auto_wrap_policy": one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
         "fsdp_transformer_layer_cls_to_wrap": TEXT,
         "fsdp_min_num_params": NATURAL,
         "fsdp_offload_params": BOOLEAN,
-        "fsdp_state_dict_type": one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
-        "fsdp_cpu_ram_efficient_loading": only(False, "each rank loads only its shards"),
-        "fsdp_activation_checkpointing": RecipeOwned("memory.activation_checkpointing"),
+        "fsdp_state_dict_type": NoEffect(
+            "checkpoints have a format of their own, which every strategy reads",
+            one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
+        ),
+        "fsdp_cpu_ram_efficient_loading": NoEffect("each rank loads only its own shards", BOOLEAN, silent=(False,)),
+        "fsdp_activation_checkpointing": RecipeOwned("memory.activation_checkpointing", values=_recomputation),
         "fsdp_activation_checkpointing_offload": Rejected(
             "the recipe sets this, by memory.activation_checkpointing: offload; remove it", (None, False)
         ),
-        "fsdp_sharding_strategy": _FSDP1,
-        "fsdp_use_orig_params": _FSDP1,
-        "fsdp_sync_module_states": _FSDP1,
+        "fsdp_sharding_strategy": one_of(
+            "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"
+        ),
+        "fsdp_use_orig_params": NoEffect("FSDP2 always keeps the model's own parameters", BOOLEAN),
+        "fsdp_sync_module_states": NoEffect(_WORLD, BOOLEAN),
+        "fsdp_limit_all_gathers": NoEffect("FSDP2 always limits them", BOOLEAN, foreign=True),
     },
     "parallelism_config": {
         "parallelism_config_dp_replicate_size": COUNT,
@@ -198,14 +281,23 @@ ACCELERATE: Table = {
         "deepspeed_inclusion_filter": TEXT,
         "deepspeed_multinode_launcher": one_of("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"),
         "zero3_init_flag": BOOLEAN,
-        "gradient_accumulation_steps": RecipeOwned("batch.global_batch_size"),
-        "gradient_clipping": RecipeOwned("optimizer.max_grad_norm"),
-        "zero_stage": _INLINE,
-        "offload_optimizer_device": _INLINE,
-        "offload_param_device": _INLINE,
-        "offload_optimizer_nvme_path": Rejected("Accelerate ignores it; set nvme_path in the DeepSpeed JSON"),
-        "offload_param_nvme_path": Rejected("Accelerate ignores it; set nvme_path in the DeepSpeed JSON"),
-        "zero3_save_16bit_model": Rejected("the export gathers the weights itself, in fp32; remove it", (None, False)),
-        "deepspeed_moe_layer_cls_names": Rejected("the DeepSpeed JSON sets this, by zero_optimization.leaf_module"),
+        "gradient_accumulation_steps": RecipeOwned(ACCUMULATION, auto=True, values=whole_number),
+        "gradient_clipping": RecipeOwned("optimizer.max_grad_norm", auto=True, values=clipping),
+        "zero_stage": one_of(0, 1, 2, 3),
+        "offload_optimizer_device": _DEVICE,
+        "offload_param_device": _DEVICE,
+        "offload_optimizer_nvme_path": TEXT,
+        "offload_param_nvme_path": TEXT,
+        "zero3_save_16bit_model": NoEffect("the export gathers the weights itself, in fp32", BOOLEAN),
+        "deepspeed_moe_layer_cls_names": TEXT,
     },
+}
+# Keys from which a DeepSpeed JSON is made where the YAML names none, and their places in it.
+INLINE = {
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
+    "offload_param_device": ("zero_optimization", "offload_param", "device"),
+    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
+    "deepspeed_moe_layer_cls_names": ("zero_optimization", "leaf_module", "classes"),
 }

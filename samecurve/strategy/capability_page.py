@@ -132,7 +132,7 @@ def _line(key: str, mode: Mode) -> str:
     for value, (cell, why) in product(values, cells):
         if cell.refuses(value):
             tasks = f" with `{'`, `'.join(cell.tasks)}`" if cell.tasks else ""  # with others it is allowed
-            refused.setdefault(f"{tasks}: {_pinned(why)}", []).append(value)
+            refused.setdefault(f"{tasks}: {pinned(why)}", []).append(value)
             kept = [other for other in kept if other != value or cell.tasks]
     tests = dict.fromkeys(
         test for names, proven in PROOFS.get(key, {}).items() if modes & {*proven} for test in names.split()
@@ -142,7 +142,7 @@ def _line(key: str, mode: Mode) -> str:
     links = ", ".join(f"[{test.removeprefix('test_')}](../tests/distributed/{test}.py)" for test in tests)
     reasons = [f"{_shown(values)}{reason}" for reason, values in refused.items()]
     if not _values(field.annotation):  # of a number the only allowed values are known
-        reasons = [f"other values: {_pinned(why)}" for _, why in cells]
+        reasons = [f"other values: {pinned(why)}" for _, why in cells]
     others = [value for value in kept if value not in compared]
     return f"| `{key}` | {_shown(compared)} | {links} | {_shown(others)} | {'; '.join(reasons)} |"
 
@@ -151,7 +151,7 @@ def _shown(values: list[Any]) -> str:
     return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in values)
 
 
-def _pinned(text: str) -> str:
+def pinned(text: str) -> str:
     """Write the versions that the tests ran with instead of the installed ones."""
     for name, version in re.findall(r"^([\w-]+)==([\w.]+)", _CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE):
         text = text.replace(dated(name), f"{name} {version}") if name in text else text

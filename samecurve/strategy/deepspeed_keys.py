@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 from samecurve.specs.environment import dated
 from samecurve.strategy.accelerate_keys import (
+    ACCUMULATION,
     BOOLEAN,
     COUNT,
     DTYPE,
@@ -17,14 +19,19 @@ from samecurve.strategy.accelerate_keys import (
     NUMBER,
     TEXT,
     TEXTS,
+    NoEffect,
     RecipeOwned,
     Rejected,
     Table,
     ValueRule,
+    clipping,
+    enabled,
+    number,
     one_of,
     only,
     optional,
     or_auto,
+    whole_number,
 )
 
 _DEEPSPEED = dated("deepspeed")  # another version may do what this one cannot
@@ -42,8 +49,9 @@ _QUANTISED = Rejected(
     (None, False),
 )
 _UNCOMPARED = f"it has not been compared with one process ({_DEEPSPEED}); remove it"
-_MONITOR = Rejected("metrics and TensorBoard files are already written to the run directory; remove it")
-_OLD_OFFLOAD = Rejected("this key is deprecated; use offload_optimizer or offload_param", ())
+_MONITOR = NoEffect("the recipe's logging.trackers get the metrics, and the run directory has them")
+_OLD_OFFLOAD = NoEffect("a deprecated key, which asks for no offload", only(False, "use offload_optimizer"))
+_OWN_LINES = NoEffect("DeepSpeed's own lines are off; the header, metrics.jsonl and `profile` show more")
 _TENSOR_PARALLEL = Rejected(  # module_inject/layers.py
     f"AutoTP of {_DEEPSPEED} keeps a rank's part of a weight as a plain tensor, and samecurve's checkpoints find parts "
     "by the DTensors of transformers' plans; remove it, or use configs/fsdp_tp.yaml"
@@ -57,9 +65,8 @@ _EXPERTS = Rejected(
 _SEQUENCE = (
     f"Ulysses of {_DEEPSPEED} drops the masks between packed documents; remove it, or use configs/fsdp_ulysses.yaml"
 )
-_RECOMPUTATION = Rejected(
-    "nothing uses it: the recipe's memory.activation_checkpointing sets recomputation; remove it", (None, False)
-)
+_RECOMPUTATION = NoEffect("Hugging Face's models do not call it; memory.activation_checkpointing recomputes")
+_LOSS_SCALE = NoEffect("bf16 needs no loss scale", foreign=True)
 # runtime/pipe/engine.py: only if is_model_parallel
 _PARTITIONED = Rejected(
     f"the pipeline of {_DEEPSPEED} partitions activations among tensor-parallel ranks only, and these are refused "
@@ -85,6 +92,79 @@ _PARTITION = ValueRule('"parameters", "uniform" or "type:" with a regular expres
 # fp32 ends at 2 ** 128
 _SCALE_POWER = ValueRule("an integer from 0 to 127", lambda value: NATURAL.accepts(value) and value < 128)
 
+
+def _dtype(value: Any) -> tuple:
+    if not DTYPE.accepts(value):
+        raise ValueError(f"expected {DTYPE.expected}")
+    return (value,)
+
+
+def _natural(value: Any) -> tuple:
+    if not NATURAL.accepts(value):
+        raise ValueError(f"expected {NATURAL.expected}")
+    return (int(value),)
+
+
+def _names(known: dict[str, str], others: str) -> Callable[[Any], tuple]:
+    """Values of a recipe key that names one of several: the file's names, in small letters, and the recipe's."""
+
+    def read(value: Any) -> tuple:
+        if not isinstance(value, str) or value.lower() not in known:
+            raise ValueError(others)
+        return (known[value.lower()],)
+
+    return read
+
+
+_NO_OTHER = "which would change what is trained, and only {} are built; remove the block, or use one of them"
+OPTIMIZER: Table = {
+    "type": RecipeOwned(
+        "optimizer.name",
+        values=_names(
+            {"adamw": "adamw", "adam": "adamw", "lion": "lion", "sgd": "sgd", "adafactor": "adafactor"},
+            _NO_OTHER.format("AdamW, Adam, Lion, SGD and Adafactor"),
+        ),
+    ),
+    "params": {
+        "lr": RecipeOwned("optimizer.learning_rate", auto=True, values=number),
+        "betas": RecipeOwned("optimizer.betas", auto=True),
+        "eps": RecipeOwned("optimizer.epsilon", auto=True, values=number),
+        "weight_decay": RecipeOwned("optimizer.weight_decay", auto=True, values=number),
+        "momentum": RecipeOwned("optimizer.momentum", auto=True, values=number),
+        "bias_correction": NoEffect("AdamW always corrects its bias", only(True, "AdamW corrects its bias")),
+        "adam_w_mode": NoEffect(
+            "decay is always apart from the gradient",
+            only(True, "false adds decay to the gradient, which is not built"),
+        ),
+        "torch_adam": NoEffect("optimizer.implementation chooses the kernel"),
+        "fused": NoEffect("optimizer.implementation chooses the kernel"),
+        "amsgrad": Rejected("AMSGrad is not built; remove it", (None, False)),
+    },
+    "legacy_fusion": NoEffect("optimizer.implementation chooses the kernel"),
+}
+SCHEDULER: Table = {
+    "type": RecipeOwned(
+        "schedule.name",
+        values=_names(
+            {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"},
+            _NO_OTHER.format("WarmupLR, WarmupDecayLR and WarmupCosineLR"),
+        ),
+    ),
+    "params": {
+        "total_num_steps": RecipeOwned("steps", auto=True, values=whole_number),
+        "warmup_num_steps": RecipeOwned("schedule.warmup_steps", auto=True, values=_natural),
+        "warmup_max_lr": RecipeOwned("optimizer.learning_rate", auto=True, values=number),
+        "cos_min_ratio": RecipeOwned("schedule.min_lr_ratio", auto=True, values=number),
+        "warmup_min_lr": Rejected("warm-up begins at 0; set it to 0, or remove it", (None, 0, 0.0, "auto")),
+        "warmup_min_ratio": Rejected("warm-up begins at 0; set it to 0, or remove it", (None, 0, 0.0, "auto")),
+        "last_batch_iteration": Rejected("a run counts its steps itself; remove it", (None, -1)),
+        "warmup_type": Rejected(
+            'only linear warm-up is built; set it to "linear", or remove the block and set the recipe\'s schedule',
+            (None, "linear"),
+        ),
+    },
+}
+
 ZERO: Table = {
     "stage": one_of(0, 1, 2, 3),
     "contiguous_gradients": BOOLEAN,
@@ -96,7 +176,7 @@ ZERO: Table = {
     "overlap_comm": optional(BOOLEAN),
     "compute_grad_norm": only(True, "every step reports the gradient norm"),
     "load_from_fp32_weights": BOOLEAN,
-    "sub_group_size": COUNT,
+    "sub_group_size": NATURAL,
     "ignore_unused_parameters": BOOLEAN,
     "round_robin_gradients": BOOLEAN,
     "parameter_alignment": BOOLEAN,
@@ -110,7 +190,7 @@ ZERO: Table = {
     "stage3_model_persistence_threshold": NATURAL,
     "stage3_max_live_parameters": NATURAL,
     "stage3_max_reuse_distance": NATURAL,
-    "stage3_gather_16bit_weights_on_model_save": BOOLEAN,
+    "stage3_gather_16bit_weights_on_model_save": NoEffect("the export gathers the weights itself, in fp32", BOOLEAN),
     "stage3_module_granularity_threshold": Rejected(  # also without samecurve: runtime/zero/parameter_offload.py
         f"the first backward pass of {_DEEPSPEED} fails with it; name the modules in leaf_module instead, or remove it",
         (None, 0),
@@ -145,7 +225,7 @@ ZERO: Table = {
     "cpu_offload": _OLD_OFFLOAD,
     "cpu_offload_param": _OLD_OFFLOAD,
     "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
-    "stage3_gather_fp16_weights_on_model_save": Rejected("it is now stage3_gather_16bit_weights_on_model_save", ()),
+    "stage3_gather_fp16_weights_on_model_save": NoEffect("the export gathers the weights itself, in fp32", BOOLEAN),
     "elastic_checkpoint": Rejected(f"{_DEEPSPEED} replaced it with universal checkpoints; remove it", (None, False)),
     "legacy_stage1": Rejected(f"{_DEEPSPEED} has removed the legacy stage 1; remove it", (None, False)),
     "pipeline_loading_checkpoint": Rejected("the recipe's checkpoint block sets this; remove it", (None, False)),
@@ -157,6 +237,13 @@ ZERO: Table = {
     "mics_shard_size": _removed("MiCS", "use zero_hpz_partition_size to shard within a node"),
     "mics_hierarchical_params_gather": _removed("MiCS", "use zero_hpz_partition_size to shard within a node"),
     "zeropp_loco_param": _removed("LoCo"),
+}
+
+# Names under which DeepSpeed reads a key of zero_optimization, too (populate_by_name in runtime/zero/config.py).
+SECOND_NAMES = {
+    key.removeprefix("stage3_"): key
+    for key in ZERO
+    if key.startswith("stage3_") and key != "stage3_gather_fp16_weights_on_model_save"
 }
 
 # The stages that use a key of zero_optimization. Under another stage DeepSpeed accepts it and ignores it.
@@ -171,21 +258,25 @@ STAGES = {key: (3,) for key in ZERO if key.startswith("stage3_")} | {
 }
 
 DEEPSPEED: Table = {
-    "train_batch_size": RecipeOwned("batch.global_batch_size", auto=True),
-    "train_micro_batch_size_per_gpu": RecipeOwned("batch.micro_batch_size", auto=True),
-    "gradient_accumulation_steps": RecipeOwned("batch.global_batch_size", auto=True),
-    "gradient_clipping": RecipeOwned("optimizer.max_grad_norm", auto=True),
-    "optimizer": RecipeOwned("optimizer.name"),
-    "scheduler": RecipeOwned("schedule.name"),
+    "train_batch_size": RecipeOwned("batch.global_batch_size", auto=True, values=whole_number),
+    "train_micro_batch_size_per_gpu": RecipeOwned("batch.micro_batch_size", auto=True, values=whole_number),
+    "gradient_accumulation_steps": RecipeOwned(ACCUMULATION, auto=True, values=whole_number),
+    "gradient_clipping": RecipeOwned("optimizer.max_grad_norm", auto=True, values=clipping),
+    "optimizer": OPTIMIZER,
+    "scheduler": SCHEDULER,
     "bf16": {
-        "enabled": RecipeOwned("precision", auto=True),
+        "enabled": RecipeOwned("precision", auto=True, values=enabled("bf16")),
         "immediate_grad_update": BOOLEAN,
         "check_grad_overflow": BOOLEAN,
         "bf16_master_weights_and_grads": _PRECISION,
         "bf16_optimizer_states": _PRECISION,
+        **dict.fromkeys(
+            ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+            _LOSS_SCALE,
+        ),
     },
     "fp16": {
-        "enabled": RecipeOwned("precision", auto=True),
+        "enabled": RecipeOwned("precision", auto=True, values=enabled("fp16")),
         "auto_cast": BOOLEAN,
         "loss_scale": NOT_NEGATIVE,
         "initial_scale_power": _SCALE_POWER,
@@ -227,21 +318,21 @@ DEEPSPEED: Table = {
     "communication_data_type": DTYPE,
     "data_types": {
         "grad_accum_dtype": DTYPE,
-        "param_dtype": RecipeOwned("precision"),
-        "buffer_dtype": RecipeOwned("precision"),
+        "param_dtype": RecipeOwned("precision", values=_dtype),
+        "buffer_dtype": RecipeOwned("precision", values=_dtype),
         "keep_in_fp32_modules": or_auto(TEXTS),
     },
     "prescale_gradients": BOOLEAN,
     "gradient_predivide_factor": ValueRule("a number above 0", lambda value: NUMBER.accepts(value) and value > 0),
     "gradient_allreduce_op": one_of("mean"),
     "disable_allgather": BOOLEAN,
-    "disable_python_gc": RecipeOwned("memory.garbage_collection_steps"),
-    "zero_allow_untested_optimizer": BOOLEAN,
+    "disable_python_gc": NoEffect("the recipe's memory.garbage_collection_steps sets this", BOOLEAN),
+    "zero_allow_untested_optimizer": NoEffect("always on: the optimizer is made by the training loop", BOOLEAN),
     "zero_force_ds_cpu_optimizer": BOOLEAN,
-    "steps_per_print": optional(COUNT),
+    "steps_per_print": _OWN_LINES,
     "log_level": TEXT,
     "dump_state": BOOLEAN,
-    "wall_clock_breakdown": BOOLEAN,
+    "wall_clock_breakdown": _OWN_LINES,
     "memory_breakdown": BOOLEAN,
     "comms_logger": {"enabled": BOOLEAN, "prof_all": BOOLEAN, "prof_ops": TEXTS, "verbose": BOOLEAN, "debug": BOOLEAN},
     "flops_profiler": {
@@ -258,8 +349,9 @@ DEEPSPEED: Table = {
     "wandb": _MONITOR,
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
+    "monitor_config": NoEffect(_MONITOR.reason, foreign=True),
     "torch_autocast": Rejected("the recipe's precision decides what is cast; remove it"),
-    "bfloat16": Rejected("the block was renamed to bf16", ()),
+    "bfloat16": NoEffect("the old name of bf16"),
     "checkpoint": Rejected("the recipe's checkpoint block sets this; remove it"),
     "datastates_ckpt": Rejected("the recipe's checkpoint block sets this; remove it"),
     "dataloader_drop_last": Rejected("every step is a complete global batch, so nothing is dropped; remove it"),

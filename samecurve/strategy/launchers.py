@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, describe
+from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, describe
 
 OWN_PROCESSES = "SAMECURVE_PROCESSES"  # set for the ranks that `train.py --num_processes` has started
 
@@ -179,15 +179,16 @@ _FREE_FLAGS = frozenset(
 )
 
 
-def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Document) -> Iterator[ConfigProblem]:
+def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Mapping) -> Iterator[ConfigProblem]:
     """Report flags and variables that would override the recipe or the strategy's files.
 
-    Values that accelerate launch exports from its YAML are reported for the YAML and not here.
+    Values that accelerate launch exports from its YAML are judged there and not here; `accelerate` is its content.
     """
+    inline = accelerate.get("deepspeed_config")
     flags = dict(launch.flags or {})
     for flag, variable, harmless, reason in _OVERRIDES:
         value = environ.get(variable, "")
-        in_file = flag in accelerate.content or accelerate.get("deepspeed_config", flag) is not None
+        in_file = flag in accelerate or (isinstance(inline, dict) and inline.get(flag) is not None)
         if flag in flags:
             if flags.pop(flag).lower() not in harmless:
                 yield ConfigProblem(

@@ -15,7 +15,8 @@ from samecurve.strategy.pipeline_schedules import SCHEDULES, PipelineSchedule
 class Strategy:
     """Distribution of the run over processes, as written in the strategy's files; by default a single process.
 
-    `accelerate` and `deepspeed` are kept whole for run.json and for DeepSpeed itself. Code reads the typed fields.
+    `accelerate` and `deepspeed` are what translation.py made of the files, whole for run.json and for the libraries
+    themselves. Code reads the typed fields.
 
     Attributes:
         name: the file's stem, "single" when nothing was chosen.
@@ -26,7 +27,8 @@ class Strategy:
             `pipeline_schedules.SCHEDULES`, which PyTorch runs.
         distributed: whether the processes form a group; a group may have one process.
         path, accelerate: the Accelerate YAML and its content; None and {} for plain python and a bare DeepSpeed JSON.
-        deepspeed_path, deepspeed: the DeepSpeed JSON and its content; None without DeepSpeed.
+        deepspeed_path, deepspeed: the DeepSpeed JSON and its content; None without DeepSpeed. The content is made from
+            the YAML's keys, and has no path, where the YAML names no JSON.
         launcher: see `launchers.Launch`.
         world_size: number of processes.
         dims: how the processes are arranged; wrong numbers of processes have been reported before anything reads it.
@@ -118,7 +120,10 @@ class Plan:
         recipe_path, overrides: as typed.
         resume: "auto", "none" or a checkpoint's folder.
         fresh: whether an earlier run's checkpoints may be moved aside.
-        notes: lines for the user about keys that a later layer of the recipe has replaced.
+        notes: lines for the user about keys that a later layer of the recipe has replaced, and about the strategy's
+            files.
+        from_strategy: recipe keys whose values are the strategy file's, with the place where each stands.
+        no_effect: keys of the strategy's files that change nothing, with the reasons.
         processes_to_start: number of ranks that this process starts (--num_processes); 0 if it is itself a rank.
     """
 
@@ -130,11 +135,45 @@ class Plan:
     fresh: bool = False
     notes: tuple[str, ...] = ()
     processes_to_start: int = 0
+    from_strategy: dict[str, str] = field(default_factory=dict)
+    no_effect: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a strategy's file says about a key of the recipe.
+
+    Attributes:
+        by: the recipe's key; `accelerate_keys.ACCUMULATION` for a number of accumulation steps.
+        values: the values of that key which agree with the file, the preferred one first.
+        document, path: where it stands; `written` is the value there.
+        auto: whether "auto" would leave it to the recipe.
+        weak: whether a value that the recipe gives counts without a conflict.
+    """
+
+    by: str
+    values: tuple
+    document: Document
+    path: tuple[str, ...]
+    written: object
+    auto: bool = False
+    weak: bool = False
 
 
 @dataclass(frozen=True)
 class Files:
-    """The strategy's documents; an absent one is empty and has no name."""
+    """The strategy's documents, with their keys as translation.py has read them; an absent one has no name.
+
+    Attributes:
+        written: the Accelerate YAML's content as it is in the file.
+        statements: what the files say about keys of the recipe.
+        no_effect: the reason why a key changes nothing here, by its dotted name.
+        notes: lines for the user about what was read in another way than it is written.
+    """
 
     accelerate: Document
     deepspeed: Document
+    written: dict = field(default_factory=dict)
+    statements: tuple[Statement, ...] = ()
+    no_effect: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -20,17 +21,17 @@ from samecurve.config.documents import (
     ConfigProblem,
     Document,
     format_problems,
-    read_document,
 )
 from samecurve.config.key_hints import near_option
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.storage.records import read_record
-from samecurve.strategy import launchers, validate
+from samecurve.strategy import launchers, translation, validate
 from samecurve.strategy.launchers import Ancestor, Launch
 from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Files, Plan, Strategy
+from samecurve.strategy.recipe_values import fill_recipe
 from samecurve.strategy.restarts import continues_own_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,14 +60,19 @@ def resolve_plan(
     found = launchers.detect_launch(environ, arguments.local_rank, ancestors)
     launch = launchers.own_processes(found, arguments.num_processes, environ)
     problems: list[ConfigProblem] = []
-    source = recipes.read_recipe(arguments.recipe, arguments.overrides)
     chosen = _choose(arguments.strategy, launch, environ, problems)
     files = read_files(chosen)
     strategy = describe_strategy(files, launch)
-    validate.check_strategy(source, files, strategy, launch)
+    taken: dict[str, str] = {}
+    source = recipes.read_recipe(
+        arguments.recipe,
+        arguments.overrides,
+        lambda document: taken.update(fill_recipe(document, files, strategy.dims.dp)),
+    )
+    notes = validate.check_strategy(source, files, strategy, launch)
     problems += _resume_problems(arguments, source)
     problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
-    problems += launchers.override_problems(launch, environ, files.accelerate)
+    problems += launchers.override_problems(launch, environ, files.written)
     if problems:
         only_topology = all(problem.topology for problem in problems)
         error = (TopologyError if only_topology else ConfigurationError)(format_problems(problems))
@@ -79,13 +85,23 @@ def resolve_plan(
         strategy=strategy,
         recipe_path=arguments.recipe,
         overrides=tuple(arguments.overrides),
-        notes=tuple(source.document.notes),
+        notes=(*source.document.notes, *notes, *_taken_and_ignored(source, taken, files)),
         processes_to_start=0 if launchers.OWN_PROCESSES in environ else arguments.num_processes or 0,
+        from_strategy=taken,
+        no_effect=files.no_effect,
     )
     if continues_own_run(environ, source.recipe.output_dir):
         return plan  # what the command line said about resuming was for the first start
     resume = "none" if arguments.fresh else arguments.resume
     return replace(plan, resume=resume, fresh=arguments.fresh)
+
+
+def _taken_and_ignored(source: RecipeSource, taken: Mapping[str, str], files: Files) -> Iterator[str]:
+    if taken:
+        values = [f"{key} {json.dumps(source.value(key))} ({place})" for key, place in taken.items()]
+        yield f"not in the recipe, so the strategy's file sets {', '.join(values)}"
+    if files.no_effect:
+        yield f"without effect here: {', '.join(files.no_effect)}"
 
 
 def named_checkpoint(run: Path, name: str) -> Path:
@@ -191,20 +207,8 @@ def strategy_path(given: str) -> str:
 
 
 def read_files(chosen: str | None) -> Files:
-    """Read the strategy files. As in Accelerate, the DeepSpeed JSON's path is relative to the working directory."""
-    if chosen is None:
-        return Files(Document(""), Document(""))
-    if chosen.endswith(".json"):
-        return Files(Document(""), read_document(chosen))
-    accelerate = read_document(chosen)
-    json_path = accelerate.get("deepspeed_config", "deepspeed_config_file")
-    if accelerate.get("distributed_type") != "DEEPSPEED" or not isinstance(json_path, str) or not json_path:
-        return Files(accelerate, Document(""))
-    if not os.path.isfile(json_path):
-        text = f"no such file: {os.path.abspath(json_path)}; give a path relative to the working directory"
-        accelerate.problem(("deepspeed_config", "deepspeed_config_file"), text)
-        return Files(accelerate, Document(""))
-    return Files(accelerate, read_document(json_path))
+    """Read the strategy's files, see translation.read."""
+    return translation.read(chosen)
 
 
 def describe_strategy(files: Files, launch: Launch) -> Strategy:
@@ -223,7 +227,7 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
     # hpZ's second copy is of gathered weights, and only stage 3 gathers them
     secondary = deepspeed.get("zero_optimization", "zero_hpz_partition_size") if stage == 3 else None
     path = Path(accelerate.name) if accelerate.name else None
-    json_path = Path(deepspeed.name) if deepspeed.name else None
+    json_path = Path(deepspeed.name) if deepspeed.name and deepspeed.name != accelerate.name else None
     return Strategy(
         name=(path or json_path or Path("single")).stem,
         backend=backend,
@@ -233,7 +237,7 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         path=path,
         accelerate=accelerate.content,
         deepspeed_path=json_path,
-        deepspeed=deepspeed.content if json_path else None,
+        deepspeed=deepspeed.content if deepspeed.name else None,
         launcher=launch.launcher,
         world_size=launch.world_size,
         dims=dims,

@@ -14,9 +14,10 @@ from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.data_names import WIDTH_MULTIPLE
 from samecurve.strategy import capabilities, validate_deepspeed
-from samecurve.strategy.accelerate_keys import ACCELERATE, RecipeOwned, Rejected, Table, ValueRule
+from samecurve.strategy.accelerate_keys import ACCELERATE, NoEffect, Rejected, Table, ValueRule
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
 from samecurve.strategy.pipeline_schedules import micro_batch_rule
+from samecurve.strategy.recipe_values import conflicts
 from samecurve.strategy.validate_parallelism import check_parallelism
 from samecurve.strategy.world_size import world_problems
 
@@ -30,7 +31,7 @@ _SEQUENCE = "parallelism_config_tp_sequence_parallel"
 AUTO_COMPILE_STEPS = 1000  # from which on `compile: auto` compiles (assumed: fewer seldom repay a minute of compiling)
 
 
-def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launch: Launch) -> None:
+def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launch: Launch) -> list[str]:
     """Add the problems of both strategy files, of the world size and of the batch to their documents.
 
     Args:
@@ -38,14 +39,17 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
         files: the strategy's documents; get the problems of their own keys.
         strategy: what the files describe, from `resolve.describe_strategy`.
         launch: the launcher and its number of processes.
+
+    Returns:
+        Lines for the user about how the files were read, and about names that promise another strategy.
     """
     if files.accelerate.content:
-        _walk(files.accelerate, ACCELERATE, source)
+        _walk(files.accelerate, ACCELERATE)
         _accelerate(files.accelerate)
     if files.deepspeed.content:
-        _walk(files.deepspeed, DEEPSPEED, source)
+        _walk(files.deepspeed, DEEPSPEED)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
-    _names(files, strategy)
+    source.document.problems += conflicts(source, files, strategy.dims.dp)
     for key in capabilities.KEYS:
         with contextlib.suppress(InvalidValue):
             for text in capabilities.problems(source.value, strategy, key):
@@ -58,6 +62,7 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
     source.document.problems += wrong_world
     if not wrong_world:  # else these are not the ranks that were meant
         check_ranks(source, strategy.world_size)
+    return [*files.notes, *_names(files, strategy)]
 
 
 def choose_compile(strategy: Strategy, steps_left: int) -> tuple[str, str]:
@@ -107,7 +112,7 @@ def _micro_batches(value: Value, strategy: Strategy) -> Iterator[Finding]:
         yield "batch.micro_batch_size", f"{text}, but {name} on {ranks} ranks takes {takes}; {fix}"
 
 
-def _walk(document: Document, table: Table, source: RecipeSource, path: KeyPath = ()) -> None:
+def _walk(document: Document, table: Table, path: KeyPath = ()) -> None:
     """Compare every key with the table, at every level."""
     block = document.get(*path)
     for key, value in block.items():
@@ -116,40 +121,29 @@ def _walk(document: Document, table: Table, source: RecipeSource, path: KeyPath 
             whole = ACCELERATE if table is ACCELERATE or path and path[0] in ACCELERATE else DEEPSPEED
             document.problem(here, "unknown key" + suggest(here, _honoured(whole)))
         elif isinstance(rule, dict) and isinstance(value, dict):
-            _walk(document, rule, source, here)
+            _walk(document, rule, here)
         else:
-            text = complaint(rule, value, source)
+            text = complaint(rule, value)
             if text:
                 document.problem(here, text)
 
 
-def complaint(rule: Any, value: Any, source: RecipeSource) -> str | None:
-    """Say what is wrong with a key's value by its rule from a table of keys; None if nothing is."""
+def complaint(rule: Any, value: Any) -> str | None:
+    """Say what is wrong with a key's value by its rule from a table of keys; None if nothing is.
+
+    translation.py has taken out what the recipe owns and what has no effect, unless its value is wrong.
+    """
+    rule = rule.rule if isinstance(rule, NoEffect) else rule
     if isinstance(rule, dict):
         return None if value is None else f"found {describe(value)}, expected a block of keys"
     if isinstance(rule, ValueRule):
         if not rule.accepts(value):
-            return f"found {describe(value)}, expected {rule.expected}{_quotes_hint(value)}"
+            return f"found {describe(value)}, expected {rule.expected}"
         too_large = isinstance(value, (int, float)) and abs(value) > LARGEST_INTEGER
         return f"found {describe(value)}, expected a number of at most {LARGEST_INTEGER}" if too_large else None
-    if isinstance(rule, RecipeOwned):
-        if rule.auto and value == "auto":
-            return None
-        fix = 'write "auto" or remove it' if rule.auto else "remove it"
-        return f"found {describe(value)}, but the recipe sets this: {source.cite(rule.by)}; {fix}"
     # by type, too: for Python 0 == False and 1 == True
     harmless = any(value == allowed and type(value) is type(allowed) for allowed in rule.harmless)
     return None if harmless else f"found {describe(value)}, but {rule.reason}"
-
-
-def _quotes_hint(value: Any) -> str:
-    if isinstance(value, str):
-        try:
-            float(value)
-        except ValueError:
-            return ""
-        return "; remove the quotes"
-    return ""
 
 
 def _honoured(table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
@@ -161,17 +155,6 @@ def _honoured(table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 _BLOCKS = {"fsdp_config": ("FSDP",), "parallelism_config": ("FSDP", "MULTI_GPU"), "deepspeed_config": ("DEEPSPEED",)}
-_DEMANDED = {
-    "FSDP": (
-        ("fsdp_config", "fsdp_version", "missing, and Accelerate's default is 1; add fsdp_version: 2"),
-        (
-            "fsdp_config",
-            "fsdp_cpu_ram_efficient_loading",
-            "missing, and Accelerate's default is true; add it with false",
-        ),
-    ),
-    "DEEPSPEED": (("deepspeed_config", "deepspeed_config_file", "missing; set it to the path of the DeepSpeed JSON"),),
-}
 
 
 def _accelerate(document: Document) -> None:
@@ -185,68 +168,42 @@ def _accelerate(document: Document) -> None:
             text = f"only {' and '.join(needed)} use this block, but distributed_type is {kind} ({place})"
             document.problem((block,), f"{text}; remove the block, or change distributed_type")
     check_parallelism(document)
-    if document.get("fsdp_config", "fsdp_forward_prefetch") is True:
-        policy = document.get("fsdp_config", "fsdp_auto_wrap_policy") or "absent"
-        if policy != "TRANSFORMER_BASED_WRAP":
-            text = "found true, but only the layers of TRANSFORMER_BASED_WRAP run in a known order and "
-            text += f"fsdp_auto_wrap_policy is {policy}; set it to false"
-            document.problem(("fsdp_config", "fsdp_forward_prefetch"), text)
-    for block, key, advice in _DEMANDED.get(kind if isinstance(kind, str) else "", ()):
-        if document.get(block, key) is None:
-            document.problem((block, key), advice)
 
 
-_NAMED = re.compile(r"(zero[123]|fsdp|hsdp|ddp|tp|pipeline|pp|single)(_|$)")
+# Words of a file's name, and the pipeline schedules that they promise
+_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+_SCHEDULES |= {"dualpipev": "DualPipeV"}
+_NAMED = re.compile(r"(zero[0123]|fsdp|hsdp|ddp|tp|pipeline|pp|single)(_|$)")
 
 
-def _names(files: Files, strategy: Strategy) -> None:
-    """Check that the files' names match their content.
+def _names(files: Files, strategy: Strategy) -> Iterator[str]:
+    """Yield a line for each file whose name promises another strategy than it configures: zero2_offload offloads.
 
-    Skipped where the strategy itself is invalid. A JSON is checked in place of a YAML of the same name.
+    Skipped where the strategy itself is invalid. A JSON is read in place of a YAML of the same name.
     """
-    kind = files.accelerate.get("distributed_type")
-    json_stem = Path(files.deepspeed.name).stem
-    if kind == "DEEPSPEED" and not (files.deepspeed.content and json_stem != Path(files.accelerate.name).stem):
-        kind = None
-    if ACCELERATE["distributed_type"].accepts(kind):
-        _name(files.accelerate, strategy)
-    if strategy.zero_stage or strategy.schedule == "deepspeed":
-        _name(files.deepspeed, strategy)
-
-
-def _name(document: Document, strategy: Strategy) -> None:
-    """A file called zero2_offload must configure that; names that claim no strategy are free."""
-    stem = Path(document.name).stem
-    claimed = _NAMED.match(stem)
-    if not claimed:
-        return
-    truth = {"zero": f"zero{strategy.zero_stage}", "fsdp": "hsdp" if strategy.replicate_size > 1 else "fsdp"}
-    truth["schedule"] = "pp" if claimed[1] == "pp" else "pipeline"
-    is_json = document.name.endswith(".json")
-    kind_key: KeyPath = ("zero_optimization", "stage") if is_json else ("distributed_type",)
-    offload_key: KeyPath = ("zero_optimization",) if is_json else ("fsdp_config",)
-    # what the name of such a YAML promises is in its JSON
-    if strategy.deepspeed_path and not is_json:
-        kind_key = offload_key = ("deepspeed_config", "deepspeed_config_file")
-    it_is = truth.get(strategy.family, strategy.family)
-    if claimed[1] != it_is:
-        text = f"the file is called {stem}, but it configures {it_is}; rename the file or change what it configures"
-        document.problem(kind_key, text)
-    by_heads = strategy.context_parallel == "ulysses"
-    sizes = {
-        "tp": ("tensor-parallel", strategy.dims.tp),
-        "ulysses": ("Ulysses", strategy.dims.cp if by_heads else 1),
-        "cp": ("context-parallel", 1 if by_heads else strategy.dims.cp),
-        "ep": ("expert-parallel", strategy.dims.ep),
-        "hpz": ("secondary partition's", strategy.secondary_partition),
-    }
-    for word, (what, size) in sizes.items():
-        if claimed[1] == it_is and (word in stem.split("_")) != (size > 1):
-            text = f"the file is called {stem}, but its {what} size is {size}; rename the file or change that size"
-            document.problem(kind_key, text)
-    to_nvme = any(target.endswith("nvme") for target in strategy.offload)
-    promised = "_nvme" in stem or "_offload" in stem
-    if promised != bool(strategy.offload) or ("_nvme" in stem) != to_nvme:
-        offloaded = " and ".join(strategy.offload) or "nothing"
-        text = f"the file is called {stem}, but it offloads {offloaded}; rename the file or change what it offloads"
-        document.problem(offload_key, text)
+    for document in (files.accelerate, files.deepspeed):
+        stem = Path(document.name).stem
+        claimed = _NAMED.match(stem)
+        if not claimed or document.problems:
+            continue
+        truth = {"zero": f"zero{strategy.zero_stage}", "fsdp": "hsdp" if strategy.replicate_size > 1 else "fsdp"}
+        truth |= {"schedule": "pp" if claimed[1] == "pp" else "pipeline"}
+        it_is = truth.get(strategy.family, strategy.family)
+        by_heads = strategy.context_parallel == "ulysses"
+        sizes = {
+            "tp": strategy.dims.tp,
+            "ulysses": strategy.dims.cp if by_heads else 1,
+            "cp": 1 if by_heads else strategy.dims.cp,
+            "ep": strategy.dims.ep,
+            "hpz": strategy.secondary_partition,
+        }
+        actual = [it_is, *(word for word, size in sizes.items() if size > 1 and word != it_is)]
+        if strategy.offload:
+            actual.append("nvme" if any(target.endswith("nvme") for target in strategy.offload) else "offload")
+        named = {word for word in re.split("[_-]", stem) if word in {*sizes, "offload", "nvme"} and word != claimed[1]}
+        promised = [_SCHEDULES[word] for word in stem.split("_") if word in _SCHEDULES]
+        if strategy.torch_schedule and promised and strategy.schedule not in promised:
+            actual.append(strategy.schedule)
+            named.add(promised[0])
+        if (claimed[1], named) != (it_is, {*actual[1:]} - {"offload" if "nvme" in named else ""}):
+            yield f"{document.name} configures {' with '.join(actual)}, whatever its name says"

@@ -10,7 +10,6 @@ from samecurve.config.rules_model import hidden_layers, model_type
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.environment import dated
 from samecurve.specs.model_families import FAMILIES
-from samecurve.strategy.deepspeed_keys import STAGES
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
@@ -20,7 +19,6 @@ _STAGE = ("zero_optimization", "stage")
 
 def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     """Add the problems of a DeepSpeed JSON, alone and together with the recipe, to its document."""
-    _precision(document)
     _reduction(document, strategy, source)
     _offload(document, strategy)
     if strategy.schedule:
@@ -28,20 +26,11 @@ def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource
         _stages(document, strategy, source)
         _recomputation(document, source)
         _unsharded(document, source)
-    else:
-        _zero(document, strategy)
 
 
 def _zero_block(document: Document) -> dict[str, Any]:
     block = document.get("zero_optimization")
     return block if isinstance(block, dict) else {}
-
-
-def _precision(document: Document) -> None:
-    if document.get("bf16", "enabled") is True and document.get("fp16", "enabled") is True:
-        place = document.place(("bf16", "enabled"))
-        text = f"bf16.enabled is true too ({place}), but DeepSpeed accepts only one of them; remove one"
-        document.problem(("fp16", "enabled"), text)
 
 
 def _reduction(document: Document, strategy: Strategy, source: RecipeSource) -> None:
@@ -62,21 +51,6 @@ def _reduction(document: Document, strategy: Strategy, source: RecipeSource) -> 
     if document.get(*path) == "fp16" and _precision_asked(source) not in (None, "fp16"):
         text = f'found "fp16" (text), but fp16 gradients need a loss scale, and {source.cite("precision")}'
         document.problem(path, f'{text}; use "fp32" or "bf16"')
-
-
-def _zero(document: Document, strategy: Strategy) -> None:
-    stage = document.get(*_STAGE)
-    if stage is None:
-        document.problem(_STAGE, "missing; set it to 1, 2 or 3")
-    elif stage == 0 and not isinstance(stage, bool):  # false is refused by its type already
-        document.problem(_STAGE, "found 0, which shards nothing; use configs/ddp.yaml, or a stage from 1 to 3")
-    for key, value in _zero_block(document).items():
-        stages = STAGES.get(key, (stage,))
-        switched_off = isinstance(value, dict) and value.get("device") == "none"
-        if strategy.zero_stage and stage not in stages and not switched_off:
-            readers = " and ".join(map(str, stages))
-            text = f"only stage {readers} uses this key, and zero_optimization.stage is {stage}; remove it"
-            document.problem(("zero_optimization", key), text)
 
 
 def _offload(document: Document, strategy: Strategy) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from samecurve.config.documents import Document, describe
@@ -13,14 +12,6 @@ _BLOCK = "parallelism_config"
 _DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 _SEQUENCE = "tp_sequence_parallel"
 _OF_MODES = {TENSOR: ("tp",), CONTEXT: ("cp", "sp"), EXPERT: ("ep",)}
-# What a file's name claims
-_WORDS = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
 # Only FSDP reads them; the file to start from
 _OF_FSDP = {
     "dp_replicate_size": "fsdp_tp",
@@ -103,11 +94,6 @@ def _schedule(document: Document, values: dict[str, Any]) -> None:
         document.problem((_BLOCK, size_key), text)
     elif schedule is None:
         text = f"missing, but {size_key} is {size}; set it to one of {', '.join(SCHEDULES)}"
-        document.problem((_BLOCK, schedule_key), text)
-    stem = Path(document.name).stem
-    claimed = [_WORDS[word] for word in stem.split("_") if word in _WORDS]
-    if schedule in SCHEDULES and claimed and schedule not in claimed:
-        text = f"found {schedule}, but the file is called {stem}; rename the file or set it to {claimed[0]}"
         document.problem((_BLOCK, schedule_key), text)
     if kind not in ("MULTI_GPU", "FSDP"):
         text = f"found {size}, but schedules run with distributed_type MULTI_GPU or FSDP, and it is {kind}"

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from samecurve.strategy import validate
-from samecurve.strategy.accelerate_keys import ACCELERATE, OURS, RecipeOwned, Rejected, ValueRule
-from samecurve.strategy.deepspeed_keys import DEEPSPEED, STAGES, ZERO
+from samecurve.strategy.accelerate_keys import (
+    ACCELERATE,
+    ACCUMULATION,
+    INLINE,
+    OURS,
+    NoEffect,
+    RecipeOwned,
+    Rejected,
+    ValueRule,
+)
+from samecurve.strategy.deepspeed_keys import DEEPSPEED, SECOND_NAMES, STAGES, ZERO
 
 FAMILIES = {
     "pp_": "schedule",
@@ -34,6 +43,11 @@ optimizer: {learning_rate: 1e-3}
 BLOCKS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config")
 
 
+def of_library(table) -> set[str]:
+    """The keys that the installed library reads, too."""
+    return {key for key, rule in table.items() if not (isinstance(rule, NoEffect) and rule.foreign)}
+
+
 def fields(model) -> set[str]:
     """The names under which a pydantic block of DeepSpeed takes its keys from JSON."""
     return {field.alias or name for name, field in model.model_fields.items()}
@@ -52,7 +66,7 @@ def test_accelerate_block(block):
 
     names = {action.dest for action in launch_command_parser()._actions}
     prefix = block.removesuffix("config")
-    ours = set(ACCELERATE[block]) - set(OURS)
+    ours = of_library(ACCELERATE[block]) - set(OURS)
     assert ours <= names
     if block != "deepspeed_config":  # its names have no common prefix; the next test takes their help group
         assert ours == {name for name in names if name.startswith(prefix)}
@@ -93,7 +107,7 @@ def test_deepspeed_blocks():
 
     compared = 0
     for model, table in deepspeed_models():
-        assert set(table) - set(_REMOVED_ZERO_CONFIG_KEYS) == fields(model), model.__name__
+        assert of_library(table) - set(_REMOVED_ZERO_CONFIG_KEYS) == fields(model), model.__name__
         compared += len(table)
     assert compared > 80
 
@@ -131,7 +145,7 @@ def test_deepspeed_top_level():
     config = Asked({"train_micro_batch_size_per_gpu": 1})
     DeepSpeedConfig(config)
     asked_by_several_processes_only = {"sequence_parallel_size"}
-    ours = set(DEEPSPEED) - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - asked_by_several_processes_only
+    ours = of_library(DEEPSPEED) - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - asked_by_several_processes_only
     assert ours == config.keys_asked - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
 
 
@@ -170,7 +184,9 @@ def test_shipped_strategy_resolves(path, tmp_path, monkeypatch):
     recipe.write_text(RECIPE)
     world = {} if path.stem == "single" else {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4"}
     world |= {"WORLD_SIZE": "2"} if path.stem == "tp" or path.stem.startswith("pipeline_") else {}
-    strategy = resolve_plan([str(recipe), "--strategy", str(path)], world).strategy
+    plan = resolve_plan([str(recipe), "--strategy", str(path)], world)
+    assert (plan.notes, plan.from_strategy, plan.no_effect) == ((), {}, {})  # its name tells the truth, too
+    strategy = plan.strategy
     assert strategy.name == path.stem
     assert strategy.family == next(f for stem, f in FAMILIES.items() if path.stem.startswith(stem))
 
@@ -184,8 +200,19 @@ def test_removed_blocks_are_named():
             assert isinstance(table[key], Rejected) and "removed" in table[key].reason
 
 
-def test_stages_are_about_known_keys():
+def test_stages_and_inline_keys_are_known():
     assert STAGES.keys() <= ZERO.keys()
+    assert set(ACCELERATE["deepspeed_config"]) >= set(INLINE) and {path[0] for path in INLINE.values()} <= set(
+        DEEPSPEED
+    )
+
+
+def test_second_names():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields.items()
+    assert {name: field.alias for name, field in fields if field.alias} == SECOND_NAMES
+    assert DeepSpeedZeroConfig.model_config["populate_by_name"]
 
 
 def numbers(table, path=()):
@@ -201,7 +228,7 @@ def numbers(table, path=()):
 def test_numbers_mean_something(value):
     found = [*numbers(ACCELERATE), *numbers(DEEPSPEED)]
     assert len(found) > 40
-    accepted = {key for key, rule in found if validate.complaint(rule, value, None) is None}
+    accepted = {key for key, rule in found if validate.complaint(rule, value) is None}
     assert accepted == ({"flops_profiler.module_depth"} if value == -1 else set())  # the last level, whichever it is
 
 
@@ -216,7 +243,7 @@ def owners(table):
 def test_owned_keys_exist_in_the_recipe():
     from samecurve.config.schema import Recipe
 
-    named = {*owners(ACCELERATE), *owners(DEEPSPEED)}
+    named = {*owners(ACCELERATE), *owners(DEEPSPEED)} - {ACCUMULATION}
     assert "precision" in named
     for dotted in named:
         model = Recipe

@@ -1,0 +1,131 @@
+"""Brings what strategy files say about keys of the recipe together with the recipe.
+
+Where the recipe gives no value of its own, the file's counts. Where both do and differ, that is a problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from samecurve.config.documents import ConfigProblem, Document, KeyPath, describe
+from samecurve.config.inheritance import ALTERNATIVES
+from samecurve.config.schema import Recipe
+from samecurve.config.schema_training import num_warmup_steps
+from samecurve.config.source import InvalidValue, RecipeSource
+from samecurve.strategy.accelerate_keys import ACCUMULATION
+from samecurve.strategy.plan import Files, Statement
+
+_ROWS, _MICRO = "batch.global_batch_size", "batch.micro_batch_size"
+
+
+def fill_recipe(recipe: Document, files: Files, data_parallel_size: int) -> dict[str, str]:
+    """Write the values of the strategy's files into a recipe, where it gives none itself. Call before its rules.
+
+    Args:
+        recipe: the document, with all of its layers.
+        files: the strategy's.
+        data_parallel_size: number of ranks that read different rows.
+
+    Returns:
+        The place of each value that the recipe now has from a file, by its dotted key.
+    """
+    taken: dict[str, str] = {}
+    if recipe.incomplete:  # an absent key may stand in the file that could not be read
+        return taken
+    for statement in files.statements:
+        by = statement.by
+        if by != ACCUMULATION and not _is_given(recipe, by) and _default(by) not in statement.values:
+            _set(recipe, by, statement.values[0], statement, taken)
+    for statement in files.statements:
+        if statement.by == ACCUMULATION:
+            _fill_batch(recipe, statement, data_parallel_size, taken)
+    return taken
+
+
+def _fill_batch(recipe: Document, statement: Statement, ranks: int, taken: dict[str, str]) -> None:
+    """Rows of a step = micro-batch x accumulation x ranks: compute the one that is not given."""
+    rows, micro = (recipe.get(*key.split(".")) for key in (_ROWS, _MICRO))
+    steps = statement.values[0]
+    if not isinstance(rows, (int, type(None))) or not isinstance(micro, (int, type(None))):
+        return  # reported by the recipe's rules, or auto
+    if rows is None:
+        rows = (micro or _default(_MICRO)) * steps * ranks
+        if rows != _default(_ROWS):
+            _set(recipe, _ROWS, rows, statement, taken)
+    elif micro is None and rows > 0:
+        micro = math.ceil(math.ceil(rows / ranks) / steps)
+        if micro != _default(_MICRO):
+            _set(recipe, _MICRO, micro, statement, taken)
+
+
+def conflicts(source: RecipeSource, files: Files, data_parallel_size: int) -> Iterator[ConfigProblem]:
+    """Yield the problems of values that the recipe and a strategy's file give differently."""
+    for statement in files.statements:
+        if statement.weak:
+            continue
+        with contextlib.suppress(InvalidValue):  # reported by the recipe's rules
+            if statement.by == ACCUMULATION:
+                text = _wrong_accumulation(source, statement, data_parallel_size)
+            else:
+                text = _difference(source, statement)
+            if text:
+                place = statement.document.place(statement.path)
+                yield ConfigProblem(place, ".".join(statement.path), f"found {describe(statement.written)}, but {text}")
+
+
+def _difference(source: RecipeSource, statement: Statement) -> str:
+    by, value = statement.by, source.value(statement.by)
+    if by == "steps" and source.document.get("epochs") is not None:
+        by, value = "epochs", None
+    elif by == "schedule.warmup_steps" and value is None:
+        if source.document.get("epochs") is None:
+            value = num_warmup_steps(source.value("steps"), None, source.value("schedule.warmup_ratio"))
+        by = "schedule.warmup_ratio"
+    wanted = [list(one) if isinstance(one, tuple) else one for one in statement.values]
+    if (list(value) if isinstance(value, tuple) else value) in wanted:
+        return ""
+    fix = 'write "auto" or remove it' if statement.auto else "remove it"
+    return f"the recipe sets this: {source.cite(by)}; {fix}, or give the recipe {statement.by}={statement.values[0]}"
+
+
+def _wrong_accumulation(source: RecipeSource, statement: Statement, ranks: int) -> str:
+    rows, micro, steps = source.value(_ROWS), source.value(_MICRO), statement.values[0]
+    fix = 'write "auto" or remove it'
+    if not isinstance(micro, int):
+        return f"{source.cite(_MICRO)} leaves this open; {fix}"
+    made = math.ceil(math.ceil(rows / ranks) / micro)
+    if made == steps:
+        return ""
+    both = f"{source.cite(_ROWS)} and {source.cite(_MICRO)}"
+    fix += f", or give the recipe {_ROWS}={micro * steps * ranks}"
+    return f"the recipe sets this: {both}, which is {made} on {ranks} data-parallel ranks; {fix}"
+
+
+def _is_given(recipe: Document, by: str) -> bool:
+    path = tuple(by.split("."))
+    others = [old for new, old in ALTERNATIVES if new == path and old[0] in ("epochs", "schedule")]
+    return any(recipe.get(*key) is not None for key in (path, *others))
+
+
+def _default(by: str) -> Any:
+    block, _, key = by.rpartition(".")
+    model = Recipe.model_fields[block].default if block else Recipe
+    value = type(model).model_fields[key].default if block else Recipe.model_fields[key].default
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _set(recipe: Document, by: str, value: Any, statement: Statement, taken: dict[str, str]) -> None:
+    path: KeyPath = tuple(by.split("."))
+    block = recipe.content
+    for name in path[:-1]:
+        if not isinstance(block.get(name), (dict, type(None))):
+            return  # the schema reports it
+        block[name] = dict(block.get(name) or {})
+        block = block[name]
+    block[path[-1]] = value
+    place = statement.document.place(statement.path)
+    recipe.places[path] = place
+    taken[by] = str(place)

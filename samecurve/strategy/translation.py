@@ -1,0 +1,357 @@
+"""Reads strategy files as people have them: of FSDP1, with ZeRO's keys in the YAML, with "auto" and numbers as text.
+
+What they mean is written in the form that the engines read. Keys of the recipe become `Statement`s, which
+recipe_values.py brings together with the recipe; keys without effect here are listed. Nothing raises: mistakes become
+problems of the documents, and what is not understood stays in them for validate.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from samecurve.config.documents import Document, KeyPath, describe, read_document
+from samecurve.strategy.accelerate_keys import ACCELERATE, INLINE, NoEffect, RecipeOwned, Rejected, Table, ValueRule
+from samecurve.strategy.deepspeed_keys import DEEPSPEED, SECOND_NAMES, STAGES
+from samecurve.strategy.fsdp1 import read_fsdp1
+from samecurve.strategy.plan import Files, Statement
+
+_ZERO, _STAGE = "zero_optimization", ("zero_optimization", "stage")
+_JSON = ("deepspeed_config", "deepspeed_config_file")
+_FP32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def read_as_written(chosen: str) -> Files:
+    """Read an Accelerate YAML with the JSON that it names, or a DeepSpeed JSON, without judging a key."""
+    if chosen.endswith(".json"):
+        return Files(Document(""), read_document(chosen))
+    accelerate = read_document(chosen)
+    deepspeed, notes = _find_json(accelerate)
+    return Files(accelerate, deepspeed, copy.deepcopy(accelerate.content), notes=notes)
+
+
+def read(chosen: str | None) -> Files:
+    """Read a strategy's files as the engines take them; None stands for no strategy."""
+    if chosen is None:
+        return Files(Document(""), Document(""))
+    files = read_as_written(chosen)
+    reading = _Reading(files.accelerate, files.deepspeed, files.written, notes=list(files.notes))
+    reading.rename()
+    read_fsdp1(reading.accelerate, reading.notes, reading.no_effect)
+    for document, table in ((reading.accelerate, ACCELERATE), (reading.deepspeed, DEEPSPEED)):
+        reading.blocks_of_autos(document)
+        reading.walk(document, table)
+    if reading.accelerate.get("distributed_type") == "FSDP":
+        reading.accelerate.content["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False  # Accelerate's is true
+    reading.inline()
+    reading.unused_stages()
+    statements = tuple(_agreed(reading.statements))
+    reading.stage_0()
+    return Files(
+        reading.accelerate,
+        reading.deepspeed,
+        reading.written,
+        statements,
+        reading.no_effect,
+        tuple(reading.notes),
+    )
+
+
+def _find_json(accelerate: Document) -> tuple[Document, tuple[str, ...]]:
+    """Read the JSON that a YAML names: from the working directory, as Accelerate does, else from the YAML's folders."""
+    named = accelerate.get(*_JSON)
+    if named in ("", "none"):
+        accelerate.content[_JSON[0]][_JSON[1]] = None
+    elif isinstance(named, str) and accelerate.get("distributed_type") == "DEEPSPEED":
+        path = Path(named).expanduser()
+        folders = [Path(), *Path(accelerate.name).absolute().parents]
+        found = next((file for folder in folders if (file := folder / path).is_file()), None)
+        if found is not None:
+            accelerate.content[_JSON[0]][_JSON[1]] = str(found)
+            notes = (f"{named} of {accelerate.place(_JSON)} is {found}",) if found != path else ()
+            return read_document(str(found)), notes
+        text = f"no such file: {path.absolute()}, nor from the folders around {accelerate.name}"
+        accelerate.unreadable(_JSON, f"{text}; give a path relative to the working directory")
+    return Document(""), ()
+
+
+@dataclass
+class _Reading:
+    accelerate: Document
+    deepspeed: Document
+    written: dict = field(default_factory=dict)
+    statements: list[Statement] = field(default_factory=list)
+    no_effect: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def rename(self) -> None:
+        """Give keys that have several names, and deprecated ones that mean others, the names of the tables."""
+        if self.accelerate.get("distributed_type") == "MULTI_CPU":
+            self.accelerate.content["distributed_type"] = "MULTI_GPU"  # which also trains on CPUs
+            if self.accelerate.get("use_cpu") is True:
+                self.accelerate.content["use_cpu"] = False
+                self.no_effect["use_cpu"] = "without an accelerator the CPU is used"
+        for names, path in (({"bfloat16": "bf16"}, ()), (SECOND_NAMES, (_ZERO,))):
+            block = self.deepspeed.get(*path)
+            for name, usual in names.items() if isinstance(block, dict) else ():
+                if name in block:
+                    self._rename(self.deepspeed, (*path, name), usual)
+        for part, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
+            asked, block = self.deepspeed.get(_ZERO, old), self.deepspeed.get(_ZERO)
+            if asked is True and isinstance(block, dict) and f"offload_{part}" not in block:
+                block[old] = {"device": "cpu"}
+                self._rename(self.deepspeed, (_ZERO, old), f"offload_{part}")
+
+    def _rename(self, document: Document, path: KeyPath, name: str) -> None:
+        block, usual = document.get(*path[:-1]), (*path[:-1], name)
+        value = block.pop(path[-1])
+        if name in block and block[name] != value:
+            text = f"found {describe(value)}, but {name}, of which it is another name, is {describe(block[name])} "
+            document.problem(path, f"{text}({document.place(usual)}); keep one of them")
+        elif name not in block:
+            block[name] = value
+            for known in [known for known in document.places if known[: len(path)] == path]:
+                document.places[(*usual, *known[len(path) :])] = document.places[known]
+
+    def blocks_of_autos(self, document: Document) -> None:
+        """An optimizer or scheduler of which everything is "auto" is the recipe's."""
+        for name, harmless in (("optimizer", ()), ("scheduler", (0, -1))):
+            block = document.get(name)
+            params = block.get("params") if isinstance(block, dict) else None
+            if not isinstance(block, dict) or not isinstance(params, (dict, type(None))):
+                continue
+            kind = DEEPSPEED[name]["type"]
+            known = "type" not in block or not _refusal(kind, block["type"])
+            numbers = [
+                v for k, v in (params or {}).items() if k in DEEPSPEED[name]["params"] and v not in ("auto", None)
+            ]
+            if not known:
+                block.pop("params", None)  # of an algorithm that the problem of its name refuses
+            elif name == "scheduler":
+                self._scheduler(document, [value for value in numbers if value not in harmless])
+            elif not numbers and "type" in block:
+                statement = Statement(kind.by, kind.values(block["type"]), document, (name, "type"), block["type"])
+                self.statements.append(replace(statement, weak=True))
+                del block["type"]
+
+    def _scheduler(self, document: Document, numbers: list) -> None:
+        block = document.content["scheduler"]
+        params = block.get("params") or {}
+        if not numbers:
+            text = f"scheduler {block.get('type')} of {document.place(('scheduler',))} leaves its values open"
+            self.notes.append(f"{text}, so the recipe's schedule counts")
+            block.clear()
+            return
+        if params.get("warmup_type") is None and params.get("warmup_num_steps") != 0:
+            text = "missing, and DeepSpeed's default is a logarithmic warm-up, where only a linear one is built"
+            path = ("scheduler", "params", "warmup_type")
+            document.problem(path, f'{text}; set it to "linear", or remove the block and set the recipe\'s schedule')
+        kind = block.get("type")
+        lowest = {"WarmupDecayLR": 0.0, "WarmupCosineLR": params.get("cos_min_ratio", 1e-4)}.get(str(kind))
+        if lowest not in (None, "auto"):  # what DeepSpeed ends with
+            path = ("scheduler", "type")
+            self.statements.append(Statement("schedule.min_lr_ratio", (lowest,), document, path, kind))
+
+    def walk(self, document: Document, table: Table, path: KeyPath = ()) -> None:
+        """Apply the table to a block of keys. What stays in it is used, unknown or refused."""
+        block = document.get(*path)
+        for key, value in list(block.items()) if isinstance(block, dict) else ():
+            here, rule = (*path, key), table.get(key)
+            if isinstance(rule, dict) and isinstance(value, dict):
+                self.walk(document, rule, here)
+            elif isinstance(rule, RecipeOwned):
+                self._owned(document, here, rule)
+            elif isinstance(rule, ValueRule):
+                if value == "auto" and here != _STAGE and not rule.accepts(value):
+                    del block[key]  # DeepSpeed's default
+                else:
+                    block[key] = value if rule.accepts(value) else _converted(rule, value)
+            elif why := _why_no_effect(key, rule, value):
+                del block[key]
+                if value not in (None, "auto", [], {}) and why != _HAPPENS_ANYWAY:
+                    self.no_effect[".".join(here)] = why
+        if path and isinstance(block, dict) and not block and path[0] in ("optimizer", "scheduler"):
+            self._remove(document, path)
+
+    def _owned(self, document: Document, path: KeyPath, rule: RecipeOwned) -> None:
+        block = document.get(*path[:-1])
+        value = block.pop(path[-1])
+        if value is None or (rule.auto and value == "auto"):
+            return
+        value = _converted(None, value)
+        if refusal := _refusal(rule, value):
+            document.problem(
+                path, f"found {describe(value)}, {'which ' if refusal.startswith('would') else ''}{refusal}"
+            )
+            return
+        self.statements.append(Statement(rule.by, rule.values(value), document, path, value, rule.auto))
+
+    def inline(self) -> None:
+        """Make the JSON of ZeRO's keys in the YAML, as Accelerate does, or compare them with the JSON that it names."""
+        document, block = self.accelerate, self.accelerate.get("deepspeed_config")
+        if document.get("distributed_type") != "DEEPSPEED" or document.incomplete:
+            return
+        block = document.content["deepspeed_config"] = block if isinstance(block, dict) else {}
+        given = {key: block.pop(key) for key in INLINE if key in block}
+        given = {key: value for key, value in given.items() if value is not None and value != "none"}
+        wrong = [key for key in given if not ACCELERATE["deepspeed_config"][key].accepts(given[key])]
+        for key in wrong:
+            block[key] = given.pop(key)  # validate.py says what is wrong with it
+        if not self.deepspeed.name:
+            content = {**copy.deepcopy(_FP32), _ZERO: {}}
+            self.deepspeed = Document(document.name, content, dict(document.places), incomplete=bool(wrong))
+            if "zero_stage" not in given and not wrong:
+                given["zero_stage"] = 2
+                self.notes.append(f"{document.name}: deepspeed_config has no zero_stage, and Accelerate's default is 2")
+            for key, value in given.items():
+                self._set_json(key, value)
+        elif not self.deepspeed.incomplete:
+            for key, value in given.items():
+                self._compare_json(key, value)
+        if block.get("zero3_init_flag") is not None and self.deepspeed.get(*_STAGE) != 3:
+            del block["zero3_init_flag"]
+            self.no_effect["deepspeed_config.zero3_init_flag"] = "only ZeRO-3 uses it"
+
+    def _set_json(self, key: str, value: Any) -> None:
+        path, block = INLINE[key], self.deepspeed.content
+        for name in path[:-1]:
+            block = block.setdefault(name, {})
+        block[path[-1]] = [name.strip() for name in value.split(",")] if path[-1] == "classes" else value
+        for depth in range(1, len(path) + 1):
+            self.deepspeed.places[path[:depth]] = self.accelerate.place(("deepspeed_config", key))
+
+    def _compare_json(self, key: str, value: Any) -> None:
+        path = INLINE[key]
+        found = self.deepspeed.get(*path)
+        if found == "auto" or (found is None and path[-1] == "classes"):
+            self._set_json(key, value)
+        elif found == value or (path[-1] == "classes" and isinstance(found, list) and value == ",".join(found)):
+            self.no_effect[f"deepspeed_config.{key}"] = "the DeepSpeed JSON says the same"
+        else:
+            place = self.deepspeed.place(path)
+            text = f"found {describe(value)}, but {'.'.join(path)} is {describe(found)} ({place}); make the two equal"
+            self.accelerate.problem(("deepspeed_config", key), f"{text}, or remove this one")
+
+    def unused_stages(self) -> None:
+        """List the keys of zero_optimization that DeepSpeed does not read at its stage."""
+        stage, block = self.deepspeed.get(*_STAGE), self.deepspeed.get(_ZERO)
+        if stage not in (1, 2, 3) or not isinstance(block, dict) or "pipeline" in self.deepspeed.content:
+            return
+        for key in [key for key in block if stage not in STAGES.get(key, (stage,))]:
+            value = block[key]
+            if not (isinstance(value, dict) and value.get("device", "none") == "none"):
+                self.no_effect[f"{_ZERO}.{key}"] = f"DeepSpeed does not read it at stage {stage}"
+            if not _invalid(DEEPSPEED[_ZERO][key], value):
+                del block[key]
+
+    def stage_0(self) -> None:
+        """Stage 0 shards nothing: DDP trains it, and what DeepSpeed would read there has no effect."""
+        document, stage = self.deepspeed, self.deepspeed.get(*_STAGE)
+        known = document.name and not document.incomplete and not document.problems
+        if not known or "pipeline" in document.content or stage not in (0, None) or stage is False:
+            return
+        if not isinstance(document.get(_ZERO), (dict, type(None))) or any(_leftovers(document, DEEPSPEED)):
+            return  # validate.py reports these
+        why = "zero_optimization.stage is 0" if stage == 0 else "zero_optimization names no stage"
+        self.notes.append(f"{document.place(_STAGE)}: {why}, which shards nothing: this is DDP")
+        for path in _leaves(document.content):
+            if path != _STAGE:
+                self.no_effect[".".join(path)] = "DDP does not read DeepSpeed's keys"
+        if not self.accelerate.name:
+            self.accelerate = Document(document.name, places=document.places)
+        self.accelerate.content["distributed_type"] = "MULTI_GPU"
+        self.accelerate.content.pop("deepspeed_config", None)
+        self.deepspeed = Document("")
+
+    def _remove(self, document: Document, path: KeyPath) -> None:
+        block = document.get(*path[:-1])
+        if isinstance(block, dict):
+            block.pop(path[-1], None)
+
+
+def _agreed(statements: list[Statement]) -> Iterator[Statement]:
+    """Yield one statement for each key of the recipe. Two without a value in common are a problem.
+
+    A weak one gives way to others.
+    """
+    for by in dict.fromkeys(statement.by for statement in statements):
+        first, *others = sorted((one for one in statements if one.by == by), key=lambda one: one.weak)
+        for other in others if not first.weak else ():
+            values = tuple(value for value in first.values if value in other.values)
+            if not values:
+                text = f"found {describe(other.written)}, but {'.'.join(first.path)} is {describe(first.written)}"
+                other.document.problem(other.path, f"{text} ({first.document.place(first.path)}); make the two agree")
+                break
+            # of two that agree, the one that leaves less open is cited
+            kept = first if len(first.values) <= len(other.values) else other
+            first = replace(kept, values=values)
+        else:
+            yield first
+
+
+_HAPPENS_ANYWAY = "it says what happens anyway"
+
+
+def _refusal(rule: RecipeOwned, value: Any) -> str:
+    try:
+        rule.values(value)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _why_no_effect(key: str, rule: Any, value: Any) -> str:
+    """Say why a key with this value changes nothing; "" if it may."""
+    if rule is None:
+        is_comment = key.startswith(("_", "#", "//")) or key in ("comment", "comments")
+        return "a comment" if is_comment else ""
+    if isinstance(rule, NoEffect):
+        accepted = value in (None, "auto") or rule.rule.accepts(_converted(rule.rule, value))
+        return (_HAPPENS_ANYWAY if value in rule.silent else rule.reason) if accepted else ""
+    # by type, too: for Python 0 == False and 1 == True
+    harmless = isinstance(rule, Rejected) and any(
+        value == allowed and type(value) is type(allowed) for allowed in rule.harmless
+    )
+    return "its value enables nothing" if harmless else ""
+
+
+def _invalid(rule: Any, value: Any) -> bool:
+    """Whether a value of a key that is not used would be reported if it were."""
+    if isinstance(rule, dict) and isinstance(value, dict):
+        return any(key not in rule or _invalid(rule[key], inner) for key, inner in value.items())
+    return isinstance(rule, ValueRule) and not rule.accepts(value)
+
+
+def _leftovers(document: Document, table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the keys that validate.py has something to say about."""
+    for key, value in document.get(*path).items():
+        rule = table.get(key)
+        if isinstance(rule, dict) and isinstance(value, dict):
+            yield from _leftovers(document, rule, (*path, key))
+        elif rule is None or isinstance(rule, (Rejected, NoEffect)) or _invalid(rule, value):
+            yield (*path, key)
+
+
+def _leaves(block: dict, path: KeyPath = ()) -> Iterator[KeyPath]:
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _converted(rule: ValueRule | None, value: Any) -> Any:
+    """The number or truth value that a text spells, if the rule accepts that; else the value as it is."""
+    if not isinstance(value, str):
+        return value
+    spelled: Any = {"true": True, "false": False}.get(value.lower())
+    if spelled is None:
+        try:
+            spelled = float(value)
+        except ValueError:
+            return value
+        spelled = int(spelled) if spelled.is_integer() and "." not in value else spelled
+    return spelled if rule is None or rule.accepts(spelled) else value
