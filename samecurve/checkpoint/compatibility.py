@@ -44,8 +44,10 @@ def refusals(saved: dict, now: dict) -> list[str]:
             "model.path: the run's loss uses its initial weights as reference, and these weights differ from "
             "them; give the folder of the initial weights"
         )
-    if now["recipe"]["steps"] < saved["step"]:
-        reasons.append(f"steps: {now['recipe']['steps']}, but the checkpoint already is at step {saved['step']}")
+    steps, epochs = now["recipe"]["steps"], now["recipe"].get("epochs")
+    if steps < saved["step"]:
+        given = f"epochs: {epochs:g}, which are {steps} steps" if epochs else f"steps: {steps}"
+        reasons.append(f"{given}, but the checkpoint already is at step {saved['step']}")
     return reasons
 
 

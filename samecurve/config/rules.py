@@ -254,11 +254,13 @@ def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield f"evaluate.every_{unit}", f"{text}evaluate.path"
 
 
-def in_steps(recipe: Recipe, num_rows: int) -> Recipe:
+def in_steps(recipe: Recipe, num_rows: int, step: int = 0, samples: int = 0) -> Recipe:
     """Return a recipe whose numbers of epochs are numbers of steps, too.
 
     Args:
         num_rows: the training rows, which are known once the data has been read.
+        step, samples: steps of the checkpoint to resume from and rows that they have read, perhaps by another
+            batch.global_batch_size.
 
     Raises:
         ConfigurationError: the schedule does not fit into the steps, or checkpoint.best to its evaluations.
@@ -275,11 +277,16 @@ def in_steps(recipe: Recipe, num_rows: int) -> Recipe:
         evaluate = evaluate.model_copy(update={"every_steps": every(evaluate.every_epochs)})
     if checkpoint.every_epochs:
         saved = every(checkpoint.every_epochs)
-        if evaluate.every_epochs and (times := checkpoint.every_epochs / evaluate.every_epochs) == round(times):
+        if evaluate.every_epochs and math.isclose(
+            times := checkpoint.every_epochs / evaluate.every_epochs, round(times), rel_tol=1e-9
+        ):
             saved = round(times) * evaluate.every_steps  # so that checkpoints are evaluated although both are rounded
         checkpoint = checkpoint.model_copy(update={"every_steps": saved})
     # a last digit of the product must not become a step
-    steps = math.ceil(round(recipe.epochs * steps_per_epoch, 6)) if recipe.epochs else recipe.steps
+    steps = recipe.steps
+    if recipe.epochs:
+        left = (recipe.epochs * num_rows - samples) / recipe.batch.global_batch_size
+        steps = max(1, step + math.ceil(round(left, 6)))
     settled = recipe.model_copy(update={"steps": steps, "evaluate": evaluate, "checkpoint": checkpoint})
 
     def value(key: str) -> Any:

@@ -30,7 +30,7 @@ from samecurve.specs.gpus import GIB
 from samecurve.storage.atomic import write_json
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.strategy.preflight import existing_parent
-from samecurve.training import room, settle, startup
+from samecurve.training import room, startup
 from samecurve.training.rehearsal import NOTHING_LEFT, REPORT, Assignment, DoesNotFit, RehearsedStage
 from samecurve.training.session import Context, Session
 
@@ -143,12 +143,9 @@ def _rehearse(context: Context, checkpoints: Path) -> list[RehearsedStage]:
     run = context.run
     stage = StageMeter(context.recipe, context.accelerator.device, context.world)
     with stage("start"):
-        task = startup.load_task(context)
-        context = settle.settle_steps(context, task)
-        recipe = context.recipe
-        built = startup.build_model(context, task)
         own, run.checkpoints = run.checkpoints, checkpoints
-        saves = startup.find_checkpoint(context, built.identity)
+        context, built, saves = startup.prepare(context)
+        recipe = context.recipe
         num_kept = len(list_checkpoints(LocalFileSystem(), checkpoints)) if saves.resumed_from else 0
         run.checkpoints = own  # to which the rehearsal writes
         if saves.resumed_from and read_state(saves.resumed_from)["step"] >= recipe.steps:

@@ -39,7 +39,7 @@ def settle_revision(context: Context) -> Context:
         return context
 
     def choose() -> str | None:
-        saved = _saved_recipe(context).get("model", {})
+        saved = _saved(context).get("recipe", {}).get("model", {})
         if model.revision is None and saved.get("path") == path and saved.get("revision"):
             return saved["revision"]
         return commit_of(path, model.revision) or model.revision
@@ -53,14 +53,14 @@ def _with(context: Context, **values: object) -> Context:
     return replace(context, plan=replace(context.plan, recipe=recipe))
 
 
-def _saved_recipe(context: Context) -> dict:
-    """Return the recipe of the newest readable checkpoint to resume from; {} without one."""
+def _saved(context: Context) -> dict:
+    """Return state.json of the newest readable checkpoint to resume from; {} without one. For rank 0."""
     candidates = [] if context.plan.resume in ("auto", "none") else [Path(context.plan.resume)]
     if context.plan.resume == "auto":
         candidates = list_checkpoints(LocalFileSystem(), context.run.checkpoints)
     for folder in candidates:
         with contextlib.suppress(CheckpointError):  # find_checkpoint reports it
-            return read_state(folder)["recipe"]
+            return read_state(folder)
     return {}
 
 
@@ -75,7 +75,8 @@ def settle_date(context: Context) -> Context:
         return context
 
     def choose() -> str:
-        return _saved_recipe(context).get("tokenizer", {}).get("template_date") or date.today().isoformat()
+        saved = _saved(context).get("recipe", {}).get("tokenizer", {})
+        return saved.get("template_date") or date.today().isoformat()
 
     return _with(
         context, tokenizer=recipe.tokenizer.model_copy(update={"template_date": context.world.on_main(choose)})
@@ -83,10 +84,11 @@ def settle_date(context: Context) -> Context:
 
 
 def settle_steps(context: Context, task: Task) -> Context:
-    """Count the recipe's epochs in steps, now that the number of rows is known. Raises as `in_steps`."""
+    """Count the recipe's epochs in steps, now that the number of rows is known. Collective. Raises as `in_steps`."""
     recipe = context.recipe
     if not recipe.data.streaming:  # which has neither epochs nor a number of rows
-        recipe = in_steps(recipe, len(task.train))
+        saved = context.world.on_main(lambda: _saved(context)) if recipe.epochs else {}
+        recipe = in_steps(recipe, len(task.train), saved.get("step", 0), saved.get("samples", 0))
     context.progress.total_steps = recipe.steps
     return replace(context, plan=replace(context.plan, recipe=recipe))
 

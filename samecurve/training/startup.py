@@ -67,17 +67,25 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     recipe = plan.recipe
     progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
     context = Context(plan, accelerator, run, watch, ControlGroup(), progress)  # all ranks have connected by now
+    context, built, checkpoints = prepare(context)
+    engine = build_engine(context, built)
+    start = restore(context, engine, checkpoints)
+    start = make_up_evaluation(context, built, engine, checkpoints, start)
+    return open_run(context, built, engine, checkpoints, start)
+
+
+def prepare(context: Context) -> tuple[Context, Built, Checkpoints]:
+    """Settle the recipe, load the rows, build the model on the meta device and find the checkpoint. Collective.
+
+    Raises as `open_session`.
+    """
     context = settle_date(settle_revision(context))
     task = load_task(context)
     context = settle_steps(context, task)
     built = build_model(context, task)
     # before the engine: a run that is complete or cannot resume must not load weights first
     checkpoints = find_checkpoint(context, built.identity)
-    context = settle_compile(context, checkpoints)
-    engine = build_engine(context, built)
-    start = restore(context, engine, checkpoints)
-    start = make_up_evaluation(context, built, engine, checkpoints, start)
-    return open_run(context, built, engine, checkpoints, start)
+    return settle_compile(context, checkpoints), built, checkpoints
 
 
 def load_task(context: Context) -> Task:

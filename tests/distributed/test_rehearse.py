@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -64,6 +65,24 @@ def test_a_rehearsal_before_a_resumed_step_leaves_no_trace(strategy, world, work
     run = workspace.resume(before, 10, strategy, world, "rehearse=true")
     assert run.facts["start_step"] == 10
     assert_no_trace(run, without)
+
+
+@FULL
+def test_a_rehearsal_keeps_the_day_of_the_run(workspace, tmp_path):
+    """A chat template that writes the date would render other rows today."""
+    chats = ([{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "a"}] for n in range(60))
+    rows = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
+    (tmp_path / "chats.jsonl").write_text(rows)
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    asks = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + turns + asks)
+    keys = ("task=sft", f"data.path={tmp_path / 'chats.jsonl'}", f"tokenizer.chat_template={tmp_path / 'dated.jinja'}")
+    keys = (*keys, "batch.sequence_length=64")
+    before = workspace.run(None, 1, *keys, "tokenizer.template_date=2024-07-25")
+    assert before.returncode == 0, before.output
+    run = workspace.resume(before, 10, None, 1, *keys, "rehearse=true")
+    assert run.returncode == 0 and "everything fits" in run.output, run.output
+    assert run.facts["recipe"]["tokenizer"]["template_date"] == "2024-07-25"
 
 
 @FULL

@@ -678,6 +678,28 @@ def test_epochs_become_steps(tmp_path, monkeypatch, overrides, steps, evaluated,
     assert (recipe.steps, recipe.evaluate.every_steps, recipe.checkpoint.every_steps) == (steps, evaluated, saved)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "step", "samples", "steps"),
+    [(2, 0, 0, 11), (2, 4, 32, 11), (2, 4, 64, 7), (2, 11, 88, 11), (1e-9, 0, 0, 1)],
+)
+def test_epochs_count_the_rows_of_the_checkpoint(tmp_path, monkeypatch, epochs, step, samples, steps):
+    """Also those that were read in steps of another size: 64 rows in 4 steps."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    overrides = [f"epochs={epochs}", "batch.global_batch_size=8", "schedule.warmup_steps=0"]
+    assert in_steps(load_recipe(str(tmp_path / "r.yaml"), overrides), 43, step, samples).steps == steps
+
+
+def test_a_multiple_of_epochs_is_one_of_steps(tmp_path, monkeypatch):
+    """0.3 / 0.1 is no integer in floating point."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    every = ["evaluate.every_epochs=0.1", "checkpoint.every_epochs=0.3", "checkpoint.best=eval_loss"]
+    typed = ["steps=50", *every, "batch.global_batch_size=32", "data.validation_fraction=0.1"]
+    recipe = in_steps(load_recipe(str(tmp_path / "r.yaml"), typed), 1120)
+    assert (recipe.evaluate.every_steps, recipe.checkpoint.every_steps) == (4, 12)
+
+
 def test_steps_of_epochs_have_to_suit_the_schedule(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {})
