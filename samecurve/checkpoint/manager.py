@@ -110,6 +110,7 @@ class Checkpoints:
         self._snapshot: Snapshot | None = None
         self._in_flight: _Save | None = None
         self._failures = 0  # in a row
+        self._num_commits = 0
         self._tried_step = self._committed_step = 0
         self._metrics: dict = {}
         self.resumed_from: Path | None = None
@@ -298,6 +299,7 @@ class Checkpoints:
             save.error = error
             self._log(f"the checkpoint of step {save.step} was not written: {error}")
         else:
+            self._num_commits += 1
             self._tidy()
 
     def _generators(self, engine: Engine) -> dict:
@@ -311,7 +313,9 @@ class Checkpoints:
         try:
             metric = self._settings["best"]
             best = find_best(self._files, self._run.checkpoints, metric) if metric else None
-            protected = {folder.name for folder in (self.resumed_from, best) if folder is not None}
+            # the one that is known to be good, until this session has written as many as are kept
+            resumed_from = self.resumed_from if self._num_commits < self._settings["keep"] else None
+            protected = {folder.name for folder in (resumed_from, best) if folder is not None}
             if self.mirror is not None:
                 protected |= {self.mirror.uploading}
                 self.mirror.offer()

@@ -16,6 +16,7 @@ from samecurve.specs.file_kinds import COMPRESSED, table_kind
 from samecurve.storage.git_lfs import POINTER_BYTES, pointer_problem
 
 if TYPE_CHECKING:
+    from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
 
 _BOM = codecs.BOM_UTF8
@@ -286,12 +287,18 @@ def table_rows(name: str, table: ParquetFile, groups: Iterable[int], columns: Se
             raise too_long(f"{name}: row {number + 1}")
         for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False):
             if batch.nbytes > LONGEST_ROW:
-                sizes = (batch.slice(index, 1).nbytes for index in range(batch.num_rows))
+                sizes = (_row_bytes(batch, index) for index in range(batch.num_rows))
                 long = next((index for index, size in enumerate(sizes, start=1) if size > LONGEST_ROW), None)
                 if long is not None:
                     raise too_long(f"{name}: row {number + long}")
             number += batch.num_rows
             yield from map(decode, batch.to_pylist())
+
+
+def _row_bytes(batch: RecordBatch, index: int) -> int:
+    """Return the size of one row. Of a dictionary-coded column (pandas' categories) only its value counts."""
+    cells = (column.slice(index, 1) for column in batch.columns)
+    return sum((cell.dictionary_decode() if hasattr(cell, "dictionary_decode") else cell).nbytes for cell in cells)
 
 
 def _hub_decoder(table: ParquetFile) -> Callable[[dict], dict]:

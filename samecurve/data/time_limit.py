@@ -47,8 +47,12 @@ def _watch() -> None:
     """Look at the deadlines until there is none, as when all rows are encoded."""
     global _watcher
     while True:
+        began = time.monotonic()
         time.sleep(_INTERVAL_SECONDS)
+        paused = time.monotonic() - began - _INTERVAL_SECONDS  # as by SIGSTOP; or this thread did not get its turn
         with _lock:
+            if paused > 1:
+                _deadlines.update((thread, deadline + paused) for thread, deadline in tuple(_deadlines.items()))
             if not _deadlines:
                 _watcher = None
                 return

@@ -108,8 +108,10 @@ def mismatch(value: Any, schema: Any, key: str = "") -> str:
     """Say how a value differs from a schema; "" if it fits. key: the value's own, with dots."""
     if isinstance(schema, tuple):
         fits = _fits_one(value, schema)
-        nested = next((kind for kind in schema if isinstance(kind, dict)), None)
-        if not fits and isinstance(value, dict) and nested is not None:
+        nested = next(
+            (kind for kind in schema if isinstance(value, dict | list) and isinstance(kind, type(value))), None
+        )
+        if not fits and nested is not None:
             return mismatch(value, nested, key)
     elif isinstance(schema, dict):
         fits = isinstance(value, dict)

@@ -20,6 +20,7 @@ import xxhash
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.records import read_record
 
+MOST_MANIFEST_BYTES = 2**30  # of 30 TiB: a block of 1 MiB has 36 bytes there
 BLOCK_BYTES = 1 << 20
 MANIFEST = "files.json"
 
@@ -112,7 +113,7 @@ class Entry:
         self.folder = folder
         if not os.path.exists(folder):  # False also for what cannot be looked at
             raise FileNotFoundError(folder)
-        record = read_record(folder / MANIFEST, {"files": dict, "xxh3_128": str})
+        record = read_record(folder / MANIFEST, {"files": dict, "xxh3_128": str}, MOST_MANIFEST_BYTES)
         if record.problem or record.value["xxh3_128"] != _hash_of(record.value["files"]):
             raise DamagedEntryError(f"{MANIFEST} cannot be used ({record.problem or 'its own hash differs'})")
         self._files = {name: FileHashes(**hashes) for name, hashes in record.value["files"].items()}

@@ -68,7 +68,8 @@ def missing_room(needs: list[Need], free: int) -> str:
     names = " and ".join(need.what for need in needs)
     return (
         f"{needs[0].folder}: {free / GIB:.3g} GiB are free, but {names} will be there together; free "
-        f"{(needed - free) / GIB:.3g} GiB, lower checkpoint.keep, or set output_dir to another disk"
+        f"{(needed - free) / GIB:.3g} GiB, keep fewer checkpoints (checkpoint.keep, 2 at least), or set output_dir to "
+        "another disk"
     )
 
 

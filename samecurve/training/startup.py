@@ -287,7 +287,8 @@ def _check_room(context: Context, built: Built, engine: Engine, checkpoints: Che
 
     def check() -> str:
         commit.sweep(disk, run.checkpoints)  # what a save left that was killed
-        num_kept = len(list_checkpoints(disk, run.checkpoints))
+        # those of another run are only moved aside, which frees nothing
+        num_kept = len(list_checkpoints(disk, run.checkpoints)) if run.continues else 0
         needs = room.needs(recipe, run.checkpoints, checkpoint_bytes, export_bytes, num_kept)
         return room.check_room(needs, num_kept, disk.free_bytes)
 

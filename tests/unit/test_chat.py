@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import datetime
@@ -401,6 +404,27 @@ def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set k = i %}{% endfor %}{% endfor %}"
+
+
+def test_a_pause_is_no_endless_loop():
+    """docker pause, a suspended job, Ctrl-Z: the clock goes on, and the template did not get the time."""
+    code = """
+import time
+from samecurve.data import time_limit
+time_limit.RENDER_SECONDS = 4.0
+with time_limit.render_limit():
+    print("in", flush=True)
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+print("done")
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "in\n"
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    child.send_signal(signal.SIGCONT)
+    assert child.communicate(timeout=60)[0] == "done\n"
 
 
 def test_a_template_without_an_end(make, monkeypatch):

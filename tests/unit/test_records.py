@@ -16,6 +16,7 @@ from samecurve.storage.records import COUNT, mismatch, parse, read_record
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = {"step": COUNT, "loss": (float, None), "names": [str], "inner?": {"on": bool}, "*": (str, list)}
+SCHEMA |= {"shares?": ([float], None)}
 VALUE = {"step": 3, "loss": 0.5, "names": ["a"], "inner": {"on": True}, "other": "text"}
 
 
@@ -128,6 +129,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         ("loss", float("nan"), "loss: found NaN, expected a number or null"),
         ("names", {}, "names: found an object, expected a list"),
         ("names", ["a", 2], "names[1]: found 2, expected text"),
+        ("shares", [0.5, None], "shares[1]: found null, expected a number"),
         ("inner", {}, "inner.on: missing"),
         ("inner", {"on": 1}, "inner.on: found 1, expected true or false"),
         ("more", 1.5, "more: found 1.5, expected text or a list"),

@@ -39,10 +39,10 @@ def engine():
 
 @pytest.fixture
 def make(tmp_path):
-    def made(background: bool = True) -> Checkpoints:
-        settings = {"every_steps": EVERY, "keep": 9, "best": None}
+    def made(background: bool = True, keep: int = 9) -> Checkpoints:
+        settings = {"every_steps": EVERY, "keep": keep, "best": None}
         facts = {"recipe": {"seed": 0, "checkpoint": settings}}
-        return Checkpoints(RunDirectory(tmp_path), facts, ControlGroup(), print, background=background)
+        return Checkpoints(RunDirectory(tmp_path, resume="auto"), facts, ControlGroup(), print, background=background)
 
     return made
 
@@ -61,6 +61,20 @@ def test_the_wait_for_a_slow_save_is_told_as_a_stall(engine, make, tmp_path, mon
     threading.Timer(1.0, go_on.set).start()
     assert checkpoints.save(engine, TrainProgress(EVERY + LOOK))["save_stall_seconds"] > 0.2
     assert saved(tmp_path) == ["step_00000008"]
+
+
+def test_a_resumed_run_keeps_no_more_than_another(engine, make, tmp_path):
+    """The checkpoint that it resumed from stays until there are as many newer ones."""
+    checkpoints = make(background=False, keep=2)
+    for step in (8, 16):
+        checkpoints.save(engine, TrainProgress(step))
+    checkpoints._run.close()
+    resumed = make(background=False, keep=2)
+    resumed.resumed_from = tmp_path / "checkpoints" / "step_00000008"
+    resumed.save(engine, TrainProgress(24))
+    assert saved(tmp_path) == ["step_00000008", "step_00000016", "step_00000024"]
+    resumed.save(engine, TrainProgress(32))
+    assert saved(tmp_path) == ["step_00000024", "step_00000032"]
 
 
 def test_where_nothing_is_being_written_there_is_nothing_to_see(engine, make):

@@ -13,7 +13,7 @@ import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
 
-import pyarrow
+import pyarrow.parquet
 import pytest
 from file_damage import DAMAGES
 from report_cases import check_message
@@ -203,6 +203,15 @@ def test_a_line_without_an_end_is_refused(tmp_path, suffix, monkeypatch):
         texts(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 25
     tracemalloc.stop()
+
+
+def test_a_category_counts_only_its_own_text(tmp_path, monkeypatch):
+    """pandas' categories: Arrow counts the whole dictionary in the size of each row."""
+    monkeypatch.setattr(formats, "LONGEST_ROW", 1 << 16)
+    values = pyarrow.array([f"{number:030000d}" for number in range(8)])
+    for name, column in (("plain", values), ("categories", values.dictionary_encode())):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet")
+    assert texts(tmp_path / "categories.parquet") == texts(tmp_path / "plain.parquet")
 
 
 def test_a_truncated_utf16_file(tmp_path):
