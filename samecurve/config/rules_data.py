@@ -13,11 +13,12 @@ from samecurve.config.documents import describe
 from samecurve.config.schema import Data
 from samecurve.config.source import InvalidValue
 from samecurve.specs.data_names import address, is_hub_name
+from samecurve.specs.row_formats import FORMATS, named
 from samecurve.specs.tasks import readers
 
 Finding = tuple[str, str]
 _HUB_KEYS = {"split": "train", "config": None, "revision": None}
-_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column")
+_COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "format")
 
 
 def in_mixture(index: int) -> tuple[Callable[[Callable[[str], Any]], Iterator[Finding]], ...]:
@@ -70,6 +71,23 @@ def _in_place_of_mixture(key: str, default: str | None, value: Callable[[str], A
     if value("data.mixture") is not None and value(f"data.{key}") != default:
         text = f"found {describe(value(f'data.{key}'))}, but data.mixture is given; move it to the source that needs it"
         yield f"data.{key}", f"{text}, for example data.mixture.0.{key}"
+
+
+def _format(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """data.format is another task's, or the recipe also names columns."""
+    name = value("data.format")
+    if name is None:
+        return
+    task, tasks = value("task"), named(name).tasks.split(", ")
+    if task in readers("data.format") and task not in tasks:
+        own = [known.name for known in FORMATS if task in known.tasks.split(", ")]
+        text = f"found {name}, a format of the task{'s' * (len(tasks) > 1)} {' and '.join(tasks)}, but task is {task}"
+        yield "data.format", f"{text}; use one of {', '.join(own)}"
+    for column in ("messages", "prompt", "completion", "chosen", "rejected", "anchor", "positive"):
+        key = f"data.{column}_column"
+        if value(key) != Data.model_fields[f"{column}_column"].default:
+            text = f"found {value(key)}, but data.format={name} reads columns of its own; remove one of the two"
+            yield key, text
 
 
 def _idle_buffer(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -215,6 +233,7 @@ RULES = (
     *(_path_and_mixture, _mixture_by_length),
     *(partial(_in_place_of_mixture, *each) for each in ({"pattern": None} | _HUB_KEYS).items()),
     *(
+        _format,
         _idle_buffer,
         _stream_of_mixture,
         _stream_without_bad_rows,

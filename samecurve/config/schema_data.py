@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from samecurve.config.section import LARGEST_INTEGER, DataPath, Name, Section
+from samecurve.config.section import LARGEST_INTEGER, DataPath, Name, Natural, Section
+from samecurve.specs.row_formats import RowFormatName
 
 # Every byte and two special tokens.
 SMALLEST_VOCABULARY = 256 + 2
@@ -61,6 +62,8 @@ class MixtureSource(Section):
     """Like `data.prompt_column`."""
     completion_column: Name | None = None
     """Like `data.completion_column`."""
+    format: RowFormatName | None = None
+    """Like `data.format`."""
 
 
 class Data(Section):
@@ -92,9 +95,12 @@ class Data(Section):
     """`embed`: the text that matches the anchor."""
     negative_columns: Annotated[tuple[Name, ...], Field(strict=False)] | None = None
     """`embed`: hard negatives. null: the columns `negative`, `negative_1`, ... of the first row."""
+    num_negatives: Natural | None = None
+    """`embed`: how many of a row's list `neg` are read, the first ones. null: all; each row has as many as the first
+    row."""
     messages_column: Name | None = None
     """`sft`, `distill`: a list of `{role, content}` or of ShareGPT's `{from, value}`. An assistant's turn with
-    `weight: 0` or `train: false` is not trained. null: the columns of the row say its format, see [Data](data.md)."""
+    `weight: 0` or `train: false` is not trained. null: the columns of the row say its [format](formats.md)."""
     prompt_column: Name | None = None
     """`sft`, `distill`, `dpo`, `reward`: the prompt, as text or as a list of messages. null: `prompt`."""
     completion_column: Name | None = None
@@ -103,6 +109,9 @@ class Data(Section):
     """`dpo`, `reward`: the preferred answer. It begins with the prompt where there is no prompt column."""
     rejected_column: Name = "rejected"
     """`dpo`, `reward`: the other answer."""
+    format: RowFormatName | None = None
+    """`sft`, `distill`, `dpo`, `reward`, `embed`: the [format of rows](formats.md). null: the columns of each row say
+    it. Needed where they fit two formats, and for `alpaca-stanford`."""
     ignore_columns: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """Columns, and keys of messages, with content that is not trained on. Without this key such content is an error."""
     bad_rows: Literal["stop", "drop"] = "stop"

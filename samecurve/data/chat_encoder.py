@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.conversation_encoder import ConversationEncoder, Span, TextEncoder, overlap
+from samecurve.data.encoder import Encoded
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.data.time_limit import RenderTimeout, render_limit
 from samecurve.errors import ConfigurationError, DataError
@@ -23,7 +24,6 @@ from samecurve.storage.cache import digest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-Span = tuple[int, int]
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
 _VERSION = 1
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,7 +32,7 @@ _DATED = "strftime_now"  # transformers' function for templates that write today
 _FIX = "set tokenizer.chat_template to a template of your own that marks the trained text with {% generation %}"
 
 
-class ChatEncoder(Encoder):
+class ChatEncoder(ConversationEncoder):
     """Encodes conversations with the tokenizer's chat template.
 
     Trained spans are found in the rendered text; all tokens that overlap them are trained. A span is the part that the
@@ -57,7 +57,7 @@ class ChatEncoder(Encoder):
         ConfigurationError: for a template without an end.
     """
 
-    masked = renders = True
+    renders = True
     counted = ("answers_begun_inside_a_token", "messages_with_special_tokens")
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None):
@@ -67,7 +67,8 @@ class ChatEncoder(Encoder):
             raise DataError(
                 f"{tokenizer.name_or_path or 'the tokenizer'}: there is no chat template; use a chat model's "
                 f"tokenizer, set tokenizer.chat_template to a Jinja file or to {CHATML} (which adds its two tokens if "
-                "they are missing), or set data.chat=false to train on prompts and completions without a template"
+                "they are missing), or set data.chat=false to train on prompts and completions, or on input_ids, "
+                "without a template"
             )
         from tokenizers import processors
 
@@ -117,13 +118,13 @@ class ChatEncoder(Encoder):
         templates = named.values() if isinstance(named, dict) else [named]
         return any(re.search(rf"""[.'"]{re.escape(key)}\b""", template or "") for template in templates)
 
-    def encode(self, documents: list[Conversation]) -> list[Encoded]:
+    def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
         rendered = [self.render(document) for document in documents]
         encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         found = []
         for document, encoding, (_, spans) in zip(documents, encodings, rendered, strict=True):
             offsets = np.array(encoding.offsets)
-            found.append(Encoded(encoding.ids, _overlap(offsets, spans)))
+            found.append(Encoded(encoding.ids, overlap(offsets, spans)))
             inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
             self.counts["answers_begun_inside_a_token"] += inside
             special = (any(token in message["content"] for token in self._special) for message in document.messages)
@@ -159,8 +160,9 @@ class ChatEncoder(Encoder):
         # some tokenizers have several templates, of which one is for tools
         template = self.tokenizer.get_chat_template(None, tools)
         used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
+        used |= {f"chat_template_kwargs.{name}": True for name in conversation.template_kwargs or ()}
         for name, is_used in used.items():
-            if is_used and name not in template:
+            if is_used and name.rpartition(".")[2] not in template:
                 raise DataError(
                     f"{conversation.place}: the row has {name}, which the chat template does not render; remove them, "
                     "or set tokenizer.chat_template to a template that does"
@@ -190,6 +192,7 @@ class ChatEncoder(Encoder):
                     add_generation_prompt=prompt,
                     # Names such as eos_token, for the template; pyright expects them to be other parameters.
                     **self.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
+                    **(conversation.template_kwargs or {}),
                 )
         except RenderTimeout as error:  # not the row's fault, and a thousand rows would take hours
             raise ConfigurationError(
@@ -289,39 +292,6 @@ class ChatEncoder(Encoder):
         return start, end + len(following)
 
 
-class TextEncoder(Encoder):
-    """Encodes [begin-of-text] prompt completion end-of-text without a template, for data.chat=false.
-
-    The prompt is trained only with train_on="all". Special tokens within the texts are encoded as text.
-    """
-
-    masked = True
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema):
-        super().__init__(tokenizer)
-        from tokenizers import processors
-
-        self.schema = schema
-        self._rust.post_processor = processors.Sequence([])
-        self.identity = digest(_VERSION, self.identity, "text", schema.train_on)
-
-    def encode(self, documents: list[Conversation]) -> list[Encoded]:
-        rendered = [self.render(document) for document in documents]
-        encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        found = []
-        for encoding, (_, spans) in zip(encodings, rendered, strict=True):
-            begin, end = np.zeros(len(self._begin), dtype=bool), np.ones(len(self._end), dtype=bool)
-            marks = [begin, _overlap(np.array(encoding.offsets), spans), end]
-            found.append(Encoded([*self._begin, *encoding.ids, *self._end], np.concatenate(marks)))
-        return found
-
-    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """Return prompt and completion as one text, and its trained character range."""
-        prompt, completion = (message["content"] for message in conversation.messages)
-        text = prompt + completion
-        return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
-
-
 def encoder(
     tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None
 ) -> ChatEncoder | TextEncoder:
@@ -385,12 +355,3 @@ def _clock(day: datetime) -> str:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:20]}...{text[-17:]}")
-
-
-def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """Mark tokens with a character in a span: (num_tokens,) bool. `offsets`, (num_tokens, 2), are character ranges."""
-    starts, ends = offsets.reshape(-1, 2).T  # without a token, the array is (0,)
-    marked = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        marked |= (ends > start) & (starts < end)
-    return marked

@@ -18,7 +18,9 @@ CONTENT = frozenset(
 )
 CONTENT_WORDS = 5  # a text of so many words is no id, label, link or short category
 # Keys of a message that messages.py reads, and those that only name something.
-_KEYS_READ = {"role", "content", "from", "value", "weight", "train", "loss", "tool_calls", "name", "tool_call_id", "id"}
+_KEYS_READ = set(
+    "role content from value weight train loss loss_weight tool_calls function_call name tool_call_id id".split()
+)
 _SHOWN_COLUMNS = 12
 
 
@@ -56,12 +58,14 @@ class Columns:
 
     Attributes:
         num_rows: number of rows.
+        formats: number of rows by the name of their format, see specs/row_formats.py.
         read: by column that is read, the number of rows with a value.
         unread: counts by column that is not read.
         keys: counts by key of messages that `schemas/messages.py` does not read; the chat template may.
     """
 
     num_rows: int = 0
+    formats: dict[str, int] = field(default_factory=dict)
     read: dict[str, int] = field(default_factory=dict)
     unread: dict[str, Unread] = field(default_factory=dict)
     keys: dict[str, Unread] = field(default_factory=dict)
@@ -72,13 +76,15 @@ class Columns:
         unread, keys = (
             {name: Unread(**counts) for name, counts in stored[part].items()} for part in ("unread", "keys")
         )
-        return cls(stored["num_rows"], stored["read"], unread, keys)
+        return cls(stored["num_rows"], stored["formats"], stored["read"], unread, keys)
 
     as_dict = asdict
 
-    def add(self, row: dict[str, Any], read: Collection[str]) -> None:
-        """Count a row of which the columns `read` are read."""
+    def add(self, row: dict[str, Any], read: Collection[str], name: str = "") -> None:
+        """Count a row of which the columns `read` are read; `name`: its format."""
         self.num_rows += 1
+        if name:
+            self.formats[name] = self.formats.get(name, 0) + 1
         said: list[str] | None = None
         for column, value in row.items():
             if _is_empty(value):
@@ -86,22 +92,25 @@ class Columns:
             if column in read:
                 self.read[column] = self.read.get(column, 0) + 1
                 for message in _messages(value):
-                    for key in message.keys() - _KEYS_READ:
-                        if not _is_empty(message[key]):
-                            self.keys.setdefault(key, Unread()).add(message[key], ())
+                    for key, content in message.items():
+                        if key not in _KEYS_READ and not _is_empty(content):
+                            self.keys.setdefault(key, Unread()).add(content, ())
             else:
                 if said is None:
                     said = [text for name in read if name in row for text in _texts(row[name])]
                 self.unread.setdefault(column, Unread()).add(value, said)
 
     def describe(self) -> str:
-        """Return "read: ...; not read: ..." for the header; "" for data without columns."""
+        """Return "FORMAT: columns; not read: ..." for the header; "" for data without columns."""
         if not self.read:
             return ""
+        known = " and ".join(
+            f"{name} ({num:,} rows)" if len(self.formats) > 1 else name for name, num in self.formats.items()
+        )
         unread = [f"{name} ({_rows(counts.num)})" for name, counts in self.unread.items()]
         more = len(unread) - _SHOWN_COLUMNS
         unread = unread[:_SHOWN_COLUMNS] + ([f"and {more} more"] if more > 0 else [])
-        return f"read: {', '.join(self.read)}" + (f"; not read: {', '.join(unread)}" if unread else "")
+        return f"{known or 'read'}: {', '.join(self.read)}" + (f"; not read: {', '.join(unread)}" if unread else "")
 
     def refuse_lost_content(
         self, name: str, ignored: Iterable[str], advice: str = "", reads: Callable[[str], bool] | None = None
@@ -146,8 +155,15 @@ def _is_empty(value: object) -> bool:
 
 
 def _messages(value: object) -> Iterator[dict]:
+    """Yield the messages of a column. A part of reasoning counts as the key that messages.py makes of it."""
     for message in value if isinstance(value, list) else ():
-        if isinstance(message, dict) and ("role" in message or "from" in message):
+        if not isinstance(message, dict) or not ("role" in message or "from" in message):
+            continue
+        parts = message.get("content")
+        if isinstance(parts, list):
+            thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") == "reasoning"]
+            yield {**message, "reasoning_content": [part.get("value", part.get("text")) for part in thoughts]}
+        else:
             yield message
 
 

@@ -71,20 +71,29 @@ def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.
 def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> MatchSource:
     """Find the anchors and candidates of `data.path`. Raises as `sources.find_source` does.
 
-    Without data.negative_columns the first row is read, and a broken first file raises its DataError.
+    The first row is read, and a broken first file raises its DataError.
     """
     if name == DOCSTRINGS:
         return DocstringSource(name, sources.builtin_files())
     files = sources.find_source(name, data.pattern, selection=selection).files
-    negatives = _negative_columns(files[0]) if data.negative_columns is None else data.negative_columns
+    first = _first_row(files[0])
+    negatives = _negative_columns(first) if data.negative_columns is None else data.negative_columns
     columns = [("anchor_column", data.anchor_column), ("positive_column", data.positive_column)]
     columns += [("negative_columns", column) for column in negatives]
-    return MatchSource(name, files, columns=tuple(columns), selection=selection)
+    number, listed = data.num_negatives, first.get("neg") or []
+    number = number if number is not None else len(listed) if isinstance(listed, list) else 0
+    rest = data.format, number, data.num_negatives is not None
+    return MatchSource(name, files, "text", tuple(columns), *rest, selection=selection)
 
 
-def _negative_columns(file: Path | Split) -> list[str]:
-    """Return the columns negative, negative_1, negative_2, ... of the first row, which decides for all rows."""
+def _first_row(file: Path | Split) -> dict:
+    """Return the first row that can be read, which decides on the negatives of all rows."""
     rows = (row for _, row in sources.table_rows(file, MatchSource.documents_are) if isinstance(row, dict))
-    names = map(str, next(rows, {}))
+    return next(rows, {})
+
+
+def _negative_columns(row: dict) -> list[str]:
+    """Return the columns negative, negative_1, negative_2, ... of a row."""
+    names = map(str, row)
     numbers = {name: int(match[1] or 0) for name in names if (match := re.fullmatch(r"negative(?:_(\d+))?", name))}
     return sorted(numbers, key=numbers.__getitem__)

@@ -113,6 +113,10 @@ class DataSource:
         """Return the names of the columns that `read` reads."""
         return (self.text_column,)
 
+    def format_name(self, row: dict) -> str:
+        """Return the name of the row's format in specs/row_formats.py; "" if the recipe names the columns."""
+        return ""
+
     def other_columns(self, row: dict) -> Iterator[dict[str, str]]:
         """Yield what the recipe could say, {key of `data`: column}, for rows like this one, which lacks columns."""
         yield nearest(row, {"text_column": self.text_column})
@@ -141,7 +145,7 @@ class DataSource:
             for place, row in rows:
                 num_rows += 1
                 if isinstance(row, dict):
-                    columns.add(row, self.columns_read(row))
+                    columns.add(row, self.columns_read(row), self.format_name(row))
                     first += [row] if len(first) < _TRIED_ROWS else []
                 entry = self.entry(place, row)
                 if isinstance(entry, BadRow):

@@ -30,7 +30,7 @@ from samecurve.storage.terminal import TextConsole
 from samecurve.storage.verified_files import BLOCK_BYTES, DamagedEntryError, Entry, NewEntry
 
 # Part of the cache key: raise it when the tokens written for the same input change.
-_VERSION = 6
+_VERSION = 7
 _BATCH_CHARACTERS = 1 << 20
 _ENOUGH_BAD_ROWS = 1000  # so many end a run without counting the others
 _LARGE_BYTES = 1 << 30  # larger token files are verified block by block; smaller ones as a whole, in 0.1 s

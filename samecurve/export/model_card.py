@@ -199,7 +199,7 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
     yield "parameters", f"{facts['num_parameters']:,}, {facts['num_trained_parameters']:,} of them trained"
     mixture = recipe["data"].get("mixture") or ()
     yield "data", recipe["data"]["path"] or ", ".join(f"{each['path']} (weight {each['weight']:g})" for each in mixture)
-    for name in ("hub", "evaluated_on", "columns", "bad_rows", "evaluation_bad_rows"):
+    for name in ("hub", "evaluated_on", "rows", "bad_rows", "evaluation_bad_rows"):
         if name in facts["data"]:
             dropped = " dropped, because they could not be used" if name.endswith("bad_rows") else ""
             yield f"data, {spaced(name)}", f"{facts['data'][name]}{dropped}"

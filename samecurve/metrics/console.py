@@ -242,10 +242,10 @@ def _gradients(whole_bytes: int) -> str:
 def _data(described: dict) -> list[tuple[str, str]]:
     """Build one line per part of the data (a dict of counts) and one for the remaining values."""
     blocks = {name: value for name, value in described.items() if isinstance(value, dict)}
-    rest = {name: value for name, value in described.items() if name not in blocks and name != "columns"}
+    rest = {name: value for name, value in described.items() if name not in blocks and name != "rows"}
     lines = [(name, counts) for name, counts in [*blocks.items(), ("data", rest)] if counts]
     texts = [(name, ", ".join(f"{spaced(key)} {number(n)}" for key, n in counts.items())) for name, counts in lines]
-    return [*((spaced(name), text) for name, text in texts), ("columns", described.get("columns", ""))]
+    return [*((spaced(name), text) for name, text in texts), ("rows", described.get("rows", ""))]
 
 
 def spaced(name: str) -> str:

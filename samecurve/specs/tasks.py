@@ -82,7 +82,7 @@ BETTER = {
     **dict.fromkeys(("eval_accuracy_at_1", "eval_accuracy_at_5", "eval_mrr_at_10"), "higher"),
 }
 _TEXTS = ("data.text_column", "data.mixture", "data.streaming", "evaluate.samples")
-_CHAT = ("data.prompt_column", "data.chat", "tokenizer.chat_template", "tokenizer.template_date")
+_CHAT = ("data.format", "data.prompt_column", "data.chat", "tokenizer.chat_template", "tokenizer.template_date")
 _CONVERSATIONS = ("data.messages_column", "data.completion_column", "data.train_on", "evaluate.samples", *_CHAT)
 _OF_PAIRS = ("eval_loss", "eval_accuracy", "eval_margin", "eval_rewards_chosen", "eval_rewards_rejected")
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)
@@ -183,6 +183,7 @@ TASKS = {
         DOCSTRINGS,
         (
             *("data.anchor_column", "data.positive_column", "data.negative_columns"),
+            *("data.format", "data.num_negatives"),
             *("tokenizer.pad_token", "embed.temperature", "embed.pooling"),
         ),
         {

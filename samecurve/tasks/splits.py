@@ -163,7 +163,7 @@ def describe_reading(
     if len(columns) > 1:
         columns = [f"source {index} {text}" for index, text in enumerate(columns) if text]
     num_bad_rows = sum(corpus.num_bad_rows for corpus in training)
-    counts: dict[str, int | str] = {"columns": "; ".join(columns), "bad_rows": num_bad_rows}
+    counts: dict[str, int | str] = {"rows": "; ".join(columns), "bad_rows": num_bad_rows}
     if evaluated is not None:
         counts["evaluation_bad_rows"] = evaluated.num_bad_rows
     corpora = [*training, *([evaluated] if evaluated is not None else [])]

@@ -15,6 +15,7 @@ from pages import PAGES, ROOT, anchors, prose, text
 from samecurve.config import reference
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
+from samecurve.specs import row_formats
 from samecurve.strategy import key_page
 from samecurve.strategy.capability_page import render_page
 
@@ -80,6 +81,11 @@ def test_recipe_keys_are_keys(name):
 def test_the_recipe_reference_is_current():
     fix = "python -m samecurve.config.reference > docs/recipe_reference.md"
     assert text("docs/recipe_reference.md") == reference.render_reference(), f"the schema has changed: {fix}"
+
+
+def test_the_formats_of_rows_are_current():
+    fix = "python -m samecurve.specs.row_formats > docs/formats.md"
+    assert text("docs/formats.md") == row_formats.render_page(), f"the table has changed: {fix}"
 
 
 def test_the_capabilities_are_current():

@@ -50,12 +50,18 @@ def read(path: Path | str, *ignored: str, **schema) -> list[conversation.Convers
     return list(source.documents())
 
 
-def test_messages_win_over_prompt_and_completion_and_places_are_told(tmp_path):
+def test_two_formats_that_fit_are_an_error_until_a_key_decides(tmp_path):
     row = {**GOOD, "prompt": "p", "completion": "c"}
-    (found,) = read(jsonl(tmp_path / "a.jsonl", row), "prompt")
-    assert (found.messages, found.place) == (tuple(GOOD["messages"]), f"{tmp_path}/a.jsonl:1")
-    (found,) = read(tmp_path / "a.jsonl", "messages", prompt="prompt")
-    assert [message["content"] for message in found.messages] == ["p", "c"]
+    path = jsonl(tmp_path / "a.jsonl", row)
+    formats = r"messages \(messages\) and prompt-completion \(prompt, completion\); set data.format=messages or"
+    with pytest.raises(DataError, match=formats):
+        read(path)
+    for ignored, schema in ((("prompt",), {"format": "messages"}), (("prompt",), {"messages": "messages"})):
+        (found,) = read(path, *ignored, **schema)
+        assert (found.messages, found.place) == (tuple(GOOD["messages"]), f"{path}:1")
+    for schema in ({"format": "prompt-completion"}, {"prompt": "prompt"}):
+        (found,) = read(path, "messages", **schema)
+        assert [message["content"] for message in found.messages] == ["p", "c"]
 
 
 def test_a_row_is_what_it_says_and_not_where_it_stands(tmp_path):
@@ -85,7 +91,6 @@ def test_sharegpt_is_read(tmp_path):
     assert [str(found) for found in read(jsonl(tmp_path / "a.jsonl", row))] == [expected]
     assert [str(found) for found in read(jsonl(tmp_path / "b.jsonl", {"conversations": turns}))] == [expected]
     assert [str(found) for found in read(tmp_path / "a.jsonl", messages="conversations")] == [expected]
-    assert str(read(jsonl(tmp_path / "c.jsonl", {**row, **GOOD}), "conversations")[0]) != expected  # messages win
 
 
 def test_arguments_of_tool_calls_are_objects(tmp_path):
@@ -280,7 +285,17 @@ CASES = {
     "parts": (
         turn(role="assistant", content=[{"type": "text"}]),
         {},
-        (HERE, "messages[1].content", "list of parts", "one string"),
+        (HERE, "messages[1].content[0]", "has no text", '{"type": "text", "text": "..."}'),
+    ),
+    "an image": (
+        turn(role="assistant", content=[{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]),
+        {},
+        (HERE, "messages[1].content[1]", "'image_url'", "only text", "data.bad_rows=drop"),
+    ),
+    "a call that is no JSON": (
+        turn(**{"from": "function_call", "value": "add(1)"}),
+        {},
+        (HERE, "messages[1].content", "'add(1)'", "no call as JSON", '{"name": ..., "arguments": {...}}'),
     ),
     "unknown role": (turn(role="gpt", content="b"), {}, (HERE, "messages[1].role", "'gpt'", "write 'assistant'")),
     "misspelt role": (

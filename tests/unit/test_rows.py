@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
 LONG = "a text of five words"
 
 
-def write(folder: Path, rows: list[dict | str], name: str = "a.jsonl") -> Path:
+def write(folder: Path, rows: Sequence[dict | str], name: str = "a.jsonl") -> Path:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / name).write_text("\n".join(lines) + "\n")
     return folder / name
@@ -151,9 +152,8 @@ LOST = {
         ["input (1 row has one)", "remove data.prompt_column and data.completion_column", "ignore_columns=[input]"],
     ),
     "images": ("sft", [{"messages": CHAT, "images": ["a.png"]}], {}, ["images (1 row has one)"]),
-    "functions": ("sft", [{"messages": CHAT, "functions": [{"name": "f"}]}], {}, ["functions (1 row has one)"]),
     "thinking": ("sft", [{"messages": CHAT, "thinking": "x"}], {}, ["thinking (1 row has one)"]),
-    "template arguments": ("sft", [{"messages": CHAT, "chat_template_kwargs": {"a": 1}}], {}, ["chat_template_kwargs"]),
+    "documents": ("sft", [{"messages": CHAT, "documents": ["a"]}], {}, ["documents (1 row has one)"]),
     "text by another name": ("sft", [{"messages": CHAT, "remark": LONG}] * 3, {}, ["remark (3 rows have one)"]),
     "dpo": ("dpo", [{**PAIR, "context": "x"}], {}, ["context (1 row has one)", "read: prompt, chosen, rejected"]),
     "reward": ("reward", [{**PAIR, "images": ["x"]}], {}, ["images (1 row has one)"]),
@@ -203,13 +203,13 @@ def test_columns_without_content_are_only_listed(tmp_path, name):
     described = load(tmp_path, write(tmp_path, [NOT_CONTENT[name]] * 2)).describe()
     if name == "an id and a category":
         counts = ", ".join(f"{column} (2 rows have one)" for column in ("id", "category", "score", "url"))
-        assert described["columns"] == f"read: messages; not read: {counts}"
-    assert described["columns"].startswith("read: ")
+        assert described["rows"] == f"messages: messages; not read: {counts}"
+    assert described["rows"].split(":")[0] in ("messages", "alpaca")
 
 
 def test_text_is_read_from_one_column_and_the_others_are_listed(tmp_path):
     task = load(tmp_path, write(tmp_path, [{"text": LONG * 40, "body": LONG}] * 3), "pretrain")
-    assert task.describe()["columns"] == "read: text; not read: body (3 rows have one)"
+    assert task.describe()["rows"] == "read: text; not read: body (3 rows have one)"
 
 
 def test_a_template_that_reads_a_key_takes_it(tmp_path):
@@ -227,7 +227,6 @@ def test_a_template_that_reads_a_key_takes_it(tmp_path):
 
 HINTS = {
     "messages": ("sft", {"talks": CHAT, "images": []}, {}),
-    "conversation": ("sft", {"conversation": CHAT}, {}),
     "prompt and completion": ("sft", {"prompts": "a", "completions": "b"}, {}),
     "messages named wrongly": ("sft", {"messages": CHAT}, {"messages_column": "chats"}),
     "two answers": ("dpo", {"prompt": "p", "choosen": "a", "rejectd": "b"}, {}),
@@ -383,7 +382,7 @@ def test_nulls_of_arrow_are_not_trained(tmp_path):
 
 def test_the_header_has_a_line_for_the_columns(tmp_path):
     described = load(tmp_path, write(tmp_path, [{"messages": CHAT, "id": 1}] * 2)).describe()
-    assert ("columns", "read: messages; not read: id (2 rows have one)") in console._data(described)
+    assert ("rows", "messages: messages; not read: id (2 rows have one)") in console._data(described)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Conversations in tables: TRL's, ShareGPT's and Alpaca's formats of rows, or columns that the recipe names."""
+"""Conversations in tables: the formats of specs/row_formats.py, or columns that the recipe names."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from samecurve.data import sources
 from samecurve.data.columns import Columns
 from samecurve.data.formats import no_column
 from samecurve.data.row_checks import nearest
-from samecurve.data.schemas.messages import check_text, messages_of, shown
+from samecurve.data.schemas.messages import (
+    Turns,
+    check_text,
+    from_json,
+    messages_of,
+    shown,
+    tools_of,
+    turns,
+    with_system,
+)
 from samecurve.errors import DataError
+from samecurve.specs.row_formats import CHAT, SHARED, RowFormat, choice, fitting, formats_of, named
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data
-
-Turns = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class ChatSchema:
     """Columns of a conversation.
 
-    If all columns are None, FORMATS says what is read.
+    If all are None, the row's own columns say what is read.
 
     Attributes:
         messages: column of the messages.
@@ -33,6 +41,7 @@ class ChatSchema:
         completion: column of the completion.
         chat: whether a prompt and completion that are text become turns of a chat.
         train_on: "assistant", "completion" or "all".
+        format: name of the format of rows.
     """
 
     messages: str | None = None
@@ -40,10 +49,12 @@ class ChatSchema:
     completion: str | None = None
     chat: bool = True
     train_on: str = "assistant"
+    format: str | None = None
 
     @classmethod
     def of(cls, data: Data) -> ChatSchema:
-        return cls(data.messages_column, data.prompt_column, data.completion_column, data.chat, data.train_on)
+        columns = data.messages_column, data.prompt_column, data.completion_column
+        return cls(*columns, data.chat, data.train_on, data.format)
 
 
 @dataclass(frozen=True)
@@ -55,12 +66,18 @@ class Conversation:
         messages: messages as a chat template takes them.
         num_prompt: number of messages before the trained ones.
         tools: JSON schemas of the tools that the template offers to the model.
+        template_kwargs: further variables of the template.
+        tokens: token ids of a row that is tokenised already, and has no messages.
+        trained: whether each of them is trained.
     """
 
     place: str
-    messages: tuple[dict[str, Any], ...]
+    messages: Turns
     num_prompt: int = 0
-    tools: tuple[dict[str, Any], ...] | None = None
+    tools: Turns | None = None
+    template_kwargs: dict[str, Any] | None = None
+    tokens: tuple[int, ...] | None = None
+    trained: tuple[bool, ...] = ()
 
     def __str__(self) -> str:
         return self._content
@@ -68,7 +85,9 @@ class Conversation:
     # cached, because held-out hash, batch size and progress all need it
     @cached_property
     def _content(self) -> str:
-        parts = (self.messages, self.num_prompt, self.tools)
+        parts: tuple = (self.messages, self.num_prompt, self.tools)
+        parts += (self.template_kwargs,) if self.template_kwargs else ()
+        parts += (self.tokens, self.trained) if self.tokens is not None else ()
         return json.dumps(parts, ensure_ascii=False, sort_keys=True, default=str)
 
 
@@ -88,6 +107,9 @@ class ConversationSource(sources.TableSource):
     def columns_read(self, row: dict) -> tuple[str, ...]:
         return columns_read(row, self.schema)
 
+    def format_name(self, row: dict) -> str:
+        return format_of(row, self.schema).name
+
     def other_columns(self, row: dict) -> Iterator[dict[str, str]]:
         yield from ({"messages_column": column} for column, value in row.items() if isinstance(value, list))
         wanted = self.schema.prompt or "prompt", self.schema.completion or "completion"
@@ -100,11 +122,12 @@ class ConversationSource(sources.TableSource):
 
     def _advice(self, columns: Columns) -> str:
         names = [*columns.read, *columns.unread]
-        free = replace(self.schema, messages=None, prompt=None, completion=None)
+        free = replace(self.schema, messages=None, prompt=None, completion=None, format=None)
         if free == self.schema or not set(columns.unread) & set(columns_read(names, free)) - set(columns.read):
             return ""
         keys = ("messages", "prompt", "completion")
         given = " and ".join(f"data.{key}_column" for key in keys if getattr(self.schema, key) is not None)
+        given = given or f"data.format={self.schema.format}"
         return f"remove {given}, because the format {', '.join(format_of(names, free).columns)} is read by itself"
 
     def texts(self, document: Conversation) -> list[str]:
@@ -114,35 +137,25 @@ class ConversationSource(sources.TableSource):
         return conversation(place, row, self.schema)
 
 
-@dataclass(frozen=True)
-class RowFormat:
-    """A format of rows that is recognised by its columns.
-
-    Attributes:
-        columns: columns that every row has.
-        turns: (place, row, format, schema) -> (messages before the answer, messages of the answer).
-        more: columns that a row may have besides.
-    """
-
-    columns: tuple[str, ...]
-    turns: Callable[[str, dict, RowFormat, ChatSchema], tuple[Turns, Turns]]
-    more: tuple[str, ...] = ()
-
-
 def format_of(row: Iterable[str], schema: ChatSchema) -> RowFormat:
-    """Return the format of a row: of the columns that the recipe names, else the first of FORMATS with its columns."""
+    """Return the format of a row: of the columns or the format that the recipe names, else the one that fits.
+
+    Where none fits it is that of `messages`. Where several do, it is the first, and `conversation` raises an error.
+    """
     if schema.prompt is not None or schema.completion is not None:
-        return RowFormat((schema.prompt or "prompt", schema.completion or "completion"), _pair)
+        return RowFormat("", CHAT, (schema.prompt or "prompt", schema.completion or "completion"), "pair")
     if schema.messages is not None:
-        return RowFormat((schema.messages,), _messages)
-    names = set(row)
-    return next((known for known in FORMATS if names.issuperset(known.columns)), RowFormat(("messages",), _messages))
+        return RowFormat("", CHAT, (schema.messages,), "messages", wraps_tools=schema.messages != "messages")
+    if schema.format is not None:
+        return named(schema.format)
+    return next(iter(fitting(row, CHAT)), formats_of(CHAT)[0])
 
 
 def columns_read(row: Iterable[str], schema: ChatSchema) -> tuple[str, ...]:
     """Return the columns that `conversation` reads of a row."""
     chosen = format_of(row, schema)
-    return (*chosen.columns, *chosen.more, "tools", *(["system"] if schema.chat else []))
+    shared = [column for column in SHARED if schema.chat or column in ("tools", "functions")]
+    return (*chosen.columns, *chosen.optional, *([] if chosen.reader == "tokens" else shared))
 
 
 def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
@@ -156,11 +169,15 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     Raises:
         DataError: with the place, the column, the value and the fix.
     """
-    tools, chosen = tools_of(place, row.get("tools")), format_of(row, schema)
+    chosen = format_of(row, schema)
     missing = [column for column in chosen.columns if column not in row]
     if missing:
-        raise no_column(place, row, _wanted(chosen, missing, schema))
-    prompt, answer = chosen.turns(place, row, chosen, schema)
+        raise no_column(place, row, _wanted(missing, schema))
+    if schema.format is None and chosen.name and len(fit := fitting(row, CHAT)) > 1:
+        raise DataError(f"{place}: {choice(fit)}")
+    if chosen.reader == "tokens":
+        return _tokens(place, row, schema)
+    prompt, answer = READERS[chosen.reader](place, row, chosen, schema)
     column = chosen.columns[-1]
     if schema.train_on == "all":
         _check_trained(place, column, (*prompt, *answer), schema)
@@ -169,9 +186,10 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
         _check_trained(place, column, answer, schema)
     messages = with_system(place, row, (*prompt, *answer)) if schema.chat else (*prompt, *answer)
     num_prompt = len(messages) - len(answer) if prompt else 0
-    if schema.train_on == "assistant" and chosen.turns is _instruction:
+    if schema.train_on == "assistant" and "history" in chosen.optional:
         num_prompt = 0  # the answers of the column `history` are trained, too
-    return Conversation(place, messages, num_prompt, tools)
+    tools = tools_of(place, row, chosen.wraps_tools)
+    return Conversation(place, messages, num_prompt, tools, template_kwargs(place, row))
 
 
 def _messages(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple[Turns, Turns]:
@@ -193,76 +211,112 @@ def _pair(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple
 
 
 def _instruction(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple[Turns, Turns]:
-    """Read Alpaca's format: the user says the instruction, and its input on the next line.
+    """Read Alpaca's format: the user says the instruction, and its input on the next line."""
+    answered = chosen.columns[1]
+    check_text(place, answered, row[answered], "text")
+    prompt = asked(place, row, chosen.columns[0], chosen.optional, schema.chat)
+    return prompt, ({"role": "assistant", "content": row[answered]},)
 
-    The text and the turns of `history`, [[question, answer], ...], are those of LLaMA-Factory
-    (src/llamafactory/data/converter.py).
+
+def asked(place: str, row: dict, column: str, optional: tuple[str, ...], chat: bool) -> Turns:
+    """Return the turns of `history`, if any, and the question: the column's text, and the further one's on a new line.
+
+    Both are those of LLaMA-Factory (src/llamafactory/data/converter.py).
+
+    Args:
+        place: location of the row, for messages.
+        row: the row.
+        column: column of the question.
+        optional: the column of a further text, if any, and `history`: [[question, answer], ...].
+        chat: whether a row may have several turns.
     """
-    (instruction, answered), (further, *history) = chosen.columns, chosen.more
-    asked = [(column, row[column]) for column in (instruction, further) if row.get(column) not in (None, "")]
-    for column, value in asked:
-        check_text(place, column, value, "text")
-    if not asked:
-        raise DataError(f"{place}: {instruction!r} and {further!r} are empty; fill one of them or remove the row")
+    names = [column, *(name for name in optional if name != "history")]
+    said = [(name, row[name]) for name in names if row.get(name) not in (None, "")]
+    for name, value in said:
+        check_text(place, name, value, "text")
+    if not said:
+        empty = " and ".join(map(repr, names))
+        fix = "fill one of them or remove the row" if len(names) > 1 else "fill or remove the row"
+        raise DataError(f"{place}: {empty} {'are' if len(names) > 1 else 'is'} empty; {fix}")
     earlier = []
-    for index, exchange in enumerate((row.get(history[0]) if history else None) or ()):
+    for index, exchange in enumerate((row.get("history") if "history" in optional else None) or ()):
         if not isinstance(exchange, list) or len(exchange) != 2:
             raise DataError(
-                f"{place}: {history[0]}[{index}] is {shown(exchange)}, not a question and its answer; write "
+                f"{place}: history[{index}] is {shown(exchange)}, not a question and its answer; write "
                 '[["question", "answer"], ...] or remove the row'
             )
         for role, text in zip(("user", "assistant"), exchange, strict=True):
-            check_text(place, f"{history[0]}[{index}]", text, "text")
+            check_text(place, f"history[{index}]", text, "text")
             earlier.append({"role": role, "content": text})
-    if earlier and not schema.chat:
-        raise DataError(f"{place}: {history[0]!r} has turns, which need a chat template; set data.chat=true")
-    question = {"role": "user", "content": "\n".join(value for _, value in asked)}
-    check_text(place, answered, row[answered], "text")
-    return (*earlier, question), ({"role": "assistant", "content": row[answered]},)
+    if earlier and not chat:
+        raise DataError(f"{place}: 'history' has turns, which need a chat template; set data.chat=true")
+    return (*earlier, {"role": "user", "content": "\n".join(value for _, value in said)})
 
 
-# A row has the first of these formats whose columns it has.
-FORMATS = (
-    RowFormat(("messages",), _messages),
-    RowFormat(("conversations",), _messages),
-    RowFormat(("prompt", "completion"), _pair),
-    RowFormat(("instruction", "output"), _instruction, ("input", "history")),
-    RowFormat(("instruction", "response"), _instruction, ("context",)),
+# The two prompts of github.com/tatsu-lab/stanford_alpaca, train.py: with an input, and without.
+_STANFORD = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}"
+    "\n\n### Response:",
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:",
 )
 
 
-def with_system(place: str, row: dict, messages: Turns) -> Turns:
-    """Put the text of the column `system`, if the row has one, before the messages."""
-    value = row.get("system")
-    if value in (None, ""):
-        return messages
-    check_text(place, "system", value, "text")
-    if messages and messages[0]["role"] in ("system", "developer"):
-        if messages[0]["content"] == value:
-            return messages
+def _stanford(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple[Turns, Turns]:
+    prompt, answer = _instruction(place, row, chosen, schema)
+    said = {column: row.get(column) or "" for column in ("instruction", "input")}
+    text = _STANFORD[not said["input"]].format(**said)
+    return ({**prompt[0], "content": text},), answer
+
+
+def _tokens(place: str, row: dict, schema: ChatSchema) -> Conversation:
+    """Read a row that is tokenised already."""
+    values: dict[str, list[int]] = {}
+    for column in ("input_ids", "labels", "attention_mask"):
+        value = row.get(column)
+        if value is None and column != "input_ids":
+            continue
+        if not isinstance(value, list) or not all(type(number) is int for number in value):
+            raise DataError(f"{place}: {column!r} is {shown(value)}, not a list of whole numbers; correct it")
+        values[column] = value
+        if len(value) != (length := len(values["input_ids"])):
+            raise DataError(f"{place}: 'input_ids' has {length} values, but {column!r} has {len(value)}; correct it")
+    if "labels" not in values and schema.train_on != "all":
         raise DataError(
-            f"{place}: the row has a column 'system' ({shown(value)}) and a message of the role "
-            f"{messages[0]['role']!r} ({shown(messages[0]['content'])}); keep one of the two"
+            f"{place}: there are 'input_ids' and no 'labels', which say what is trained; add them, or set "
+            "data.train_on=all to train all"
         )
-    return {"role": "system", "content": value}, *messages
+    ids = values["input_ids"]
+    labels, mask = values.get("labels", ids), values.get("attention_mask", [1] * len(ids))
+    wrong = next((nth for nth, label in enumerate(labels) if label not in (ids[nth], -100)), None)
+    if wrong is not None:
+        raise DataError(
+            f"{place}: labels[{wrong}] is {labels[wrong]}, but input_ids[{wrong}] is {ids[wrong]}; write the same id "
+            "where a token is trained and -100 elsewhere (labels are not shifted)"
+        )
+    tokens = tuple(token for token, inside in zip(ids, mask, strict=True) if inside)
+    trained = tuple(label != -100 for label, inside in zip(labels, mask, strict=True) if inside)
+    if not any(trained[1:]):
+        raise DataError(f"{place}: no label after the first is a token, so no token would be trained; remove the row")
+    return Conversation(place, (), tokens=tokens, trained=trained)
 
 
-def turns(place: str, column: str, value: Any, role: str, chat: bool) -> Turns:
-    """Read a column as messages.
+READERS: dict[str, Callable[[str, dict, RowFormat, ChatSchema], tuple[Turns, Turns]]] = {
+    "messages": _messages,
+    "pair": _pair,
+    "instruction": _instruction,
+    "stanford": _stanford,
+}
 
-    Args:
-        place: file and line or row, for messages.
-        column: name of the column, for messages.
-        role: role of the turn that a text becomes.
-        chat: also accept a list of messages.
 
-    Raises:
-        DataError: as `check_text` and `messages_of`.
-    """
-    if isinstance(value, list) and chat:
-        return messages_of(place, column, value)
-    check_text(place, column, value, "text or a list of messages" if chat else "text")
-    return ({"role": role, "content": value},)
+def template_kwargs(place: str, row: dict) -> dict[str, Any] | None:
+    """Read the column `chat_template_kwargs`: variables of the template, as in TRL."""
+    column = "chat_template_kwargs"
+    value = from_json(place, column, row.get(column))
+    if value and not isinstance(value, dict):
+        raise DataError(f'{place}: {column!r} is {shown(value)}, not an object; write {{"name": value}}')
+    return value or None
 
 
 def _check_prompt(place: str, column: str, messages: Turns) -> None:
@@ -292,22 +346,9 @@ def _check_trained(place: str, column: str, messages: Turns, schema: ChatSchema)
     raise DataError(f"{place}: {column!r} has {what}, so no token would be trained{fix}")
 
 
-def tools_of(place: str, value: Any) -> tuple[dict[str, Any], ...] | None:
-    """Read the column `tools`: a list of JSON schemas, or the list as JSON text, as in many Arrow files."""
-    if isinstance(value, str) and value:
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"{place}: 'tools' is not JSON: {error}; correct or remove it") from error
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{place}: 'tools' is {shown(value)}, not a list of JSON schemas; correct or remove it")
-    return tuple(value)
-
-
-def _wanted(chosen: RowFormat, missing: list[str], schema: ChatSchema) -> str:
+def _wanted(missing: list[str], schema: ChatSchema) -> str:
     """Describe the missing columns: all formats where the recipe names no column."""
-    if any((schema.messages, schema.prompt, schema.completion)):
+    if any((schema.messages, schema.prompt, schema.completion, schema.format)):
         return " and ".join(map(repr, missing))
-    return ", nor ".join(" and ".join(map(repr, known.columns)) for known in FORMATS)
+    known = [one.columns for one in formats_of(CHAT) if not one.only_named]
+    return ", nor ".join(" and ".join(map(repr, columns)) for columns in known)

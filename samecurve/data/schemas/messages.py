@@ -1,27 +1,39 @@
-"""Checks the messages of a row and normalises them for chat templates."""
+"""Checks the messages of a row and normalises them for chat templates; reads the columns `system` and `tools`."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from samecurve.data.formats import check_characters
 from samecurve.errors import DataError
 
+Turns = tuple[dict[str, Any], ...]
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Role names of ShareGPT's {"from": ..., "value": ...} that differ from the roles above.
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# A turn of these roles is a call, or a list of calls, as JSON text (LLaMA-Factory, ms-swift).
+_CALLS = ("function_call", "tool_call")
+# Roles of what a tool answers in LLaMA-Factory, ms-swift and OpenAI's older files.
+_TOOL_ROLES = {"observation": "tool", "tool_response": "tool", "function": "tool"}
 # Role names of other schemas, for the error message.
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _MAY_BE_EMPTY = ("system", "developer", "tool")
+# Keys of a turn that say both sides: ms-swift's, and xtuner's, which may also have the system prompt.
+_EXCHANGES = (("human", "assistant"), ("input", "output"))
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
-def messages_of(place: str, column: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Read a column's list of {role, content}, or of ShareGPT's {from, value}.
+def messages_of(place: str, column: str, value: Any) -> Turns:
+    """Read a column's list of {role, content}, of ShareGPT's {from, value}, or of {human, assistant}.
 
     An assistant's message may have a `weight` of 0 or 1, as in OpenAI's fine-tuning files, or `train: false`, as in
-    axolotl's, which means the weight 0. A turn of weight 0 is not trained.
+    axolotl's, which means the weight 0. A turn of weight 0 is not trained. Calls that follow a text of the assistant,
+    or other calls, are joined with it to one turn.
 
     Args:
         place: location of the row, for messages.
@@ -36,14 +48,36 @@ def messages_of(place: str, column: str, value: Any) -> tuple[dict[str, Any], ..
             f"{place}: {column!r} is {shown(value)}, not a list of messages; "
             'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         )
-    return tuple(_message(place, f"{column}[{index}]", message) for index, message in enumerate(value))
+    said: list[dict[str, Any]] = []
+    for index, entry in enumerate(value):
+        for message, calls in _messages(place, f"{column}[{index}]", entry):
+            if calls and said and said[-1]["role"] == "assistant" and "weight" not in {**said[-1], **message}:
+                before = said.pop()
+                texts = before["content"], message["content"]
+                joined = [*before.get("tool_calls", []), *message["tool_calls"]]
+                message = {**before, "content": "".join(texts), "tool_calls": joined}
+            said.append(message)
+    return tuple(said)
 
 
-def _message(place: str, at: str, value: Any) -> dict[str, Any]:
+def _messages(place: str, at: str, value: Any) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield (message, whether its role is that of calls) of an entry: one, or both sides of an exchange."""
     if not isinstance(value, dict):
         raise DataError(f'{place}: {at} is {shown(value)}, not a message; write {{"role": ..., "content": ...}}')
     # Arrow gives each message all keys that any message of the file has.
     message = {key: part for key, part in value.items() if part is not None}
+    for asks, answers in _EXCHANGES:
+        if {asks, answers} <= message.keys() <= {asks, answers, "system"}:
+            roles = {"system": message.get("system"), "user": message[asks], "assistant": message[answers]}
+            for role, content in roles.items():
+                if role != "system" or content:
+                    yield _message(place, at, {"role": role, "content": content}), False
+            return
+    sender = message.get("role", message.get("from"))
+    yield _message(place, at, message), sender in _CALLS
+
+
+def _message(place: str, at: str, message: dict[str, Any]) -> dict[str, Any]:
     if "role" not in message and {"from", "value"} <= message.keys():
         sender = message.pop("from")
         # only text is sure to be hashable; the check of the role reports anything else
@@ -51,21 +85,72 @@ def _message(place: str, at: str, value: Any) -> dict[str, Any]:
         message = {"role": named, "content": message.pop("value"), **message}
     if "role" not in message:
         raise DataError(f"{place}: {at} has no 'role', found: {', '.join(map(repr, message)) or 'nothing'}; add it")
+    if isinstance(message.get("content"), list):
+        message = _without_parts(place, f"{at}.content", message)
     role = message["role"]
-    if role not in ROLES:
+    if role in _CALLS and isinstance(message.get("content"), str):
+        message = {**message, **_calls_of(place, f"{at}.content", message["content"]), "role": "assistant"}
+    elif isinstance(role, str) and role in _TOOL_ROLES:
+        message = {**message, "role": _TOOL_ROLES[role]}
+    elif role not in ROLES:
         raise DataError(f"{place}: {at}.role is {shown(role)}; {_nearest_role(role)}")
+    role = message["role"]
+    if isinstance(message.get("function_call"), dict):  # of OpenAI's older files
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     if role == "assistant" and message.get("tool_calls"):
         # templates read the content of each message, and OpenAI's tool calls have null there
         message.setdefault("content", "")
         message["tool_calls"] = _tool_calls(place, f"{at}.tool_calls", message["tool_calls"])
     elif "content" not in message:
         raise DataError(f"{place}: {at} has no 'content', found: {', '.join(map(repr, message))}; add it")
-    if isinstance(message["content"], list):
-        raise DataError(f"{place}: {at}.content is a list of parts, but only text is supported; write one string")
     _read_weight(place, at, message)
     may_be_empty = role in _MAY_BE_EMPTY or "tool_calls" in message
     check_text(place, f"{at}.content", message["content"], "text", may_be_empty)
     return message
+
+
+def _without_parts(place: str, at: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Join the text parts of a content list; LLaMA-Factory also has parts of reasoning and of tool calls."""
+    texts, calls, thoughts = [], [], []
+    for index, part in enumerate(message["content"]):
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        text = part if isinstance(part, str) else isinstance(part, dict) and part.get("text", part.get("value"))
+        if kind not in ("text", "reasoning", "tool_call"):
+            raise DataError(
+                f"{place}: {at}[{index}] is a part of the type {shown(kind)}, but only text is trained on; remove the "
+                "row, or set data.bad_rows=drop to leave out all such rows"
+            )
+        if not isinstance(text, str):
+            raise DataError(f'{place}: {at}[{index}] has no text; write {{"type": "text", "text": "..."}}')
+        {"text": texts, "reasoning": thoughts, "tool_call": calls}[kind].append(text)
+    joined = {**message, "content": "".join(texts)}
+    if thoughts:
+        joined["reasoning_content"] = "".join(thoughts)
+    if calls:
+        joined["tool_calls"] = [call for text in calls for call in _calls_of(place, at, text)["tool_calls"]]
+    return joined
+
+
+def _calls_of(place: str, at: str, text: str) -> dict[str, Any]:
+    """Parse the text of a turn that calls tools: thoughts between <think> and </think> if any, then JSON.
+
+    The rule is that of LLaMA-Factory's FunctionFormatter (src/llamafactory/data/formatter.py).
+    """
+    thought = _THOUGHT.match(text)
+    try:
+        calls = json.loads(text[thought.end() :] if thought else text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f'{place}: {at} is {shown(text)}, which is no call as JSON ({error}); write {{"name": ..., "arguments": '
+            "{...}} or a list of them"
+        ) from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(
+            f'{place}: {at} is {shown(text)}, which is no call; write {{"name": ..., "arguments": {{...}}}}'
+        )
+    wrapped = [{"type": "function", "function": call} for call in calls]
+    return {"content": thought[0].rstrip() if thought else "", "tool_calls": wrapped}
 
 
 def _tool_calls(place: str, at: str, value: Any) -> list:
@@ -85,6 +170,7 @@ def _tool_call(place: str, at: str, call: Any) -> Any:
         return call
     try:
         arguments = json.loads(call["arguments"])
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments  # encoded twice
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{place}: {at}.arguments is {shown(call['arguments'])}, which is not JSON ({error}); write an object such "
@@ -96,24 +182,92 @@ def _tool_call(place: str, at: str, call: Any) -> Any:
 
 
 def _read_weight(place: str, at: str, message: dict[str, Any]) -> None:
-    """Check the weight; `train` (axolotl) and `loss` (ms-swift) become one."""
+    """Check the weight; `train` (axolotl), `loss` (ms-swift) and `loss_weight` (LLaMA-Factory) become one."""
     weight, key = message.get("weight", 0), "weight"
     if isinstance(weight, bool) or weight not in (0, 1):  # True == 1
         raise DataError(f"{place}: {at}.weight is {shown(weight)}; write 0 (not trained) or 1 (trained)")
-    for name in ("train", "loss"):
+    for name in ("train", "loss", "loss_weight"):
         if (flag := message.pop(name, None)) is None:
             continue
-        if not isinstance(flag, bool):
-            raise DataError(f"{place}: {at}.{name} is {shown(flag)}; write true or false")
+        is_number = name == "loss_weight"
+        if isinstance(flag, bool) is is_number or flag not in (0, 1):
+            choice = "0 or 1" if is_number else "true or false"
+            raise DataError(f"{place}: {at}.{name} is {shown(flag)}; write {choice}")
+        if is_number and not flag and message["role"] != "assistant":
+            continue  # LLaMA-Factory writes it for each turn
         if message.setdefault("weight", int(flag)) != flag:
             text = f"{place}: {at} has {name}: {str(flag).lower()} and weight: {message['weight']}"
             raise DataError(f"{text}; keep one of the two")
-        weight, key = int(flag), name
+        weight, key = flag, name
     if weight and message["role"] != "assistant":
         raise DataError(
-            f"{place}: {at}.{key} is {message['weight'] if key == 'weight' else 'true'}, but only assistant turns are "
-            f"trained, and this one's role is {message['role']!r}; remove the {key}"
+            f"{place}: {at}.{key} is {str(weight).lower()}, but only assistant turns are trained, and this one's role "
+            f"is {message['role']!r}; remove the {key}"
         )
+
+
+def turns(place: str, column: str, value: Any, role: str, chat: bool) -> Turns:
+    """Read a column as messages.
+
+    Args:
+        place: file and line or row, for messages.
+        column: name of the column, for messages.
+        value: a text, a message or a list of messages.
+        role: role of the turn that a text becomes.
+        chat: also accept messages.
+
+    Raises:
+        DataError: as `check_text` and `messages_of`.
+    """
+    if isinstance(value, (list, dict)) and chat:
+        return messages_of(place, column, [value] if isinstance(value, dict) else value)
+    check_text(place, column, value, "text or a list of messages" if chat else "text")
+    return ({"role": role, "content": value},)
+
+
+def with_system(place: str, row: dict, messages: Turns) -> Turns:
+    """Put the text of the column `system`, if the row has one, before the messages."""
+    value = row.get("system")
+    if value in (None, ""):
+        return messages
+    check_text(place, "system", value, "text")
+    if messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0]["content"] == value:
+            return messages
+        raise DataError(
+            f"{place}: the row has a column 'system' ({shown(value)}) and a message of the role "
+            f"{messages[0]['role']!r} ({shown(messages[0]['content'])}); keep one of the two"
+        )
+    return {"role": "system", "content": value}, *messages
+
+
+def tools_of(place: str, row: dict, wraps: bool) -> Turns | None:
+    """Read the columns `tools` and `functions`: lists of JSON schemas, or JSON text of them, as in many Arrow files.
+
+    Args:
+        place: location of the row, for messages.
+        row: the row.
+        wraps: whether bare functions in `tools` are wrapped, see `RowFormat`; those in `functions` always are.
+    """
+    for column, wrapped in (("tools", wraps), ("functions", True)):
+        if not (value := from_json(place, column, row.get(column))):
+            continue
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+            raise DataError(f"{place}: {column!r} is {shown(value)}, not a list of JSON schemas; correct or remove it")
+        bare = [wrapped and tool.get("type") != "function" for tool in value]
+        tools = zip(value, bare, strict=True)
+        return tuple({"type": "function", "function": tool} if is_bare else tool for tool, is_bare in tools)
+    return None
+
+
+def from_json(place: str, column: str, value: Any) -> Any:
+    """Return a column's value, parsed if it is JSON text, as in many Arrow files; None for blank text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise DataError(f"{place}: {column!r} is not JSON: {error}; correct or remove it") from error
 
 
 def check_text(place: str, at: str, value: Any, needed: str, may_be_empty: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""Preference pairs in tables: TRL's schema (`prompt`, `chosen` and `rejected`), or columns named in the recipe."""
+"""Preference pairs in tables: the formats of specs/row_formats.py, or columns that the recipe names."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,10 @@ from samecurve.data.chat_encoder import encoder
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.formats import no_column
 from samecurve.data.row_checks import nearest
-from samecurve.data.schemas.conversation import ChatSchema, Conversation, Turns, tools_of, turns, with_system
-from samecurve.data.schemas.messages import shown
+from samecurve.data.schemas.conversation import ChatSchema, Conversation, asked, template_kwargs
+from samecurve.data.schemas.messages import Turns, messages_of, shown, tools_of, turns, with_system
 from samecurve.errors import DataError
+from samecurve.specs.row_formats import PAIRS, SHARED, RowFormat, choice, fitting, named
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
@@ -34,20 +35,27 @@ class PairSchema:
     """Columns of a preference pair.
 
     Attributes:
-        prompt: column of the prompt. None: `prompt` if a row has it; else both answers begin with the prompt.
+        prompt: column of the prompt. None: the row's own columns say what is read.
         chosen: column of the better answer.
         rejected: column of the worse answer.
         chat: whether texts become turns of a chat; otherwise they are concatenated without a template.
+        format: name of the format of rows.
     """
 
     prompt: str | None = None
     chosen: str = "chosen"
     rejected: str = "rejected"
     chat: bool = True
+    format: str | None = None
 
     @classmethod
     def of(cls, data: Data) -> PairSchema:
-        return cls(data.prompt_column, data.chosen_column, data.rejected_column, data.chat)
+        return cls(data.prompt_column, data.chosen_column, data.rejected_column, data.chat, data.format)
+
+    @property
+    def names_columns(self) -> bool:
+        """Whether the recipe names columns."""
+        return self.prompt is not None or (self.chosen, self.rejected) != ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,12 @@ class PairSource(sources.TableSource):
         return json.dumps(asdict(self.schema), sort_keys=True)
 
     def columns_read(self, row: dict) -> tuple[str, ...]:
-        answers, system = (self.schema.chosen, self.schema.rejected), ["system"] if self.schema.chat else []
-        return (self.schema.prompt or "prompt", *answers, "tools", *system)
+        chosen = format_of(row, self.schema)
+        shared = [column for column in SHARED if self.schema.chat or column in ("tools", "functions")]
+        return (*chosen.columns, *chosen.optional, *shared)
+
+    def format_name(self, row: dict) -> str:
+        return format_of(row, self.schema).name
 
     def other_columns(self, row: dict) -> Iterator[dict[str, str]]:
         wanted = {"chosen_column": self.schema.chosen, "rejected_column": self.schema.rejected}
@@ -104,6 +116,23 @@ class PairSource(sources.TableSource):
         return pair(place, row, self.schema)
 
 
+def format_of(row: Iterable[str], schema: PairSchema) -> RowFormat:
+    """Return the format of a row: of the columns or the format that the recipe names, else the one that fits.
+
+    Where none fits it is that of `chosen` and `rejected`. Where several do, `pair` refuses the row.
+    """
+    names = set(row)
+    if schema.names_columns:
+        prompt = schema.prompt or ("prompt" if "prompt" in names else None)
+        both = (schema.chosen, schema.rejected)
+        if prompt is None:
+            return RowFormat("", PAIRS, both, "whole")
+        return RowFormat("", PAIRS, (prompt, *both), "answers")
+    if schema.format is not None:
+        return named(schema.format)
+    return next(iter(fitting(names, PAIRS)), named("implicit-prompt"))
+
+
 def pair(place: str, row: dict, schema: PairSchema) -> Pair:
     """Read and check one row.
 
@@ -115,47 +144,134 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
     Raises:
         DataError: with the place, the column, the value and the fix.
     """
-    columns = {"prompt_column": schema.prompt, "chosen_column": schema.chosen, "rejected_column": schema.rejected}
-    missing = {key: name for key, name in columns.items() if name is not None and name not in row}
-    if missing:
-        unpaired = {"chosen_column", "rejected_column"} <= missing.keys() and {"completion", "label"} <= row.keys()
-        raise no_column(place, row, " and ".join(map(repr, missing.values())), *([_UNPAIRED] if unpaired else []))
-    tools = tools_of(place, row.get("tools"))
-    both = (schema.chosen, schema.rejected)
-    answers = [turns(place, column, row[column], "assistant", schema.chat) for column in both]
-    if answers[0] == answers[1]:
+    known = format_of(row, schema)
+    if missing := [name for name in known.columns if name not in row]:
+        raise no_column(place, row, " and ".join(map(repr, missing)), *([_UNPAIRED] if "label" in row else []))
+    if schema.format is None and known.name and len(fit := fitting(row, PAIRS)) > 1:
+        raise DataError(f"{place}: {choice(fit)}")
+    if not schema.chat and known.reader in ("rejected_response", "openai", "ranked"):
+        raise DataError(f"{place}: {known.columns[0]!r} holds messages, which need a chat template; set data.chat=true")
+    prompt, chosen, rejected, names = READERS[known.reader](place, row, known, schema)
+    if chosen == rejected:
         raise DataError(
-            f"{place}: {schema.chosen!r} and {schema.rejected!r} are the same ({shown(answers[0][-1]['content'])}), so "
-            "neither is the better one; correct or remove the row"
+            f"{place}: {names[0]!r} and {names[1]!r} are the same ({shown(chosen[-1]['content'])}), so neither is the "
+            "better one; correct or remove the row"
         )
-    prompt_column = schema.prompt or ("prompt" if "prompt" in row else None)
-    if prompt_column is not None:
-        prompt = turns(place, prompt_column, row[prompt_column], "user", schema.chat)
+    if prompt is None:
+        split = _split_messages if schema.chat else _split_texts
+        prompt, chosen, rejected = split(place, row, names, chosen, rejected)
+    elif all(answer[: len(prompt)] == prompt for answer in (chosen, rejected)):
         # Some data sets repeat the prompt in front of both answers.
-        if all(answer[: len(prompt)] == prompt for answer in answers):
-            answers = [answer[len(prompt) :] for answer in answers]
-    else:
-        prompt, *answers = (_split_messages if schema.chat else _split_texts)(place, row, schema, *answers)
-    for column, answer in zip(both, answers, strict=True):
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    for column, answer in zip(names, (chosen, rejected), strict=True):
         _check_answer(place, column, answer)
     prompt = with_system(place, row, prompt) if schema.chat else prompt
-    return Pair(*(Conversation(place, (*prompt, *answer), len(prompt), tools) for answer in answers))
+    tools = tools_of(place, row["input"] if known.reader == "openai" else row, known.wraps_tools)
+    about = len(prompt), tools, template_kwargs(place, row)
+    return Pair(*(Conversation(place, (*prompt, *answer), *about) for answer in (chosen, rejected)))
 
 
-def _split_messages(place: str, row: dict, schema: PairSchema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
-    """Return (prompt, chosen, rejected). The prompt is the longest common prefix of messages."""
-    if any(isinstance(row[column], str) for column in (schema.chosen, schema.rejected)):
+# What a reader returns: prompt (None: both answers begin with it), better answer, worse answer, names of the answers
+Read = tuple[Turns | None, Turns, Turns, tuple[str, str]]
+
+
+def _answers(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
+    """Read the prompt and both answers from columns of their own."""
+    column, *both = known.columns
+    chosen, rejected = (turns(place, name, row[name], "assistant", schema.chat) for name in both)
+    return turns(place, column, row[column], "user", schema.chat), chosen, rejected, (both[0], both[1])
+
+
+def _whole(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
+    """Read two columns that both begin with the prompt."""
+    one, other = known.columns
+    if schema.chat and any(isinstance(row[column], str) for column in known.columns):
         raise DataError(
-            f"{place}: {schema.chosen!r} and {schema.rejected!r} are text, but there is no column 'prompt'; set "
-            "data.prompt_column, write messages, or set data.chat=false to take the common beginning as the prompt"
+            f"{place}: {one!r} and {other!r} are text, but there is no column 'prompt'; set data.prompt_column, write "
+            "messages, or set data.chat=false to take the common beginning as the prompt"
         )
+    chosen, rejected = (turns(place, column, row[column], "assistant", schema.chat) for column in known.columns)
+    return None, chosen, rejected, (one, other)
+
+
+def _instruction(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
+    """Read a question as in Alpaca's format, and both answers: the last two columns."""
+    column, *both = known.columns
+    chosen, rejected = (turns(place, name, row[name], "assistant", schema.chat) for name in both)
+    return asked(place, row, column, known.optional, schema.chat), chosen, rejected, (both[0], both[1])
+
+
+def _ranked_output(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
+    column, output = known.columns
+    if not isinstance(row[output], list) or len(row[output]) != 2:
+        raise DataError(
+            f"{place}: {output!r} is {shown(row[output])}, not a list of two answers, the better one first; correct "
+            "or remove the row"
+        )
+    names = f"{output}[0]", f"{output}[1]"
+    chosen, rejected = (
+        turns(place, name, text, "assistant", schema.chat) for name, text in zip(names, row[output], strict=True)
+    )
+    return asked(place, row, column, known.optional, schema.chat), chosen, rejected, names
+
+
+def _rejected_response(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
+    column, rejected = known.columns
+    said = messages_of(place, column, row[column])
+    return said[:-1], said[-1:], turns(place, rejected, row[rejected], "assistant", True), (f"{column}[-1]", rejected)
+
+
+def _openai(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
+    column, *both = known.columns
+    if not isinstance(row[column], dict) or "messages" not in row[column]:
+        raise DataError(f"{place}: {column!r} is {shown(row[column])}, not an object with 'messages'; correct it")
+    chosen, rejected = (messages_of(place, name, row[name]) for name in both)
+    return messages_of(place, f"{column}.messages", row[column]["messages"]), chosen, rejected, (both[0], both[1])
+
+
+def _ranked(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
+    column, answers = known.columns
+    given = row[answers]
+    listed = given if isinstance(given, list) else []
+    ranks = [entry["rank"] for entry in listed if isinstance(entry, dict) and type(entry.get("rank")) in (int, float)]
+    if len(listed) != 2 or len(ranks) != 2 or ranks[0] == ranks[1]:
+        raise DataError(
+            f"{place}: {answers!r} is {shown(given)}, not two objects with a different 'rank', 0 for the better one, "
+            "and a 'completion'; correct or remove the row"
+        )
+    order = [0, 1] if ranks[0] < ranks[1] else [1, 0]
+    names = [f"{answers}[{index}].completion" for index in order]
+    chosen, rejected = (
+        turns(place, name, given[index].get("completion"), "assistant", schema.chat)
+        for name, index in zip(names, order, strict=True)
+    )
+    return turns(place, column, row[column], "user", schema.chat), chosen, rejected, (names[0], names[1])
+
+
+READERS: dict[str, Callable[[str, dict, RowFormat, PairSchema], Read]] = {
+    "answers": _answers,
+    "whole": _whole,
+    "instruction": _instruction,
+    "ranked_output": _ranked_output,
+    "rejected_response": _rejected_response,
+    "openai": _openai,
+    "ranked": _ranked,
+}
+
+
+def _split_messages(
+    place: str, row: dict, names: tuple[str, str], chosen: Turns, rejected: Turns
+) -> tuple[Turns, Turns, Turns]:
+    """Return (prompt, chosen, rejected). The prompt is the longest common prefix of messages."""
     length = _common(chosen, rejected)
     if not length:
-        raise DataError(_NOTHING_SHARED.format(place=place, schema=schema, what="message"))
+        raise DataError(_NOTHING_SHARED.format(place, *names, "message"))
     return chosen[:length], chosen[length:], rejected[length:]
 
 
-def _split_texts(place: str, row: dict, schema: PairSchema, chosen: Turns, rejected: Turns) -> tuple[Turns, ...]:
+def _split_texts(
+    place: str, row: dict, names: tuple[str, str], chosen: Turns, rejected: Turns
+) -> tuple[Turns, Turns, Turns]:
     """Return (prompt, chosen, rejected). The prompt is the longest common prefix of characters."""
     one, other = chosen[0]["content"], rejected[0]["content"]
     length = _common(one, other)
@@ -163,18 +279,19 @@ def _split_texts(place: str, row: dict, schema: PairSchema, chosen: Turns, rejec
     if length and one[length - 1] == " ":
         length -= 1
     if not length:
-        raise DataError(_NOTHING_SHARED.format(place=place, schema=schema, what="character"))
+        raise DataError(_NOTHING_SHARED.format(place, *names, "character"))
     prompt: Turns = ({"role": "user", "content": one[:length]},)
-    return prompt, *(({"role": "assistant", "content": text[length:]},) for text in (one, other))
+    one, other = (({"role": "assistant", "content": text[length:]},) for text in (one, other))
+    return prompt, one, other
 
 
 _UNPAIRED = (
-    "unpaired rows (completion and label, as for TRL's KTO) are not supported: write the better and the worse answer "
-    "of each prompt as chosen and rejected, also for dpo.loss=kto"
+    "unpaired rows (an answer and its label, as for TRL's and LLaMA-Factory's KTO) are not supported: write the better "
+    "and the worse answer of each prompt as chosen and rejected, also for dpo.loss=kto"
 )
 _NOTHING_SHARED = (
-    "{place}: {schema.chosen!r} and {schema.rejected!r} do not begin with the same {what}, so they have no common "
-    "prompt; correct or remove the row, or set data.prompt_column"
+    "{}: {!r} and {!r} do not begin with the same {}, so they have no common prompt; correct or remove the row, or set "
+    "data.prompt_column"
 )
 
 

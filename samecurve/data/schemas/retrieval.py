@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from samecurve.data import sources
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.row_checks import nearest
 from samecurve.data.schemas.classification import text_of
 from samecurve.errors import DataError
+from samecurve.specs.row_formats import MATCHES, RowFormat, choice, fitting, named
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
@@ -42,19 +43,44 @@ class Match:
 
 @dataclass(frozen=True)
 class MatchSource(sources.TableSource):
-    """Tables whose rows are matches. `columns` holds (key of the recipe, column) for each text, the anchor's first."""
+    """Tables whose rows are matches.
+
+    A row of lists (BGE's format) becomes one row for each of its positives.
+
+    Attributes:
+        columns: (key of the recipe, column) for each text, the anchor's first.
+        format: name of the format of rows; None: the row's columns say it.
+        num_negatives: hard negatives that are read of a list.
+        takes_first: whether a list may have more of them, of which the first are read.
+    """
 
     documents_are, a_line_is = "anchors and positives", "one anchor and its positive"
     columns_are_named_by = "data.anchor_column, data.positive_column and data.negative_columns"
 
     columns: tuple[tuple[str, str], ...] = ()
+    format: str | None = None
+    num_negatives: int = 0
+    takes_first: bool = False
 
     @property
     def identity(self) -> str:
-        return json.dumps(self.columns)
+        return json.dumps([self.columns, self.format, self.num_negatives, self.takes_first])
+
+    def _format_of(self, row: dict) -> RowFormat:
+        """Return the format of a row; that of texts in `columns` where no other fits."""
+        named_columns = tuple(column for _, column in self.columns)
+        texts = RowFormat("match", MATCHES, named_columns, "match")
+        if named_columns[:2] != ("anchor", "positive"):
+            return replace(texts, name="")
+        fit = [named(self.format)] if self.format else fitting(row, MATCHES)
+        return next((known for known in fit if known.reader == "lists"), texts)
 
     def columns_read(self, row: dict) -> tuple[str, ...]:
-        return tuple(column for _, column in self.columns)
+        known = self._format_of(row)
+        return (*known.columns, *known.optional)
+
+    def format_name(self, row: dict) -> str:
+        return self._format_of(row).name
 
     def other_columns(self, row: dict) -> Iterator[dict[str, str]]:
         yield nearest(row, dict(self.columns[:2]))
@@ -65,12 +91,44 @@ class MatchSource(sources.TableSource):
     def texts(self, document: Match) -> list[str]:
         return list(document.texts)
 
+    def _rows(self) -> Iterator[tuple[str, dict | DataError]]:
+        for place, row in super()._rows():
+            positives, column = None, ""
+            if isinstance(row, dict) and (known := self._format_of(row)).reader == "lists":
+                column = known.columns[1]
+                positives = row.get(column)
+            if isinstance(row, dict) and isinstance(positives, list) and positives:
+                yield from ((place, {**row, column: text}) for text in positives)
+            else:
+                yield place, row
+
     def read(self, place: str, row: dict) -> Match:
-        _, positive, *negatives = texts = tuple(text_of(place, column, row) for _, column in self.columns)
+        known = self._format_of(row)
+        if self.format is None and known.name and len(fit := fitting(row, MATCHES)) > 1:
+            raise DataError(f"{place}: {choice(fit)}")
+        columns, said = list(known.columns), dict(row)
+        if known.reader == "lists":
+            (name,) = known.optional
+            said |= self._negatives(place, name, row.get(name) or [])
+            columns += [f"{name}[{nth}]" for nth in range(self.num_negatives)]
+        _, positive, *negatives = texts = tuple(text_of(place, column, said) for column in columns)
         if positive in negatives:
-            (_, right), (_, wrong) = self.columns[1], self.columns[2 + negatives.index(positive)]
-            raise DataError(f"{place}: {right!r} and {wrong!r} are the same text; correct or remove the row")
+            wrong = columns[2 + negatives.index(positive)]
+            raise DataError(f"{place}: {columns[1]!r} and {wrong!r} are the same text; correct or remove the row")
         return Match(place, texts)
+
+    def _negatives(self, place: str, name: str, values: Any) -> dict[str, Any]:
+        """Return the hard negatives of a list by their names."""
+        wanted = self.num_negatives
+        if not isinstance(values, list):
+            raise DataError(f"{place}: {name!r} is {values!r:.40}, not a list of texts; correct or remove the row")
+        if len(values) < wanted or (len(values) > wanted and not self.takes_first):
+            why = f"data.num_negatives is {wanted}" if self.takes_first else f"the first row has {wanted}"
+            raise DataError(
+                f"{place}: {name!r} has {len(values)} texts, but {why}; set data.num_negatives to a number that all "
+                "rows have, of which the first are read, or remove the row"
+            )
+        return {f"{name}[{nth}]": text for nth, text in enumerate(values)}
 
 
 class MatchEncoder(Encoder):

@@ -1,0 +1,88 @@
+"""Base of the encoders of conversations, and the encoder of prompts and completions without a chat template."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from samecurve.data.encoder import Encoded, Encoder, vocabulary_size
+from samecurve.data.schemas.conversation import ChatSchema, Conversation
+from samecurve.errors import DataError
+from samecurve.storage.cache import digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Span = tuple[int, int]
+# Part of the cache key: raise it when the same texts give other tokens or other trained marks.
+_VERSION = 1
+
+
+class ConversationEncoder(Encoder):
+    """Base of the encoders of conversations. Rows that are tokenised already are taken as they are."""
+
+    masked = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        super().__init__(tokenizer)
+        self._num_ids = vocabulary_size(tokenizer)
+
+    def encode(self, documents: list[Conversation]) -> list[Encoded]:
+        said = [document for document in documents if document.tokens is None]
+        encoded = iter(self.encode_texts(said) if said else ())
+        return [next(encoded) if one.tokens is None else self._given(one, one.tokens) for one in documents]
+
+    @abstractmethod
+    def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
+        """Encode conversations that have messages. Raises DataError for one that cannot be encoded."""
+
+    def _given(self, document: Conversation, tokens: tuple[int, ...]) -> Encoded:
+        wrong = next((token for token in tokens if not 0 <= token < self._num_ids), None)
+        if wrong is not None:
+            raise DataError(
+                f"{document.place}: 'input_ids' has {wrong}, but the tokenizer's ids end at {self._num_ids - 1}; use "
+                "the tokenizer that made the rows"
+            )
+        return Encoded(tokens, np.array(document.trained, dtype=bool))
+
+
+class TextEncoder(ConversationEncoder):
+    """Encodes [begin-of-text] prompt completion end-of-text without a template, for data.chat=false.
+
+    The prompt is trained only with train_on="all". Special tokens within the texts are encoded as text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema):
+        super().__init__(tokenizer)
+        from tokenizers import processors
+
+        self.schema = schema
+        self._rust.post_processor = processors.Sequence([])
+        self.identity = digest(_VERSION, self.identity, "text", schema.train_on)
+
+    def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
+        rendered = [self.render(document) for document in documents]
+        encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        found = []
+        for encoding, (_, spans) in zip(encodings, rendered, strict=True):
+            begin, end = np.zeros(len(self._begin), dtype=bool), np.ones(len(self._end), dtype=bool)
+            marks = [begin, overlap(np.array(encoding.offsets), spans), end]
+            found.append(Encoded([*self._begin, *encoding.ids, *self._end], np.concatenate(marks)))
+        return found
+
+    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """Return prompt and completion as one text, and its trained character range."""
+        prompt, completion = (message["content"] for message in conversation.messages)
+        text = prompt + completion
+        return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
+
+
+def overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """Mark tokens with a character in a span: (num_tokens,) bool. `offsets`, (num_tokens, 2), are character ranges."""
+    starts, ends = offsets.reshape(-1, 2).T  # without a token, the array is (0,)
+    marked = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        marked |= (ends > start) & (starts < end)
+    return marked

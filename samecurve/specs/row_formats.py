@@ -1,0 +1,263 @@
+"""Public formats of rows, recognised by their columns: the one table of what chat, preference and embedding tasks read.
+
+docs/formats.md is written from it: `python -m samecurve.specs.row_formats > docs/formats.md`. How a row becomes turns
+is in data/schemas/, under the name in `reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+CHAT, PAIRS, MATCHES = "sft, distill", "dpo, reward", "embed"  # the tasks of a format
+# columns that each row of the chat and preference formats may have besides
+SHARED = ("system", "tools", "functions", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A format of rows.
+
+    Attributes:
+        name: value of `data.format`.
+        tasks: tasks that read the format.
+        columns: columns that every row has, in the order in which the reader takes them.
+        reader: the function in data/schemas/ that reads it.
+        optional: columns that a row may have besides.
+        meaning: what the row becomes, for the documentation.
+        origin: who reads or writes such rows.
+        without: columns that make a row another format's.
+        only_named: whether the format is read only where `data.format` names it.
+        wraps_tools: whether a bare function in `tools` becomes {"type": "function", "function": ...}, as in
+            LLaMA-Factory. TRL gives the template what the row has.
+    """
+
+    name: str
+    tasks: str
+    columns: tuple[str, ...]
+    reader: str
+    optional: tuple[str, ...] = ()
+    meaning: str = ""
+    origin: str = ""
+    without: tuple[str, ...] = ()
+    only_named: bool = False
+    wraps_tools: bool = False
+
+
+_ASKED = "user: the instruction, and {} on the next line; assistant: {}"
+_PROMPTED = ("prompt",)  # the column that names the prompt by itself
+_SHAREGPT = "turns `from`/`value` or `role`/`content`; `human`, `gpt`, `function_call`, `observation`"
+_LLAMA_FACTORY = "LLaMA-Factory"
+
+FORMATS = (
+    RowFormat(
+        *("messages", CHAT, ("messages",), "messages"),
+        meaning="the turns `role`/`content`, with `tool_calls` or `function_call`",
+        origin="TRL, OpenAI, ms-swift, axolotl, LLaMA-Factory",
+    ),
+    RowFormat(
+        *("sharegpt", CHAT, ("conversations",), "messages"),
+        meaning=_SHAREGPT,
+        origin="LLaMA-Factory, axolotl, FastChat, ms-swift",
+        wraps_tools=True,
+    ),
+    RowFormat(
+        *("conversation", CHAT, ("conversation",), "messages"),
+        meaning="as `sharegpt`; also turns `human`/`assistant` or `input`/`output`",
+        origin="axolotl, ms-swift, xtuner",
+        wraps_tools=True,
+    ),
+    RowFormat(
+        *("prompt-completion", CHAT, ("prompt", "completion"), "pair"),
+        meaning="user: `prompt`; assistant: `completion`; each may be a list of messages",
+        origin="TRL, OpenAI, MLX",
+    ),
+    RowFormat(
+        *("alpaca", CHAT, ("instruction", "output"), "instruction", ("input", "history")),
+        meaning=_ASKED.format("`input`", "`output`; `history`: earlier questions and answers"),
+        origin="LLaMA-Factory (its prompt), Stanford, litgpt, unsloth",
+        wraps_tools=True,
+    ),
+    RowFormat(
+        *("alpaca-stanford", CHAT, ("instruction", "output"), "stanford", ("input",)),
+        meaning="user: Stanford's prompt around `instruction` and `input`; assistant: `output`",
+        origin="Stanford's train.py; axolotl's `alpaca`",
+        only_named=True,
+    ),
+    RowFormat(
+        *("dolly", CHAT, ("instruction", "response"), "instruction", ("context",)),
+        meaning=_ASKED.format("`context`", "`response`"),
+        origin="Databricks",
+    ),
+    RowFormat(
+        *("query-response", CHAT, ("query", "response"), "instruction", ("history",)),
+        meaning="user: `query`; assistant: `response`; `history`: earlier questions and answers",
+        origin="ms-swift",
+        wraps_tools=True,
+    ),
+    RowFormat(
+        *("tokens", CHAT, ("input_ids",), "tokens", ("labels", "attention_mask")),
+        meaning="the token ids; trained where a label is not -100; ids whose mask is 0 are left out",
+        origin="axolotl, transformers, TRL",
+    ),
+    RowFormat(
+        *("preference", PAIRS, ("prompt", "chosen", "rejected"), "answers"),
+        meaning="prompt and both answers, as text or messages",
+        origin="TRL",
+    ),
+    RowFormat(
+        *("implicit-prompt", PAIRS, ("chosen", "rejected"), "whole"),
+        meaning="both begin with the prompt: their common messages, or without a template their common text",
+        origin="TRL, Anthropic",
+    ),
+    RowFormat(
+        *("chosen-messages", PAIRS, ("chosen_messages", "rejected_messages"), "whole"),
+        meaning="both are conversations that begin with the same messages",
+        origin="LLaMA-Factory 1.0",
+    ),
+    RowFormat(
+        *("sharegpt-preference", PAIRS, ("conversations", "chosen", "rejected"), "answers"),
+        meaning="the turns before, and both answers as one message, a list or text",
+        origin=_LLAMA_FACTORY,
+        without=_PROMPTED,
+        wraps_tools=True,
+    ),
+    RowFormat(
+        *("messages-preference", PAIRS, ("messages", "chosen", "rejected"), "answers"),
+        meaning="the turns before, and both answers as one message, a list or text",
+        origin=_LLAMA_FACTORY,
+        without=_PROMPTED,
+    ),
+    RowFormat(
+        *("alpaca-preference", PAIRS, ("instruction", "chosen", "rejected"), "instruction", ("input", "history")),
+        meaning="the question of `alpaca`, and both answers",
+        origin=_LLAMA_FACTORY,
+        without=_PROMPTED,
+        wraps_tools=True,
+    ),
+    RowFormat(
+        *("alpaca-ranked", PAIRS, ("instruction", "output"), "ranked_output", ("input", "history")),
+        meaning="the question of `alpaca`; `output`: the better answer, then the worse one",
+        origin=_LLAMA_FACTORY,
+        without=("chosen", "rejected"),
+        wraps_tools=True,
+    ),
+    RowFormat(
+        *("question-preference", PAIRS, ("question", "chosen", "rejected"), "answers"),
+        meaning="user: `question`; both answers",
+        origin="Intel's orca_dpo_pairs",
+        without=_PROMPTED,
+    ),
+    RowFormat(
+        *("rejected-response", PAIRS, ("messages", "rejected_response"), "rejected_response"),
+        meaning="the last turn is the better answer; `rejected_response`: the worse one",
+        origin="ms-swift",
+    ),
+    RowFormat(
+        *("rejected-messages", PAIRS, ("messages", "rejected_messages"), "whole"),
+        meaning="both are conversations that begin with the same messages; `messages` ends with the better answer",
+        origin="ms-swift",
+    ),
+    RowFormat(
+        *("query-preference", PAIRS, ("query", "response", "rejected_response"), "instruction", ("history",)),
+        meaning="user: `query`; `response` is the better answer",
+        origin="ms-swift",
+    ),
+    RowFormat(
+        *("openai-preference", PAIRS, ("input", "preferred_output", "non_preferred_output"), "openai"),
+        meaning="`input`: an object with `messages` and `tools`; the outputs are lists of messages",
+        origin="OpenAI",
+    ),
+    RowFormat(
+        *("ranked-completions", PAIRS, ("context", "completions"), "ranked"),
+        meaning="`context`: messages; `completions`: two objects of a `rank`, 0 for the better, and a `completion`",
+        origin="NeMo RL",
+    ),
+    RowFormat(
+        *("match", MATCHES, ("anchor", "positive"), "match"),
+        meaning="a text and one that matches it; `negative`, `negative_1`, ... are hard negatives",
+        origin="sentence-transformers",
+    ),
+    RowFormat(
+        *("bge", MATCHES, ("query", "pos"), "lists", ("neg",)),
+        meaning="one row for each text of `pos`, each with the texts of `neg` as hard negatives",
+        origin="FlagEmbedding (BGE)",
+    ),
+)
+NAMES = tuple(known.name for known in FORMATS)
+# type checkers refuse a computed Literal, by which pydantic checks the recipe
+if TYPE_CHECKING:
+    RowFormatName = str
+else:
+    RowFormatName = Literal[NAMES]
+
+
+def formats_of(tasks: str) -> tuple[RowFormat, ...]:
+    """Return the formats of CHAT, PAIRS or MATCHES."""
+    return tuple(known for known in FORMATS if known.tasks == tasks)
+
+
+def named(name: str) -> RowFormat:
+    """Return a format by its name."""
+    return FORMATS[NAMES.index(name)]
+
+
+def fitting(columns: Iterable[str], tasks: str) -> list[RowFormat]:
+    """Return the formats that fit the columns of a row: one, none, or several that only `data.format` can tell apart.
+
+    A format whose columns are a part of another's that fits does not count: the row has more to say.
+    """
+    names = set(columns)
+    fit = [
+        known
+        for known in formats_of(tasks)
+        if not known.only_named and names.issuperset(known.columns) and not names.intersection(known.without)
+    ]
+    return [one for one in fit if not any(set(one.columns) < set(other.columns) for other in fit)]
+
+
+def choice(fit: Collection[RowFormat]) -> str:
+    """Say which formats a row fits, and which key decides, for a message."""
+    listed = " and ".join(f"{known.name} ({', '.join(known.columns)})" for known in fit)
+    keys = " or ".join(f"data.format={known.name}" for known in fit)
+    return f"the columns fit {len(fit)} formats, {listed}; set {keys}"
+
+
+_TITLES = {CHAT: "Conversations", PAIRS: "Preferences", MATCHES: "Texts that match"}
+_HEAD = """# Formats of rows
+
+<!-- Written by `python -m samecurve.specs.row_formats` from specs/row_formats.py. Do not edit. -->
+
+A row's columns say its format. The header and `inspect` name it: `rows        alpaca: instruction, input, output`.
+`data.format` chooses where a row fits several formats, and the keys `data.messages_column`, `data.prompt_column` and so
+on read columns by other names. [Data](data.md#columns) says what happens to columns that are not read.
+"""
+_FOOT = f"""## Further columns and keys
+
+Conversations and preferences may also have {", ".join(f"`{name}`" for name in SHARED)}. `system` is
+the first turn. `functions` are tools as bare functions, as in OpenAI's older files. `chat_template_kwargs` go to the
+chat template, as in TRL. A turn with `weight: 0` (OpenAI), `train: false` (axolotl), `loss: false` (ms-swift) or
+`loss_weight: 0` (LLaMA-Factory) is not trained. The text parts of a content list are joined; images, audio and video
+are refused by name.
+"""
+
+
+def render_page() -> str:
+    """Return the text of docs/formats.md."""
+    parts = [_HEAD]
+    for tasks, title in _TITLES.items():
+        lines = [f"## {title}: {', '.join(f'`{task}`' for task in tasks.split(', '))}", ""]
+        lines += ["| `data.format` | columns | a row is | known from |", "|---|---|---|---|"]
+        for known in formats_of(tasks):
+            columns = ", ".join(f"`{name}`" for name in known.columns)
+            columns += "".join(f", (`{name}`)" for name in known.optional)
+            columns += " (only by its name)" if known.only_named else ""
+            lines.append(f"| `{known.name}` | {columns} | {known.meaning} | {known.origin} |")
+        parts.append("\n".join(lines) + "\n")
+    parts.append(_FOOT)
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(render_page(), end="")

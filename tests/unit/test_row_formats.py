@@ -1,0 +1,326 @@
+"""Each public format of rows: what it becomes, against encoders of others; see specs/row_formats.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_rows import CHAT, conversations, load, report, write
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from samecurve.data import find
+from samecurve.data.chat_encoder import ChatEncoder
+from samecurve.data.conversation_encoder import TextEncoder
+from samecurve.data.schemas.conversation import ChatSchema, conversation, format_of
+from samecurve.data.schemas.preference import PairSchema, pair
+from samecurve.errors import DataError
+from samecurve.specs.row_formats import CHAT as CHATS
+from samecurve.specs.row_formats import FORMATS, PAIRS
+
+REFERENCES = Path(__file__).with_name("references")
+LLAMA_FACTORY = json.loads((REFERENCES / "llama_factory.json").read_text())
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+TALK = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+CALL = {"name": "f", "arguments": {"a": 1}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+
+
+def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """Every byte is a token, and ChatML's two. The template is Qwen2.5's: TRL's copy of it, Apache-2.0."""
+    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = template or (REFERENCES / "qwen2_5.jinja").read_text()
+    return tokenizer
+
+
+def said(row: dict, **schema) -> list[tuple]:
+    """(role, content) of each turn, or the calls of one."""
+    found = conversation("here", row, ChatSchema(**schema)).messages
+    return [(turn["role"], turn.get("tool_calls") or turn["content"]) for turn in found]
+
+
+@pytest.mark.parametrize("name", LLAMA_FACTORY)
+def test_tokens_and_labels_are_those_of_llama_factory(name):
+    case, tokenizer = LLAMA_FACTORY[name], make_tokenizer()
+    if name.endswith("pair"):
+        both = pair("here", case["row"], PairSchema())
+        documents = [both.chosen, both.rejected]
+    else:
+        documents = [conversation("here", case["row"], ChatSchema())]
+    for encoded, parts in zip(ChatEncoder(tokenizer, ChatSchema()).encode(documents), case["parts"], strict=True):
+        expected = [
+            (tokenizer(text.removesuffix("\n") if trained else text).input_ids, trained) for text, trained in parts
+        ]
+        # LLaMA-Factory also trains the line break after the end of a turn, which no model has to write
+        breaks = [tokenizer("\n").input_ids if trained else [] for _, trained in parts]
+        ids = [token for (tokens, _), ends in zip(expected, breaks, strict=True) for token in (*tokens, *ends)]
+        marks = [
+            m for (t, trained), ends in zip(expected, breaks, strict=True) for m in [trained] * len(t) + [0] * len(ends)
+        ]
+        assert list(encoded.tokens) == ids
+        assert np.asarray(encoded.trained).tolist() == marks
+
+
+TURNS = {
+    "axolotl's conversation": ({"conversation": TALK}, [("user", "a"), ("assistant", "b")]),
+    "ms-swift's exchanges": (
+        {"system": "s", "conversation": [{"human": "a", "assistant": "b"}]},
+        [("system", "s"), ("user", "a"), ("assistant", "b")],
+    ),
+    "xtuner's exchanges": (
+        {"conversation": [{"system": "s", "input": "a", "output": "b"}, {"input": "c", "output": "d"}]},
+        [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
+    ),
+    "text parts": (
+        {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}, CHAT[1]]},
+        [("user", "ab"), ("assistant", "c")],
+    ),
+    "LLaMA-Factory 1.0's parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "a"}], "loss_weight": 0.0},
+                {"role": "assistant", "content": [{"type": "text", "value": "b"}], "loss_weight": 1.0},
+            ]
+        },
+        [("user", "a"), ("assistant", "b")],
+    ),
+    "LLaMA-Factory 1.0's calls": (
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL)}] * 2},
+                {"role": "tool", "content": [{"type": "text", "value": "1"}]},
+                CHAT[1],
+            ]
+        },
+        [("user", "ab"), ("assistant", CALLS["tool_calls"] * 2), ("tool", "1"), ("assistant", "c")],
+    ),
+    "OpenAI's older calls": (
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+                {"role": "function", "name": "f", "content": "1"},
+                CHAT[1],
+            ]
+        },
+        [("user", "ab"), ("assistant", CALLS["tool_calls"]), ("tool", "1"), ("assistant", "c")],
+    ),
+    "arguments encoded twice": (
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": json.dumps('{"a": 1}')}}]},
+            ]
+        },
+        [("user", "ab"), ("assistant", [{"function": CALL}])],
+    ),
+    "ms-swift's calls, one turn": (
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": "I look."},
+                *[{"role": "tool_call", "content": json.dumps(CALL)}] * 2,
+                {"role": "tool_response", "content": "1"},
+                CHAT[1],
+            ]
+        },
+        [("user", "ab"), ("assistant", CALLS["tool_calls"] * 2), ("tool", "1"), ("assistant", "c")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_turns_of_each_dialect(name):
+    row, expected = TURNS[name]
+    assert said(row) == expected
+
+
+def test_bare_functions_are_wrapped_where_llama_factory_does():
+    wrapped = {"type": "function", "function": CALL}
+    for columns, expected in (
+        ({"conversations": TALK, "tools": json.dumps([CALL])}, wrapped),
+        ({"conversations": TALK, "tools": [wrapped]}, wrapped),
+        ({"messages": CHAT, "tools": [CALL]}, CALL),  # TRL gives the template what the row has
+        ({"messages": CHAT, "functions": [CALL]}, wrapped),
+        ({"messages": CHAT, "tools": " "}, None),
+    ):
+        assert conversation("here", columns, ChatSchema()).tools == (None if expected is None else (expected,))
+
+
+def test_stanfords_prompt_is_read_only_by_its_name():
+    """Expected text: PROMPT_DICT of stanford_alpaca/train.py."""
+    row = {"instruction": "do {it}", "input": "i", "output": "x"}
+    assert said(row)[0] == ("user", "do {it}\ni")
+    text = (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\ndo {it}\n\n### Input:\ni\n\n"
+        "### Response:"
+    )
+    assert said(row, format="alpaca-stanford") == [("user", text), ("assistant", "x")]
+    assert said({**row, "input": ""}, format="alpaca-stanford")[0][1].endswith("do {it}\n\n### Response:")
+
+
+def test_every_format_is_recognised_by_its_columns():
+    for known in FORMATS:
+        if known.tasks == CHATS and not known.only_named:
+            assert format_of(dict.fromkeys(known.columns + known.optional), ChatSchema()) is known
+
+
+def test_variables_of_the_template_are_those_of_the_row():
+    """Against transformers' apply_chat_template, which TRL calls with the column."""
+    template = "{% if loud %}LOUD {% endif %}" + (REFERENCES / "qwen2_5.jinja").read_text()
+    tokenizer = make_tokenizer(template)
+    for variables in ({"loud": True}, {"loud": False}, None):
+        row = {"messages": CHAT, "chat_template_kwargs": variables}
+        (encoded,) = ChatEncoder(tokenizer, ChatSchema()).encode([conversation("here", row, ChatSchema())])
+        expected = tokenizer.apply_chat_template(CHAT, return_dict=False, **(variables or {}))  # pyright: ignore
+        assert list(encoded.tokens) == expected
+    row = {"messages": CHAT, "chat_template_kwargs": json.dumps({"enable_thinking": True})}
+    with pytest.raises(DataError, match="chat_template_kwargs.enable_thinking, which the chat template does not"):
+        ChatEncoder(tokenizer, ChatSchema()).encode([conversation("here", row, ChatSchema())])
+
+
+IDS = {"input_ids": [1, 2, 3, 9], "labels": [-100, 2, 3, -100], "attention_mask": [1, 1, 1, 0]}
+BAD_IDS = {
+    "no labels": ({"labels": None}, "no 'labels'.*data.train_on=all"),
+    "another label": ({"labels": [-100, 2, 4, -100]}, r"labels\[2\] is 4, but input_ids\[2\] is 3.*not shifted"),
+    "lengths": ({"labels": [1]}, "'input_ids' has 4 values, but 'labels' has 1"),
+    "text": ({"input_ids": "1 2"}, "'input_ids' is '1 2', not a list of whole numbers"),
+    "nothing trained": ({"labels": [1, -100, -100, -100]}, "no token would be trained"),
+    "another tokenizer": ({"input_ids": [1, 2, 3000, 9], "labels": [-100, 2, 3000, -100]}, "3000, but the tokenizer's"),
+}
+
+
+def test_tokenised_rows_are_taken_as_they_are(tmp_path):
+    for encoder in (ChatEncoder(make_tokenizer(), ChatSchema()), TextEncoder(make_tokenizer(), ChatSchema(chat=False))):
+        (encoded,) = encoder.encode([conversation("here", IDS, encoder.schema)])
+        assert list(encoded.tokens) == [1, 2, 3] and np.asarray(encoded.trained).tolist() == [False, True, True]
+        mixed = [
+            conversation("here", IDS, encoder.schema),
+            conversation("here", {"prompt": "a", "completion": "b"}, encoder.schema),
+        ]
+        first, second = encoder.encode(mixed)
+        assert list(first.tokens) == [1, 2, 3] and len(second.tokens) > 1
+    all_of_them = conversation("here", {"input_ids": [1, 2]}, ChatSchema(train_on="all"))
+    assert all_of_them.trained == (True, True)
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_tokenised_rows_that_cannot_be_used(name):
+    change, message = BAD_IDS[name]
+    with pytest.raises(DataError, match=message):
+        ChatEncoder(make_tokenizer(), ChatSchema()).encode([conversation("here", {**IDS, **change}, ChatSchema())])
+
+
+Q, GOOD, WORSE = (
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "g"},
+    {"role": "assistant", "content": "w"},
+)
+PREFERENCES = {
+    "preference": {"prompt": "q", "chosen": "g", "rejected": [WORSE]},
+    "implicit-prompt": {"chosen": [Q, GOOD], "rejected": [Q, WORSE]},
+    "chosen-messages": {
+        "chosen_messages": [Q, {"role": "assistant", "content": [{"type": "text", "value": "g"}], "loss_weight": 1.0}],
+        "rejected_messages": [{**Q, "loss_weight": 0.0}, WORSE],
+    },
+    "sharegpt-preference": {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "g"},
+        "rejected": {"from": "gpt", "value": "w"},
+    },
+    "messages-preference": {"messages": [Q], "chosen": GOOD, "rejected": WORSE},
+    "alpaca-preference": {"instruction": "q", "input": "", "chosen": "g", "rejected": "w"},
+    "alpaca-ranked": {"instruction": "q", "output": ["g", "w"]},
+    "question-preference": {"question": "q", "chosen": "g", "rejected": "w"},
+    "rejected-response": {"messages": [Q, GOOD], "rejected_response": "w"},
+    "rejected-messages": {"messages": [Q, GOOD], "rejected_messages": [Q, WORSE]},
+    "query-preference": {"query": "q", "response": "g", "rejected_response": "w"},
+    "openai-preference": {"input": {"messages": [Q]}, "preferred_output": [GOOD], "non_preferred_output": [WORSE]},
+    "ranked-completions": {
+        "context": [Q],
+        "completions": [{"rank": 1, "completion": [WORSE]}, {"rank": 0, "completion": [GOOD]}],
+    },
+}
+
+
+def test_each_preference_format_has_a_row_here():
+    assert list(PREFERENCES) == [known.name for known in FORMATS if known.tasks == PAIRS]
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_of_each_format(tmp_path, name):
+    found = pair("here", PREFERENCES[name], PairSchema())
+    keys = "role", "content"
+    both = [[{key: turn[key] for key in keys} for turn in answer.messages] for answer in (found.chosen, found.rejected)]
+    assert both == [[Q, GOOD], [Q, WORSE]] and found.chosen.num_prompt == 1
+    task = load(tmp_path, write(tmp_path, [PREFERENCES[name]] * 2), "dpo")
+    assert task.describe()["rows"] == f"{name}: {', '.join(key for key, value in PREFERENCES[name].items() if value)}"
+
+
+def test_openai_tools_are_those_of_the_input():
+    row = PREFERENCES["openai-preference"]
+    row = {**row, "input": {**row["input"], "tools": [{"type": "function", "function": CALL}]}}
+    assert pair("here", row, PairSchema()).chosen.tools == ({"type": "function", "function": CALL},)
+
+
+BAD_PREFERENCES = {
+    "three answers": ({"instruction": "q", "output": ["a", "b", "c"]}, "not a list of two answers"),
+    "equal ranks": (
+        {"context": [Q], "completions": [{"rank": 0, "completion": [GOOD]}] * 2},
+        "not two objects with a different 'rank'",
+    ),
+    "two formats": ({"chosen": "g", "rejected": "w", "question": "q", "instruction": "i"}, "data.format=alpaca-prefer"),
+    "unpaired": ({"prompt": "q", "completion": "g", "label": True}, "unpaired rows"),
+    "LLaMA-Factory's unpaired": ({"messages": [Q, GOOD], "label": True}, "unpaired rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PREFERENCES)
+def test_preferences_that_cannot_be_used(name):
+    row, message = BAD_PREFERENCES[name]
+    with pytest.raises(DataError, match=message):
+        pair("here", row, PairSchema())
+
+
+def matches(folder: Path, rows: list[dict], **data) -> list[tuple[str, ...]]:
+    load(folder, write(folder, rows), "embed", **data)
+    from samecurve.config.schema import Data
+
+    source = find.find_matches(str(folder / "a.jsonl"), Data(path="x", **data))
+    return [found.texts for found in source.documents()]
+
+
+def test_rows_of_bge_become_one_for_each_positive(tmp_path):
+    rows = [{"query": "a", "pos": ["b", "c"], "neg": ["d", "e"]}, {"query": "f", "pos": ["g"], "neg": ["h", "i"]}]
+    expected = [("a", "b", "d", "e"), ("a", "c", "d", "e"), ("f", "g", "h", "i")]
+    assert matches(tmp_path, rows) == expected
+    rows[1]["neg"].append("j")
+    assert "'neg' has 3 texts, but the first row has 2; set data.num_negatives" in report(
+        tmp_path, write(tmp_path, rows), "embed"
+    )
+    assert matches(tmp_path, rows, num_negatives=1) == [row[:3] for row in expected]
+    (prompted := {**rows[0], "prompt": "Find it.", "type": "normal"})
+    assert "prompt (2 rows have one)" in report(tmp_path, write(tmp_path, [prompted]), "embed")
+
+
+def test_the_header_names_the_format(tmp_path):
+    rows = [{"instruction": "a", "input": "b", "output": "c"}, {"prompt": "a", "completion": "b"}]
+    assert load(tmp_path, write(tmp_path, rows[:1] * 2)).describe()["rows"] == "alpaca: instruction, input, output"
+    both = str(load(tmp_path, write(tmp_path, rows)).describe()["rows"])
+    assert both.startswith("alpaca (1 rows) and prompt-completion (1 rows): instruction, input, output, prompt")
+
+
+def test_thoughts_in_parts_are_lost_where_the_template_does_not_read_them(tmp_path):
+    parts = [{"type": "reasoning", "value": "hm"}, {"type": "text", "value": "c"}]
+    path = write(tmp_path, [{"messages": [CHAT[0], {"role": "assistant", "content": parts}]}])
+    assert "1 messages have 'reasoning_content', which the chat template does not read" in report(tmp_path, path)
+    assert len(conversations(path)) == 1
