@@ -23,6 +23,7 @@ from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.strategy import resolve, slurm, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.plan import Strategy
+from samecurve.strategy.recipe_values import fill_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,10 @@ def _strategy(arguments: argparse.Namespace) -> Strategy:
     files = resolve.read_files(arguments.strategy)
     strategy = resolve.describe_strategy(files, launch)
     if arguments.recipe:
-        source = recipes.read_recipe(arguments.recipe, arguments.overrides)
+        ranks = strategy.dims.dp
+        source = recipes.read_recipe(
+            arguments.recipe, arguments.overrides, lambda document: fill_recipe(document, files, ranks)
+        )
         validate.check_strategy(source, files, strategy, launch)
     found = [*files.accelerate.problems, *files.deepspeed.problems]
     if problems := [each for each in found if not each.topology]:  # a run may have more processes than the doctor

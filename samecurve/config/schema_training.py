@@ -115,6 +115,8 @@ class Schedule(Section):
     """Steps of linear warm-up, fewer than `steps`; or give `warmup_ratio`."""
     warmup_ratio: float | None = Field(default=None, ge=0, lt=1)
     """Linear warm-up as a share of `steps`, rounded up. null: 0.05, unless `warmup_steps` is given."""
+    warmup_type: Literal["linear", "log"] = "linear"
+    """How the rate grows during warm-up: evenly, or by the logarithm of the step, as in DeepSpeed's schedulers."""
     decay_steps: Natural | None = None
     """`wsd` only, and required there: the length of the final decay in steps."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)

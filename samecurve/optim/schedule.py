@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 def learning_rate(recipe: Recipe, update: int) -> float:
     """Compute the learning rate of the `update`-th applied update (1-based).
 
-    The rate depends on nothing else, so resuming needs no schedule state. Warm-up is linear and reaches the peak rate
-    at update `recipe.warmup_steps`. The schedules differ afterwards, with r = `min_lr_ratio`, a share of the peak rate:
+    The rate depends on nothing else, so resuming needs no schedule state. Warm-up reaches the peak rate at update
+    `recipe.warmup_steps`; before that the u-th update of w has a share of it of u / w, or log(u + 1) / log(w) with
+    `warmup_type: log`, as DeepSpeed's WarmupLR after u steps (runtime/lr_schedules.py, _get_gamma). The schedules
+    differ afterwards, with r = `min_lr_ratio`, a share of the peak rate:
 
     - constant stays at the peak.
     - linear and cosine reach r at the last step.
@@ -24,7 +26,7 @@ def learning_rate(recipe: Recipe, update: int) -> float:
     """
     schedule, peak, warmup = recipe.schedule, recipe.optimizer.learning_rate, recipe.warmup_steps
     if update < warmup:
-        return peak * update / warmup
+        return peak * (math.log(update + 1) / math.log(warmup) if schedule.warmup_type == "log" else update / warmup)
     if schedule.name == "constant":
         return peak
     decay_steps = recipe.steps - warmup

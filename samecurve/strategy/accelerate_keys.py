@@ -210,6 +210,7 @@ ACCELERATE: Table = {
     },
     "megatron_lm_config": Rejected("Megatron-LM is not supported; remove it", (None, {})),
     "mpirun_config": Rejected("processes are started by torchrun, not by MPI; remove it", (None, {})),
+    "ipex_config": NoEffect("PyTorch has what Intel's extension added", foreign=True),
     "downcast_bf16": _TPU,
     "tpu_name": _TPU,
     "tpu_zone": _TPU,

@@ -38,7 +38,7 @@ _DEEPSPEED = dated("deepspeed")  # another version may do what this one cannot
 
 
 def _removed(what: str, instead: str = "remove it") -> Rejected:
-    return Rejected(f"{_DEEPSPEED} has removed {what}; {instead}", ())  # not even null: it raises if the key is there
+    return Rejected(f"{_DEEPSPEED} has removed {what}; {instead}", (None, False))
 
 
 _PRECISION = Rejected(
@@ -51,6 +51,7 @@ _QUANTISED = Rejected(
 _UNCOMPARED = f"it has not been compared with one process ({_DEEPSPEED}); remove it"
 _MONITOR = NoEffect("the recipe's logging.trackers get the metrics, and the run directory has them")
 _OLD_OFFLOAD = NoEffect("a deprecated key, which asks for no offload", only(False, "use offload_optimizer"))
+_CHECKPOINT = NoEffect("the recipe's checkpoint block sets this; checkpoints have a format of their own")
 _OWN_LINES = NoEffect("DeepSpeed's own lines are off; the header, metrics.jsonl and `profile` show more")
 _TENSOR_PARALLEL = Rejected(  # module_inject/layers.py
     f"AutoTP of {_DEEPSPEED} keeps a rank's part of a weight as a plain tensor, and samecurve's checkpoints find parts "
@@ -116,6 +117,12 @@ def _names(known: dict[str, str], others: str) -> Callable[[Any], tuple]:
     return read
 
 
+def _warmup_type(value: Any) -> tuple:
+    if value not in ("linear", "log"):
+        raise ValueError('expected "linear" or "log"')
+    return (value,)
+
+
 _NO_OTHER = "which would change what is trained, and only {} are built; remove the block, or use one of them"
 OPTIMIZER: Table = {
     "type": RecipeOwned(
@@ -139,6 +146,7 @@ OPTIMIZER: Table = {
         "torch_adam": NoEffect("optimizer.implementation chooses the kernel"),
         "fused": NoEffect("optimizer.implementation chooses the kernel"),
         "amsgrad": Rejected("AMSGrad is not built; remove it", (None, False)),
+        "max_grad_norm": RecipeOwned("optimizer.max_grad_norm", auto=True, values=clipping),
     },
     "legacy_fusion": NoEffect("optimizer.implementation chooses the kernel"),
 }
@@ -158,10 +166,7 @@ SCHEDULER: Table = {
         "warmup_min_lr": Rejected("warm-up begins at 0; set it to 0, or remove it", (None, 0, 0.0, "auto")),
         "warmup_min_ratio": Rejected("warm-up begins at 0; set it to 0, or remove it", (None, 0, 0.0, "auto")),
         "last_batch_iteration": Rejected("a run counts its steps itself; remove it", (None, -1)),
-        "warmup_type": Rejected(
-            'only linear warm-up is built; set it to "linear", or remove the block and set the recipe\'s schedule',
-            (None, "linear"),
-        ),
+        "warmup_type": RecipeOwned("schedule.warmup_type", values=_warmup_type),
     },
 }
 
@@ -226,15 +231,17 @@ ZERO: Table = {
     "cpu_offload_param": _OLD_OFFLOAD,
     "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
     "stage3_gather_fp16_weights_on_model_save": NoEffect("the export gathers the weights itself, in fp32", BOOLEAN),
-    "elastic_checkpoint": Rejected(f"{_DEEPSPEED} replaced it with universal checkpoints; remove it", (None, False)),
-    "legacy_stage1": Rejected(f"{_DEEPSPEED} has removed the legacy stage 1; remove it", (None, False)),
-    "pipeline_loading_checkpoint": Rejected("the recipe's checkpoint block sets this; remove it", (None, False)),
+    "elastic_checkpoint": _CHECKPOINT,
+    "legacy_stage1": NoEffect("the present stage 1 trains the same", BOOLEAN),
+    "pipeline_loading_checkpoint": _CHECKPOINT,
     "save_muon_momentum_buffer_in_memory": Rejected("DeepSpeed's Muon is not supported; remove it", (None, False)),
     "zenflow": Rejected("ZenFlow updates with stale gradients, which changes the loss curve; remove it"),
     "zero_quantized_weights": _QUANTISED,
     "zero_quantized_nontrainable_weights": _QUANTISED,
     "zero_quantized_gradients": _QUANTISED,
-    "mics_shard_size": _removed("MiCS", "use zero_hpz_partition_size to shard within a node"),
+    "mics_shard_size": Rejected(
+        f"{_DEEPSPEED} has removed MiCS; use zero_hpz_partition_size to shard within a node", (None, -1)
+    ),
     "mics_hierarchical_params_gather": _removed("MiCS", "use zero_hpz_partition_size to shard within a node"),
     "zeropp_loco_param": _removed("LoCo"),
 }
@@ -245,6 +252,9 @@ SECOND_NAMES = {
     for key in ZERO
     if key.startswith("stage3_") and key != "stage3_gather_fp16_weights_on_model_save"
 }
+
+# Of the block "aio", as transformers' documentation still writes it.
+OLD_NAMES = {"thread_count": "intra_op_parallelism"}
 
 # The stages that use a key of zero_optimization. Under another stage DeepSpeed accepts it and ignores it.
 STAGES = {key: (3,) for key in ZERO if key.startswith("stage3_")} | {
@@ -352,13 +362,13 @@ DEEPSPEED: Table = {
     "monitor_config": NoEffect(_MONITOR.reason, foreign=True),
     "torch_autocast": Rejected("the recipe's precision decides what is cast; remove it"),
     "bfloat16": NoEffect("the old name of bf16"),
-    "checkpoint": Rejected("the recipe's checkpoint block sets this; remove it"),
-    "datastates_ckpt": Rejected("the recipe's checkpoint block sets this; remove it"),
-    "dataloader_drop_last": Rejected("every step is a complete global batch, so nothing is dropped; remove it"),
+    "checkpoint": _CHECKPOINT,
+    "datastates_ckpt": _CHECKPOINT,
+    "dataloader_drop_last": NoEffect("every step is a complete global batch, so nothing is dropped", BOOLEAN),
     "managed_gradient_accumulation": Rejected(
         "the training loop accumulates up to the global batch itself; remove it", (None, True)
     ),
-    "vocabulary_size": Rejected("the tokenizer sets the size, and DeepSpeed only warns about it; remove it"),
+    "vocabulary_size": NoEffect("the tokenizer sets the size, and DeepSpeed only warns about it"),
     "data_efficiency": Rejected("it changes the data that the recipe chose; remove it"),
     "hybrid_engine": Rejected("it serves generation during training (RLHF), which is not supported; remove it"),
     "autotuning": Rejected("it starts runs other than the recipe's; remove it"),

@@ -39,8 +39,8 @@ _OF_DOCUMENTS = """
   and `SHARD_GRAD_OP` are `fsdp_reshard_after_forward` true and false; `HYBRID_SHARD` makes each machine a replica;
   `NO_SHARD` is DDP. What `accelerate to-fsdp2` writes is taken as it is.
 - Second names of DeepSpeed's keys: {second}.
-- A block `optimizer` or `scheduler` whose values are all `"auto"` leaves them to the recipe. A logarithmic warm-up,
-  DeepSpeed's default where a scheduler has numbers, is not built.
+- A block `optimizer` or `scheduler` whose values are all `"auto"` leaves them to the recipe. A scheduler with numbers
+  but without `warmup_type` has DeepSpeed's default, `schedule.warmup_type: log`.
 - `deepspeed_config_file` is looked for from the working directory, then from the YAML's folders.
 - A name that promises another strategy, such as `zero2.json` with offload, is mentioned in the header.
 """

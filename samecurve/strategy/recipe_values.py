@@ -100,7 +100,9 @@ def _wrong_accumulation(source: RecipeSource, statement: Statement, ranks: int) 
     if made == steps:
         return ""
     both = f"{source.cite(_ROWS)} and {source.cite(_MICRO)}"
+    whole, rest = divmod(rows, micro * steps)
     fix += f", or give the recipe {_ROWS}={micro * steps * ranks}"
+    fix += f", or start {whole} data-parallel ranks" if whole and not rest else ""
     return f"the recipe sets this: {both}, which is {made} on {ranks} data-parallel ranks; {fix}"
 
 

@@ -8,6 +8,7 @@ problems of the documents, and what is not understood stays in them for validate
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from samecurve.config.documents import Document, KeyPath, describe, read_document
 from samecurve.strategy.accelerate_keys import ACCELERATE, INLINE, NoEffect, RecipeOwned, Rejected, Table, ValueRule
-from samecurve.strategy.deepspeed_keys import DEEPSPEED, SECOND_NAMES, STAGES
+from samecurve.strategy.deepspeed_keys import DEEPSPEED, OLD_NAMES, SECOND_NAMES, STAGES
 from samecurve.strategy.fsdp1 import read_fsdp1
 from samecurve.strategy.plan import Files, Statement
 
@@ -25,10 +26,14 @@ _FP32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "
 
 
 def read_as_written(chosen: str) -> Files:
-    """Read an Accelerate YAML with the JSON that it names, or a DeepSpeed JSON, without judging a key."""
-    if chosen.endswith(".json"):
-        return Files(Document(""), read_document(chosen))
+    """Read an Accelerate YAML with the JSON that it names, or a DeepSpeed JSON, without judging a key.
+
+    Their keys tell which it is, since Accelerate also reads JSON and DeepSpeed's file may have any suffix.
+    """
     accelerate = read_document(chosen)
+    named = accelerate.content.keys()
+    if "distributed_type" not in named and (chosen.endswith(".json") or named & (DEEPSPEED.keys() - ACCELERATE.keys())):
+        return Files(Document(""), accelerate)
     deepspeed, notes = _find_json(accelerate)
     return Files(accelerate, deepspeed, copy.deepcopy(accelerate.content), notes=notes)
 
@@ -94,7 +99,10 @@ class _Reading:
             if self.accelerate.get("use_cpu") is True:
                 self.accelerate.content["use_cpu"] = False
                 self.no_effect["use_cpu"] = "without an accelerator the CPU is used"
-        for names, path in (({"bfloat16": "bf16"}, ()), (SECOND_NAMES, (_ZERO,))):
+        if isinstance(whole := self.deepspeed.get(_ZERO), bool):  # as DeepSpeed reads it: read_zero_config_deprecated
+            self.deepspeed.content[_ZERO] = {"stage": int(whole)}
+            self.notes.append(f"{self.deepspeed.place((_ZERO,))}: {_ZERO} {json.dumps(whole)} is stage {int(whole)}")
+        for names, path in (({"bfloat16": "bf16"}, ()), (SECOND_NAMES, (_ZERO,)), (OLD_NAMES, ("aio",))):
             block = self.deepspeed.get(*path)
             for name, usual in names.items() if isinstance(block, dict) else ():
                 if name in block:
@@ -146,9 +154,7 @@ class _Reading:
             block.clear()
             return
         if params.get("warmup_type") is None and params.get("warmup_num_steps") != 0:
-            text = "missing, and DeepSpeed's default is a logarithmic warm-up, where only a linear one is built"
-            path = ("scheduler", "params", "warmup_type")
-            document.problem(path, f'{text}; set it to "linear", or remove the block and set the recipe\'s schedule')
+            params["warmup_type"] = "log"  # DeepSpeed's default
         kind = block.get("type")
         lowest = {"WarmupDecayLR": 0.0, "WarmupCosineLR": params.get("cos_min_ratio", 1e-4)}.get(str(kind))
         if lowest not in (None, "auto"):  # what DeepSpeed ends with
@@ -165,8 +171,8 @@ class _Reading:
             elif isinstance(rule, RecipeOwned):
                 self._owned(document, here, rule)
             elif isinstance(rule, ValueRule):
-                if value == "auto" and here != _STAGE and not rule.accepts(value):
-                    del block[key]  # DeepSpeed's default
+                if value in ("auto", None) and here != _STAGE and not rule.accepts(value):
+                    del block[key]  # the library's default
                 else:
                     block[key] = value if rule.accepts(value) else _converted(rule, value)
             elif why := _why_no_effect(key, rule, value):
@@ -311,11 +317,17 @@ def _why_no_effect(key: str, rule: Any, value: Any) -> str:
     if isinstance(rule, NoEffect):
         accepted = value in (None, "auto") or rule.rule.accepts(_converted(rule.rule, value))
         return (_HAPPENS_ANYWAY if value in rule.silent else rule.reason) if accepted else ""
+    if isinstance(rule, Rejected) and isinstance(value, dict) and _is_off(value.get("enabled")):
+        return "it is not enabled"
     # by type, too: for Python 0 == False and 1 == True
     harmless = isinstance(rule, Rejected) and any(
         value == allowed and type(value) is type(allowed) for allowed in rule.harmless
     )
     return "its value enables nothing" if harmless else ""
+
+
+def _is_off(value: Any) -> bool:
+    return value is False or (isinstance(value, str) and value.lower() == "false")
 
 
 def _invalid(rule: Any, value: Any) -> bool:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import launch_command, long
+from harness import largest_relative_difference, launch_command, long
 
 LAUNCHERS = ["torchrun", "accelerate", "deepspeed"]
 
@@ -52,6 +52,63 @@ def test_same_losses(strategy, launcher, workspace):
     assert found.facts["launcher"] == launcher
     assert found.column("loss") == expected.column("loss")
     assert found.column("grad_norm") == expected.column("grad_norm")
+
+
+USERS = {  # in the shapes of TRL's zero3, alignment-handbook's fsdp and LLaMA-Factory's ds_z3_config
+    "inline.yaml": {
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": "no",
+        "num_processes": 8,
+        "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "none", "zero3_init_flag": True},
+    },
+    "of_fsdp1.yaml": {
+        "distributed_type": "FSDP",
+        "mixed_precision": "no",
+        "num_processes": 8,
+        "fsdp_config": {
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_backward_prefetch": "BACKWARD_PRE",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_sharding_strategy": "FULL_SHARD",
+            "fsdp_sync_module_states": True,
+            "fsdp_use_orig_params": True,
+        },
+    },
+    "ds_config.json": {
+        "train_batch_size": 8,
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 0,
+            "max_live_parameters": "1e9",
+            "stage3_prefetch_bucket_size": "auto",
+            "gather_16bit_weights_on_model_save": True,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "engine"),
+    [
+        ("inline.yaml", "accelerate", "DeepSpeedEngine"),
+        ("of_fsdp1.yaml", "fork", "FSDPLlamaForCausalLM"),
+        *long(("ds_config.json", "fork", "DeepSpeedEngine")),
+        *long(("of_fsdp1.yaml", "accelerate", "FSDPLlamaForCausalLM"), ("inline.yaml", "fork", "DeepSpeedEngine")),
+    ],
+)
+def test_files_of_users_follow_one_process(name, launcher, engine, workspace, reference):
+    path = workspace.folder / name
+    path.write_text(json.dumps(USERS[name]))
+    run = workspace.run(path, 2, "batch.micro_batch_size=2", launcher=launcher)
+    assert run.returncode == 0, run.output
+    assert (run.facts["engine"], run.facts["world_size"], run.facts["precision"]) == (engine, 2, "fp32")
+    assert run.facts["no_effect"] or name == "inline.yaml"
+    assert largest_relative_difference(run.column("loss"), reference.column("loss")) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), reference.column("grad_norm")) < 1e-4
 
 
 @pytest.mark.parametrize("strategy", long("tp", "fsdp_tp"))

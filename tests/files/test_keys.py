@@ -57,7 +57,7 @@ def test_accelerate_top_level():
     from accelerate.commands.config.config_args import ClusterConfig
 
     # both are old spellings that accelerate translates before it builds the config
-    assert set(ACCELERATE) - {"fp16", "dynamo_backend"} == set(ClusterConfig.__dataclass_fields__)
+    assert of_library(ACCELERATE) - {"fp16", "dynamo_backend"} == set(ClusterConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -175,6 +175,24 @@ def test_the_header_says_what_muon_takes():
     assert not roles_of(model).describe(Optimizer(learning_rate=PEAK), shapes)
 
 
+@pytest.mark.parametrize("warmup_type", ["linear", "log"])
+@pytest.mark.parametrize(
+    ("name", "scheduler", "options"),
+    [("constant", "WarmupLR", {}), ("linear", "WarmupDecayLR", {"total_num_steps": 20})],
+)
+def test_rates_are_those_of_deepspeeds_schedulers(name, scheduler, options, warmup_type):
+    """The n-th update has the rate that DeepSpeed's scheduler has after n steps."""
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    warmup = {"warmup_num_steps": 6, "warmup_max_lr": PEAK, "warmup_type": warmup_type}
+    theirs = getattr(lr_schedules, scheduler)(optimizer, **warmup, **options)
+    ours = recipe(name=name, warmup_steps=6, warmup_type=warmup_type, min_lr_ratio=0.0)
+    for update in range(1, 21):
+        theirs.step(update)
+        assert learning_rate(ours, update) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+
+
 def test_cosine_is_monotone_after_warmup():
     rates = [learning_rate(recipe(name="cosine", warmup_steps=3), update) for update in range(3, 21)]
     assert all(a > b for a, b in zip(rates, rates[1:], strict=False)) and math.isclose(rates[0], PEAK)
