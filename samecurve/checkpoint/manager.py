@@ -30,6 +30,7 @@ from samecurve.storage.filesystem import LocalFileSystem
 
 if TYPE_CHECKING:
     from samecurve.checkpoint.mirror import Mirror
+    from samecurve.config.schema import Recipe
     from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
 
@@ -96,6 +97,7 @@ class Checkpoints:
     def __init__(
         self,
         run: RunFolder,
+        recipe: Recipe,
         facts: dict,
         world: ControlGroup,
         log: Callable[[str], None],
@@ -103,7 +105,7 @@ class Checkpoints:
         background: bool = True,
     ):
         self._run, self._facts, self._world, self._log, self._busy = run, json_values(facts), world, log, busy
-        self._settings, self._background = facts["recipe"]["checkpoint"], background
+        self._recipe, self._settings, self._background = recipe, recipe.checkpoint, background
         self._files = LocalFileSystem(busy)
         self._selector = CheckpointSelector(run.checkpoints, self._facts, world, log, self._files)
         self._conclude = world.new().conclude  # a group of its own for the writing thread
@@ -146,7 +148,7 @@ class Checkpoints:
             names = rng_state.capture(engine.device)
             rng_state.restore({name: reader.tensor(self._world.rank, f"rng/{name}") for name in names}, engine.device)
         elif generators:
-            rng_state.reseed(self._facts["recipe"]["seed"], saved["step"], self._world.rank)
+            rng_state.reseed(self._recipe.seed, saved["step"], self._world.rank)
         fault_point("load.done")
         return TrainProgress(**{key: saved[key] for key in TrainProgress.__dataclass_fields__ if key in saved})
 
@@ -240,13 +242,13 @@ class Checkpoints:
 
         Also every_steps / 4 steps after a save was started, to check its result and retry if it failed.
         """
-        every = self._settings["every_steps"]
+        every = self._settings.every_steps
         if not every:
             return False
         return step % every == 0 or is_last or self._is_second_look(step)
 
     def _is_second_look(self, step: int) -> bool:
-        every = self._settings["every_steps"]
+        every = self._settings.every_steps
         soon = bool(step % every) and step - self._tried_step == max(1, every // 4)
         return soon and (self._in_flight is not None or self._failures > 0)
 
@@ -311,7 +313,7 @@ class Checkpoints:
         if not self._world.is_main:
             return
         try:
-            metric = self._settings["best"]
+            metric = self._settings.best
             best = find_best(self._files, self._run.checkpoints, metric) if metric else None
             # the one that is known to be good, until this session has written as many as are kept
             resumed_from = self.resumed_from if self._num_commits < self._settings["keep"] else None
@@ -319,7 +321,7 @@ class Checkpoints:
             if self.mirror is not None:
                 protected |= {self.mirror.uploading}
                 self.mirror.offer()
-            problem = commit.rotate(self._files, self._run.checkpoints, self._settings["keep"], protected)
+            problem = commit.rotate(self._files, self._run.checkpoints, self._settings.keep, protected)
         except Exception as error:
             problem = str(error)
         if problem:

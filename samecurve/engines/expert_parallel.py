@@ -97,12 +97,6 @@ def shard(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, a sum with a factor
 
 
-def spread_size(weights: Mapping[str, nn.Parameter]) -> int:
-    """Return the number of ranks over which experts are spread; 1 if they are not."""
-    meshes = [weight.device_mesh for weight in weights.values() if isinstance(weight, DTensor)]
-    return next((mesh["ep"].size() for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), 1)
-
-
 def experts_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules with a layer's experts, by name."""
     plan = model.config.get_text_config().base_model_ep_plan or {}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from samecurve.strategy.parallel_dims import DIMENSIONS
+from samecurve.strategy.parallel_dims import DIMENSIONS, ParallelDims
 
 
 def describe(weights: Sequence[Tensor], groups: Mapping[str, dist.ProcessGroup | None]) -> dict[str, Any]:
@@ -26,7 +26,9 @@ def describe(weights: Sequence[Tensor], groups: Mapping[str, dist.ProcessGroup |
     shown = _groups_of(weights)
     # FSDP2 shards over dp_shard x cp as a single dimension
     shown["dp_shard"] = shown.pop("fsdp", [])[:: len(ranks.get("cp", [0]))]
-    return {"mesh": sizes({**shown, **ranks}), "placements": placements(weights)}
+    sized = sizes({**shown, **ranks})
+    dims = ParallelDims(**sized, ep=max(1, len(shown.get("ep", []))))
+    return {"dims": dims, "order": tuple(sized), "placements": placements(weights)}
 
 
 def sizes(ranks: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -48,13 +50,16 @@ def placements(weights: Iterable[Tensor]) -> dict[str, int]:
 
 
 def _groups_of(weights: Iterable[Tensor]) -> dict[str, list[int]]:
-    """Return, by name of a mesh dimension of the weights, the ranks of this rank's group."""
-    found: dict[str, list[int]] = {}
-    for mesh in {weight.device_mesh for weight in weights if isinstance(weight, DTensor)}:
-        for name in mesh.mesh_dim_names or ():
-            if mesh[name].size() > 1:
-                found[name] = dist.get_process_group_ranks(mesh.get_group(name))
-    return found
+    """Return the ranks of this rank's group by mesh dimension: replicas, and those over which a weight is divided."""
+    groups: dict[str, list[int]] = {}
+    for weight in weights:
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            for name, placement in zip(mesh.mesh_dim_names or (), weight.placements, strict=True):
+                is_used = name == "dp_replicate" or not placement.is_replicate()
+                if is_used and name not in groups and mesh[name].size() > 1:
+                    groups[name] = dist.get_process_group_ranks(mesh.get_group(name))
+    return groups
 
 
 def _placement(weight: Tensor) -> str:

@@ -50,8 +50,8 @@ def _gradients(module: nn.Module, described: EngineDescription) -> int:
     if described.whole_gradient_bytes:
         return described.whole_gradient_bytes
     if described.zero_stage >= 2:
-        return -(-described.num_trained_parameters // described.data_parallel_size) * fp32
-    by_deepspeed = described.zero_stage or described.pipeline_stages > 1
+        return -(-described.num_trained_parameters // described.dims.dp) * fp32
+    by_deepspeed = described.zero_stage or described.dims.pp > 1
     trained = [_local(each) for each in module.parameters() if each.requires_grad]
     return sum(each.numel() * (fp32 if by_deepspeed else each.element_size()) for each in trained)
 

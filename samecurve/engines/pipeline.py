@@ -43,6 +43,7 @@ from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.strategy.deepspeed_config import resolve_auto
+from samecurve.strategy.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -165,13 +166,11 @@ class PipelineEngine:
     def describe(self) -> EngineDescription:
         engine, module = self._engine, self._module
         accumulated = engine.get_data_types()[1]
-        sizes = {"pp": self._grid.pipe_parallel_size, "dp_shard": self.shard[1]}  # as DeepSpeed's topology orders them
         return EngineDescription(
             engine=type(engine).__name__,
             **deepspeed_introspection.numbers(engine),
             world_size=dist.get_world_size(),
-            data_parallel_size=self.shard[1],
-            pipeline_stages=self._grid.pipe_parallel_size,
+            dims=ParallelDims(pp=self._grid.pipe_parallel_size, dp_shard=self._grid.data_parallel_size),
             layers_per_stage=tuple(module.layers_per_stage()),
             device=str(engine.device),
             num_parameters=self._num_parameters,
@@ -181,7 +180,6 @@ class PipelineEngine:
             weight_dtype=dtype_name(next(module.parameters()).dtype),
             accumulation_dtype=dtype_name(accumulated) if accumulated else None,
             kernels=self._kernels,
-            mesh={name: size for name, size in sizes.items() if size > 1},
             sharded=False,
         )
 

@@ -237,8 +237,6 @@ class ScheduledEngine:
             engine=schedules.get_schedule_class(self._plan.strategy.schedule).__name__,
             optimizer=type(self._optimizer).__name__,
             world_size=dist.get_world_size(),
-            data_parallel_size=self.shard[1],
-            pipeline_stages=self._stages.ranks,
             layers_per_stage=self._stages.layers_per_stage,
             device=str(self.device),
             num_parameters=self._skeleton.num_parameters(),
@@ -252,7 +250,6 @@ class ScheduledEngine:
             reduce_dtype="fp32" if sharded else None,
             sharded=sharded,
             **live_mesh.describe([*weights.values()], groups),
-            tensor_parallel_size=tensor_parallel.cut_size(weights),
             num_teacher_parameters_per_rank=taught.num_parameters_per_rank if taught else 0,
             loss_implementation="chunked" if self._chunks else "full",
             # they are reduced after the step's last backward pass

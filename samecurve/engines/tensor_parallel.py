@@ -201,17 +201,6 @@ def sum_gradients(weights: Sequence[Tensor], mesh: Mesh) -> None:
         torch._foreach_copy_(gradients, sums)
 
 
-def cut_size(weights: Mapping[str, nn.Parameter]) -> int:
-    """Return the number of ranks over which tensor parallelism has cut weights; 1 if none is cut."""
-    for weight in weights.values():
-        if isinstance(weight, DTensor):
-            names = weight.device_mesh.mesh_dim_names or ()
-            for name, placement in zip(names, weight.placements, strict=True):
-                if name == "tp" and not placement.is_replicate():
-                    return weight.device_mesh["tp"].size()
-    return 1
-
-
 def groups_by_mesh(groups: list[dict]) -> list[dict]:
     """Divide an optimizer's parameter groups, because one fused update takes the weights of one mesh only."""
     found = []

@@ -230,14 +230,12 @@ class TorchEngine:
         precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
         precision = "bf16" if self.copies else precision
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
-        replicate_size, offload = 1, ()
+        offload = ()
         if isinstance(self.model, FSDPModule):
             assert isinstance(weight, DTensor)
             policy = self.model._get_fsdp_state()._mp_policy
             precision = PRECISIONS[dtype_name(policy.param_dtype or torch.float32)]
             reduced = policy.reduce_dtype
-            names = weight.device_mesh.mesh_dim_names or ()
-            replicate_size = weight.device_mesh.shape[0] if "dp_replicate" in names else 1
             if weight.to_local().device.type != self.device.type:
                 offload = ("optimizer:cpu", "param:cpu")
         taught, exchanging = self.forward.teacher, context_parallel.attention_of(self.module)
@@ -247,7 +245,6 @@ class TorchEngine:
             engine=type(self.model).__name__,
             optimizer=type(self.optimizer).__name__,
             world_size=self.accelerator.num_processes,
-            data_parallel_size=self.shard[1],
             device=str(self.device),
             num_parameters=self.skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
@@ -262,11 +259,7 @@ class TorchEngine:
             whole_gradient_bytes=fsdp.whole_gradient_bytes(self.plan, self.shapes, reduced),
             sharded=isinstance(self.model, FSDPModule),
             **live_mesh.describe(weights, groups),
-            replicate_size=replicate_size,
-            tensor_parallel_size=tensor_parallel.cut_size(dict(self.module.named_parameters())),
-            context_parallel_size=exchanging.size if exchanging else 1,
             context_parallel=exchanging.name if exchanging else "",
-            expert_parallel_size=expert_parallel.spread_size(dict(self.module.named_parameters())),
             tp_sequence_parallel=sequence_parallel.cuts_sequence(self.module),
             offload=offload,
             loss_implementation=self.forward.loss_implementation,

@@ -34,10 +34,12 @@ def verify(plan: Plan, running: EngineDescription, shapes: Iterable[Sequence[int
         for key, value in _asked(plan).items()
         if getattr(running, key) != value
     ]
-    found, dims = [*running.mesh.items()], plan.strategy.dims
-    asked = [(name, size) for name, size in dims.sizes.items() if size > 1]
-    if found != asked:  # in this order, too
-        differences += [f"  mesh: asked for {dict(asked)!r}, but {dict(found)!r} runs"]
+    dims = plan.strategy.dims
+    asked = {name: size for name, size in dims.sizes.items() if size > 1}
+    if [*running.mesh.items()] != [*asked.items()]:  # in this order, too
+        differences += [f"  mesh: asked for {asked!r}, but {running.mesh!r} runs"]
+    if running.dims.ep != dims.ep:
+        differences += [f"  ranks that share the experts: asked for {dims.ep}, but {running.dims.ep} runs"]
     share = expected_share(plan, shapes)
     if not isinstance(share, str) and not share[0] <= running.num_parameters_per_rank - whole <= share[1]:
         ends = f"{math.ceil(share[0] + whole):,} to {math.floor(share[1] + whole):,}"
@@ -86,8 +88,6 @@ def _asked(plan: Plan) -> dict:
     recipe, strategy = plan.recipe, plan.strategy
     asked = {
         "world_size": strategy.world_size,
-        "data_parallel_size": strategy.dims.dp,
-        "pipeline_stages": strategy.dims.pp,
         "micro_batch_size": recipe.batch.micro_batch_size,
         "gradient_accumulation_steps": recipe.batch.accumulation_steps(strategy.dims.dp),
         "gradient_clipping": recipe.optimizer.max_grad_norm,
@@ -95,10 +95,6 @@ def _asked(plan: Plan) -> dict:
         "zero_stage": strategy.zero_stage,
         "secondary_partition": strategy.secondary_partition,
         "sharded": strategy.shards_weights,
-        "replicate_size": strategy.replicate_size,
-        "tensor_parallel_size": strategy.dims.tp,
-        "context_parallel_size": strategy.dims.cp,
-        "expert_parallel_size": strategy.dims.ep,
         "context_parallel": strategy.context_parallel,
         "tp_sequence_parallel": strategy.tp_sequence_parallel,
         "offload": tuple(strategy.offload),

@@ -31,7 +31,7 @@ from samecurve.models.weights import load_weights
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
-from samecurve.strategy.parallel_dims import LOSS
+from samecurve.strategy.parallel_dims import LOSS, ParallelDims
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -200,14 +200,13 @@ class ZeroEngine:
             engine=type(engine).__name__,
             **deepspeed_introspection.numbers(engine),
             world_size=self.accelerator.num_processes,
-            data_parallel_size=self.shard[1],
+            dims=ParallelDims(dp_shard=engine.dp_world_size),
             device=str(self.device),
             num_parameters=self.skeleton.num_parameters(),
             num_trained_parameters=sum(shape.numel() for shape in self.shapes.values()),
             num_parameters_per_rank=_local_numel(self.tensors[name] for name, _ in self.skeleton.named_parameters()),
             num_teacher_parameters_per_rank=_local_numel(taught.parameters()) if taught else 0,
             weight_dtype=dtype_name(engine.get_data_types()[0]),
-            mesh={"dp_shard": engine.dp_world_size} if engine.dp_world_size > 1 else {},
             sharded=hasattr(next(engine.parameters()), "ds_id"),
             offload=offload,
             secondary_partition=zero3_partition.secondary_partition(engine.module),

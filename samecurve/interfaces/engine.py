@@ -6,11 +6,13 @@ An engine runs whole optimizer steps. Its methods are collective unless their do
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+from samecurve.strategy.parallel_dims import DIMENSIONS, ParallelDims
 
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
@@ -58,8 +60,9 @@ class EngineDescription:
         engine: class name of the engine.
         optimizer: class name of the optimizer.
         device: torch's name of the device, e.g. cuda:1.
-        mesh: size of every dimension of ParallelDims with more than one rank, outermost first: neighbouring ranks
-            differ in the last one.
+        dims: sizes of the parallel dimensions, by the process groups and the weights.
+        order: dimensions as the ranks are numbered, outermost first: neighbouring ranks differ in the last one. Those
+            of one rank do not count.
         placements: number of this rank's weights by their placement on a mesh, e.g. "fsdp Shard(0), tp Replicate";
             "whole" for a weight without a mesh. {} under DeepSpeed.
         num_parameters_per_rank: number of parameters that this rank holds between two steps.
@@ -71,12 +74,8 @@ class EngineDescription:
         sharded: whether each rank holds only a shard of each weight.
         zero_stage: DeepSpeed's ZeRO stage, 0 without ZeRO.
         secondary_partition: number of ranks over which ZeRO-3 shards a second copy of the weights; 1 without one.
-        replicate_size: number of replicas of the sharded model (HSDP); 1 otherwise.
-        tensor_parallel_size: number of ranks over which each layer's weights are cut; 1 otherwise.
-        context_parallel_size: number of ranks over which each row's sequence is cut; 1 otherwise.
-        context_parallel: how they see each other's keys: ulysses, allgather, ring, or "".
-        expert_parallel_size: number of ranks over which a layer's experts are spread; 1 otherwise.
-        tp_sequence_parallel: whether these ranks compute norms and residuals for a part of the tokens each.
+        context_parallel: how the ranks of dims.cp see each other's keys: ulysses, allgather, ring, or "".
+        tp_sequence_parallel: whether the ranks of dims.tp compute norms and residuals for a part of the tokens each.
         offload: offloaded parts with their device, e.g. optimizer:cpu.
         loss_implementation: full, chunked or liger.
         kernels: layers that were replaced by faster kernels.
@@ -89,7 +88,6 @@ class EngineDescription:
     engine: str
     optimizer: str
     world_size: int
-    data_parallel_size: int
     device: str
     num_parameters: int
     num_trained_parameters: int
@@ -101,17 +99,13 @@ class EngineDescription:
     weight_dtype: str
     reduce_dtype: str | None
     sharded: bool
-    mesh: Mapping[str, int] = field(default_factory=dict)
+    dims: ParallelDims
+    order: Sequence[str] = DIMENSIONS
     placements: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int = 0
     secondary_partition: int = 1
-    replicate_size: int = 1
-    tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
     context_parallel: str = ""
-    expert_parallel_size: int = 1
     tp_sequence_parallel: bool = False
-    pipeline_stages: int = 1
     offload: tuple[str, ...] = ()
     loss_implementation: str = "full"
     kernels: tuple[str, ...] = ()
@@ -120,6 +114,27 @@ class EngineDescription:
     accumulation_dtype: str | None = None
     layers_per_stage: tuple[int, ...] | None = None
     activation_checkpoint_interval: int | None = None
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The dimensions with more than one rank, outermost first."""
+        sizes = self.dims.sizes
+        return {name: sizes[name] for name in self.order if sizes[name] > 1}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as run.json has it, in which every size has a name of its own."""
+        described, dims = asdict(self), self.dims
+        del described["dims"], described["order"]
+        return described | {
+            "mesh": self.mesh,
+            "data_parallel_size": dims.dp,
+            "pipeline_stages": dims.pp,
+            # of a sharded model (HSDP)
+            "replicate_size": dims.dp_replicate if self.sharded and dims.pp == 1 else 1,
+            "tensor_parallel_size": dims.tp,
+            "context_parallel_size": dims.cp,
+            "expert_parallel_size": dims.ep,
+        }
 
 
 @dataclass(frozen=True)

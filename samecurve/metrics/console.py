@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -12,10 +13,14 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from samecurve.config.schema_training import Batch
 from samecurve.metrics.batch_lines import batch_lines
 from samecurve.metrics.predicted import QUANTITIES, EvenlySpaced, announced, compare_with_prediction, is_shown
 from samecurve.storage.terminal import TextConsole
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Memory
+    from samecurve.interfaces.engine import EngineDescription
+    from samecurve.run.metadata import RunFacts
 
 LABEL_WIDTH = 12
 WARM_STEPS = 4
@@ -70,9 +75,9 @@ class Progress:
             with contextlib.suppress(OSError):  # as TextConsole
                 self._console.print(line, markup=False, soft_wrap=True)
 
-    def header(self, facts: dict) -> None:
-        """Print the configuration in effect, before the first step. facts: content of run.json (see `header_lines`)."""
-        self._predicted = facts.get("predicted") or {}
+    def header(self, facts: RunFacts) -> None:
+        """Print the configuration in effect, before the first step."""
+        self._predicted = facts.predicted
         for label, text in header_lines(facts):
             self.log(f"{label:<{LABEL_WIDTH}}{text}")
 
@@ -128,108 +133,100 @@ class Progress:
             self._live.update(Group(row, Columns(numbers, padding=(0, 2))), refresh=True)
 
 
-def header_lines(facts: dict) -> list[tuple[str, str]]:
-    """Build the header as (label, text) pairs.
-
-    facts: `recipe` (as a dict), `engine`, `world_size` and the other keys of `run_facts`.
-    """
-    batch = facts["recipe"]["batch"]
-    rows, length = batch["global_batch_size"], batch["sequence_length"]
-    each = facts["data"].get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
-    counts = facts.get("counts", "tokens")
+def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
+    """Build the header as (label, text) pairs."""
+    plan, engine, model = facts.plan, facts.engine, facts.model
+    recipe, strategy, counts = plan.recipe, plan.strategy, facts.counts
+    rows, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
+    texts = facts.data.get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
     counted = "" if counts == "tokens" else f"the loss is the mean over {counts}, counted as `tokens` in metrics.jsonl"
-    warmup = f", {facts['warmup_steps']} of them warm-up" if facts.get("warmup_steps") else ""
+    warmup = f", {recipe.warmup_steps} of them warm-up" if recipe.warmup_steps else ""
+    path = strategy.path or strategy.deepspeed_path
     lines = [
-        ("recipe", f"{facts['recipe_path']} ({facts['recipe']['task']}, {facts['recipe']['steps']} steps{warmup})"),
+        ("recipe", f"{plan.recipe_path} ({recipe.task}, {recipe.steps} steps{warmup})"),
         ("epochs", _epochs(facts)),
-        *(("", note) for note in facts.get("notes", ())),
-        ("strategy", facts["strategy"] + (f" ({facts['strategy_path']})" if facts["strategy_path"] else "")),
-        ("engine", f"{facts['engine']} on {facts['device']}"),
-        ("world", _world(facts)),
-        ("mesh", _mesh(facts)),
-        ("parameters", _parameters(facts)),
-        ("new head", _new_head(facts)),
-        ("not read", facts.get("unread_tensors") and f"of model.path: {facts['unread_tensors']}"),
-        ("not read", facts.get("unread_keys") and f"of model.config: {', '.join(facts['unread_keys'])}"),
+        *(("", note) for note in plan.notes),
+        ("strategy", strategy.name + (f" ({path})" if path else "")),
+        ("engine", f"{engine.engine} on {facts.device}"),
+        ("world", _world(strategy.launcher, engine)),
+        ("mesh", _mesh(engine)),
+        ("parameters", _parameters(engine)),
+        ("new head", _new_head(model.new_head, recipe.seed)),
+        ("not read", model.unread_tensors and f"of model.path: {model.unread_tensors}"),
+        ("not read", f"of model.config: {', '.join(model.unread_keys)}" if model.unread_keys else ""),
         (
             "precision",
-            f"{facts['precision']}: weights {facts['weight_dtype']}, reduction {facts['reduce_dtype'] or 'none'}",
+            f"{recipe.precision}: weights {engine.weight_dtype}, reduction {engine.reduce_dtype or 'none'}",
         ),
-        ("warning", facts.get("precision_warning") or ""),
+        ("warning", facts.precision_warning or ""),
         ("fp8", fp8_line(facts)),
-        *batch_lines(Batch(**batch), facts["data_parallel_size"], padded=facts["pipeline_stages"] > 1),
-        ("tokens", f"{rows * each * length:,} per step = {rows} rows x {f'{each} texts x ' * (each > 1)}{length}"),
+        *batch_lines(recipe.batch, engine.dims.dp, padded=engine.dims.pp > 1),
+        ("tokens", f"{rows * texts * length:,} per step = {rows} rows x {f'{texts} texts x ' * (texts > 1)}{length}"),
         ("", counted),
-        ("optimizer", facts.get("optimizer_groups", "")),
-        ("dropout", ", ".join(f"{name} {rate}" for name, rate in facts["dropout"].items())),
-        ("router loss", facts.get("router_loss", "")),
+        ("optimizer", facts.optimizer_groups),
+        ("dropout", ", ".join(f"{name} {rate}" for name, rate in model.dropout.items())),
+        ("router loss", facts.router_loss),
         ("attention", attention_line(facts)),
-        ("kernels", _kernels(facts)),
-        ("memory", _memory(facts["recipe"]["memory"])),
-        ("gradients", _gradients(facts.get("whole_gradient_bytes", 0))),
-        ("allocator", facts.get("allocator", "")),
-        ("compile", facts.get("compile_choice") or facts["recipe"]["compile"].replace("off", "")),
-        *_data(facts["data"]),
-        *announced(facts.get("predicted") or {}),
-        ("output", str(facts["output_dir"])),
+        ("kernels", _kernels(engine)),
+        ("memory", _memory(recipe.memory)),
+        ("gradients", _gradients(engine.whole_gradient_bytes)),
+        ("allocator", facts.allocator),
+        ("compile", facts.compile_choice or recipe.compile.replace("off", "")),
+        *_data(facts.data),
+        *announced(facts.predicted),
+        ("output", str(recipe.output_dir)),
     ]
     return [(label, text) for label, text in lines if text]
 
 
-def _epochs(facts: dict) -> str:
+def _epochs(facts: RunFacts) -> str:
     """Say how often the run reads each row; "" for streams and mixtures, whose sources say so themselves."""
-    num_rows = facts["data"].get("train", {}).get("rows")
-    recipe = facts["recipe"]
-    if not num_rows or recipe.get("data", {}).get("mixture"):
+    num_rows, recipe = facts.data.get("train", {}).get("rows"), facts.plan.recipe
+    if not num_rows or recipe.data.mixture:
         return ""
-    size = recipe["batch"]["global_batch_size"]
-    passes = recipe["steps"] * size / num_rows
+    size = recipe.batch.global_batch_size
+    passes = recipe.steps * size / num_rows
     return f"{passes:.4g} passes over {num_rows:,} rows, {num_rows / size:,.4g} steps each"
 
 
-def fp8_line(facts: dict) -> str:
-    kind = facts["recipe"].get("fp8", "off")
-    if kind == "off":
+def fp8_line(facts: RunFacts) -> str:
+    recipe = facts.plan.recipe
+    if recipe.fp8 == "off":
         return ""
-    eager = facts["device"] != "cpu" and facts["recipe"]["compile"] == "off"
+    eager = facts.device != "cpu" and recipe.compile == "off"
     advice = "; without compile, scaling to 8 bits runs in separate kernels: set compile: regional" if eager else ""
-    return f"{kind}: the products of {facts['num_fp8_modules']} linear modules{advice}"
+    return f"{recipe.fp8}: the products of {facts.num_fp8_modules} linear modules{advice}"
 
 
-def attention_line(facts: dict) -> str:
-    chosen = facts["attention"]
-    if chosen == "eager" and facts["recipe"].get("model", {}).get("attention") == "auto":
-        return f"eager: transformers has no sdpa for a {facts['model_type']}"
-    if chosen == "sdpa" and facts.get("cudnn_attention") == "off":
-        length = facts["recipe"]["batch"]["sequence_length"]
+def attention_line(facts: RunFacts) -> str:
+    chosen, recipe = facts.model.attention, facts.plan.recipe
+    if chosen == "eager" and recipe.model.attention == "auto":
+        return f"eager: transformers has no sdpa for a {facts.model.model_type}"
+    if chosen == "sdpa" and facts.cudnn_attention == "off":
+        length = recipe.batch.sequence_length
         return f"sdpa without cuDNN's kernels: their gradients can be NaN at {length} tokens (64 modulo 128)"
-    return f"{chosen} ({facts['attention_choice']})" if facts.get("attention_choice") else chosen
+    return f"{chosen} ({facts.attention_choice})" if facts.attention_choice else chosen
 
 
-def _new_head(facts: dict) -> str:
+def _new_head(names: Sequence[str], seed: int) -> str:
     """Describe the output head that a pretrained model lacked and the run initialized."""
-    names = facts.get("new_head") or []
-    return (
-        f"drawn from seed {facts['recipe'].get('seed', 0)}, {len(names)} parameters: {', '.join(names)}"
-        if names
-        else ""
-    )
+    return f"drawn from seed {seed}, {len(names)} parameters: {', '.join(names)}" if names else ""
 
 
-def _kernels(facts: dict) -> str:
-    loss = ["output head and cross-entropy together"] if facts.get("loss_implementation") == "liger" else []
-    kernels = [*facts.get("kernels", ()), *loss]
+def _kernels(engine: EngineDescription) -> str:
+    loss = ["output head and cross-entropy together"] if engine.loss_implementation == "liger" else []
+    kernels = [*engine.kernels, *loss]
     return f"liger: {', '.join(kernels)}" if kernels else ""
 
 
-def _memory(memory: dict) -> str:
+def _memory(memory: Memory) -> str:
     return {
         "none": "",
         "full": "every layer's activations are recomputed",
-        "selective": f"layers keep the results of {memory.get('selective_save')} and recompute the rest",
-        "every_n_layers": f"the activations of one layer in {memory.get('every_n_layers')} are recomputed",
+        "selective": f"layers keep the results of {memory.selective_save} and recompute the rest",
+        "every_n_layers": f"the activations of one layer in {memory.every_n_layers} are recomputed",
         "offload": "every layer's activations are recomputed from inputs in host memory",
-    }[memory["activation_checkpointing"]]
+    }[memory.activation_checkpointing]
 
 
 def _gradients(whole_bytes: int) -> str:
@@ -252,30 +249,30 @@ def spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _parameters(facts: dict) -> str:
-    count, trained, local = (facts[f"num_{key}"] for key in ("parameters", "trained_parameters", "parameters_per_rank"))
+def _parameters(engine: EngineDescription) -> str:
+    count, trained, local = engine.num_parameters, engine.num_trained_parameters, engine.num_parameters_per_rank
     part = f"{trained:,} of them trained ({trained / count:.2%}), " if trained != count else ""
     return f"{count:,} in all, {part}{local:,} on this rank"
 
 
-def _world(facts: dict) -> str:
-    processes = f"{facts['world_size']} {'process' if facts['world_size'] == 1 else 'processes'}"
-    stages = f", {facts['pipeline_stages']} pipeline stages" if facts["pipeline_stages"] > 1 else ""
-    cut = f", {facts['tensor_parallel_size']} tensor-parallel" if facts.get("tensor_parallel_size", 1) > 1 else ""
-    if (parts := facts.get("context_parallel_size", 1)) > 1:
-        cut += f", {parts} context-parallel ({facts['context_parallel']})"
-    cut += f", {spread} expert-parallel" if (spread := facts.get("expert_parallel_size", 1)) > 1 else ""
-    if (group := facts.get("secondary_partition", 1)) > 1:
-        cut += f", a second copy of the weights over each {group}"
-    cut += " with sequence parallelism" if facts.get("tp_sequence_parallel") else ""
-    return f"{processes} by {facts['launcher']}, {facts['data_parallel_size']} data-parallel{cut}{stages}"
+def _world(launcher: str, engine: EngineDescription) -> str:
+    dims, count = engine.dims, engine.world_size
+    parts = [f"{count} {'process' if count == 1 else 'processes'} by {launcher}, {dims.dp} data-parallel"]
+    parts += [f"{dims.tp} tensor-parallel"] if dims.tp > 1 else []
+    parts += [f"{dims.cp} context-parallel ({engine.context_parallel})"] if dims.cp > 1 else []
+    parts += [f"{dims.ep} expert-parallel"] if dims.ep > 1 else []
+    if engine.secondary_partition > 1:
+        parts.append(f"a second copy of the weights over each {engine.secondary_partition}")
+    parts[-1] += " with sequence parallelism" if engine.tp_sequence_parallel else ""
+    parts += [f"{dims.pp} pipeline stages"] if dims.pp > 1 else []
+    return ", ".join(parts)
 
 
-def _mesh(facts: dict) -> str:
+def _mesh(engine: EngineDescription) -> str:
     """Describe the order of the ranks; "" if they differ in one dimension, which the line of the world names."""
-    mesh, shards = facts.get("mesh", {}), "shards" if facts.get("sharded") else "data-parallel"
-    names = {"pp": "stages", "dp_replicate": "replicas", "dp_shard": shards, "cp": "context-parallel"}
-    named = [f"{size} {names.get(name, 'tensor-parallel')}" for name, size in mesh.items()]
+    names = {"pp": "stages", "dp_replicate": "replicas", "cp": "context-parallel", "tp": "tensor-parallel"}
+    names["dp_shard"] = "shards" if engine.sharded else "data-parallel"
+    named = [f"{size} {names[name]}" for name, size in engine.mesh.items()]
     return f"{' x '.join(named)}, the last over neighbouring ranks" if len(named) > 1 else ""
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,26 +30,42 @@ from samecurve.specs.data_names import CHATML
 Write = Callable[[str, Tensor], None]
 
 
-def describe(model: PreTrainedModel, recipe: Recipe) -> dict:
-    """Describe the model for the header and run.json. Raises as `load_weights`.
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """A model, for the header and run.json.
 
-    `dropout` holds the config's rates above 0 by config key, `new_head` the parameters that `model.path` lacks,
-    `unread_tensors` counts the weights there that the model does not have, `unread_keys` lists keys of model.config
-    without effect.
+    Attributes:
+        model_type: of its config.
+        attention: implementation, "none" for a model without any.
+        dropout: the config's rates above 0 by config key.
+        new_head: parameters that `model.path` lacks.
+        unread_tensors: the weights there that the model does not have, counted.
+        unread_keys: keys of model.config without effect.
     """
+
+    model_type: str
+    attention: str | None
+    dropout: Mapping[str, float] = field(default_factory=dict)
+    new_head: Sequence[str] = ()
+    unread_tensors: str = ""
+    unread_keys: Sequence[str] = ()
+
+
+def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
+    """Describe the model. Raises as `load_weights`."""
     head, unread = [], ""
     if recipe.model.path is not None:
         pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
         head = sorted(new_head(model, recipe, pretrained.missing()))
         unread = pretrained.grouped([name for names in pretrained.unread() for name in names])
-    return {
-        "model_type": model.config.model_type,
-        "attention": model.config._attn_implementation if has_attention(model.config) else "none",
-        "dropout": dropout.rates(model.config),
-        "new_head": head,
-        "unread_tensors": unread,
-        "unread_keys": without_effect(recipe.model.config) if recipe.model.config else [],
-    }
+    return ModelDescription(
+        model_type=model.config.model_type,
+        attention=model.config._attn_implementation if has_attention(model.config) else "none",
+        dropout=dropout.rates(model.config),
+        new_head=head,
+        unread_tensors=unread,
+        unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
+    )
 
 
 def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from samecurve.distributed.cpu_workers import num_cores
 from samecurve.interfaces.fingerprint import identity
@@ -17,44 +18,83 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
+    from samecurve.interfaces.engine import EngineDescription
     from samecurve.interfaces.task import Task
+    from samecurve.models.weights import ModelDescription
     from samecurve.strategy.plan import Plan
 
 
-def run_facts(plan: Plan, described: dict, data: dict, device: str) -> dict:
-    """Build the content of run.json, which the header at the start of a run shows too.
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a run is: the content of run.json, which the header at the start of a run shows, too.
 
-    Args:
-        described: reported by the live engine (`engine`, `world_size`, `data_parallel_size`, `pipeline_stages`,
-            `gradient_accumulation_steps`, `weight_dtype`, `reduce_dtype`, `num_parameters`, `num_parameters_per_rank`,
-            ...) and added by the session (`model_type`, `attention`, `dropout`, `adapter`).
+    Attributes:
+        engine: reported by the live engine.
+        model: the model, from its config and its stored weights.
         data: the task's description of its data.
+        data_fingerprints: of the rows of `train` and `held_out`.
         device: human-readable name of the device.
+        adapter: as in `resume_identity`.
+        counts: plural noun for what `tokens` counts, see Task.count.
+        flops: the basis of mfu and hfu.
+        compile_choice, precision_warning, allocator, cudnn_attention, attention_choice, optimizer_groups, router_loss:
+            texts for the header; "" or None for no line.
+        num_fp8_modules: number of linear modules with products in fp8.
+        predicted: see planner/forecast.forecast.
+        resumed_from: folder of the checkpoint.
+        start_step: number of steps that were done when this session began.
     """
-    recipe, strategy = plan.recipe, plan.strategy
-    return {
-        "recipe_path": plan.recipe_path,
-        "overrides": list(plan.overrides),
-        "output_dir": recipe.output_dir,
-        "notes": plan.notes,
-        "from_strategy": plan.from_strategy,
-        "no_effect": plan.no_effect,
-        "strategy": strategy.name,
-        "strategy_path": strategy.path or strategy.deepspeed_path,
-        "family": strategy.family,
-        "launcher": strategy.launcher,
-        **described,
-        "device": device,
-        "hardware": hardware_facts(),
-        "precision": recipe.precision,
-        "data": data,
-        "warmup_steps": recipe.warmup_steps,
-        "recipe": recipe.model_dump(),
-        "accelerate": strategy.accelerate,
-        "deepspeed": strategy.deepspeed,
-        "versions": versions(),
-        "started": utc_timestamp(),
-    }
+
+    plan: Plan
+    engine: EngineDescription
+    model: ModelDescription
+    data: dict[str, Any]
+    device: str
+    data_fingerprints: dict[str, str] = field(default_factory=dict)
+    adapter: dict | None = None
+    counts: str = "tokens"
+    flops: dict = field(default_factory=dict)
+    compile_choice: str = ""
+    precision_warning: str | None = None
+    allocator: str = ""
+    cudnn_attention: str | None = None
+    attention_choice: str = ""
+    optimizer_groups: str = ""
+    router_loss: str = ""
+    num_fp8_modules: int = 0
+    predicted: dict = field(default_factory=dict)
+    resumed_from: str | None = None
+    start_step: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of run.json."""
+        recipe, strategy = self.plan.recipe, self.plan.strategy
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in ("plan", "engine", "model"):
+            del own[name]
+        return {
+            "recipe_path": self.plan.recipe_path,
+            "overrides": list(self.plan.overrides),
+            "output_dir": recipe.output_dir,
+            "notes": self.plan.notes,
+            "from_strategy": self.plan.from_strategy,
+            "no_effect": self.plan.no_effect,
+            "strategy": strategy.name,
+            "strategy_path": strategy.path or strategy.deepspeed_path,
+            "family": strategy.family,
+            "launcher": strategy.launcher,
+            **asdict(self.model),
+            **self.engine.to_json(),
+            **own,
+            "hardware": hardware_facts(),
+            "precision": recipe.precision,
+            "warmup_steps": recipe.warmup_steps,
+            "recipe": recipe.model_dump(),
+            "accelerate": strategy.accelerate,
+            "deepspeed": strategy.deepspeed,
+            "versions": versions(),
+            "started": utc_timestamp(),
+        }
 
 
 def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:

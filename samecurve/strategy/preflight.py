@@ -40,14 +40,43 @@ ALLOCATOR_SETTINGS = "expandable_segments:True"
 
 
 def plan(argv: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """Resolve command line and environment into a plan and check the machine, without loading torch."""
+    """Resolve command line and environment into a plan, check the machine and prepare this process for training.
+
+    torch is not loaded.
+    """
     resolved = resolve_plan(argv, environ)
     try:
+        prepare_process(resolved, environ)  # first, because it sets the PATH on which compilers are looked for
         check_machine(resolved, environ)
+        prepare_builds(resolved.strategy, environ)  # last: it may wait for minutes
     except SamecurveError as error:
         error.output_dir = resolved.recipe.output_dir  # whose status.json records the refusal
         raise
     return resolved
+
+
+def prepare_process(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
+    """Set PATH, the allocator's settings and, without a connection to the hub, HF_HUB_OFFLINE in os.environ."""
+    prepare_environment()
+    prepare_allocator()
+    quiet_libraries()
+    without_hub = use_cache_without_hub(plan.recipe)
+    if without_hub and environ.get("RANK", "0") == "0":
+        print(without_hub, flush=True)
+
+
+def prepare_builds(strategy: Strategy, environ: Mapping[str, str] = os.environ) -> None:
+    """Prepare the compilation of DeepSpeed's operators, if the strategy needs any.
+
+    The first process of the machine removes stale build locks, and may wait for builds of other hosts (see
+    op_build_locks.py).
+    """
+    needed = operators(strategy)
+    if needed and os.name == "posix":
+        supervise_builds()
+    # async_io's builder loads pin_memory first (deepspeed/ops/op_builder/async_io.py, 0.19)
+    if needed and environ.get("LOCAL_RANK", "0") == "0":
+        op_build_locks.clear_build_locks({*needed, "pin_memory"}, print, environ)
 
 
 def prepare_environment() -> None:
@@ -97,37 +126,21 @@ def allocator_settings(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
-    """Prepare this process's environment, and check that this machine has what the plan needs.
-
-    Sets PATH, the allocator's settings and, without a connection to the hub, HF_HUB_OFFLINE in os.environ. If DeepSpeed
-    is to compile operators, the first process of the machine also removes stale build locks, and may wait for builds of
-    other hosts (see op_build_locks.py).
+    """Check that this machine has what the plan needs, and change nothing.
 
     Raises:
         ConfigurationError: lists everything that this machine lacks.
     """
-    prepare_environment()
-    prepare_allocator()
-    quiet_libraries()
-    without_hub = use_cache_without_hub(plan.recipe)
-    if without_hub and environ.get("RANK", "0") == "0":
-        print(without_hub, flush=True)
-    found = environment_problems(plan.strategy, plan.recipe.precision, environ)
-    found += compiler_problems(plan.recipe, has_accelerator(environ), environ)
+    problems = environment_problems(plan.strategy, plan.recipe.precision, environ)
+    problems += compiler_problems(plan.recipe, has_accelerator(environ), environ)
     if not has_accelerator(environ) and plan.recipe.batch.is_auto and plan.recipe.memory.limit_gib is None:
-        found.append(
+        problems.append(
             "batch.micro_batch_size: found auto, which fills the memory of a GPU, and there is none; set "
             "memory.limit_gib to the GiB that each process may use, or give a number"
         )
-    if found:
-        lines = ["this machine cannot run the strategy", *(f"  {problem}" for problem in found)]
+    if problems:
+        lines = ["this machine cannot run the strategy", *(f"  {problem}" for problem in problems)]
         raise ConfigurationError("\n".join(lines))
-    needed = operators(plan.strategy)
-    if needed and os.name == "posix":
-        supervise_builds()
-    # async_io's builder loads pin_memory first (deepspeed/ops/op_builder/async_io.py, 0.19)
-    if needed and environ.get("LOCAL_RANK", "0") == "0":
-        op_build_locks.clear_build_locks({*needed, "pin_memory"}, print, environ)
 
 
 def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, str] = os.environ) -> None:

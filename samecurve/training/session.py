@@ -125,7 +125,7 @@ class Session:
             progress=context.watch.local_progress,
             restart_clock=self.meter.start,
             memory_usage=self.engine.memory_usage,
-            unlike=self.engine.describe().pipeline_stages > 1,
+            unlike=self.engine.describe().dims.pp > 1,
             dims=context.plan.strategy.dims,
         )
         return Profiler(context.recipe.profile, self.start.step, hooks)

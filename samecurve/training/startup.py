@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from samecurve.models.compilation import Recompilations
 from samecurve.models.lora import is_adapted, trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.parameter_groups import roles_of
-from samecurve.run.metadata import resume_identity, run_facts
+from samecurve.run.metadata import RunFacts, resume_identity
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import check_packing
@@ -125,7 +125,7 @@ def find_checkpoint(context: Context, identity: dict) -> Checkpoints:
     if background is None:
         # a background save copies the state to host memory, where state offloaded to NVMe would not fit
         background = "optimizer:nvme" not in context.plan.strategy.offload
-    checkpoints = Checkpoints(run, identity, context.world, log, context.watch.local_progress, background)
+    checkpoints = Checkpoints(run, recipe, identity, context.world, log, context.watch.local_progress, background)
     checkpoint = checkpoints.find(context.plan.resume)
     if checkpoint is not None:
         # on rank 0, because another rank may have read status.json after rank 0 set it to running
@@ -313,29 +313,39 @@ def _introduce(session: Session) -> None:
         context.progress.log(context.run.notice)
         context.progress.log(f"no step is left to train: {session.start.step} of {recipe.steps} are done")
         return  # run.json stays that of the session that trained
-    described = weights.describe(built.skeleton, recipe) | asdict(engine.describe())
-    described |= {"adapter": built.identity["adapter"], "allocator": factory.allocator(accelerator)}
-    described |= {"cudnn_attention": cudnn.describe(accelerator.device)}
-    described |= {"attention_choice": measured.describe(recipe, accelerator.device)}
-    described |= {"num_fp8_modules": fp8.count(built.skeleton, recipe.fp8)}
-    groups = roles_of(built.skeleton).describe(recipe.optimizer, trained_shapes(built.skeleton))
-    described |= {"optimizer_groups": groups}
-    described |= {"router_loss": routers.describe(recipe.model.router_loss, built.skeleton)}
-    facts = run_facts(plan, described, built.task.describe(), factory.device_name(accelerator))
-    facts |= {"flops": session.meter.flops, "counts": built.task.counts, "compile_choice": context.compile_choice}
+    warning, predicted = None, {}
     if accelerator.is_main_process:
-        warning = matmul_speed.precision_warning(recipe, built.skeleton, accelerator.device)
-        facts |= {"precision_warning": warning or None}
+        warning = matmul_speed.precision_warning(recipe, built.skeleton, accelerator.device) or None
         # on rank 0, which alone knows the peak of its device
         peak = session.meter.machine.peak
-        facts |= {"predicted": predict(context, built.skeleton.config.to_dict(), peak and peak.tflops)}
+        predicted = predict(context, built.skeleton.config.to_dict(), peak and peak.tflops)
     resumed_from = session.checkpoints.resumed_from
-    facts |= {"resumed_from": resumed_from and str(resumed_from), "start_step": session.start.step}
     parts = {"train": built.task.train, "held_out": built.task.validation}
-    facts |= {"data_fingerprints": {name: rows.fingerprint for name, rows in parts.items() if rows is not None}}
+    facts = RunFacts(
+        plan=plan,
+        engine=engine.describe(),
+        model=weights.describe(built.skeleton, recipe),
+        data=built.task.describe(),
+        data_fingerprints={name: rows.fingerprint for name, rows in parts.items() if rows is not None},
+        device=factory.device_name(accelerator),
+        adapter=built.identity["adapter"],
+        counts=built.task.counts,
+        flops=session.meter.flops,
+        compile_choice=context.compile_choice,
+        precision_warning=warning,
+        allocator=factory.allocator(accelerator),
+        cudnn_attention=cudnn.describe(accelerator.device),
+        attention_choice=measured.describe(recipe, accelerator.device),
+        optimizer_groups=roles_of(built.skeleton).describe(recipe.optimizer, trained_shapes(built.skeleton)),
+        router_loss=routers.describe(recipe.model.router_loss, built.skeleton),
+        num_fp8_modules=fp8.count(built.skeleton, recipe.fp8),
+        predicted=predicted,
+        resumed_from=str(resumed_from) if resumed_from else None,
+        start_step=session.start.step,
+    )
     if accelerator.is_main_process:
         write_bad_rows(built.task.bad_rows, context.run.path / BAD_ROWS)
-    context.run.write_run(facts)
+    context.run.write_run(facts.to_json())
     context.world.on_main(lambda: session.trackers.open(session.start.step))
     context.progress.log(context.run.notice)
     context.progress.header(facts)

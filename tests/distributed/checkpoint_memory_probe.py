@@ -5,7 +5,6 @@ Prints, from rank 0, the largest growth of any rank, in units of the model's fp3
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -40,9 +39,7 @@ def main() -> None:
     facts, sizes = resume_identity(plan, skeleton, task), [parameter.numel() for parameter in skeleton.parameters()]
 
     def checkpoints(background: bool) -> Checkpoints:
-        changed = copy.deepcopy(facts)
-        changed["recipe"]["checkpoint"]["background"] = background
-        return Checkpoints(run, changed, ControlGroup(), accelerator.print)
+        return Checkpoints(run, plan.recipe, facts, ControlGroup(), accelerator.print, background=background)
 
     streamed, copied = checkpoints(background=False), checkpoints(background=True)
     folder = run.checkpoints / "step_00000002"

@@ -26,7 +26,9 @@ def main() -> None:
     accelerator = factory.start(plan)
     task = registry.load_task(plan.recipe)
     skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
-    checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), ControlGroup(), accelerator.print)
+    checkpoints = Checkpoints(
+        run, plan.recipe, resume_identity(plan, skeleton, task), ControlGroup(), accelerator.print
+    )
     engine = factory.build(accelerator, plan, skeleton, task)
     position = checkpoints.load(checkpoints.find(folder), engine)
     checkpoints.save(engine, position, wait=True)

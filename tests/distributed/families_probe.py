@@ -56,7 +56,7 @@ def trained(accelerator, plan, task, kept: list) -> dict:
     target = Path(recipe.model.path).with_name(Path(recipe.output_dir).name)
     tensors = chain(engine.parameters(), weights.constant_tensors(skeleton, recipe))
     export(tensors, skeleton, ExportTarget(target, task.tokenizer), accelerator.is_main_process)
-    described = {"engine": engine.describe().engine, "attention": weights.describe(skeleton, recipe)["attention"]}
+    described = {"engine": engine.describe().engine, "attention": weights.describe(skeleton, recipe).attention}
     return {"losses": losses, "logits": kept[0][0], "inputs": held_out[0].inputs, **described}
 
 

@@ -52,7 +52,9 @@ def main() -> None:
 def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
     recipe, world = plan.recipe, ControlGroup()
     run = RunDirectory(recipe.output_dir, is_main=world.is_main)
-    checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), world, accelerator.print, background=False)
+    checkpoints = Checkpoints(
+        run, recipe, resume_identity(plan, skeleton, task), world, accelerator.print, background=False
+    )
     engine = factory.build(accelerator, plan, skeleton, task)
 
     def train(start: int, save_after: int = 0) -> list[tuple[float, float]]:

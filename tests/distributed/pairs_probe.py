@@ -39,7 +39,7 @@ def main() -> None:
     task = registry.load_task(recipe)
     skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     world = ControlGroup()
-    checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), world, accelerator.print)
+    checkpoints = Checkpoints(run, recipe, resume_identity(plan, skeleton, task), world, accelerator.print)
     engine = factory.build(accelerator, plan, skeleton, task)
     for name, folder in wanted["sources"].items():
         position = checkpoints.load(Path(folder), engine)

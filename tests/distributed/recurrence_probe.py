@@ -59,7 +59,9 @@ def main() -> None:
     losses, found = [], []
     batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, num_steps=STEPS)
     run = RunDirectory(recipe.output_dir, is_main=world.is_main)
-    checkpoints = Checkpoints(run, resume_identity(plan, skeleton, task), world, accelerator.print, background=False)
+    checkpoints = Checkpoints(
+        run, recipe, resume_identity(plan, skeleton, task), world, accelerator.print, background=False
+    )
     for step, micro_batches in enumerate(batches, start=1):
         found.append(differences(lambda rows=micro_batches: losses.append(engine.step(rows, 1e-3).loss)))
         if step == STEPS // 2:

@@ -44,7 +44,7 @@ def trained(accelerator, plan, task) -> dict:
     description = engine.describe()
     return {
         "engine": description.engine,
-        "stages": description.pipeline_stages,
+        "stages": description.dims.pp,
         "accumulation": description.gradient_accumulation_steps,
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],

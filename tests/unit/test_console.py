@@ -2,42 +2,63 @@ import contextlib
 import io
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from samecurve.config.schema import Batch, Recipe, Schedule
+from samecurve.interfaces.engine import EngineDescription
 from samecurve.metrics.console import Progress, duration, header_lines, numbers_of
+from samecurve.models.weights import ModelDescription
+from samecurve.run.metadata import RunFacts
 from samecurve.storage.terminal import TextConsole
+from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.plan import Plan, Strategy
 
-FACTS = {
-    "recipe_path": "recipes/quickstart.yaml",
-    "output_dir": "runs/quickstart",
-    "strategy": "zero3",
-    "strategy_path": "configs/zero3.yaml",
-    "launcher": "torchrun",
-    "engine": "DeepSpeedEngine",
-    "device": "cpu",
-    "world_size": 16,
-    "data_parallel_size": 8,
-    "pipeline_stages": 2,
-    "gradient_accumulation_steps": 2,
-    "weight_dtype": "float32",
-    "reduce_dtype": "float32",
-    "num_parameters": 1234567,
-    "num_trained_parameters": 1234567,
-    "num_parameters_per_rank": 154321,
-    "precision": "bf16",
-    "attention": "varlen",
-    "dropout": {},
-    "data": {"train": {"rows": 4096, "documents": 800}, "held_out": {"rows": 64}, "vocabulary_size": 512},
-    "recipe": {
-        "task": "pretrain",
-        "steps": 120,
-        "batch": {"global_batch_size": 64, "micro_batch_size": 4, "sequence_length": 256},
-        "memory": {"activation_checkpointing": "none"},
-        "compile": "off",
-    },
-}
+RECIPE = Recipe(
+    output_dir="runs/quickstart",
+    steps=120,
+    precision="bf16",
+    model={"config": {"model_type": "llama"}},
+    data={"path": "x"},
+    batch={"global_batch_size": 64, "micro_batch_size": 4, "sequence_length": 256},
+    optimizer={"learning_rate": 1e-3},
+    schedule={"warmup_steps": 0},
+)
+STRATEGY = Strategy(name="zero3", path=Path("configs/zero3.yaml"), launcher="torchrun")
+ENGINE = EngineDescription(
+    engine="DeepSpeedEngine",
+    optimizer="AdamW",
+    device="cpu",
+    world_size=16,
+    dims=ParallelDims(pp=2, dp_shard=8),
+    num_parameters=1234567,
+    num_trained_parameters=1234567,
+    num_parameters_per_rank=154321,
+    precision="bf16",
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    gradient_clipping=1.0,
+    weight_dtype="float32",
+    reduce_dtype="float32",
+    sharded=False,
+)
+FACTS = RunFacts(
+    plan=Plan(RECIPE, STRATEGY, "recipes/quickstart.yaml", ()),
+    engine=ENGINE,
+    model=ModelDescription(model_type="llama", attention="varlen"),
+    data={"train": {"rows": 4096, "documents": 800}, "held_out": {"rows": 64}, "vocabulary_size": 512},
+    device="cpu",
+)
+
+
+def facts(recipe: dict | None = None, engine: dict | None = None, model: dict | None = None, **changes) -> RunFacts:
+    """FACTS with other values."""
+    plan = replace(FACTS.plan, recipe=RECIPE.model_copy(update=recipe or {}))
+    parts = {"engine": replace(ENGINE, **engine or {}), "model": replace(FACTS.model, **model or {})}
+    return replace(FACTS, plan=plan, **parts, **changes)
 
 
 def record(step, **changes):
@@ -67,20 +88,20 @@ def shown(total, every, terminal=False, enabled=True, width=200):
 
 
 def test_header_names_dropout():
-    lines = dict(header_lines({**FACTS, "dropout": {"attn_pdrop": 0.1}}))
+    lines = dict(header_lines(facts(model={"dropout": {"attn_pdrop": 0.1}})))
     assert lines["dropout"] == "attn_pdrop 0.1"
 
 
 def test_header_says_what_is_not_read():
     unread = {"unread_tensors": "mtp (12 tensors)", "unread_keys": ["torch_dtype", "use_cache"]}
-    assert [text for label, text in header_lines({**FACTS, **unread}) if label == "not read"] == [
+    assert [text for label, text in header_lines(facts(model=unread)) if label == "not read"] == [
         "of model.path: mtp (12 tensors)",
         "of model.config: torch_dtype, use_cache",
     ]
 
 
 def test_header_says_how_long_the_warmup_is():
-    lines = dict(header_lines({**FACTS, "warmup_steps": 6}))
+    lines = dict(header_lines(facts({"schedule": Schedule(warmup_steps=6)})))
     assert lines["recipe"] == "recipes/quickstart.yaml (pretrain, 120 steps, 6 of them warm-up)"
 
 
@@ -91,6 +112,7 @@ def test_header_says_what_runs():
         ("strategy", "zero3 (configs/zero3.yaml)"),
         ("engine", "DeepSpeedEngine on cpu"),
         ("world", "16 processes by torchrun, 8 data-parallel, 2 pipeline stages"),
+        ("mesh", "2 stages x 8 data-parallel, the last over neighbouring ranks"),
         ("parameters", "1,234,567 in all, 154,321 on this rank"),
         ("precision", "bf16: weights float32, reduction float32"),
         ("batch", "64 rows = 4 micro x 2 accumulation x 8 data-parallel"),
@@ -114,18 +136,18 @@ def test_header_says_what_runs():
     ],
 )
 def test_header_says_how_ranks_are_arranged(mesh, sharded, text):
-    lines = header_lines({**FACTS, "mesh": mesh, "sharded": sharded})
+    lines = header_lines(facts(engine={"dims": ParallelDims(**mesh), "sharded": sharded}))
     place = lines.index(("mesh", f"{text}, the last over neighbouring ranks"))
     assert lines[place - 1][0] == "world"
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}])
 def test_one_dimension_needs_no_line(mesh):
-    assert "mesh" not in dict(header_lines({**FACTS, "mesh": mesh, "sharded": True}))
+    assert "mesh" not in dict(header_lines(facts(engine={"dims": ParallelDims(**mesh), "sharded": True})))
 
 
 def test_header_warns_of_a_slow_precision():
-    lines = header_lines({**FACTS, "precision_warning": "bf16 is slow on this CPU"})
+    lines = header_lines(facts(precision_warning="bf16 is slow on this CPU"))
     where = lines.index(("warning", "bf16 is slow on this CPU"))
     assert lines[where - 1][0] == "precision"
 
@@ -142,16 +164,15 @@ def test_header_warns_of_a_slow_precision():
     ],
 )  # fmt: skip
 def test_header_says_how_the_rows_fall(rows, micro, ranks, stages, expected):
-    batch = {"global_batch_size": rows, "micro_batch_size": micro, "sequence_length": 256}
-    facts = {**FACTS, "recipe": {**FACTS["recipe"], "batch": batch}}
-    lines = header_lines({**facts, "data_parallel_size": ranks, "pipeline_stages": stages})
+    batch = Batch(global_batch_size=rows, micro_batch_size=micro, sequence_length=256)
+    lines = header_lines(facts({"batch": batch}, {"dims": ParallelDims(pp=stages, dp_shard=ranks)}))
     first = [label for label, _ in lines].index("batch")
     last = [label for label, _ in lines].index("tokens")
     assert [text for _, text in lines[first:last]] == expected
 
 
 def test_a_row_of_a_pair_holds_two_answers():
-    lines = dict(header_lines({**FACTS, "data": {"sequences_per_row": 2}}))
+    lines = dict(header_lines(facts(data={"sequences_per_row": 2})))
     assert lines["tokens"] == "32,768 per step = 64 rows x 2 texts x 256"
 
 
@@ -250,7 +271,7 @@ def test_a_step_costs_the_same_after_many():
     for total in (10_000, 50_000):
         stream = io.StringIO()
         progress = Progress(total, total, console=Console(file=stream, width=200), started=0.0)
-        progress.header(FACTS | {"predicted": predicted})
+        progress.header(facts(predicted=predicted))
         for step in range(1, total + 1):
             # 900 s in the first step; then 1, 2, 3, 1, 2, 3, ...
             peak = 7.25 if step == 17 else 1.0

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_console import facts
 
+from samecurve.config.schema import Batch
 from samecurve.metrics import console
 from samecurve.models.attention import cudnn
 
@@ -55,7 +57,8 @@ def test_varying_widths_share_plans_unless_the_user_says_otherwise(enabled, monk
 
 
 def test_the_header_says_why_the_kernels_are_off():
-    facts = {"attention": "sdpa", "recipe": {"batch": {"sequence_length": 704}}}
-    assert console.attention_line(facts | {"cudnn_attention": "on"}) == "sdpa"
-    told = console.attention_line(facts | {"cudnn_attention": "off"})
+    batch = Batch(global_batch_size=2, micro_batch_size=2, sequence_length=704)
+    on, off = (facts({"batch": batch}, model={"attention": "sdpa"}, cudnn_attention=value) for value in ("on", "off"))
+    assert console.attention_line(on) == "sdpa"
+    told = console.attention_line(off)
     assert "without cuDNN" in told and "704 tokens" in told

@@ -9,6 +9,7 @@ import pytest
 import torch
 from report_cases import TORCHRUN, Plan, check_report, findings, message, missing, write
 from test_activation_checkpointing import FAMILIES, LAYERS, build, forward, gradients
+from test_console import facts
 
 from samecurve.errors import ConfigurationError
 from samecurve.metrics import console
@@ -232,6 +233,6 @@ def test_4bit_weights_have_products_of_their_own():
     [("NVIDIA H100", "off", True), ("NVIDIA H100", "regional", False), ("cpu", "off", False)],
 )
 def test_the_header_advises_to_compile_on_a_gpu(device, compile, advises):
-    facts = {"device": device, "recipe": {"fp8": "rowwise", "compile": compile}, "num_fp8_modules": 7}
-    assert ("set compile: regional" in console.fp8_line(facts)) == advises
-    assert console.fp8_line(facts).startswith("rowwise: the products of 7 linear modules")
+    line = console.fp8_line(facts({"fp8": "rowwise", "compile": compile}, device=device, num_fp8_modules=7))
+    assert ("set compile: regional" in line) == advises
+    assert line.startswith("rowwise: the products of 7 linear modules")

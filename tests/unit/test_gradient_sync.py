@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from report_cases import TORCHRUN, Plan, check_report, message, write
-from test_console import FACTS
+from test_console import FACTS, facts
 
 from samecurve.config.schema import Batch, Memory
 from samecurve.engines import fsdp
@@ -64,7 +64,8 @@ def test_what_whole_gradients_take():
 
 
 def test_it_is_said_before_the_first_step():
-    told = dict(header_lines(FACTS | {"whole_gradient_bytes": 3 * 2**19, "allocator": "expandable_segments:True (X)"}))
+    changed = facts(engine={"whole_gradient_bytes": 3 * 2**19}, allocator="expandable_segments:True (X)")
+    told = dict(header_lines(changed))
     shown = "unsharded while accumulating: 1.5 MiB on each rank (memory.gradient_sync: last_micro_batch)"
     assert told["gradients"] == shown
     assert told["allocator"] == "expandable_segments:True (X)"

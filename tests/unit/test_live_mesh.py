@@ -41,7 +41,14 @@ def test_the_mesh_of_sharded_weights(dims):
             fully_shard(layer, mesh=mesh.sharding)
         groups = {name: mesh.group(name) for name in ("pp", "cp") if dims.size(name) > 1}
         found = live_mesh.describe([layer.weight], {**groups, "dp_replicate": None})
-    assert list(found["mesh"].items()) == [(name, size) for name, size in dims.sizes.items() if size > 1]
+    assert found["dims"] == dims and found["order"] == tuple(name for name, size in dims.sizes.items() if size > 1)
+
+
+def test_weights_that_nothing_divides_have_no_dimension():
+    """A plan of transformers may leave every weight whole."""
+    with mesh_of(0, ParallelDims(tp=2)) as mesh:
+        whole = distribute_tensor(torch.zeros(4, 4), mesh.devices["tp"], [Replicate()], src_data_rank=None)
+        assert live_mesh.describe([whole], {})["dims"] == ParallelDims()
 
 
 def test_places_are_counted():

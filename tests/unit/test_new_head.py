@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from report_cases import missing
+from test_console import FACTS
 from test_tasks import BERT, made
 from tiny_families import round_trip_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertForMaskedLM, BertModel
@@ -73,7 +76,7 @@ def test_a_new_head_is_drawn_by_name_and_the_rest_is_the_files(tmp_path, encoder
     assert torch.equal(weight, filled(settings)[1]["cls.predictions.transform.dense.weight"])
     other = filled(settings.model_copy(update={"seed": 1}))[1]
     assert not torch.equal(weight, other["cls.predictions.transform.dense.weight"])
-    assert set(weights.describe(shape, settings)["new_head"]) == HEAD
+    assert set(weights.describe(shape, settings).new_head) == HEAD
 
 
 def test_only_the_head_may_be_missing(tmp_path, encoder):
@@ -107,7 +110,7 @@ def test_an_untied_head_of_a_causal_model(tmp_path):
     settings = made(tmp_path, task="pretrain", model={"path": str(tmp_path / "base"), "new_head": True},
                     tokenizer={"path": str(tmp_path / "base")})  # fmt: skip
     shape, found = filled(settings)
-    assert weights.describe(shape, settings)["new_head"] == ["lm_head.weight"]
+    assert weights.describe(shape, settings).new_head == ["lm_head.weight"]
     assert found["lm_head.weight"].std() == pytest.approx(0.02, rel=0.2)
 
 
@@ -149,12 +152,8 @@ def test_auto_takes_what_there_is_and_the_header_says_so(tmp_path, family, asked
     shape = build_skeleton(settings, 300)
     assert shape.config._attn_implementation == chosen
     described = weights.describe(shape, settings)
-    counts = {"num_parameters": 1, "num_trained_parameters": 1, "num_parameters_per_rank": 1}
-    facts = described | counts | {"recipe": settings.model_dump(), "recipe_path": "r.yaml", "strategy": "single"}
-    facts |= {"engine": "E", "device": "cpu", "world_size": 1, "launcher": "none", "data_parallel_size": 1, "notes": ()}
-    facts |= {"gradient_accumulation_steps": 1, "precision": "fp32", "weight_dtype": "float32", "reduce_dtype": None}
-    facts |= {"pipeline_stages": 1, "data": {}, "output_dir": "x", "strategy_path": None, "family": "single"}
-    assert dict(header_lines(facts))["attention"] == shown
+    plan = replace(FACTS.plan, recipe=settings)
+    assert dict(header_lines(replace(FACTS, plan=plan, model=described)))["attention"] == shown
 
 
 @pytest.mark.parametrize("asked", ["sdpa", "flash_attention_2", "flex_attention"])

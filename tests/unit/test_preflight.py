@@ -104,8 +104,9 @@ def plain_recipe(precision: str) -> Recipe:
     return loader.load_recipe("recipes/quickstart.yaml", [f"precision={precision}"])
 
 
-def test_check_raises_all_of_it(machine):
+def test_check_raises_all_of_it_and_changes_nothing(machine, monkeypatch):
     environ = machine("")
+    monkeypatch.setenv("PATH", "/nowhere")
     plan = SimpleNamespace(strategy=strategy("zero", CPU_OFFLOAD), recipe=plain_recipe(precision="fp16"))
     with pytest.raises(ConfigurationError) as error:
         preflight.check_machine(plan, environ)
@@ -114,6 +115,7 @@ def test_check_raises_all_of_it(machine):
     assert [line[:19] for line in lines] == ["  strategy probed: "] * 3
     plan.strategy = strategy("ddp")
     preflight.check_machine(plan, environ)
+    assert os.environ["PATH"] == "/nowhere"
 
 
 def test_a_compiler_named_in_the_environment_is_the_one_looked_for(machine):

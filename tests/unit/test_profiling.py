@@ -545,9 +545,8 @@ def described(zero_stage: int = 0, pipeline_stages: int = 1) -> SimpleNamespace:
     """What of an EngineDescription decides about gradients."""
     return SimpleNamespace(
         zero_stage=zero_stage,
-        pipeline_stages=pipeline_stages,
         num_trained_parameters=20,
-        data_parallel_size=3,
+        dims=ParallelDims(pp=pipeline_stages, dp_shard=3),
         whole_gradient_bytes=0,
     )
 

@@ -4,14 +4,17 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_console import ENGINE
 
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
-from samecurve.run.metadata import run_facts
+from samecurve.models.weights import ModelDescription
+from samecurve.run.metadata import RunFacts
 from samecurve.run.run_directory import RunDirectory, read_metrics
 from samecurve.storage import atomic
 from samecurve.strategy.plan import Strategy
@@ -143,7 +146,9 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
         recipe=recipe, strategy=strategy, recipe_path="r.yaml", overrides=("seed=1", "steps=2"), notes=()
     )
     run = RunDirectory(tmp_path)
-    run.write_run(run_facts(plan, {"engine": "DistributedDataParallel"}, {"rows": 5}, "cpu"))
+    engine = replace(ENGINE, engine="DistributedDataParallel")
+    model = ModelDescription(model_type="llama", attention="sdpa")
+    run.write_run(RunFacts(plan=plan, engine=engine, model=model, data={"rows": 5}, device="cpu").to_json())
     facts = json.loads((tmp_path / "run.json").read_text())
     assert (facts["recipe_path"], facts["overrides"]) == ("r.yaml", ["seed=1", "steps=2"])
     assert (facts["strategy_path"], facts["engine"]) == ("configs/ddp.yaml", "DistributedDataParallel")

@@ -15,7 +15,7 @@ from torch import nn
 from samecurve.checkpoint import commit
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.manifest import step_of
-from samecurve.config.schema import Optimizer
+from samecurve.config.schema import Checkpoint, Optimizer
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.engines.sharded_state import DTensorShards, Zero3Shards
 from samecurve.errors import CheckpointError, DataError, NumericError, Preempted, StorageError
@@ -40,9 +40,9 @@ def engine():
 @pytest.fixture
 def make(tmp_path):
     def made(background: bool = True, keep: int = 9) -> Checkpoints:
-        settings = {"every_steps": EVERY, "keep": keep, "best": None}
-        facts = {"recipe": {"seed": 0, "checkpoint": settings}}
-        return Checkpoints(RunDirectory(tmp_path, resume="auto"), facts, ControlGroup(), print, background=background)
+        recipe = SimpleNamespace(seed=0, checkpoint=Checkpoint(every_steps=EVERY, keep=keep))
+        run = RunDirectory(tmp_path, resume="auto")
+        return Checkpoints(run, recipe, {}, ControlGroup(), print, background=background)
 
     return made
 

@@ -36,7 +36,6 @@ RUNNING = EngineDescription(
     engine="DeepSpeedEngine",
     optimizer="DeepSpeedZeroOptimizer_Stage3",
     world_size=2,
-    data_parallel_size=2,
     device="cpu",
     num_parameters=10,
     num_trained_parameters=10,
@@ -49,7 +48,7 @@ RUNNING = EngineDescription(
     reduce_dtype=None,
     zero_stage=3,
     sharded=True,
-    mesh={"dp_shard": 2},
+    dims=ParallelDims(dp_shard=2),
     offload=("optimizer:cpu",),
 )
 SHAPES = [(3, 2), (4,)]  # 10 parameters
@@ -68,8 +67,6 @@ def test_what_was_asked_for_passes():
     [
         ("engine", "DistributedDataParallel"),
         ("world_size", 1),
-        ("data_parallel_size", 1),
-        ("pipeline_stages", 2),
         ("micro_batch_size", 4),
         ("gradient_accumulation_steps", 1),
         ("gradient_clipping", 1.0),
@@ -78,13 +75,7 @@ def test_what_was_asked_for_passes():
         ("zero_stage", 2),
         ("secondary_partition", 2),
         ("sharded", False),
-        ("replicate_size", 2),
-        ("tensor_parallel_size", 2),
-        ("context_parallel_size", 2),
         ("context_parallel", "ulysses"),
-        ("expert_parallel_size", 2),
-        ("mesh", {"dp_replicate": 2}),
-        ("mesh", {}),
         ("tp_sequence_parallel", True),
         ("offload", ()),
     ],
@@ -97,6 +88,21 @@ def test_a_difference_names_both_values(key, running):
     assert error.value.exit_code == 6
 
 
+@pytest.mark.parametrize(
+    ("dims", "told"),
+    [
+        (ParallelDims(), "mesh: asked for {'dp_shard': 2}, but {} runs"),
+        (ParallelDims(dp_replicate=2), "mesh: asked for {'dp_shard': 2}, but {'dp_replicate': 2} runs"),
+        (ParallelDims(dp_shard=2, tp=2), "mesh: asked for {'dp_shard': 2}, but {'dp_shard': 2, 'tp': 2} runs"),
+        (ParallelDims(dp_shard=2, ep=2), "ranks that share the experts: asked for 1, but 2 runs"),
+    ],
+)
+def test_another_mesh_is_told(dims, told):
+    with pytest.raises(TopologyError) as error:
+        verify(plan(), replace(RUNNING, dims=dims), SHAPES)
+    assert str(error.value).endswith(f"\n  {told}")
+
+
 def test_fsdp_that_did_not_shard_is_told():
     running = replace(RUNNING, engine="LlamaForCausalLM", zero_stage=0, weight_dtype="float32")
     fsdp = plan(name="fsdp", **TORCH)
@@ -107,7 +113,7 @@ def test_fsdp_that_did_not_shard_is_told():
 
 def test_another_schedule_is_told():
     asked = plan(name="gpipe", backend="torch", sharding="none", schedule="GPipe", dims=ParallelDims(pp=2))
-    running = replace(RUNNING, zero_stage=0, sharded=False, pipeline_stages=2, data_parallel_size=1, mesh={"pp": 2})
+    running = replace(RUNNING, zero_stage=0, sharded=False, dims=ParallelDims(pp=2))
     running = replace(running, gradient_accumulation_steps=4, num_parameters_per_rank=9)
     verify(asked, replace(running, engine="ScheduleGPipe"), SHAPES)
     with pytest.raises(TopologyError, match="engine: asked for 'ScheduleGPipe', but 'Schedule1F1B' runs"):
@@ -116,12 +122,12 @@ def test_another_schedule_is_told():
 
 def test_a_mesh_in_another_order_is_told():
     """Tensor-parallel ranks that are no neighbours."""
-    dims, mesh = ParallelDims(dp_shard=2, tp=2), {"dp_shard": 2, "tp": 2}
+    dims = ParallelDims(dp_shard=2, tp=2)
     asked = plan(**TORCH, world_size=4, dims=dims)
-    running = replace(RUNNING, zero_stage=0, world_size=4, tensor_parallel_size=2, mesh=mesh, num_parameters_per_rank=3)
+    running = replace(RUNNING, zero_stage=0, world_size=4, dims=dims, num_parameters_per_rank=3)
     verify(asked, running, SHAPES)
     with pytest.raises(TopologyError) as error:
-        verify(asked, replace(running, mesh={"tp": 2, "dp_shard": 2}), SHAPES)
+        verify(asked, replace(running, order=("tp", "dp_shard")), SHAPES)
     asked_for = "{'dp_shard': 2, 'tp': 2}"
     assert str(error.value).endswith(f"\n  mesh: asked for {asked_for}, but {{'tp': 2, 'dp_shard': 2}} runs")
 

@@ -17,7 +17,7 @@ from samecurve.inference import loading
 from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
-from samecurve.models.weights import describe, load_weights
+from samecurve.models.weights import ModelDescription, describe, load_weights
 from samecurve.planner import model_shape
 
 LLAMA = {
@@ -188,7 +188,7 @@ def test_unknown_tensors_stop_the_run(saved):
     made.model = made.model.model_copy(update={"unknown_tensors": "drop"})
     assert filled(made).keys() == filled(recipe(FAMILIES["llama_tied"])).keys()
     model = build_skeleton(made, 64, TOKENS)
-    assert describe(model, made)["unread_tensors"] == "model.visual (1 tensor), mtp (2 tensors)"
+    assert describe(model, made).unread_tensors == "model.visual (1 tensor), mtp (2 tensors)"
 
 
 def test_tensors_that_transformers_skips_are_told(saved, monkeypatch):
@@ -196,14 +196,14 @@ def test_tensors_that_transformers_skips_are_told(saved, monkeypatch):
     made = with_more(saved[0], MTP)
     assert filled(made)
     model = build_skeleton(made, 64, TOKENS)
-    assert describe(model, made)["unread_tensors"] == "model.visual (1 tensor), mtp (2 tensors)"
+    assert describe(model, made).unread_tensors == "model.visual (1 tensor), mtp (2 tensors)"
 
 
 @pytest.mark.parametrize("head", ["sequence_classification", "embedding"])
 def test_another_tasks_head_is_told(head, saved):
     made = with_more(saved[0], {"lm_head.weight": torch.ones(64, 32)})
     model = build_skeleton(made, 64, TOKENS, Head(head))
-    assert describe(model, made)["unread_tensors"] == "lm_head (1 tensor)"
+    assert describe(model, made).unread_tensors == "lm_head (1 tensor)"
     assert filled(made, model)
     with pytest.raises(ConfigurationError, match=r"does not have: model.visual \(1 tensor\)"):
         filled(with_more(saved[0], {"model.visual.a": torch.ones(2)}), model)
@@ -338,7 +338,7 @@ RECORDS = {
 def test_keys_of_published_configs_are_taken_and_told():
     made = recipe({**LLAMA, **RECORDS, "pretraining_tp": 1})
     model = build_skeleton(made, 64)
-    assert describe(model, made)["unread_keys"] == sorted(RECORDS)
+    assert describe(model, made).unread_keys == sorted(RECORDS)
     plain = build_skeleton(recipe(LLAMA), 64).config
     assert model.config.to_dict() == {**plain.to_dict(), "use_cache": False}
 
@@ -394,16 +394,11 @@ def test_a_family_with_trained_buffers_is_refused():
 
 
 def test_dropout_is_told_by_name():
-    assert describe(build_skeleton(recipe(LLAMA), 64, TOKENS), recipe(LLAMA)) == {
-        "model_type": "llama",
-        "attention": "sdpa",
-        "dropout": {},
-        "new_head": [],
-        "unread_tensors": "",
-        "unread_keys": [],
-    }
+    assert describe(build_skeleton(recipe(LLAMA), 64, TOKENS), recipe(LLAMA)) == ModelDescription(
+        model_type="llama", attention="sdpa", new_head=[], unread_keys=[]
+    )
     gpt2 = recipe(FAMILIES["gpt2"])
-    rates = describe(build_skeleton(gpt2, 64, TOKENS), gpt2)["dropout"]
+    rates = describe(build_skeleton(gpt2, 64, TOKENS), gpt2).dropout
     assert {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}.items() <= rates.items()
 
 
