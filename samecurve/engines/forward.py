@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samecurve.engines import grad_cache
-from samecurve.engines.context_parallel import SequencePart, gather_outputs
+from samecurve.engines.context_parallel import SequencePart, gather_outputs, sum_parts
 from samecurve.interfaces.engine import EvalResult
 from samecurve.interfaces.task import Task
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
@@ -101,8 +101,8 @@ class Forward:
         found = batch.facts.positions if batch.facts else trained_positions(batch.labels)
         return None if found is None else found.to(self.accelerator.device, non_blocking=True)
 
-    def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute what the task's loss takes for logits, of this rank's tokens; return it with the targets.
+    def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+        """Compute what the task's loss takes for logits, of this rank's tokens; return it with the targets, see Task.
 
         These are the labels' log-probabilities for a task by log-probability, unless its loss is full.
         """
@@ -111,16 +111,24 @@ class Forward:
         own = self.part.cut(batch) if self.part.count > 1 else batch
         positions = self._positions(own)
         own, targets = self._on_device(own)
-        return self._run(own, sums=LabelLogProbabilities(targets["labels"], positions)), targets
+        return self._run(own, sums=LabelLogProbabilities(targets["labels"], positions)), self._with_sum(targets)
 
-    def _whole_logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _whole_logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
         """Compute the logits (Task.outputs) of this rank's tokens; return them with their targets on the device.
 
         Where labels are per row instead of per token, the logits of whole rows are gathered.
         """
         own, targets = self._on_device(self.part.cut(batch) if self.part.count > 1 else batch)
         found = self.task.outputs(self._run(own))
-        return found if batch.is_by_token else self._gathered(found, batch), targets
+        if not batch.is_by_token:
+            return self._gathered(found, batch), targets
+        return found, self._with_sum(targets)
+
+    def _with_sum(self, targets: dict[str, Tensor]) -> dict[str, Any]:
+        """Add `sum_parts` to the targets of a task that needs it, see Task."""
+        if self.part.count == 1 or self.task.by_token:
+            return targets
+        return {**targets, "sum_parts": partial(sum_parts, mesh=self.mesh)}
 
     def _run(self, batch: MicroBatch, **options: TokenSums | LabelLogProbabilities) -> Any:
         """Run the model, in training with the dropout of the batch's rows."""

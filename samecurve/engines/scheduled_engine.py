@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,40 @@ if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
+
+
+class StepLoss:
+    """Loss function of a schedule, which calls it with an output of the last stage and a micro-batch's number.
+
+    A schedule's target has to be one tensor, and schedules are kept from step to step: so what a step computes the loss
+    of is bound for the time of the step.
+    """
+
+    def __init__(self, compute: Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]):
+        self._compute = compute  # -> loss and statistics
+        self._step: tuple[Sequence[MicroBatch], float, dict[int, Tensor]] | None = None
+
+    @contextmanager
+    def of(self, rows: Sequence[MicroBatch], weight: float) -> Iterator[dict[int, Tensor]]:
+        """Bind a step's micro-batches. Yields loss and statistics of each one that has been computed, fp64."""
+        sums: dict[int, Tensor] = {}
+        self._step = rows, weight, sums
+        try:
+            yield sums
+        finally:
+            self._step = None
+
+    def __call__(self, output: Tensor, nth: Tensor) -> Tensor:
+        """Compute the weighted loss of the `nth` micro-batch: int64, (1,), on the CPU.
+
+        PyTorch also calls this function before the first step of a schedule, with an `output` without values, to infer
+        shapes; the real pass then overwrites those sums.
+        """
+        assert self._step is not None, "a schedule runs outside of a step"
+        rows, weight, sums = self._step
+        loss, statistics = self._compute(output, rows[int(nth)])
+        sums[int(nth)] = torch.cat([loss.detach().reshape(1), statistics]).double()
+        return loss * weight
 
 
 class ScheduledEngine:
@@ -107,9 +142,7 @@ class ScheduledEngine:
             plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
         )
         self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
-        self._rows: list[MicroBatch] = []  # the step's micro-batches, with all targets, for the last stage
-        self._sums: dict[int, Tensor] = {}  # loss and statistics of each
-        self._loss_weight = math.nan
+        self._step_loss = StepLoss(self._loss)
         # the last ones are kept, because rows that are grouped by length have many shapes
         self._schedule = lru_cache(maxsize=16)(self._build_schedule)
 
@@ -122,11 +155,13 @@ class ScheduledEngine:
             return StepResult.of_nothing()
         set_learning_rate(self._optimizer, learning_rate)
         dims = self._mesh.dims
-        self._loss_weight = dims.dp_shard / tokens  # FSDP2 averages gradients over these ranks; replicas sum theirs
+        weight = dims.dp_shard / tokens  # FSDP2 averages gradients over these ranks; replicas sum theirs
         run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))
-        self._rows = self._prepared(micro_batches)
+        rows = self._prepared(micro_batches)
         with record_function(run.range):
-            sums = self._forward_backward() / dims.tp  # the same on all tp ranks, which `_total` adds up
+            # the same on all tp ranks, which `_total` adds up
+            sums = self._forward_backward(rows, weight) / dims.tp
+            del rows  # they may have a teacher's hidden states
             counted, again = stages.trained()
             tensor_parallel.sum_gradients(self._summed, self._mesh)
             place_gradients([*counted, *again])
@@ -162,24 +197,22 @@ class ScheduledEngine:
         contexts = self._contexts(rows)
         return [replace(each, targets=each.targets | more) for each, more in zip(rows, contexts, strict=True)]
 
-    def _forward_backward(self) -> Tensor:
-        """Run the schedule over the prepared rows.
+    def _forward_backward(self, rows: Sequence[MicroBatch], weight: float) -> Tensor:
+        """Run the schedule over the prepared rows. The gradients are those of the loss's sum x `weight`.
 
         Returns:
             Loss and statistics, see Task.step_loss, summed over the micro-batches: fp64, 0 without the last stage.
         """
-        stages, rows = self._stages, self._rows
+        stages = self._stages
         input_ids, position_ids = map(torch.cat, zip(*map(schedule_stages.inputs, rows), strict=True))
         inputs = (input_ids,) if stages.has_first else ()
         last = {"target": torch.arange(len(rows))} if stages.has_last else {}
         of_last = {"labels": torch.cat([each.labels for each in rows])} if self._chunks else {}
         schedule = self._schedule(input_ids.shape, len(rows))
-        with self._dropout.check_draws():
+        with self._step_loss.of(rows, weight) as sums, self._dropout.check_draws():
             schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)
         nothing = torch.zeros(1 + self._task.num_step_statistics, dtype=torch.float64, device=self.device)
-        total = sum(self._sums.values(), nothing)
-        self._rows, self._sums = [], {}  # the rows may have a teacher's hidden states
-        return total
+        return sum(sums.values(), nothing)
 
     def _build_schedule(self, shape: torch.Size, num_micro_batches: int) -> Any:
         """Build the schedule of steps of one shape of input_ids: PyTorch's stages keep the shapes of their first."""
@@ -190,20 +223,13 @@ class ScheduledEngine:
         ]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         # losses are weighted by the step's tokens, so that gradients need no division by the micro-batches
-        return kind(stages[0] if single else stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
+        return kind(stages[0] if single else stages, num_micro_batches, loss_fn=self._step_loss, scale_grads=False)
 
-    def _loss(self, output: Tensor, nth: Tensor) -> Tensor:
-        """Compute the weighted loss of the `nth` micro-batch.
-
-        A schedule's target has to be one tensor, so it is the micro-batch's number: `nth` is int64, (1,), on the CPU.
-        PyTorch also calls this function before the first step of a schedule, with an `output` without values, to infer
-        shapes; the real pass then overwrites those sums.
-        """
-        batch, loss, found = self._rows[int(nth)], output, output.new_zeros(0)
-        if not (self._chunks and self._chunks.has_sums):
-            loss, found = self._task.step_loss(self._stages.read_out(output, batch), **self._forward.targets(batch))
-        self._sums[int(nth)] = torch.cat([loss.detach().reshape(1), found]).double()
-        return loss * self._loss_weight
+    def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Compute Task.step_loss from what the last stage returns for a micro-batch."""
+        if self._chunks and self._chunks.has_sums:
+            return output, output.new_zeros(0)
+        return self._task.step_loss(self._stages.read_out(output, batch), **self._forward.targets(batch))
 
     def _contexts(self, rows: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
         """Further targets of a cross-batch loss, see Task; {} for most tasks."""

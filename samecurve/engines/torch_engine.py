@@ -72,8 +72,6 @@ class TorchEngine:
         self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
         self.sharded, self.cut = plan.strategy.shards_model, plan.strategy.dims.tp > 1
         part = context_parallel.part_of(plan.strategy, self.mesh, skeleton)
-        if part.count > 1:
-            task.sum_parts = partial(context_parallel.sum_parts, mesh=self.mesh)
         model = fp32_weights.cast_weights(self._build(part), settings)
         summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel) if self.cut else []
         if plan.strategy.dims.ep > 1:

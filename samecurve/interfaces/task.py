@@ -55,7 +55,9 @@ class Task(Protocol):
     """Data, loss and metrics of a training run.
 
     The keyword arguments of loss, count, statistics and features are the rows' targets by name (RowArrays.targets), cut
-    into micro-batches. Their logits are the result of `outputs`.
+    into micro-batches. Their logits are the result of `outputs`. Where ranks have parts of the rows (context
+    parallelism), a loss that has labels per token and yet is not by token also gets `sum_parts`, which adds up sums
+    over a row's tokens.
 
     A task with a cross-batch loss (each row's loss depends on other rows of the optimizer step) defines `context` and
     trains with gradient caching (Gao et al., 2021, arXiv:2101.06983). A first pass without gradients computes the
@@ -85,8 +87,6 @@ class Task(Protocol):
         origin: split and commit of a dataset from the Hugging Face Hub, else "".
         bad_rows: files with the rows that were dropped because they cannot be used.
         num_step_statistics: number of sums that `step_loss` returns for `step_metrics`.
-        sum_parts: adds up sums over a row's tokens where ranks have parts of the rows (context parallelism), which a
-            loss that is not by token has to call; returns its argument unless the engine has set it.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -105,7 +105,6 @@ class Task(Protocol):
     origin: str = ""
     bad_rows: Sequence[Path] = ()
     num_step_statistics: int = 0
-    sum_parts: Callable[[Tensor], Tensor] = staticmethod(lambda sums: sums)
 
     def outputs(self, output: Any) -> Tensor:
         """Select the tensor that loss and features need from the model's output. Pipelines always use the logits."""

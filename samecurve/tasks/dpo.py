@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Dpo, Recipe
     from samecurve.data.token_store import TokenStream
     from samecurve.interfaces.task import InitialState
+
+SumParts = Callable[[Tensor], Tensor]  # see Task
 
 
 @dataclass
@@ -53,39 +56,36 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
         if self.validation is not None:
             references.provide_reference(self.validation, "validation", start, model)
 
-    def loss(
-        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
-    ) -> Tensor:
-        return self.step_loss(logits, labels, reference, drift)[0]
+    def loss(self, logits: Tensor, labels: Tensor, **targets: Any) -> Tensor:
+        return self.step_loss(logits, labels, **targets)[0]
 
     def step_loss(
-        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        reference: Tensor | None = None,
+        drift: Tensor | None = None,
+        sum_parts: SumParts | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Loss and rewards share one pass over the logits: a second one would need their memory again.
-        log_probabilities, lengths = self._of_answers(logits, labels)
+        log_probabilities, lengths = _of_answers(logits, labels, sum_parts)
         counted = (lengths > 0).all(dim=-1)
         losses = pair_losses(self.settings, log_probabilities, lengths, reference, drift)
         of_answers = rewards(self.settings, log_probabilities.detach(), lengths, reference)
         return losses.masked_fill(~counted, 0.0).sum(), pairwise.reward_sums(of_answers, counted)
 
-    def statistics(
-        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, drift: Tensor | None = None
-    ) -> Tensor:
-        return self.step_loss(logits, labels, reference, drift)[1]
+    def statistics(self, logits: Tensor, labels: Tensor, **targets: Any) -> Tensor:
+        return self.step_loss(logits, labels, **targets)[1]
 
-    def features(self, logits: Tensor, labels: Tensor, reference: Tensor | None = None) -> Tensor:
+    def features(
+        self, logits: Tensor, labels: Tensor, reference: Tensor | None = None, sum_parts: SumParts | None = None
+    ) -> Tensor:
         """Return (pairs, 2): log-probabilities of both answers, minus those of the reference model if given."""
-        log_probabilities, _ = self._of_answers(logits, labels)
+        log_probabilities, _ = _of_answers(logits, labels, sum_parts)
         return log_probabilities if reference is None else log_probabilities - reference
 
     def counted(self, labels: Tensor) -> Tensor:
         return (labels != IGNORE_INDEX).any(dim=-1).view(-1, 2).all(dim=-1)
-
-    def _of_answers(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the answers' log-probabilities and their numbers of trained tokens, both (pairs, 2), fp32."""
-        lengths = (labels != IGNORE_INDEX).sum(dim=-1)
-        sums = self.sum_parts(torch.stack([sequence_log_probabilities(logits, labels), lengths]))
-        return sums[0].view(-1, 2), sums[1].view(-1, 2)
 
 
 class KtoTask(DpoTask):
@@ -111,6 +111,13 @@ def load_task(recipe: Recipe) -> DpoTask:
     """Load the task. Raises as `pairwise.load_pairs` does."""
     make = KtoTask if recipe.dpo.loss == "kto" else DpoTask
     return make(*pairwise.load_pairs(recipe, _rows), recipe.dpo)
+
+
+def _of_answers(logits: Tensor, labels: Tensor, sum_parts: SumParts | None) -> tuple[Tensor, Tensor]:
+    """Return the answers' log-probabilities and their numbers of trained tokens, both (pairs, 2), fp32."""
+    sums = torch.stack([sequence_log_probabilities(logits, labels), (labels != IGNORE_INDEX).sum(dim=-1)])
+    sums = sum_parts(sums) if sum_parts else sums
+    return sums[0].view(-1, 2), sums[1].view(-1, 2)
 
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
