@@ -21,7 +21,7 @@ from samecurve.models import dropout
 from samecurve.models.attention import context, head_tail, varlen
 from samecurve.models.hf_config import is_classifier
 from samecurve.models.skeleton import construct
-from samecurve.specs.model_families import CONTEXT_PARALLEL
+from samecurve.specs.model_families import families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -136,8 +136,8 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
         ConfigurationError: the family is untested, heads do not divide, or a rank cannot draw its dropout.
     """
     config, size, found = model.config, strategy.dims.cp, []
-    if config.model_type not in CONTEXT_PARALLEL:
-        known = ", ".join(sorted(CONTEXT_PARALLEL))
+    if config.model_type not in families("context_parallel"):
+        known = ", ".join(sorted(families("context_parallel")))
         found.append(f"{config.model_type} has not been tested under context parallelism; use {known}")
     elif strategy.context_parallel == context.Ulysses.name and config.num_attention_heads // strategy.dims.tp % size:
         heads = config.num_attention_heads // strategy.dims.tp

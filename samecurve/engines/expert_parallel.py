@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from samecurve.errors import ConfigurationError
 from samecurve.models.flops import num_experts
 from samecurve.optim.dtensor import to_local
-from samecurve.specs.model_families import EXPERT_PARALLEL
+from samecurve.specs.model_families import families
 from samecurve.strategy.parallel_dims import LOSS
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     """
     config, dims = model.config.get_text_config(), strategy.dims
     family, count, where = config.model_type, num_experts(config), f"{strategy.path}: {KEY}: found {dims.ep}"
-    if family not in EXPERT_PARALLEL:
+    if family not in families("expert_parallel"):
         text = "has not been tested under expert parallelism" if count > 1 else "has no experts"
-        known = ", ".join(sorted(EXPERT_PARALLEL))
+        known = ", ".join(sorted(families("expert_parallel")))
         raise ConfigurationError(f"{where}, but a {family} {text}; use {known}, or configs/fsdp.yaml")
     if count % dims.ep:
         sizes = ", ".join(str(size) for size in range(2, count + 1) if count % size == 0)

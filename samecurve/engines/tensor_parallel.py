@@ -18,7 +18,7 @@ from samecurve.models import lora
 from samecurve.models.dropout import Part
 from samecurve.optim.dtensor import all_reduce_sums, local_gradient
 from samecurve.specs.environment import dated
-from samecurve.specs.model_families import EXPERT_AND_TENSOR_PARALLEL, TENSOR_PARALLEL
+from samecurve.specs.model_families import families
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +45,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     """
     config, size, found = model.config.get_text_config(), strategy.dims.tp, []
     family, spreads = model.config.model_type, strategy.dims.ep > 1
-    known = EXPERT_AND_TENSOR_PARALLEL if spreads else TENSOR_PARALLEL
+    known = families("expert_and_tensor_parallel") if spreads else families("tensor_parallel")
     if family not in known:
         fix = f"use {', '.join(sorted(known))}, or configs/{'fsdp_ep' if spreads else 'fsdp'}.yaml"
         raise ConfigurationError(f"{strategy.path}: {KEY}: found {size}, but {_why_not(model, strategy.dims)}; {fix}")

@@ -32,6 +32,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import forwards, router_noise
 from samecurve.models.attention import dropped_sdpa
 from samecurve.models.dropout_bits import keep_mask, keys_of, moved, uniform
+from samecurve.specs.model_families import families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -42,8 +43,6 @@ _FUNCTION = re.compile(r"functional\.dropout\(|\bF\.dropout\(|dropout_add\(|\bdr
 _ATTENTION = re.compile(r"\bdropout=")
 # DeBERTa and Funnel drop values of their tables of relative positions, which have no rows of the batch.
 _WITHOUT_ROWS = ("pos_dropout", "sin_dropout", "cos_dropout")
-# Families whose layers have tokens on the first axis in some places: (tokens, rows, features).
-_TOKENS_FIRST = ("xlnet",)
 _NO_SEQUENCE = 2**62  # stands for values without a row; no sequence has such a number
 _NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")  # keys of a config
 
@@ -259,7 +258,7 @@ def install(
             or noise that cannot be drawn by row.
     """
     found = rates(model.config)
-    if found and model.config.model_type in _TOKENS_FIRST:
+    if found and model.config.model_type in families("tokens_first"):
         listed = ", ".join(f"{key}: {rate}" for key, rate in found.items())
         raise ConfigurationError(
             f"model.config: a {model.config.model_type} does not keep the rows of a batch on the first axis, so its "

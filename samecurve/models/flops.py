@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.models import matmul_speed
 from samecurve.specs import gpus
-from samecurve.specs.model_families import COUNTED_EXPERTS, UNCOUNTED
+from samecurve.specs.model_families import families
 from samecurve.specs.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def token_flops(
         routed: whether there is an additional forward pass without the output head (model.router_loss: batch).
     """
     config = model.config.get_text_config()
-    if model.config.model_type in UNCOUNTED or model.config.is_encoder_decoder or not _is_known(config):
+    if model.config.model_type in families("uncounted") or model.config.is_encoder_decoder or not _is_known(config):
         return None
     attention = 12 * sum(map(_attention_width, _layers(config))) * sequence_length
     parameters, frozen, head = _multiplied_parameters(model)
@@ -129,7 +129,7 @@ def _is_known(config: PreTrainedConfig) -> bool:
     Not for a mixture of experts that is not known to multiply a token with its active experts alone; not for attention
     that also multiplies positions (DeBERTa's) or whose size the config does not give.
     """
-    if num_experts(config) > 1 and config.model_type not in COUNTED_EXPERTS:
+    if num_experts(config) > 1 and config.model_type not in families("counted_experts"):
         return False
     if getattr(config, "relative_attention", False):
         return False
@@ -184,7 +184,7 @@ def _uses(model: PreTrainedModel) -> dict[int, int | Fraction]:
 
     config = model.config
     uses: dict[int, int | Fraction] = dict.fromkeys(map(id, model.parameters()), 1)
-    if (total := num_experts(config)) > 1 and config.model_type in COUNTED_EXPERTS:
+    if (total := num_experts(config)) > 1 and config.model_type in families("counted_experts"):
         for module in model.modules():
             own = list(module.parameters(recurse=False))
             if any(p.ndim == 3 and len(p) == total for p in own):

@@ -35,11 +35,8 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import choose_attention
 from samecurve.specs.data_names import CHATML
-from samecurve.specs.model_families import CONSTANTS
+from samecurve.specs.model_families import CONSTANTS, families
 from samecurve.storage import trusted_code
-
-# With transformers 5.23, a token of these families changes the logits of earlier positions, whatever the config says.
-_NOT_CAUSAL = frozenset(("cpmant", "xlm", "xlnet"))
 
 _AUTO = {
     "causal_lm": AutoModelForCausalLM,
@@ -217,7 +214,7 @@ def check_causal(model: PreTrainedModel) -> None:
     """
     config = model.config
     may_look_ahead = hasattr(sys.modules[type(model).__module__], "create_bidirectional_mask")
-    if config.model_type in _NOT_CAUSAL or (may_look_ahead and getattr(config, "is_decoder", None) is False):
+    if config.model_type in families("not_causal") or (may_look_ahead and getattr(config, "is_decoder", None) is False):
         raise ConfigurationError(
             f"model: every position of a {config.model_type} sees the following tokens, which it would be trained to "
             "predict; choose a decoder, for example llama, or set is_decoder to true where the config has that key"

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.hf_config import reason
-from samecurve.specs.model_families import LIGER
+from samecurve.specs.model_families import families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,9 +62,9 @@ def check_family(kind: str, model_type: str) -> None:
     """
     if kind == "torch":
         return
-    if model_type not in LIGER:
+    if model_type not in families("liger"):
         raise ConfigurationError(
-            f"model.kernels: found liger, which is supported for {', '.join(sorted(LIGER))} only, not for "
+            f"model.kernels: found liger, which is supported for {', '.join(sorted(families('liger')))} only, not for "
             f"{model_type}; use torch"
         )
     try:

@@ -25,7 +25,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import OfHead
 from samecurve.losses.vocabulary_parallel import HeadWeights, own_part
 from samecurve.models.hf_config import kind_of
-from samecurve.specs.model_families import FAMILIES
+from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, PIPELINED
 
 Flow = tuple[Tensor, Tensor]
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
@@ -176,29 +176,29 @@ def split_layers(model: PreTrainedModel) -> list[Layer]:
     With tied embeddings the last layer is a TiedHead that contains the first layer.
 
     Raises:
-        ConfigurationError: the family is not in FAMILIES, so its forward pass is unknown and cannot be split.
+        ConfigurationError: the family is not in PIPELINED, so its forward pass is unknown and cannot be split.
     """
-    family = FAMILIES.get(model.config.model_type)
-    if family is None:
+    parts = FAMILIES.get(model.config.model_type, NOT_KNOWN).parts
+    if parts is None:
         raise ConfigurationError(
             f"model: a pipeline cannot split a {model.config.model_type}; use another strategy, or one of the families "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{', '.join(sorted(PIPELINED))}"
         )
     kind = kind_of(model)
     if kind == "embedding":  # the names of a model without a head, which has no name in itself
-        names = {key: name.partition(".")[2] for key, name in vars(family).items() if isinstance(name, str)}
-        family = replace(family, **names)
-    embedding = TokenEmbedding(_submodule(model, family.embedding, nn.Embedding), family.embedding)
+        names = {key: name.partition(".")[2] for key, name in vars(parts).items() if isinstance(name, str)}
+        parts = replace(parts, **names)
+    embedding = TokenEmbedding(_submodule(model, parts.embedding, nn.Embedding), parts.embedding)
     layers: list[Layer] = [embedding]
-    if family.positions:
-        assert family.dropout  # GPT-2's, behind the positions
-        learned = _submodule(model, family.positions, nn.Embedding)
-        layers.append(PositionEmbedding(learned, _submodule(model, family.dropout, nn.Module), family.positions))
-    positions = Positions(model.config, model.get_submodule(family.rotary) if family.rotary else None)
-    blocks = _submodule(model, family.layers, nn.ModuleList)
-    for index, (block, attention) in enumerate(zip(blocks, family.kinds(model.config), strict=True)):
-        layers.append(Decoder(block, f"{family.layers}.{index}", attention, positions))
-    layers.append(FinalNorm(model.get_submodule(family.norm), family.norm))
+    if parts.positions:
+        assert parts.dropout  # GPT-2's, behind the positions
+        learned = _submodule(model, parts.positions, nn.Embedding)
+        layers.append(PositionEmbedding(learned, _submodule(model, parts.dropout, nn.Module), parts.positions))
+    positions = Positions(model.config, model.get_submodule(parts.rotary) if parts.rotary else None)
+    blocks = _submodule(model, parts.layers, nn.ModuleList)
+    for index, (block, attention) in enumerate(zip(blocks, parts.kinds(model.config), strict=True)):
+        layers.append(Decoder(block, f"{parts.layers}.{index}", attention, positions))
+    layers.append(FinalNorm(model.get_submodule(parts.norm), parts.norm))
     if kind == "sequence_classification":
         layers.append(HeadLayer(_submodule(model, "score", nn.Linear), "score"))
     elif kind == "causal_lm":

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.flops import num_experts
+from samecurve.specs.model_families import families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"  # the latter is jetmoe's
 _TOP_K = "num_experts_per_tok", "moe_k"  # the latter is ernie4_5_moe's
-# Its routers choose among products of keys, and its loss is of another kind than all others'.
-_OTHER_LOSS = frozenset(("doge",))
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def settings(wanted: str | None, model: PreTrainedModel) -> RouterSettings | Non
             return None
         text = f"found {wanted}, but transformers has no router loss for a {config.model_type}; remove the key"
         raise ConfigurationError(f"model.router_loss: {text}")
-    if coefficient is None or top_k is None or config.model_type in _OTHER_LOSS:
+    if coefficient is None or top_k is None or config.model_type in families("other_router_loss"):
         raise ConfigurationError(
             f"model.router_loss: the loss of a {config.model_type}'s routers is not supported, because it is another "
             f"one, or because its config does not give {_COEFFICIENTS[0]} and {_TOP_K[0]}; set it to off to train "

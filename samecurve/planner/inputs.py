@@ -20,7 +20,7 @@ from samecurve.planner import model_shape
 from samecurve.planner.hardware import Gpu
 from samecurve.planner.model_shape import ModelShape
 from samecurve.specs.compilation import COMPILED
-from samecurve.specs.model_families import EAGER, VARLEN, WHOLE_LOGITS, attention_dropout
+from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, attention_dropout, families
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
 
@@ -197,7 +197,8 @@ class Wanted:
 def _has_chunked_loss(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
     """Decide as engines/loss_implementation.py."""
     chunks = recipe.loss.implementation != "full" and recipe.precision != "fp16" and TASKS[recipe.task].takes_chunks
-    return chunks and fields.get("model_type") not in WHOLE_LOGITS and not fields.get("final_logit_softcapping")
+    is_scaled = fields.get("model_type") in families("whole_logits") or fields.get("final_logit_softcapping")
+    return chunks and not is_scaled
 
 
 def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
@@ -205,9 +206,9 @@ def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
     asked = recipe.model.attention
     if asked != "auto":
         return asked
-    if fields.get("model_type") in EAGER:
+    if FAMILIES.get(fields.get("model_type", ""), NOT_KNOWN).score_bytes:
         return "eager"
-    has_varlen = fields.get("model_type") in VARLEN and not attention_dropout(fields)
+    has_varlen = fields.get("model_type") in families("varlen") and not attention_dropout(fields)
     gains = recipe.precision == "bf16" and TASKS[recipe.task].auto_class == "AutoModelForCausalLM"
     return "auto" if has_varlen and gains else "sdpa"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from samecurve.config.rules_model_config import size_problems
 from samecurve.errors import ConfigurationError
-from samecurve.specs.model_families import EAGER, FP32_NORMS, HEAD_NORMS, MLP_BYTES, POST_NORMS
+from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families
 from samecurve.storage.records import read_record
 
 
@@ -235,10 +235,9 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
         told = f"{name}: {wide}: found {found['hidden']}, expected a multiple of {heads}, {found['heads']}"
         raise ConfigurationError(f"{told}, such as {near}; or give head_dim, the width of a head")
     tied = fields.get("tie_word_embeddings", family in TIED)
-    norms = {"head_norms": HEAD_NORMS, "post_norms": POST_NORMS, "fp32_norms": FP32_NORMS}
-    has_norms = {key: family in families for key, families in norms.items()}
-    score_bytes = EAGER.get(str(family), ModelShape.score_bytes)
-    mlp_bytes = MLP_BYTES.get(str(family), ModelShape.mlp_bytes)
+    has_norms = {fact: family in families(fact) for fact in ("head_norms", "post_norms", "fp32_norms")}
+    kept = FAMILIES.get(str(family), NOT_KNOWN)
+    score_bytes, mlp_bytes = kept.score_bytes or ModelShape.score_bytes, kept.mlp_bytes or ModelShape.mlp_bytes
     return ModelShape(**found, gated=gated, tied=bool(tied), **has_norms, score_bytes=score_bytes, mlp_bytes=mlp_bytes)
 
 

@@ -17,13 +17,7 @@ from samecurve.planner.inputs import ADAM, Wanted
 from samecurve.planner.job import Job, Layout, Sharding, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import divide
-from samecurve.specs.model_families import (
-    CONTEXT_PARALLEL,
-    EXPERT_AND_TENSOR_PARALLEL,
-    EXPERT_PARALLEL,
-    FAMILIES,
-    TENSOR_PARALLEL,
-)
+from samecurve.specs.model_families import PIPELINED, families
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.parallel_dims import FSDP
@@ -201,16 +195,16 @@ def _family_problems(wanted: Wanted, template: Template, strategy: Strategy) -> 
     dims, family = strategy.dims, wanted.family
     spreads = dims.ep > 1 and wanted.shape.experts > 0
     known = {
-        "pp": FAMILIES if strategy.torch_schedule else (),
-        "tp": EXPERT_AND_TENSOR_PARALLEL if spreads else TENSOR_PARALLEL,
-        "cp": CONTEXT_PARALLEL,
-        "ep": EXPERT_PARALLEL if spreads else (),
+        "pp": PIPELINED if strategy.torch_schedule else (),
+        "tp": families("expert_and_tensor_parallel") if spreads else families("tensor_parallel"),
+        "cp": families("context_parallel"),
+        "ep": families("expert_parallel") if spreads else (),
     }
     found = []
-    for axis, families in known.items():
-        if family and families and dims.size(axis) > 1 and family not in families:
+    for axis, names in known.items():
+        if family and names and dims.size(axis) > 1 and family not in names:
             file, key = template.place(axis)
-            text = f"found {dims.size(axis)}, but a {family} is not among the families {', '.join(sorted(families))}"
+            text = f"found {dims.size(axis)}, but a {family} is not among the families {', '.join(sorted(names))}"
             found.append(ConfigProblem(getattr(template.files, file).place(key), ".".join(key), text))
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from samecurve.errors import ConfigurationError
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Module names of a model family's parts, and the attention of its layers.
+class Parts:
+    """Module names of the parts of a model that a pipeline divides, and the attention of its layers.
 
     Attributes:
         embedding: name of the token embedding.
@@ -50,72 +51,182 @@ def _by_layer(config: PreTrainedConfig) -> list[str]:
     return list(config.layer_types)
 
 
-def _llama_like(kinds: Callable[[PreTrainedConfig], list[str]]) -> Family:
-    return Family("model.embed_tokens", "model.layers", "model.norm", kinds, rotary="model.rotary_emb")
+def _llama_like(kinds: Callable[[PreTrainedConfig], list[str]]) -> Parts:
+    return Parts("model.embed_tokens", "model.layers", "model.norm", kinds, rotary="model.rotary_emb")
+
+
+_GPT2 = Parts(
+    "transformer.wte",
+    "transformer.h",
+    "transformer.ln_f",
+    _full,
+    positions="transformer.wpe",
+    dropout="transformer.drop",
+)
+
+# What may be said of a family, with transformers 5.23 where nothing else is said.
+FACTS = {
+    # It builds block-diagonal masks from position_ids and carries no other state from document to document: a packed
+    # document has the same logits as alone (tests/unit/test_packed_rows.py), unless rope_type is longrope and rows are
+    # long (`check_packing`). In other families a packed document reads its neighbours: bloom, falcon, mpt, opt, biogpt
+    # and xglm do not take positions from position_ids; mamba, lfm2, minimax and qwen3_next have a recurrent state. doge
+    # leaks with transformers 5.17 and sdpa.
+    "packed",
+    # Packed, and its attention function can be replaced. codegen, gpt_neo and gptj compute attention themselves or
+    # choose it from their own tables; gemma2 and vaultgemma cap the scores.
+    "varlen",
+    # It scales or caps its logits, so that the loss cannot be computed in chunks (losses/chunkable.py).
+    "whole_logits",
+    # What a layer keeps for the backward pass beside what Llama's keeps, by torch's MemTracker: norms of queries and
+    # keys; norms behind attention and MLP, before the residual is added; norms that scale in fp32.
+    "head_norms",
+    "post_norms",
+    "fp32_norms",
+    # Loss and gradients with the kernels of liger-kernel 0.8.5 equal PyTorch's, in Triton's interpreter and with
+    # transformers 5.17 and 5.23 (tests/unit/test_liger.py). Liger's own list is longer. Of the families left out,
+    # llama4_text had a loss 1 % off where rows have their own positions; experts (mixtral) do not run there.
+    "liger",
+    # Its FLOPs per token differ from the formula in flops.py, by torch's counter or by its code. It has attention of
+    # another kind (big_bird, convbert, fnet, longformer, mra, nystromformer, reformer), a shorter or narrower sequence
+    # inside (canine, funnel, mobilebert, perceiver), or weights that not every token is multiplied with (ibert, luke,
+    # xmod, and models that also read images).
+    "uncounted",
+    # A mixture of experts whose FLOPs per token are the formula's with N counting the active experts alone, by torch's
+    # counter. In others every token meets all experts (llama4_text), or attention is of another kind (minimax).
+    "counted_experts",
+    # It was compared with one process in tests/distributed: test_tensor_parallel.py, test_context_parallel.py,
+    # test_expert_parallel.py, the last one also with attention and vocabulary cut. transformers' plan of gpt_neox
+    # leaves its embedding and head whole, and none of its plans cuts gpt_oss.
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_and_tensor_parallel",
+    # A token changes the logits of earlier positions, whatever the config says.
+    "not_causal",
+    # The rows of a batch are not on the first axis inside.
+    "tokens_first",
+    # Its routers choose among products of keys, and their loss is of another kind than all others'.
+    "other_router_loss",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a model family.
+
+    Attributes:
+        words: of FACTS, separated by spaces.
+        parts: for a pipeline; None if the family cannot be divided into stages.
+        score_bytes: of a family without sdpa: what a layer keeps of an attention score, in 16 bits and in fp32.
+        mlp_bytes: what an MLP keeps per element of its width, in 16 bits and in fp32, if that is not 8 and 16: clamps
+            and a sigmoid of its own.
+    """
+
+    words: str = ""
+    parts: Parts | None = None
+    score_bytes: tuple[int, int] | None = None
+    mlp_bytes: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        assert FACTS.issuperset(self.words.split()), self.words
 
 
 FAMILIES = {
-    "llama": _llama_like(_full),
-    "mistral": _llama_like(_by_window),
-    "qwen2": _llama_like(_by_layer),
-    "qwen3": _llama_like(_by_layer),
-    "gpt2": Family(
-        "transformer.wte",
-        "transformer.h",
-        "transformer.ln_f",
-        _full,
-        positions="transformer.wpe",
-        dropout="transformer.drop",
-    ),
+    "apertus": Family("packed varlen"),
+    "arcee": Family("packed varlen"),
+    "big_bird": Family("uncounted"),
+    "bitnet": Family("packed varlen"),
+    "canine": Family("uncounted"),
+    "codegen": Family("packed"),
+    "cohere": Family("packed varlen whole_logits"),
+    "cohere2": Family("packed varlen whole_logits"),
+    "cohere2_moe": Family("whole_logits"),
+    "convbert": Family("uncounted"),
+    "cpmant": Family("not_causal"),
+    "diffllama": Family("packed varlen"),
+    "doge": Family("other_router_loss"),
+    "ernie4_5": Family("packed varlen"),
+    "ernie4_5_moe": Family("packed varlen"),
+    "exaone4": Family("packed varlen head_norms liger"),
+    "flex_olmo": Family("head_norms counted_experts"),
+    "fnet": Family("uncounted"),
+    "funnel": Family("uncounted"),
+    "gemma": Family("packed varlen fp32_norms liger tensor_parallel context_parallel"),
+    "gemma2": Family("packed whole_logits post_norms fp32_norms liger tensor_parallel", score_bytes=(8, 8)),
+    "gemma3_text": Family("packed varlen head_norms post_norms fp32_norms liger tensor_parallel context_parallel"),
+    "gemma4_text": Family("packed varlen"),
+    "glm": Family("packed varlen"),
+    "glm4": Family("packed varlen post_norms liger"),
+    "gpt2": Family("packed varlen", parts=_GPT2),
+    "gpt_bigcode": Family("packed varlen"),
+    "gpt_neo": Family("packed"),
+    "gpt_neox": Family("packed varlen"),
+    "gpt_oss": Family("counted_experts expert_parallel", score_bytes=(2, 4), mlp_bytes=(14, 28)),
+    "gptj": Family("packed"),
+    "granite": Family("packed varlen whole_logits liger"),
+    "granite_swa": Family("whole_logits"),
+    "granitemoe": Family("packed varlen whole_logits counted_experts"),
+    "granitemoe_swa": Family("whole_logits"),
+    "granitemoehybrid": Family("whole_logits"),
+    "granitemoeshared": Family("whole_logits counted_experts"),
+    "helium": Family("packed varlen fp32_norms"),
+    "hunyuan_v1_dense": Family("packed varlen head_norms liger"),
+    "hyperclovax": Family("whole_logits"),
+    "ibert": Family("uncounted"),
+    "jetmoe": Family("packed varlen counted_experts"),
+    "llama": Family("packed varlen liger tensor_parallel context_parallel", parts=_llama_like(_full)),
+    "llama4_text": Family("packed varlen whole_logits"),
+    "longformer": Family("uncounted"),
+    "luke": Family("uncounted"),
+    "ministral3": Family("packed varlen"),
+    "mistral": Family("packed varlen liger tensor_parallel context_parallel", parts=_llama_like(_by_window)),
+    "mixtral": Family("packed varlen counted_experts expert_parallel expert_and_tensor_parallel"),
+    "mobilebert": Family("uncounted"),
+    "modernvbert": Family("uncounted"),
+    "mra": Family("uncounted"),
+    "nanochat": Family("whole_logits"),
+    "nemotron": Family("packed varlen liger"),
+    "neomme": Family("uncounted"),
+    "nystromformer": Family("uncounted"),
+    "olmo": Family("packed varlen"),
+    "olmo2": Family("packed varlen head_norms fp32_norms liger"),
+    "olmo3": Family("packed varlen head_norms fp32_norms liger"),
+    "olmoe": Family("packed varlen head_norms counted_experts expert_parallel expert_and_tensor_parallel"),
+    "perceiver": Family("uncounted"),
+    "persimmon": Family("packed varlen"),
+    "phi": Family("packed varlen"),
+    "phi3": Family("packed varlen liger tensor_parallel context_parallel"),
+    "phimoe": Family("packed varlen counted_experts"),
+    "qwen2": Family("packed varlen liger tensor_parallel context_parallel", parts=_llama_like(_by_layer)),
+    "qwen2_moe": Family("packed varlen counted_experts"),
+    "qwen3": Family("packed varlen head_norms liger tensor_parallel context_parallel", parts=_llama_like(_by_layer)),
+    "qwen3_moe": Family("packed varlen head_norms counted_experts expert_parallel expert_and_tensor_parallel"),
+    "reformer": Family("uncounted"),
+    "seed_oss": Family("packed varlen"),
+    "smollm3": Family("packed varlen liger"),
+    "stablelm": Family("packed varlen"),
+    "starcoder2": Family("packed varlen tensor_parallel"),
+    "ultravbert": Family("uncounted"),
+    "vaultgemma": Family("packed whole_logits", score_bytes=(8, 8)),
+    "xlm": Family("not_causal"),
+    "xlnet": Family("not_causal tokens_first"),
+    "xlstm": Family("whole_logits"),
+    "xmod": Family("uncounted"),
 }
+PIPELINED = frozenset(name for name, family in FAMILIES.items() if family.parts)
+NOT_KNOWN = Family()
 
-# Families that build block-diagonal masks from position_ids and carry no other state from document to document: a
-# packed document has the same logits as alone (tests/unit/test_packed_rows.py), unless rope_type is longrope and rows
-# are long (`check_packing`). In other families a packed document reads its neighbours, seen with transformers 5.23:
-# bloom, falcon, mpt, opt, biogpt and xglm do not take positions from position_ids; mamba, lfm2, minimax and qwen3_next
-# have a recurrent state. doge leaks with transformers 5.17 and sdpa.
-PACKED = frozenset(
-    """
-    apertus arcee bitnet codegen cohere cohere2 diffllama ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text
-    gemma4_text glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gptj granite granitemoe helium hunyuan_v1_dense jetmoe llama
-    llama4_text ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe
-    qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma
-    """.split()
-)
+
+@cache
+def families(fact: str) -> frozenset[str]:
+    """Return the families (`model_type`) of which a word of FACTS is true."""
+    assert fact in FACTS, fact
+    return frozenset(name for name, family in FAMILIES.items() if fact in family.words.split())
+
 
 # Stored buffers that no forward pass changes, by the ends of their names (tests/unit/test_constants.py). A buffer of
 # another name may learn by a rule of its own.
 CONSTANTS = ("layer_scalar", "act_fn.beta", "act_fn.eps")
-
-# Families of PACKED whose attention function can be replaced. codegen, gpt_neo and gptj compute attention themselves or
-# choose it from their own tables; gemma2 and vaultgemma cap the scores.
-VARLEN = PACKED - frozenset(("codegen", "gemma2", "gpt_neo", "gptj", "vaultgemma"))
-
-# Decoder families that scale or cap their logits, so that the loss cannot be computed in chunks
-# (losses/chunkable.py), with transformers 5.23.
-WHOLE_LOGITS = frozenset(
-    """
-    cohere cohere2 cohere2_moe gemma2 granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-    hyperclovax llama4_text nanochat vaultgemma xlstm
-    """.split()
-)
-
-# What a layer keeps for the backward pass beside what Llama's keeps, by torch's MemTracker (transformers 5.23): norms
-# of queries and keys; norms behind attention and MLP, before the residual is added; norms that scale in fp32.
-HEAD_NORMS = frozenset(
-    """
-    exaone4 flex_olmo gemma3_text hunyuan_v1_dense olmo2 olmo3 olmoe qwen3 qwen3_moe
-    """.split()
-)
-POST_NORMS = frozenset(("gemma2", "gemma3_text", "glm4"))
-FP32_NORMS = frozenset(("gemma", "gemma2", "gemma3_text", "helium", "olmo2", "olmo3"))
-
-# Families without sdpa: the bytes that a layer keeps of an attention score, in 16 bits and in fp32.
-EAGER = {"gemma2": (8, 8), "gpt_oss": (2, 4), "vaultgemma": (8, 8)}
-
-# Bytes that an MLP keeps per element of its width, in 16 bits and in fp32, if they are not 8 and 16: clamps and a
-# sigmoid of its own.
-MLP_BYTES = {"gpt_oss": (14, 28)}
 
 # Config fields for dropout of attention probabilities.
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -132,56 +243,6 @@ def attention_dropout(fields: Mapping[str, Any]) -> str | None:
 RECURRENT = frozenset(("A_log", "D", "dt_bias"))
 
 
-# Families whose loss and gradients with the kernels of liger-kernel 0.8.5 equal PyTorch's. Measured with transformers
-# 5.17 and 5.23 in Triton's interpreter (tests/unit/test_liger.py). Liger's own list is longer. Of the families left
-# out, llama4_text had a loss 1 % off where rows have their own positions; experts (mixtral) do not run in the
-# interpreter.
-LIGER = frozenset(
-    """
-    exaone4 gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama mistral nemotron olmo2 olmo3 phi3 qwen2 qwen3
-    smollm3
-    """.split()
-)
-
-
-# Families whose FLOPs per token differ from the formula in flops.py, with transformers 5.23, by torch's counter or by
-# their code. They have other attention (big_bird, convbert, fnet, longformer, mra, nystromformer, reformer), shorten
-# the sequence or have a narrower one inside (canine, funnel, mobilebert, perceiver), or have weights that not every
-# token is multiplied with (ibert, luke, xmod, and models that also read images).
-UNCOUNTED = frozenset(
-    """
-    big_bird canine convbert fnet funnel ibert longformer luke mobilebert modernvbert mra neomme nystromformer perceiver
-    reformer ultravbert xmod
-    """.split()
-)
-
-
-# Mixtures of experts whose FLOPs per token are the formula's with N counting the active experts alone, by torch's
-# counter. In others every token meets all experts (llama4_text), or attention is of another kind (minimax).
-COUNTED_EXPERTS = frozenset(
-    """
-    flex_olmo gpt_oss granitemoe granitemoeshared jetmoe mixtral olmoe phimoe qwen2_moe qwen3_moe
-    """.split()
-)
-
-# Families that were compared with one process under tensor parallelism (tests/distributed/test_tensor_parallel.py).
-# transformers' plan of gpt_neox leaves its embedding and head whole.
-TENSOR_PARALLEL = frozenset(
-    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "starcoder2")
-)
-
-# Families that were compared with one process under context parallelism (tests/distributed/test_context_parallel.py).
-CONTEXT_PARALLEL = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3"))
-
-# Mixtures of experts that were compared with one process under expert parallelism
-# (tests/distributed/test_expert_parallel.py).
-EXPERT_PARALLEL = frozenset(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"))
-
-# Those that were also compared under expert and tensor parallelism together, in which attention and vocabulary are cut.
-# transformers has no plan that cuts gpt_oss.
-EXPERT_AND_TENSOR_PARALLEL = EXPERT_PARALLEL - {"gpt_oss"}
-
-
 def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int) -> None:
     """Raise ConfigurationError if rows are packed and a document's logits could depend on other documents.
 
@@ -192,7 +253,7 @@ def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int)
     """
     if not packing:
         return
-    if config.model_type not in PACKED:
+    if config.model_type not in families("packed"):
         raise ConfigurationError(
             f"data.packing: found true, but a {config.model_type} is not known to keep packed documents apart: they "
             "would read each other, and nothing would show it; set data.packing to false (and data.group_by_length to "

@@ -9,7 +9,7 @@ from samecurve.config.documents import Document, describe
 from samecurve.config.rules_model import hidden_layers, model_type
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.environment import dated
-from samecurve.specs.model_families import FAMILIES
+from samecurve.specs.model_families import PIPELINED
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
@@ -90,8 +90,8 @@ def _stages(document: Document, strategy: Strategy, source: RecipeSource) -> Non
         document.problem(("pipeline", "stages"), text)
 
     family = model_type(source)
-    if family is not None and family not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+    if family is not None and family not in PIPELINED:
+        known = ", ".join(sorted(PIPELINED))
         text = f"a pipeline cannot split a model of model_type {family}, only {known}"
         document.problem(("pipeline",), f"{text}; use one of these or another strategy")
 

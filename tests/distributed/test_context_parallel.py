@@ -122,9 +122,9 @@ def cut_twice(workspace, way: str, *overrides: str):
 
 
 def test_the_families_are_all_that_are_allowed():
-    from samecurve.specs.model_families import CONTEXT_PARALLEL
+    from samecurve.specs.model_families import families
 
-    assert CONFIGS.keys() == CONTEXT_PARALLEL
+    assert CONFIGS.keys() == families("context_parallel")
 
 
 @pytest.mark.parametrize(

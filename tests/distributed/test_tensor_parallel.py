@@ -116,9 +116,9 @@ def test_phi3_has_no_sequence_parallelism(workspace):
 
 
 def test_the_families_are_all_that_are_allowed():
-    from samecurve.specs.model_families import TENSOR_PARALLEL
+    from samecurve.specs.model_families import families
 
-    assert CONFIGS.keys() == TENSOR_PARALLEL
+    assert CONFIGS.keys() == families("tensor_parallel")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from samecurve.engines.expert_parallel import Dispatch
 from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.specs.environment import dated
-from samecurve.specs.model_families import EXPERT_PARALLEL
+from samecurve.specs.model_families import families
 from samecurve.strategy.parallel_dims import ParallelDims
 
 
@@ -56,7 +56,7 @@ close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 def compare(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = Mesh(ParallelDims(dp_shard=2, ep=2), rank, torch.device("cpu"))
-    for family, implementation in [*product(sorted(EXPERT_PARALLEL), ["grouped_mm"]), ("mixtral", "eager")]:
+    for family, implementation in [*product(sorted(families("expert_parallel")), ["grouped_mm"]), ("mixtral", "eager")]:
         whole, model = tiny(family, implementation), tiny(family, implementation)
         expert_parallel.apply(model, mesh)
         expected, spread = experts_of(whole), experts_of(model)

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from samecurve.models.flops import _attention_width, _layers, _multiplied_parameters, _uses, num_experts, token_flops
-from samecurve.specs.model_families import COUNTED_EXPERTS, FAMILIES, PACKED, UNCOUNTED
+from samecurve.specs.model_families import PIPELINED, families
 
 LENGTH, ROWS = 32, 2
 # every token meets all experts: the formula says that it does not know
@@ -84,11 +84,12 @@ def tiny(family: str, attention: str = "eager"):
 
 
 def test_the_families_are_those_of_the_module():
-    assert set(FAMILIES) < PACKED and len(PACKED) > 40
-    assert ALL_EXPERTS < PACKED and set(ATTENTION) < PACKED - ALL_EXPERTS - COUNTED_EXPERTS
+    assert set(PIPELINED) < families("packed") and len(families("packed")) > 40
+    assert ALL_EXPERTS < families("packed")
+    assert set(ATTENTION) < families("packed") - ALL_EXPERTS - families("counted_experts")
 
 
-@pytest.mark.parametrize("family", sorted(PACKED - ALL_EXPERTS - COUNTED_EXPERTS))
+@pytest.mark.parametrize("family", sorted(families("packed") - ALL_EXPERTS - families("counted_experts")))
 def test_formula_and_counter_agree(family):
     model = tiny(family)
     assert agree(model, expected(model, ATTENTION.get(family, 1)))
@@ -97,13 +98,13 @@ def test_formula_and_counter_agree(family):
 def experts(family: str):
     """The counter does not know grouped_mm, transformers' default for experts; one product per expert it knows."""
     config = round_trip_config(family)
-    if family in COUNTED_EXPERTS:
+    if family in families("counted_experts"):
         config.num_experts_per_tok = 2
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_config(config, **eager).train()
 
 
-@pytest.mark.parametrize("family", sorted(COUNTED_EXPERTS))
+@pytest.mark.parametrize("family", sorted(families("counted_experts")))
 def test_active_experts_count(family):
     model = experts(family)
     assert model.config.num_experts_per_tok < num_experts(model.config)
@@ -132,8 +133,8 @@ def encoder(family: str, **fields):
 
 
 def test_every_encoder_is_counted_or_known_not_to_be():
-    assert set(MODEL_FOR_MASKED_LM_MAPPING_NAMES) <= ENCODERS | ALMOST | ENCODER_DECODERS | UNCOUNTED
-    assert not UNCOUNTED & (ENCODERS | ALMOST | PACKED)
+    assert set(MODEL_FOR_MASKED_LM_MAPPING_NAMES) <= ENCODERS | ALMOST | ENCODER_DECODERS | families("uncounted")
+    assert not families("uncounted") & (ENCODERS | ALMOST | families("packed"))
 
 
 @pytest.mark.parametrize("family", sorted(ENCODERS & set(CONFIG_MAPPING)))

@@ -19,7 +19,7 @@ from samecurve.config import rules_memory
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import _kernels
 from samecurve.models import liger
-from samecurve.specs.model_families import LIGER, PACKED
+from samecurve.specs.model_families import families
 
 ROOT, PROBE = Path(__file__).resolve().parents[2], Path(__file__).with_name("kernels_probe.py")
 MISSING = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
@@ -58,9 +58,9 @@ def test_loss_and_gradients_are_those_of_pytorch(found, name):
 @needs_liger
 @pytest.mark.full
 def test_every_family_of_the_list_has_pytorchs_loss_and_gradients():
-    assert LIGER <= PACKED
-    found = probed(*sorted(LIGER))
-    assert found.keys() == LIGER
+    assert families("liger") <= families("packed")
+    found = probed(*sorted(families("liger")))
+    assert found.keys() == families("liger")
     for family, measured in found.items():
         assert measured["loss"] < 1e-6 and measured["gradients"] < 1e-5 and measured["replaced"], family
 
@@ -182,7 +182,7 @@ def tiny(family: str = "llama") -> torch.nn.Module:
 
 
 def test_a_family_that_was_not_compared_is_refused(monkeypatch):
-    monkeypatch.setattr(liger, "LIGER", frozenset(("qwen2", "llama")))
+    monkeypatch.setattr(liger, "families", lambda fact: frozenset(("qwen2", "llama")))
     monkeypatch.setattr(liger, "import_module", lambda name: None)
     with pytest.raises(ConfigurationError) as error:
         liger.check_family("liger", "gpt2")

@@ -22,7 +22,7 @@ from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models.attention import varlen
-from samecurve.specs.model_families import PACKED, VARLEN, check_packing
+from samecurve.specs.model_families import check_packing, families
 
 X = IGNORE_INDEX
 PAD = 99
@@ -171,9 +171,9 @@ SAMPLES = [[3, 14, 15, 92, 4, 8, 7, 6, 5, 1], [6, 5, 9], [35, 89, 79, 32, 38, 46
 
 
 # flex_attention is compiled for each shape, which takes a CPU up to a minute
-CASES = [(family, "eager") for family in sorted(PACKED)]
-CASES += [(family, "sdpa") for family in sorted(PACKED - EAGER_ONLY)]
-CASES += [(family, varlen.NAME) for family in sorted(VARLEN)]
+CASES = [(family, "eager") for family in sorted(families("packed"))]
+CASES += [(family, "sdpa") for family in sorted(families("packed") - EAGER_ONLY)]
+CASES += [(family, varlen.NAME) for family in sorted(families("varlen"))]
 FLEX = [pytest.param(name, "flex_attention", marks=pytest.mark.full) for name in ("llama", "qwen2")]
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from samecurve.errors import ConfigurationError
-from samecurve.models.pipeline_split import FAMILIES, Decoder, TiedHead, last_scores, sequential, split_layers
+from samecurve.models.pipeline_split import PIPELINED, Decoder, TiedHead, last_scores, sequential, split_layers
 
 COMMON = {
     "vocab_size": 61,
@@ -48,7 +48,7 @@ def packed_rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_every_family_has_a_case():
-    assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)
+    assert {model_type for model_type, _ in CASES.values()} == set(PIPELINED)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

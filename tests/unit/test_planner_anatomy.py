@@ -17,7 +17,7 @@ from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import shard_sizes, stage_parameters, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
 from samecurve.specs.gpus import GIB
-from samecurve.specs.model_families import EAGER, EXPERT_PARALLEL
+from samecurve.specs.model_families import FAMILIES, families
 
 GPT = ModelShape(32, 4096, 32, 32, 16384, 50257, gated=False, tied=False, positions=512)
 LLAMA = ModelShape(16, 2048, 32, 32, 8192, 131072, gated=True, tied=True)
@@ -145,10 +145,11 @@ def test_activations_of_a_familys_layer(family):
     """Norms of queries and keys, norms behind attention and MLP, norms in fp32, scores without a fused kernel."""
     fields = {"model_type": family, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
     fields |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "head_dim": 64, "vocab_size": 300}
-    if family in EXPERT_PARALLEL:
+    if family in families("expert_parallel"):
         fields |= {"num_local_experts": 8, "num_experts_per_tok": 2}
     job = a_job(model_shape.shape(fields, family), Layout(1), micro_batch=16, seq=1024, flow="16-bit", masked=True)
-    assert layer_bytes(replace(job, flash=family not in EAGER)) / GIB == pytest.approx(OF_FAMILIES[family], rel=0.05)
+    job = replace(job, flash=not FAMILIES[family].score_bytes)
+    assert layer_bytes(job) / GIB == pytest.approx(OF_FAMILIES[family], rel=0.05)
 
 
 @pytest.mark.parametrize(("family", "each"), [("gpt_oss", 2), ("gemma2", 8), ("llama", 6)])

@@ -14,7 +14,7 @@ from samecurve.planner import inputs, step_time, strategies
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.cluster import built_in
 from samecurve.planner.strategies import read
-from samecurve.specs.model_families import PACKED, WHOLE_LOGITS
+from samecurve.specs.model_families import families
 
 SMALL = {
     "hidden_size": 64,
@@ -55,7 +55,7 @@ def test_capped_logits(tmp_path):
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=[] if each in ("llama", "gemma2") else pytest.mark.full) for each in sorted(PACKED)],
+    [pytest.param(f, marks=[] if f in ("llama", "gemma2") else pytest.mark.full) for f in sorted(families("packed"))],
 )
 def test_families_with_whole_logits(family):
     try:
@@ -63,7 +63,7 @@ def test_families_with_whole_logits(family):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family))
     except (TypeError, ValueError) as error:
         pytest.skip(f"its default config makes no model: {error}")
-    assert is_chunkable(model) == (family not in WHOLE_LOGITS)
+    assert is_chunkable(model) == (family not in families("whole_logits"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import measured, varlen
 from samecurve.models.weight_conversion import supports
-from samecurve.specs.model_families import VARLEN, attention_dropout
+from samecurve.specs.model_families import attention_dropout, families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -60,7 +60,7 @@ def choose_attention(
 
 
 def _without_varlen(config: PreTrainedConfig) -> str | None:
-    if config.model_type not in VARLEN:
+    if config.model_type not in families("varlen"):
         return f"a {config.model_type} computes attention in its own way"
     rate = attention_dropout(config.to_dict())
     return f"{rate}, and it has no dropout" if rate else None
