@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from report_cases import TORCHRUN, Plan, check_report, findings, message, missing, write
+from test_console import facts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.config import rules_memory
 from samecurve.errors import ConfigurationError
-from samecurve.metrics.console import _kernels
+from samecurve.metrics.console import header_lines
 from samecurve.models import liger
 from samecurve.specs.model_families import families
 
@@ -218,6 +219,6 @@ def test_a_package_that_does_not_fit_is_told(monkeypatch):
 
 def test_the_header_says_what_is_ligers():
     assert liger.replaced(tiny()) == []
-    facts = {"kernels": ["5 LigerRMSNorm"], "loss_implementation": "liger"}
-    assert _kernels(facts) == "liger: 5 LigerRMSNorm, output head and cross-entropy together"
-    assert _kernels({"kernels": [], "loss_implementation": "chunked"}) == ""
+    found = facts(engine={"kernels": ("5 LigerRMSNorm",), "loss_implementation": "liger"})
+    assert dict(header_lines(found))["kernels"] == "liger: 5 LigerRMSNorm, output head and cross-entropy together"
+    assert "kernels" not in dict(header_lines(facts(engine={"loss_implementation": "chunked"})))
