@@ -101,12 +101,12 @@ class ScheduledEngine:
         self.device: torch.device = accelerator.device
         self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
         self.shard = self._mesh.shard
-        self._autocast = compute_dtype(self.recipe.precision)
-        whole, dims = copy.deepcopy(skeleton), self._mesh.dims
-        summed: list[str] = []
-        if dims.tp > 1:  # on the meta device and by module, so that it may precede the cut into stages
-            tensor_parallel.check(skeleton, plan.strategy)
-            summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
+        self._autocast, dims = compute_dtype(self.recipe.precision), plan.strategy.dims
+        # The order matters. Tensor parallelism divides a model by its modules, on the meta device, and so precedes the
+        # cut into stages; dropout knows both parts and stages; what a layer computes is settled before FSDP2, which
+        # `LocalStages` installs with the stages. The optimizer takes the weights of this rank's stages, and values are
+        # loaded at last, into what it keeps of them.
+        whole, summed = self._divided()
         self._chunks = None
         if dims.tp > 1 or last_stage_takes_chunks(whole, skeleton, task, self.recipe):
             measures = (measure_of(task), partial(evaluation_sums, task)) if task.by_token else ()
@@ -120,23 +120,21 @@ class ScheduledEngine:
         )
         self._summed = [stages.weights[name] for name in summed if name in stages.weights]
         self._module = nn.ModuleList(stages.modules.values()).train()
-        taught = StagedTeacher(plan.strategy, self._mesh, task) if task.teacher else None
         self._forward = ScheduleForward(
-            *(stages, self._module, self._mesh, skeleton, task, self._dropout, self._chunks, taught)
+            stages,
+            self._module,
+            self._mesh,
+            skeleton,
+            task,
+            self._dropout,
+            self._chunks,
+            teacher=StagedTeacher(plan.strategy, self._mesh, task) if task.teacher else None,
         )
         self._tie_group = stages.group_of_ends() if stages.tied else None
-
-        self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
-        groups = parameter_groups(stages.weights.items(), settings, roles_of(skeleton))
-        groups = tensor_parallel.groups_by_mesh(groups) if dims.tp > 1 else groups
-        self._optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
+        self.shapes = trained_shapes(skeleton)
+        self._optimizer, self.state = self._build_optimizer()
         with torch.no_grad():
             load_weights(skeleton, self.recipe, self._write, names=set(stages.weights))
-        trained = {name: weight for name, weight in stages.weights.items() if name in self.shapes}
-        saved = {name for name in trained if stages.owner[name] in stages.modules}
-        states = factory.state_names(settings, self.shapes)
-        replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
-        self.state: State = DTensorShards(trained, self._optimizer, states, replica, saved)
         copies = partial(num_copies, mesh=self._mesh)
         self._first_step = FirstStep(
             plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
@@ -145,6 +143,32 @@ class ScheduledEngine:
         self._step_loss = StepLoss(self._loss)
         # the last ones are kept, because rows that are grouped by length have many shapes
         self._schedule = lru_cache(maxsize=16)(self._build_schedule)
+
+    def _divided(self) -> tuple[PreTrainedModel, list[str]]:
+        """Build the model, on the meta device, as the tensor-parallel ranks divide it.
+
+        Returns:
+            The model, and the names of weights whose gradients are sums over these ranks.
+
+        Raises:
+            ConfigurationError: tensor parallelism cannot divide this model.
+        """
+        whole = copy.deepcopy(self._skeleton)
+        if self._mesh.dims.tp == 1:
+            return whole, []
+        tensor_parallel.check(self._skeleton, self._plan.strategy)
+        return whole, tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
+
+    def _build_optimizer(self) -> tuple[torch.optim.Optimizer, State]:
+        stages, dims, settings = self._stages, self._mesh.dims, self.recipe.optimizer
+        groups = parameter_groups(stages.weights.items(), settings, roles_of(self._skeleton))
+        groups = tensor_parallel.groups_by_mesh(groups) if dims.tp > 1 else groups
+        optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
+        trained = {name: weight for name, weight in stages.weights.items() if name in self.shapes}
+        saved = {name for name in trained if stages.owner[name] in stages.modules}
+        states = factory.state_names(settings, self.shapes)
+        replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
+        return optimizer, DTensorShards(trained, optimizer, states, replica, saved)
 
     def _write(self, name: str, full: Tensor) -> None:
         fsdp.write(self._stages.weights[name].detach(), full)

@@ -69,54 +69,68 @@ class TorchEngine:
         self.shard = self.mesh.shard
         self.accumulation_steps = self.recipe.batch.accumulation_steps(self.shard[1])
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
-        self.shapes, settings = trained_shapes(skeleton), self.recipe.optimizer
+        self.shapes = trained_shapes(skeleton)
         self.sharded, self.cut = plan.strategy.shards_model, plan.strategy.dims.tp > 1
+        self.copies = computes_in_copies(plan)
         part = context_parallel.part_of(plan.strategy, self.mesh, skeleton)
-        model = fp32_weights.cast_weights(self._build(part), settings)
-        summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel) if self.cut else []
-        if plan.strategy.dims.ep > 1:
-            expert_parallel.apply(model, self.mesh)
+        # The order matters. Ranks divide a model by the names and classes of its modules, before anything wraps these.
+        # Dropout knows the parts; what a layer computes, and how the loss is computed, is settled before FSDP2 and DDP
+        # hook into the modules. The optimizer takes the weights that these leave, and values are loaded at last, into
+        # what this rank keeps of each weight.
+        model, summed = self._divided(part)
         cut = tensor_parallel.parts(model, self.mesh)
         drops = dropout.install(model, self.recipe.seed, self.device, part.chunks, cut)
-        self.copies = computes_in_copies(plan)
         compilation.prepare(model, self.recipe, self.device, is_cut=self.cut, copies=self.copies)
         loss_implementation = install_loss(model, skeleton, task, self.recipe, self.device)
         router = router_loss.install(self.recipe, model, self.mesh)
         self.model = self._prepare(model)
         # `accelerator.unwrap_model` would import deepspeed
         self.module = getattr(self.model, "module", self.model)
-        roles = roles_of(skeleton)
-        groups = parameter_groups(self.module.named_parameters(), settings, roles)
-        groups = tensor_parallel.groups_by_mesh(groups)
-        self.optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
         self.tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
         self.summed = [self.tensors[name] for name in summed]
         # FSDP2 leaves these whole, and to this engine the reduction of their gradients, in one order on all ranks
         kept = fp32_weights.names(skeleton, self.recipe.precision) if self.sharded else set()
         self.whole = [self.tensors[name] for name in self.shapes if name in kept]
-        self.state: State = DTensorShards(
-            {name: self.tensors[name] for name in self.shapes},
-            self.optimizer,
-            factory.state_names(settings, self.shapes, roles.matrices),
-            replica=(accelerator.process_index, accelerator.num_processes),
-            factors=factory.factor_shapes(settings, self.shapes),
-        )
+        self.optimizer, self.state = self._build_optimizer()
         with torch.no_grad():
             load_weights(skeleton, self.recipe, self._write)
-        beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
-        rows = self.recipe.batch.micro_batches(self.shard[1])
         readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
         self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self._total, copies, readers)
         self.forward = Forward(
-            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router,
-            self.first_step, part,
-        )  # fmt: skip
+            accelerator,
+            self.mesh,
+            self.model,
+            task,
+            loss_implementation,
+            teacher=teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None,
+            rows=self.recipe.batch.micro_batches(self.shard[1]),
+            dropout=drops,
+            router=router,
+            first_step=self.first_step,
+            part=part,
+        )
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self.mesh.sum(values, over=DIMENSIONS)
 
+    def _divided(self, part: SequencePart) -> tuple[PreTrainedModel, list[str]]:
+        """Build the model as this rank computes it.
+
+        Returns:
+            The model, and the names of weights whose gradients are sums over the tensor-parallel ranks.
+
+        Raises:
+            ConfigurationError: the strategy cannot divide this model.
+        """
+        model, summed = fp32_weights.cast_weights(self._build(part), self.recipe.optimizer), []
+        if self.cut:
+            summed = tensor_parallel.apply(model, self.mesh, self.plan.strategy.tp_sequence_parallel)
+        if self.plan.strategy.dims.ep > 1:
+            expert_parallel.apply(model, self.mesh)
+        return model, summed
+
     def _build(self, part: SequencePart) -> PreTrainedModel:
-        """Build the model, on the meta device where weights are cut or sharded. Raises ConfigurationError."""
+        """Build the model, on the meta device where weights are cut or sharded."""
         strategy, model_class, config = self.plan.strategy, type(self.skeleton), self.skeleton.config
         if self.recipe.adapter.quantization:
             return bnb_4bit.build(self.skeleton, self.recipe, self.device)
@@ -141,6 +155,19 @@ class TorchEngine:
             frozen_weights.store_in_bf16(model, self.recipe, everywhere=True)
             bf16_copies.install_around(model)
         return self.accelerator.prepare_model(model, evaluation_mode=self.cut)
+
+    def _build_optimizer(self) -> tuple[torch.optim.Optimizer, State]:
+        recipe, settings, roles = self.recipe, self.recipe.optimizer, roles_of(self.skeleton)
+        groups = tensor_parallel.groups_by_mesh(parameter_groups(self.module.named_parameters(), settings, roles))
+        optimizer = factory.build_optimizer(groups, settings, recipe.precision, recipe.seed)
+        state = DTensorShards(
+            {name: self.tensors[name] for name in self.shapes},
+            optimizer,
+            factory.state_names(settings, self.shapes, roles.matrices),
+            replica=(self.accelerator.process_index, self.accelerator.num_processes),
+            factors=factory.factor_shapes(settings, self.shapes),
+        )
+        return optimizer, state
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):

@@ -36,6 +36,7 @@ from samecurve.strategy.parallel_dims import LOSS, ParallelDims
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from samecurve.config.schema import Optimizer
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
@@ -53,12 +54,11 @@ class ZeroEngine:
         self.mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
         self.shard = self.mesh.shard
         self.shapes = trained_shapes(skeleton)
-        recipe, settings = plan.recipe, plan.recipe.optimizer
-        where = torch.device(self.device)
-        if plan.strategy.zero_stage == 3:
-            assert accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
-            where = zero3_partition.context(accelerator.deepspeed_plugin.deepspeed_config)
-        model = construct(type(skeleton), skeleton.config, where, recipe.adapter)
+        recipe = plan.recipe
+        # The order matters. ZeRO-3 divides each weight as soon as it is built, so everything that goes by shapes reads
+        # the skeleton's. What a layer computes is settled before DeepSpeed hooks into the modules. Values are loaded
+        # after `prepare`, because DeepSpeed copies its fp32 masters from weights that it has rounded.
+        model = construct(type(skeleton), skeleton.config, self._place_of_weights(plan), recipe.adapter)
         drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe, self.device)
@@ -68,9 +68,34 @@ class ZeroEngine:
             {name: weight.shape for name, weight in skeleton.named_parameters() if name in kept}, self.device
         )
         self.exact.install(model)
-        # of the skeleton, because ZeRO-3 replaces every shape by an empty one
-        groups = parameter_groups(model.named_parameters(), settings, roles_of(skeleton))
-        self.model, self.optimizer = accelerator.prepare(model, build_optimizer(groups, settings))
+        self._prepare(model, recipe.optimizer)
+        with torch.no_grad():
+            load_weights(skeleton, recipe, self._write)
+        self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self.mesh.sum)
+        self.forward = Forward(
+            accelerator,
+            self.mesh,
+            self.model,
+            task,
+            loss_implementation,
+            teacher=teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None,
+            rows=recipe.batch.micro_batches(self.shard[1]),
+            dropout=drops,
+            router=router,
+            first_step=self.first_step,
+        )
+
+    def _place_of_weights(self, plan: Plan) -> Any:
+        """Return the device that the model is built on, or ZeRO-3's context that divides each weight."""
+        if plan.strategy.zero_stage < 3:
+            return torch.device(self.device)
+        assert self.accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
+        return zero3_partition.context(self.accelerator.deepspeed_plugin.deepspeed_config)
+
+    def _prepare(self, model: nn.Module, settings: Optimizer) -> None:
+        """Hand the model to DeepSpeed, with an optimizer, and find this rank's shards of both."""
+        groups = parameter_groups(model.named_parameters(), settings, roles_of(self.skeleton))
+        self.model, self.optimizer = self.accelerator.prepare(model, build_optimizer(groups, settings))
         deepspeed_introspection.link_masters(self.model)
         deepspeed_introspection.skip_at_smallest_scale(self.model)
         self.scaler = deepspeed_introspection.dynamic_scaler(self.model)
@@ -85,14 +110,6 @@ class ZeroEngine:
         )
         self.state: State = shards
         self._exact_regions = shards.exact_regions
-        with torch.no_grad():
-            load_weights(skeleton, recipe, self._write)
-        beside = teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None
-        rows = recipe.batch.micro_batches(self.shard[1])
-        self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self.mesh.sum)
-        self.forward = Forward(
-            accelerator, self.mesh, self.model, task, loss_implementation, beside, rows, drops, router, self.first_step
-        )
 
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""
