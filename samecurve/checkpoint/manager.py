@@ -175,7 +175,8 @@ class Checkpoints:
             CheckpointError: no checkpoint has a value, or the best one is damaged. Raised on all ranks.
         """
         self.wait()
-        metric, folder = self._settings["best"], self._run.checkpoints
+        metric, folder = self._settings.best, self._run.checkpoints
+        assert metric is not None  # a rule of the configuration
         best = self._world.on_main(lambda: find_best(self._files, folder, metric))
         last = "set export.checkpoint=last to export the last step"
         if best is None:

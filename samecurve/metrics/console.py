@@ -199,7 +199,7 @@ def fp8_line(facts: RunFacts) -> str:
 
 
 def attention_line(facts: RunFacts) -> str:
-    chosen, recipe = facts.model.attention, facts.plan.recipe
+    chosen, recipe = facts.model.attention or "none", facts.plan.recipe
     if chosen == "eager" and recipe.model.attention == "auto":
         return f"eager: transformers has no sdpa for a {facts.model.model_type}"
     if chosen == "sdpa" and facts.cudnn_attention == "off":
