@@ -141,12 +141,11 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
     texts = facts.data.get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
     counted = "" if counts == "tokens" else f"the loss is the mean over {counts}, counted as `tokens` in metrics.jsonl"
     warmup = f", {recipe.warmup_steps} of them warm-up" if recipe.warmup_steps else ""
-    path = strategy.path or strategy.deepspeed_path
     lines = [
         ("recipe", f"{plan.recipe_path} ({recipe.task}, {recipe.steps} steps{warmup})"),
         ("epochs", _epochs(facts)),
         *(("", note) for note in plan.notes),
-        ("strategy", strategy.name + (f" ({path})" if path else "")),
+        ("strategy", strategy.name + (f" ({strategy.file})" if strategy.file else "")),
         ("engine", f"{engine.engine} on {facts.device}"),
         ("world", _world(strategy.launcher, engine)),
         ("mesh", _mesh(engine)),

@@ -80,7 +80,7 @@ class RunFacts:
             "from_strategy": self.plan.from_strategy,
             "no_effect": self.plan.no_effect,
             "strategy": strategy.name,
-            "strategy_path": strategy.path or strategy.deepspeed_path,
+            "strategy_path": strategy.file,
             "family": strategy.family,
             "launcher": strategy.launcher,
             **asdict(self.model),

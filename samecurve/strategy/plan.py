@@ -63,6 +63,11 @@ class Strategy:
     context_parallel: str = ""
 
     @property
+    def file(self) -> Path | None:
+        """The file that was chosen."""
+        return self.path or self.deepspeed_path
+
+    @property
     def zero_stage(self) -> int:
         """DeepSpeed's stage of ZeRO; 0 without."""
         return int(self.sharding[-1]) if self.sharding.startswith("zero") else 0
