@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from math import expm1
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -68,8 +69,16 @@ def write(runs: Sequence[LeftOut], strangers: Sequence[LeftOut], fitted: dict[st
             "memory": fits.residuals(fits.held(runs), fits.held(strangers), "memory_error"),
         },
     }
-    hardware.PATH.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    hardware.PATH.write_text(_rows(document) + "\n", encoding="utf-8")
     print(f"\nwrote {hardware.PATH.relative_to(ROOT)}")
+
+
+def _rows(value: Any, indent: str = "") -> str:
+    """Format JSON with a line for each stack and each interval."""
+    if not isinstance(value, dict) or all(isinstance(each, float) for each in value.values()):
+        return json.dumps(value)
+    lines = [f"{indent} {json.dumps(key)}: {_rows(each, indent + ' ')}" for key, each in value.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def main() -> None:

@@ -47,15 +47,12 @@ from samecurve.planner.hardware import shipped as shipped_constants
 from samecurve.planner.inputs import Wanted, checkpointing, left_out
 from samecurve.planner.job import ORDER, Job
 from samecurve.planner.search import Choice
-from samecurve.planner.strategies import Template
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
-from samecurve.storage.terminal import TextConsole
 from samecurve.strategy.plan import Plan
 from samecurve.strategy.resolve import strategy_path
 
 ROWS = 10  # of the table
-SHOWN_UNAVAILABLE = 3
 SHOWN_SIZES = 3  # of one strategy
 _OF_TABLES = ("runs", "json", "calibrate")  # all that --runs takes
 # Options, and those of which each needs one.
@@ -86,9 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", action="store_true", help="also judge the model's dimensions on this kind of GPU")
     parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
     parser.add_argument("--order", metavar="AXES", help=f"for --layout (default: {','.join(ORDER)})")
-    parser.add_argument(
-        "--ranks", action="store_true", help="also resolve every rank, and check that they fit together"
-    )
+    parser.add_argument("--ranks", action="store_true", help="also resolve every rank, and describe the one of --rank")
     parser.add_argument("--dry_run", action="store_true", help="also track the memory of one rank on fake tensors")
     text = "the rank of --ranks and --dry_run (default: 0, and of a pipeline's dry run one of each class)"
     parser.add_argument("--rank", type=whole_number("--rank"), metavar="R", help=text)
@@ -117,14 +112,15 @@ def run(arguments: argparse.Namespace) -> int | Work:
     asked = [strategies.read(strategy_path(given)) for given in arguments.strategy or ()] or shipped
     learnt, notes = _learnt(canonical(machines.kind), paths)
     whole, machines = (replace(size, calibration=learnt) for size in (whole, machines))
-    choices, lacking = _choices(wanted, machines, asked, bool(arguments.strategy))
+    find = search.evaluate if arguments.strategy else search.search
+    choices = find(wanted, machines, asked)
     if all(choice.invalid for choice in choices):  # exit code 2; valid ones that do not fit are 6
         print("\n".join(notes), end="\n" if notes else "")  # what was learnt is written already
         raise ConfigurationError("\n".join(f"{choice.name}: {choice.reason}" for choice in choices))
     order = search.ranked(choices)
     best = order[0] if order[0].found and order[0].found.fits else None
     if arguments.json:
-        plans = [plan_text.record(choice) for choice in [*choices, *lacking]]
+        plans = [plan_text.record(choice) for choice in choices]
         _write(
             arguments.json,
             {"plans": plans, "constants": shipped_constants() | {"hardware": plan_text.constants_record(machines)}},
@@ -137,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int | Work:
     print(
         "\n".join([first_line, plan_text.job_size(wanted), plan_text.inputs_line(machines, order[0].job), *notes, ""])
     )
-    _print_table(choices, lacking, arguments)
+    _print_table(choices, arguments)
     assert wanted.source.recipe
     limits = left_out(wanted.source.recipe, machines.card)
     print("".join(f"\nNot in these numbers: {limit}" for limit in limits), end="\n" if limits else "")
@@ -251,26 +247,12 @@ def _write(path: Path, content: dict) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _choices(
-    wanted: Wanted, machines: Cluster, templates: Sequence[Template], exact: bool
-) -> tuple[list[Choice], list[Choice]]:
-    """Return the choices, and those that this version cannot run."""
-    if exact:
-        return search.evaluate(wanted, machines, templates), []
-    return search.search(wanted, machines, templates), search.unavailable(wanted, machines, templates)
-
-
-def _print_table(choices: Sequence[Choice], lacking: Sequence[Choice], arguments: argparse.Namespace) -> None:
+def _print_table(choices: Sequence[Choice], arguments: argparse.Namespace) -> None:
     everything = arguments.strategy or arguments.why
     rows = [choice for choice in choices if choice.found and (everything or choice.found.fits)]
     if rows:
         few = rows if everything else plan_text.at_most(SHOWN_SIZES, rows)
         print(plan_text.table(few[: arguments.rows or ROWS]))
-    if lacking:
-        few = lacking[:SHOWN_UNAVAILABLE]
-        shown = f"{plan_text.table(few)}\n{plan_text.legend(few)}"
-        print("\nFor comparison, what this version cannot run and --output never writes:", flush=True)
-        TextConsole().print(shown, style="dim")
 
 
 def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "pipe
 GROUPS: tuple[str, ...] = ("compute", "communication", "host")
 LARGEST_FACTOR = 1e9  # of a part of a step or of memory; a file with a larger one, or its inverse, is damaged
 WIDEST = 50.0  # the same as a logarithm, for intervals
-SHOWN = 60  # characters of a damaged value
 ALONE = "one process"  # key of a GPU's process_gib without communicators
 
 
@@ -97,70 +95,41 @@ def write(found: Calibration, path: Path) -> None:
     write_json(path, {key: value for key, value in asdict(found).items() if key != "path"})
 
 
+_FACTORS = {"*": float}
+_SCHEMA = {
+    "kind?": str,
+    "origin?": {
+        **{"runs?": list, "bench?": list, "versions?": dict},
+        **dict.fromkeys(("device?", "processor?", "date?"), (str, None)),
+    },
+    "time?": {**{f"{name}?": float for name in GROUPS}, "*": ()},
+    **dict.fromkeys(("stack_time?", "memory?", "process_gib?"), _FACTORS),
+    **dict.fromkeys(("time_interval?", "memory_interval?"), ([float], None)),
+    "*": (),
+}
+_FIX = "correct or remove the file, or write it again with python -m samecurve plan --calibrate RUN ..."
+
+
 def read(path: Path) -> Calibration | None:
-    """Read a calibration; None if there is no file. Raises ConfigurationError, with all that is damaged in it."""
-    record = read_record(path)
+    """Read a calibration; None if there is no file. Raises ConfigurationError for a damaged one."""
+    record = read_record(path, _SCHEMA)
     if record.is_absent or record.value == {}:
         return None
-    content = record.require(ConfigurationError, f"{_UNREADABLE}; {_FIX}")
-    problems = [f"{key}: unknown key" for key in content if key not in _LEGAL]
-    problems += [] if "kind" in content else ["kind: missing, expected a kind of GPU or cpu"]
-    for key, (expected, is_legal) in _LEGAL.items():
-        if key in content and not is_legal(content[key]):
-            problems.append(f"{key}: found {_shown(content[key])}, expected {expected}")
+    content = record.require(ConfigurationError, f"it is no calibration that this version reads; {_FIX}")
+    problems = [] if content.get("kind") else ["kind: missing, expected a kind of GPU or cpu"]
+    for key in ("time", "stack_time", "memory", "process_gib"):
+        legal = f"expected a factor from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}"
+        found = content.get(key, {}).items()
+        problems += [
+            f"{key}.{name}: found {value}, {legal}"
+            for name, value in found
+            if not 1 / LARGEST_FACTOR <= value <= LARGEST_FACTOR
+        ]
+    for key in ("time_interval", "memory_interval"):
+        found = content.get(key)
+        if found is not None and not (len(found) == 2 and -WIDEST <= found[0] <= 0 <= found[1] <= WIDEST):
+            legal = f"expected [low, high] with -{WIDEST:g} <= low <= 0 <= high <= {WIDEST:g}"
+            problems.append(f"{key}: found {found}, {legal}")
     if problems:
-        listed = "\n".join(f"  {path}: {each}" for each in problems)
-        raise ConfigurationError(f"{path}: {_UNREADABLE}; {_FIX}\n{listed}")
+        raise ConfigurationError("\n".join(f"{path}: {each}; {_FIX}" for each in problems))
     return Calibration(**content, path=str(path))
-
-
-def _shown(value: Any) -> str:
-    """Format a value of a file whole if it is short, as `{"torch": "x"}`."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
-
-
-def _is_number(value: Any, least: float, most: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
-
-
-def _are_factors(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_number(each, 1 / LARGEST_FACTOR, LARGEST_FACTOR) for each in value.values()
-    )
-
-
-def _is_interval(value: Any) -> bool:
-    if value is None:
-        return True
-    pair = isinstance(value, list) and len(value) == 2 and all(_is_number(each, -WIDEST, WIDEST) for each in value)
-    return pair and value[0] <= 0 <= value[1]
-
-
-def _is_origin(value: Any) -> bool:
-    lists, texts = ("runs", "bench"), ("device", "processor", "date")
-    return (
-        isinstance(value, dict)
-        and all(isinstance(value.get(key, []), list) for key in lists)
-        and all(isinstance(value.get(key), (str, type(None))) for key in texts)
-        and isinstance(value.get("versions", {}), dict)
-    )
-
-
-_UNREADABLE = "no calibration that this version reads"
-_FIX = "correct or remove the file, or write it again with python -m samecurve plan --calibrate RUN ..."
-_FACTORS = (f"factors from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}, by name", _are_factors)
-_INTERVAL = (f"null or [low, high] with -{WIDEST:g} <= low <= 0 <= high <= {WIDEST:g}", _is_interval)
-_LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "kind": ("a kind of GPU or cpu", lambda value: isinstance(value, str) and bool(value)),
-    "origin": ("a block with lists of runs and bench, a block of versions, and texts", _is_origin),
-    "time": (
-        f"{_FACTORS[0]}: {', '.join(GROUPS)}",
-        lambda value: _are_factors(value) and value.keys() <= set(GROUPS),
-    ),
-    "stack_time": _FACTORS,
-    "memory": _FACTORS,
-    "process_gib": ("GiB by library, each above 0", _are_factors),
-    "time_interval": _INTERVAL,
-    "memory_interval": _INTERVAL,
-}

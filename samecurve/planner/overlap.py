@@ -10,7 +10,7 @@ where it is at most 1. The ultra-scale playbook's appendix gives these ratios wi
 - What it calls bytes are elements. `element_bytes` stands in each ratio here.
 - It counts Adam's states of a block as 6 h^2 of 2 bytes for 3 h^2 fp32 elements: 12 bytes per parameter.
 
-F: FLOP/s of a GPU. B: bus bandwidth in bytes/s. n: ranks of the group.
+F: FLOP/s of a GPU. B: bus bandwidth in bytes/s. n: ranks of the group. e: bytes of an element.
 """
 
 from __future__ import annotations
@@ -34,29 +34,10 @@ BLOCK_GATED = 16  # weights of a block in units of h^2, with ffn = 4 h
 def textbook_data_parallel(
     tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2
 ) -> float:
-    """Gradient all-reduce over backward pass: e (n - 1) / n F / (2 T B).
+    """Return e (n - 1) / n F / (2 T B), with T tokens of a rank.
 
-    Args:
-        tokens: T, per rank and step.
-        ranks: n, data-parallel.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of a gradient.
-    """
-    return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
-
-
-def textbook_fully_sharded(
-    tokens: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2
-) -> float:
-    """Gathering the next block over this one's forward: e (n - 1) / n F / (2 s b B).
-
-    Args:
-        tokens: s b, per rank and micro-batch.
-        ranks: n, among which weights are sharded.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of a weight.
+    It is that of a gradient's all-reduce to the step's backward pass, and that of gathering a block's weights to the
+    forward pass of the block before, with T of a micro-batch.
     """
     return element_bytes * (ranks - 1) / ranks * flops / (2 * tokens * bandwidth)
 
@@ -64,46 +45,22 @@ def textbook_fully_sharded(
 def textbook_tensor_parallel(
     hidden: int, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2
 ) -> float:
-    """Gathering the input of a linear layer over its product: e (t - 1) F / (2 h B).
-
-    Args:
-        hidden: h, outputs of the layer on all ranks together.
-        ranks: t, tensor-parallel.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of an activation.
-    """
+    """Return that of gathering the input of a linear layer with h outputs to its product: e (n - 1) F / (2 h B)."""
     return element_bytes * (ranks - 1) * flops / (2 * hidden * bandwidth)
 
 
 def textbook_pipeline(hidden: int, layers: float, flops: float, bandwidth: float, element_bytes: float = 2) -> float:
-    """Sending the hidden state over the next stage's forward: e F / (32 h l B).
-
-    Args:
-        hidden: h, width of the hidden state.
-        layers: l, gated blocks of a stage.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of an activation.
-    """
+    """Return that of sending h elements to the forward pass of the next stage's l gated blocks: e F / (32 h l B)."""
     return element_bytes * flops / (2 * BLOCK_GATED * hidden * layers * bandwidth)
 
 
 def textbook_ring(
     seq: float, ranks: int, kv_share: float, flops: float, bandwidth: float, element_bytes: float = 2
 ) -> float:
-    """Sending a block of keys and values over attention to the one before: e k n F / (s B).
+    """Return that of sending a block of keys and values to attention to the one before: e k n F / (s B).
 
-    A block of s / n tokens has 2 e k d bytes of each, and d s / n queries on it take 2 d (s / n)^2 FLOPs under the
-    causal mask, which leaves half of 4.
-
-    Args:
-        seq: s, tokens of a whole row.
-        ranks: n, context-parallel.
-        kv_share: k, key heads by query heads.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of a key.
+    A block of s / n tokens of a row of s has 2 e k d bytes of each, k being key heads by query heads, and d s / n
+    queries on it take 2 d (s / n)^2 FLOPs under the causal mask, which leaves half of 4.
     """
     return element_bytes * kv_share * ranks * flops / (seq * bandwidth)
 
@@ -111,18 +68,11 @@ def textbook_ring(
 def textbook_exchanged_layer(
     width: float, weights: float, ranks: int, flops: float, bandwidth: float, element_bytes: float = 2
 ) -> float:
-    """Sending w elements per token to all ranks of a group over a layer's products: e w (n - 1) F / (2 P B).
+    """Return that of sending w elements per token to each other rank to a layer's products: e w (n - 1) F / (2 P B).
 
-    Gathered keys and values have w = 2 k d. Queries, keys, values and outputs of Ulysses are 2 (1 + k) d, of which each
-    rank keeps 1 / n: w = 2 (1 + k) d / n. Dispatch and combine of experts: w = 2 K h / n.
-
-    Args:
-        width: w, elements that a rank sends to each other rank, per token.
-        weights: P, that a token meets on a rank.
-        ranks: n, of the group.
-        flops: F, FLOP/s of a GPU.
-        bandwidth: B, bus bandwidth in bytes/s.
-        element_bytes: e, of an activation.
+    A token meets P weights on a rank. Gathered keys and values have w = 2 k d. Queries, keys, values and outputs of
+    Ulysses are 2 (1 + k) d, of which each rank keeps 1 / n: w = 2 (1 + k) d / n. Dispatch and combine of experts:
+    w = 2 K h / n.
     """
     return element_bytes * width * (ranks - 1) * flops / (2 * weights * bandwidth)
 
@@ -237,7 +187,7 @@ def _data_formula(job: Job, sent: Sent, each: Transfer, group: Beside) -> str:
     """Give the textbook's ratio to the 2 T P FLOPs of a forward pass, or to the 4 T P of a backward pass."""
     rates, once = sent.rates(job), group.when == "last"
     tokens, name = (job.tokens * job.grad_accum, "T") if once else (job.tokens, "s b")
-    one_way = textbook_fully_sharded(tokens, sent.ranks, *rates)
+    one_way = textbook_data_parallel(tokens, sent.ranks, *rates)
     if each.content == "all-reduce of gradients":
         return f"e (n - 1) / n F / (2 {name} B) = {textbook_data_parallel(tokens, sent.ranks, *rates):.3g}"
     if group.computation == "forward pass":

@@ -13,7 +13,7 @@ from samecurve.planner.inputs import Wanted
 from samecurve.planner.job import ORDER, Job, group_link
 from samecurve.planner.links import Link
 from samecurve.planner.strategies import Template, describe
-from samecurve.strategy.parallel_dims import BATCH, DIMENSIONS, ParallelDims
+from samecurve.strategy.parallel_dims import BATCH, ParallelDims
 
 Order = tuple[str, ...]
 SHOWN_NODES = 12
@@ -203,38 +203,8 @@ def resolve(wanted: Wanted, dims: ParallelDims) -> list[Rank]:
     return found
 
 
-def problems(wanted: Wanted, dims: ParallelDims, ranks: list[Rank], job: Job) -> Iterator[str]:
-    """Say what is wrong with the ranks as a whole.
-
-    Args:
-        wanted: gives the batch that the ranks' rows have to cover.
-        ranks: all ranks, from `resolve`.
-        job: the planner's description of the same strategy.
-    """
-    if len({tuple(rank.place.values()) for rank in ranks}) != len(ranks):
-        yield "two ranks have the same place"
-    for name in (each for each in DIMENSIONS if dims.size(each) > 1):
-        sizes = Counter(tuple(rank.place[other] for other in DIMENSIONS if other != name) for rank in ranks)
-        if set(sizes.values()) != {dims.size(name)}:
-            yield f"{name}: groups of {sorted(set(sizes.values()))} ranks, expected {dims.size(name)} in each"
-    batch, readers = wanted.batch, dims.size(*BATCH)
-    # end to end, the distinct ranges have to cover the batch: each begins where the one before it ends
-    read = sorted({rank.rows for rank in ranks if rank.rows[0] < rank.rows[1]})
-    ends = [0, *(end for _, end in read)]
-    if [first for first, _ in read] != ends[:-1] or ends[-1] != batch.global_batch_size:
-        yield f"the ranks' rows do not make the {batch.global_batch_size} rows of a step"
-    for rank in ranks:
-        if sum(rank.micro_batches) != rank.rows[1] - rank.rows[0]:
-            yield f"rank {rank.number}: micro-batches of {list(rank.micro_batches)} rows, but it reads {rank.rows}"
-    steps = {len(rank.micro_batches) for rank in ranks}
-    if steps != {batch.accumulation_steps(readers)}:
-        yield f"ranks take {sorted(steps)} micro-batches per step, expected {batch.accumulation_steps(readers)} on each"
-    if job.layout.gpus != len(ranks):
-        yield f"the layout has {job.layout.gpus} ranks, the strategy {len(ranks)}"
-
-
 def report(wanted: Wanted, template: Template, sizes: dict[str, int], job: Job, shown: int = 0) -> tuple[str, bool]:
-    """Check all ranks of a choice.
+    """Resolve all ranks of a choice.
 
     Args:
         shown: rank to describe.
@@ -244,7 +214,7 @@ def report(wanted: Wanted, template: Template, sizes: dict[str, int], job: Job, 
     """
     strategy, found = describe(wanted, template, sizes, job.layout.gpus)
     ranks = resolve(wanted, strategy.dims)
-    wrong = [*(f"{each.key}: {each.text}" for each in found), *problems(wanted, strategy.dims, ranks, job)]
+    wrong = [f"{each.key}: {each.text}" for each in found]
     used = " x ".join(f"{name} {size}" for name, size in strategy.dims.sizes.items() if size > 1) or "one process"
     used += f", experts over {strategy.dims.ep} of dp_shard" if strategy.dims.ep > 1 else ""
     rank = ranks[min(shown, len(ranks) - 1)]

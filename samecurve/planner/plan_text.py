@@ -175,25 +175,16 @@ def _row(choice: Choice) -> list[str]:
     low, high = map(_step_seconds, found.seconds_interval)
     least, most = choice.memory_interval
     verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
-    # a choice without files is named after the axes that this version cannot run together
-    lack = f"needs {choice.name.replace('+', ' + ')}" if choice.lack else ""
     return [
         choice.name, sizes(choice.job.layout), batch(choice.job), choice.job.checkpointing,
         rate(choice.tokens_per_s), _step_seconds(found.seconds), f"{low}-{high}",
-        f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", lack or verdict, found.binding,
+        f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", verdict, found.binding,
     ]  # fmt: skip
 
 
 def _step_seconds(value: float) -> str:
     """Format for a column: comparable down to milliseconds, also where a step takes hours."""
     return f"{value:.3f}" if value < 1000 else f"{value:,.0f}"
-
-
-def legend(lacking: Sequence[Choice]) -> str:
-    """Explain what the verdicts of shapes that this version cannot run say."""
-    used = dict.fromkeys(axis for each in lacking for axis in each.name.split("+"))
-    named = ", ".join(f"{axis}: {search.AXIS_NAMES[axis]}" for axis in used)
-    return f"needs: axes that no file in configs/ has, or has together ({named})"
 
 
 def rejection(choice: Choice, more: tuple[Choice, str] | None) -> str:
@@ -233,7 +224,6 @@ def record(choice: Choice) -> dict:
     layout = job.layout
     # The model's own FLOPs, without recomputed ones: their share of the data sheet's peak is the MFU.
     model_flops = step_flops(job.shape, choice.tokens / job.seq, job.seq)
-    exchanges = {} if choice.lack else ledger.ledgers(job)  # it knows only what this version runs
     return {
         "strategy": choice.name,
         "sizes": {axis: getattr(layout, axis) for axis in ("dp", "shard", "tp", "pp", "cp", "ep")},
@@ -252,8 +242,7 @@ def record(choice: Choice) -> dict:
         "verdict": choice.verdict,
         "tie": choice.tie,
         "binding": found.binding,
-        "not_in_this_version": choice.lack or None,
-        "ledger": {stage: [asdict(each) for each in listed] for stage, listed in exchanges.items()},
+        "ledger": {stage: [asdict(each) for each in listed] for stage, listed in ledger.ledgers(job).items()},
     }
 
 

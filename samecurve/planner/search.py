@@ -1,7 +1,6 @@
-"""The shapes that a search compares: parallel sizes, micro-batches and recomputation.
+"""Searches the ways to run a job and ranks them: strategies, their parallel sizes, micro-batches and recomputation.
 
-This version can run what the files in configs/ describe, with other sizes of the axes that they set. Shapes that no
-file describes are compared, too, so that a plan shows what they would bring; nothing is ever emitted for them.
+What can run is what the files in configs/ describe, with other sizes of the axes that they set.
 """
 
 from __future__ import annotations
@@ -18,19 +17,13 @@ from samecurve.planner.answers import Held, Prediction, hold, prediction
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.hardware import FITTED, Constant, is_known
 from samecurve.planner.inputs import Wanted
-from samecurve.planner.job import Job, Layout
-from samecurve.planner.strategies import TORCH_STATES, Template, simplicity
+from samecurve.planner.job import Job
+from samecurve.planner.strategies import Template, simplicity
 
 Sizes = dict[str, int]
 LONGEST_PIPELINE = 64
 CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
 LEAST_CONTEXT = 8192  # tokens of a row from which splitting it is worth a look
-AXIS_NAMES = {
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
-    "ep": "expert parallelism",
-    "pp": "pipeline stages",
-}
 
 
 def divisors(number: int) -> list[int]:
@@ -84,54 +77,6 @@ def checkpointings(wanted: Wanted) -> list[str]:
     return list(dict.fromkeys(["none", wanted.checkpointing, *selective, "full"]))
 
 
-def undescribed_layouts(
-    wanted: Wanted, machines: Cluster, templates: Sequence[Template]
-) -> Iterator[tuple[Layout, str]]:
-    """Generate legal layouts that no strategy file describes, each with what this version lacks.
-
-    Tensor parallelism stays inside a node, with sequence parallelism. Weights are sharded over the data-parallel ranks,
-    or, in a pipeline, whose micro-batches would gather them again and again, the optimizer alone.
-    """
-    shape, gpus = wanted.shape, machines.gpus
-    tensor = [each for each in powers(machines.gpus_per_node) if shape.heads % each == shape.kv_heads % each == 0]
-    stages = [each for each in powers(min(shape.layers, LONGEST_PIPELINE)) if shape.layers % each == 0]
-    long_enough = wanted.batch.sequence_length >= LEAST_CONTEXT
-    # each rank has two chunks of a row (head_tail.py)
-    context = [each for each in CONTEXT_SIZES if wanted.batch.sequence_length % (2 * each) == 0] if long_enough else [1]
-    described = [set(each.axes).intersection(AXIS_NAMES) for each in templates]
-    for tp, pp, cp in product(tensor, stages, context):
-        rest, remainder = divmod(gpus, tp * pp * cp)
-        if remainder or rest > wanted.batch.global_batch_size:  # a rank needs a row
-            continue
-        for ep in sorted({1, _experts_per_group(shape.experts, rest)}):
-            sharding = {"zero": 1 if pp > 1 else 3, "shard": rest, "sequence_parallel": tp > 1}
-            layout = Layout(rest, tp, pp, cp, ep, schedule="1f1b" if pp > 1 else "", **sharding)
-            used = set(filter(None, axes_of(layout).split("+")))
-            if used and used not in described:
-                yield layout, lack(used, described)
-
-
-def axes_of(layout: Layout) -> str:
-    """Name the axes beside data parallelism that a layout uses: `pp+tp`."""
-    return "+".join(axis for axis in ("pp", "ep", "cp", "tp") if getattr(layout, axis) > 1)
-
-
-def _experts_per_group(experts: int, ranks: int) -> int:
-    """Ranks over which experts are spread: the most that divide both."""
-    return max((each for each in powers(ranks) if experts and experts % each == 0 and ranks % each == 0), default=1)
-
-
-def lack(used: set[str], described: Sequence[set[str]]) -> str:
-    """Say what this version lacks for a shape that uses these axes."""
-    known = set().union(*described)
-    missing = used - known
-    named = " and ".join(text for axis, text in AXIS_NAMES.items() if axis in (missing or used))
-    return f"needs {named}{'' if missing else ' together'}, not in this version"
-
-
-# Searches the ways to run a job and ranks them.
-
-
 # Of two public runs that differ in nothing but the shape, and whose predicted step times differ by this much, the one
 # that is predicted to be faster was so in 8 of 10 cases.
 COMPARED = Constant(
@@ -145,11 +90,10 @@ class Choice:
 
     Attributes:
         name: of the strategy.
-        template: its files; None for a shape that no file describes.
+        template: its files.
         sizes: of the axes that the files set.
         job, found: absent where `reason` says why it cannot run on these GPUs.
         invalid: whether that is wrong on any number of GPUs.
-        lack: what this version lacks to run it.
         tokens: of a step, over all ranks.
         tie: whether it is as fast as the fastest one, as far as can be predicted.
     """
@@ -161,7 +105,6 @@ class Choice:
     found: Prediction | None = None
     reason: str = ""
     invalid: bool = False
-    lack: str = ""
     tokens: int = 0
     tie: bool = False
 
@@ -227,21 +170,6 @@ def search(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> 
         runnable = [each for each in tried if each.found]
         found += runnable or tried[:1] or [Choice(template.name, template, reason="none of its sizes suits these GPUs")]
     return ranked(found)
-
-
-def unavailable(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
-    """Predict shapes that this version cannot run; the fastest of each kind that fits, the fastest kind first."""
-    best: dict[str, Choice] = {}
-    states = replace(TORCH_STATES, optimizer=wanted.optimizer_bytes)
-    for layout, lack in undescribed_layouts(wanted, machines, templates):
-
-        def describe(changed: Wanted, layout=layout) -> Job:
-            return strategies.describe_job(changed, layout, machines, states, "fsdp2")
-
-        choice = replace(_best(wanted, layout.dp, describe), name=axes_of(layout), lack=lack)
-        if choice.verdict == "fits" and (lack not in best or choice.tokens_per_s > best[lack].tokens_per_s):
-            best[lack] = choice
-    return sorted(best.values(), key=lambda each: -each.tokens_per_s)
 
 
 def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -> Choice:

@@ -314,30 +314,33 @@ def test_a_folder_without_a_run_and_a_damaged_file(tmp_path, cache, capsys):
     (cache / "cpu.json").write_text('{"kind": "cpu", "time": {"compute": -1}}')
     assert main(["plan", RECIPE, "--cluster", "cpux2"]) == 2
     shown = capsys.readouterr().err
-    assert "cpu.json: no calibration that this version reads; correct or remove the file" in shown
-    assert 'cpu.json: time: found {"compute": -1}, expected factors from 1e-09 to 1e+09' in shown
+    assert (
+        "cpu.json: time.compute: found -1, expected a factor from 1e-09 to 1e+09; correct or remove the file" in shown
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "value", "found"),
     [
-        ("time_interval", 3, "3"),
-        ("memory_interval", [0.1, "x"], '[0.1, "x"]'),
-        ("memory_interval", [0.1, 0.2], "[0.1, 0.2]"),
-        ("process_gib", {"torch": "x"}, '{"torch": "x"}'),
-        ("time", {"computing": 2}, '{"computing": 2}'),
-        ("stack_time", 3, "3"),
-        ("memory", {"torch": True}, '{"torch": true}'),
-        ("origin", {"runs": 3}, '{"runs": 3}'),
-        ("kind", 3, "3"),
+        ("time_interval", 3, "time_interval: found 3"),
+        ("memory_interval", [0.1, "x"], "memory_interval: found a list"),
+        ("memory_interval", [0.1, 0.2], "memory_interval: found [0.1, 0.2]"),
+        ("process_gib", {"torch": "x"}, 'process_gib.torch: found "x"'),
+        ("time", {"computing": 2}, "time.computing: found 2"),
+        ("stack_time", 3, "stack_time: found 3"),
+        ("memory", {"torch": True}, "memory.torch: found true"),
+        ("origin", {"runs": 3}, "origin.runs: found 3"),
+        ("kind", 3, "kind: found 3"),
+        ("kind", "", "kind: missing"),
+        ("colour", 1, "colour: found 1"),
     ],
 )
 def test_a_damaged_value_is_named(key, value, found, tmp_path, capsys):
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"kind": "cpu", key: value, "colour": 1}))
+    path.write_text(json.dumps({"kind": "cpu", key: value}))
     assert main(["plan", RECIPE, "--cluster", "cpux2", "--calibrate", str(path)]) == 2
     shown = capsys.readouterr().err
-    assert f"{path}: {key}: found {found}, expected " in shown and f"{path}: colour: unknown key" in shown
+    assert f"{path}: " in shown and f"{found}, expected " in shown
 
 
 @pytest.mark.parametrize("text", ["3", "[1]", "{", "\xff"])
@@ -346,7 +349,7 @@ def test_a_file_that_is_no_calibration(text, tmp_path, capsys):
     path.write_bytes(text.encode("latin-1"))
     assert main(["plan", "--calibrate", str(path)]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(f"{path}: ") and "; no calibration that this version reads; " in shown
+    assert shown.startswith(f"{path}: ") and "; it is no calibration that this version reads; " in shown
 
 
 def test_what_is_wrong_beside_a_calibration_file_is_named(tmp_path, capsys):

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from samecurve.cli.commands import main
-from samecurve.planner import inputs, placement, strategies
-from samecurve.planner.cluster import built_in
-from samecurve.planner.strategies import read
+from samecurve.planner import inputs, placement
 from samecurve.strategy.parallel_dims import ParallelDims
 
 MODEL = "benchmarks/planner/llama_8b.json"
@@ -57,28 +54,6 @@ def test_every_rank_reads_what_the_loader_gives_it(wanted, dims):
         before = sum(12 // readers + (other < 12 % readers) for other in range(reader))
         assert rank.rows == (before, before + 12 // readers + (reader < 12 % readers))
     assert {row for rank in resolved for row in range(*rank.rows)} == set(range(12))
-
-
-def problems(wanted, ranks, dims) -> list[str]:
-    template = read("configs/ddp.yaml")
-    described, _ = strategies.describe(wanted, template, {}, 4)
-    job = strategies.job(wanted, described, built_in("h100x4"))
-    return list(placement.problems(wanted, dims, ranks, job))
-
-
-def test_what_does_not_fit_together_is_found(wanted):
-    dims = ParallelDims(dp_replicate=4)
-    good = placement.resolve(wanted, dims)
-    assert problems(wanted, good, dims) == []
-    twice = [replace(good[0], number=1), *good[1:3], replace(good[3], place=good[0].place)]
-    assert "two ranks have the same place" in problems(wanted, twice, dims)
-    gap = [*good[:3], replace(good[3], rows=(8, 12))]
-    found = problems(wanted, gap, dims)
-    assert "the ranks' rows do not make the 12 rows of a step" in found
-    assert "rank 3: micro-batches of [2, 1] rows, but it reads (8, 12)" in found
-    fewer = [*good[:3], replace(good[3], micro_batches=(3,))]
-    assert "ranks take [1, 2] micro-batches per step, expected 2 on each" in problems(wanted, fewer, dims)
-    assert problems(wanted, good[:3], dims)[-1] == "the layout has 4 ranks, the strategy 3"
 
 
 def test_a_rank_that_is_not_there(tmp_path, capsys):

@@ -37,7 +37,7 @@ def test_the_size_of_the_model_cancels(layers):
 @pytest.mark.parametrize(("ranks", "bandwidth", "ratio"), [(8, NVLINK, 0.4695), (64, NETWORK, 4.754)])
 def test_fully_sharded_overlap(ranks, bandwidth, ratio):
     # The source prints 4.754; e (n - 1) / n F / (2 s b B) is 4.7537 by hand.
-    found = overlap.textbook_fully_sharded(4096, ranks, H100, bandwidth)
+    found = overlap.textbook_data_parallel(4096, ranks, H100, bandwidth)
     assert found == pytest.approx(ratio, rel=2e-4)
 
 

@@ -187,7 +187,7 @@ def test_hooks_of_zero3_take_the_hosts_time_on_a_gpu_too():
 
 
 def test_sizes_of_every_printed_row_make_all_gpus(capsys):
-    """dp x tp x pp x cp = N, of the choices and of the shapes that this version cannot run."""
+    """dp x tp x pp x cp = N, of every choice."""
     model = str(Path("benchmarks/planner/llama_8b.json"))
     for gpus in (16, 64):
         assert main(["plan", model, "--cluster", "h100x8", "--gpus", str(gpus), "--rows", "99", "--why"]) == 0
