@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from samecurve.checkpoint.compatibility import refusals
 from samecurve.checkpoint.format import CheckpointReader
@@ -23,6 +23,7 @@ from samecurve.interfaces.fingerprint import identity
 from samecurve.interfaces.region import Region
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
+from samecurve.models.weight_files import header, read, weight_files
 from samecurve.models.weights import constant_tensors
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import json_values, storage_errors, write_json
@@ -78,8 +79,14 @@ def copy_as(source: Path, target: Path, dtype: torch.dtype) -> None:
     Raises:
         NumericError: a value is out of the dtype's range.
         CheckpointError: a link leads out of the folder.
+        ConfigurationError: weights are missing or damaged.
     """
     check_links(source)
+    adapter = source / "adapter_model.safetensors"
+    if (source / "adapter_config.json").exists():
+        header(adapter)
+    else:
+        weight_files(str(source))
     shutil.rmtree(target, ignore_errors=True)  # of a conversion that was killed
     target.mkdir(parents=True)
     for path in source.iterdir():
@@ -116,7 +123,8 @@ def _read(path: Path, schema: Any = dict) -> dict:
 
 
 def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
-    tensors = load_file(source)
+    stored = header(source)
+    tensors = read(stored, stored)
     problems = [str(found) for name, tensor in tensors.items() if (found := out_of_range(name, tensor, dtype))]
     if problems:
         raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))

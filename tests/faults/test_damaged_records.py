@@ -29,7 +29,7 @@ from samecurve.export.model_card import ExportInfo, model_card
 from samecurve.interfaces.region import Region
 from samecurve.run.beats import read_beat
 from samecurve.run.run_directory import RunDirectory
-from samecurve.storage.checksums import SUMS
+from samecurve.storage.checksums import SUMS, write_checksums
 from samecurve.storage.filesystem import LocalFileSystem
 
 CODES = {0, 2, 3, 4, 5, 6, 7}
@@ -307,8 +307,9 @@ def test_a_damaged_model_is_not_used(command, run, capsys):
         (run / name).write_bytes(before)
 
 
+@pytest.mark.parametrize("command", ["generate", "export"])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_strangers_model_ends_in_a_message(how, run, capsys):
+def test_a_strangers_model_ends_in_a_message(how, command, run, capsys):
     """Without hashes, loading is what finds the damage; one bit may give another model."""
     (run / "model" / SUMS).unlink()
     for name in (
@@ -319,9 +320,11 @@ def test_a_strangers_model_ends_in_a_message(how, run, capsys):
         "model.safetensors",
     ):
         before = damaged(run / "model" / name, how)
-        code, output = ends(["generate", run, *MODEL_COMMANDS["generate"]], capsys)
+        code, output = ends([command, run, *MODEL_COMMANDS[command]], capsys)
         if name == "model.safetensors" and how != "one bit":
             assert code in (2, 4), (how, output)
+        assert (run / "model-bf16").exists() == (command == "export" and code == 0), (name, how)
+        shutil.rmtree(run / "model-bf16", ignore_errors=True)
         (run / "model" / name).write_bytes(before)
 
 
@@ -336,20 +339,40 @@ def test_wrong_types_in_any_key_of_a_strangers_model(name, run, capsys):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"])
-def test_a_damaged_adapter_is_not_merged(name, adapted, tmp_path, monkeypatch, capsys):
+def test_a_strangers_damaged_adapter_is_not_merged(name, adapted, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(adapted.parent)
     folder, merged = Path(shutil.copytree(adapted, tmp_path / "adapter")), tmp_path / "merged"
-    cases = [after for how in DAMAGES if (after := DAMAGES[how]((folder / name).read_bytes())) is not None]
+    content = (folder / name).read_bytes()
+    cases = {how: after for how, damage in DAMAGES.items() if (after := damage(content)) is not None}
     if name == "adapter_config.json":
-        content = json.loads((folder / name).read_text())
         keys = ("peft_type", "base_model_name_or_path", "r", "target_modules")
-        forged = [case for key in keys for case in changed(content, (key,))]
-        cases += [json.dumps(case).encode() for case in forged]
-    for case in cases:
+        forged = [case for key in keys for case in changed(json.loads(content), (key,))]
+        cases |= {f"forged {number}": json.dumps(case).encode() for number, case in enumerate(forged)}
+    for how, case in cases.items():
         (folder / name).write_bytes(case)
         code, output = ends(["merge", folder, "--output", merged], capsys)
-        assert code in (2, 4) or name != "adapter_model.safetensors" or case.count(b"\0") > 0, output
+        assert code in (2, 4) or name != "adapter_model.safetensors" or how == "one bit", (how, output)
+        assert merged.exists() == (code == 0), how
         shutil.rmtree(merged, ignore_errors=True)
+
+
+@pytest.mark.parametrize("part", ["adapter", "base"])
+def test_no_damaged_file_is_merged(part, adapted, tmp_path, capsys):
+    """Of folders that this package wrote, the hashes show every damage."""
+    base = Path(shutil.copytree(adapted.parent / "run" / "model", tmp_path / "base"))
+    folder, merged = Path(shutil.copytree(adapted, tmp_path / "adapter")), tmp_path / "merged"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+    write_checksums(folder)
+    damaged_folder = folder if part == "adapter" else base
+    for name, how in damages_of(damaged_folder):
+        if name in ("README.md", "loss.svg", SUMS):
+            continue
+        before = damaged(damaged_folder / name, how)
+        code, output = ends(["merge", folder, "--output", merged], capsys)
+        assert (code in (2, 4), merged.exists()) == (True, False), (name, how, output)
+        (damaged_folder / name).write_bytes(before)
+    assert ends(["merge", folder, "--output", merged], capsys)[0] == 0
 
 
 def test_no_training_starts_from_a_damaged_model(origin, tmp_path):
