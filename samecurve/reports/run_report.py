@@ -27,7 +27,7 @@ from samecurve.run.run_directory import SAMPLES, SAMPLES_LINE
 from samecurve.run.sessions import unknown_origin
 from samecurve.run.status import refused_text
 from samecurve.storage.atomic import utc_timestamp
-from samecurve.storage.jsonl import read_lines
+from samecurve.storage.jsonl import scan
 
 NAMES = "AB"
 # Perplexity follows from the loss, and counts do not change.
@@ -83,11 +83,14 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
 
 def _samples(run: Run, of: str) -> Iterator[str]:
     """Show the last texts of evaluate.samples and of `generate`, those before training first."""
-    samples = read_lines(run.directory / SAMPLES, SAMPLES_LINE).records
-    written = {(sample["step"], sample["prompt"]): sample["text"] for sample in samples}
+    written: dict[tuple[int, str], str] = {}
+    for sample in filter(None, (value for _, value in scan(run.directory / SAMPLES, SAMPLES_LINE))):
+        written[sample["step"], sample["prompt"]] = sample["text"]
+        if len(written) > MOST_SAMPLES:
+            del written[next(iter(written))]
     if not written:
         return
-    last = sorted(list(written.items())[-MOST_SAMPLES:], key=lambda item: item[0][0])
+    last = sorted(written.items(), key=lambda item: item[0][0])
     rows = [(f"step {step}" if step else "before training", f"[{prompt}]{text}") for (step, prompt), text in last]
     yield f'<h2>Samples{of}</h2>\n<p>Prompts are in brackets.</p>\n<div class="samples">{html_table(rows)}</div>'
 

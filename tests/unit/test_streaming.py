@@ -378,6 +378,24 @@ def test_every_row_is_read_once_before_any_is_read_again():
     assert rows.num_inputs(np.arange(12)) == 12 * 4 + 0
 
 
+def test_a_stream_keeps_no_more_blocks_the_longer_it_is_read():
+    """Also not their bounds, which each step searches. Anchors are those of a stream that keeps all of them."""
+
+    def rows_of(num_kept: int) -> StreamRows:
+        blocks = [PackedRows(token_store.TokenStream(np.arange(21), np.array([0, 21]), "x"), 4, 0)]
+        rows = StreamRows(lambda block: blocks[0], lambda block: None, 7, "fingerprint", {})
+        rows.plan(seed=0, steps=Steps(2), num_steps=2000, anchor={})
+        rows._kept = num_kept
+        return rows
+
+    rows, all_kept = rows_of(32), rows_of(10**9)
+    for step in range(0, 2000, 3):
+        positions = np.arange(2 * step, 2 * step + 2)
+        assert (rows[positions].inputs["input_ids"] == all_kept[positions].inputs["input_ids"]).all()
+        assert rows.anchor(2 * step) == all_kept.anchor(2 * step)
+    assert len(all_kept._starts) > 700 and len(rows._starts) < 12
+
+
 def test_a_stream_without_a_row_ends(tmp_path):
     empty = PackedRows(token_store.TokenStream(np.empty(0, dtype=np.uint16), np.array([0]), "x"), 4, 0)
     rows = StreamRows(lambda block: empty, lambda block: None, 3, "fingerprint", {})

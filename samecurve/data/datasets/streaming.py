@@ -86,16 +86,16 @@ class StreamRows(SplitRows):
         indices = np.asarray(indices, dtype=np.int64)
         self._reach(int(indices.max()))
         self._forget(int(indices.min()))
-        with self._lock:
-            starts = np.array(self._starts)
+        with self._lock:  # another thread may forget blocks meanwhile
+            first_block, starts = self._first_block, np.array(self._starts)
         owners = np.searchsorted(starts, indices, side="right") - 1
         for owner in np.unique(owners).tolist():
             inside = np.flatnonzero(owners == owner)
-            rows = self._rows(self._first_block + owner)
+            rows = self._rows(first_block + owner)
             if self.blocks_per_epoch == 1:  # epochs have the same rows, and a step may span two of them
                 own = rows.at_positions(indices[inside], self._seed, self._steps)
             else:
-                own = rows.at_positions(indices[inside] - starts[owner], self._seed + self._first_block + owner)
+                own = rows.at_positions(indices[inside] - starts[owner], self._seed + first_block + owner)
             yield rows, own, inside
 
     def _reach(self, position: int) -> None:
@@ -139,8 +139,9 @@ class StreamRows(SplitRows):
     def _forget(self, position: int) -> None:
         """Drop blocks that end so far before the position that no rank reads them any more."""
         with self._lock:
-            num_past = bisect_right(self._starts, position - self._kept) - 1
-            first_kept = self._first_block + num_past
+            num_past = max(bisect_right(self._starts, position - self._kept) - 1, 0)
+            del self._starts[:num_past]
+            first_kept = self._first_block = self._first_block + num_past
             past = [block for block in self._made if block < first_kept]
             for block in past:
                 del self._made[block]
