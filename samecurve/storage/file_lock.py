@@ -113,7 +113,7 @@ class OwnerFile:
         claim = self._path.with_name(f"{OWNER}.claim")
         if not _is_stale(self._path):
             raise FileExistsError(str(self._path))
-        if claim.exists() and _age(claim) > STALE_SECONDS:
+        if STALE_SECONDS < _age(claim) < math.inf:  # infinite: just gone; another process may make its own now
             claim.unlink(missing_ok=True)
         _create(claim, self._content)
         try:

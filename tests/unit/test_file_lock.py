@@ -129,6 +129,24 @@ def test_without_flock_two_starts_at_once_get_one_lock(no_flock, tmp_path):
     locks[0].close()
 
 
+def test_without_flock_a_claim_that_just_ended_takes_no_other_with_it(no_flock, tmp_path, monkeypatch):
+    """Between two looks at the claim of a process that has finished, a third one may have made its own."""
+    owner(tmp_path, machine=machine(), pid=gone())
+    claim, age = tmp_path / f"{locking.OWNER}.claim", locking._age
+
+    def slow(path: Path) -> float:
+        claim.unlink(missing_ok=True)
+        seconds = age(path)
+        claim.write_text("of a third process")
+        return seconds
+
+    claim.write_text("of a process that finishes now")
+    monkeypatch.setattr(locking, "_age", slow)
+    with pytest.raises(ConfigurationError):
+        lock_folder(tmp_path)
+    assert claim.read_text() == "of a third process"
+
+
 def gone() -> int:
     process = subprocess.Popen(["true"])
     process.wait()
