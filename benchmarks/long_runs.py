@@ -7,7 +7,6 @@ import io
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -20,7 +19,6 @@ from benchmarks.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = (10**4, 10**5, 10**6)
-REPEATS = 3
 BEHIND = 100  # steps after the checkpoint that a resume repeats
 EVALUATED = 1000  # steps between evaluations
 RECIPE = {
@@ -110,22 +108,17 @@ def measured(action: str, runs: list[Path]) -> tuple[float, float]:
 
 
 def measure(folder: Path, log: Callable[[str], None]) -> dict[str, list[tuple[float, float]]]:
-    """Measure each action for each size, in rounds over all sizes. Returns the medians by action, in SIZES' order."""
-    results: dict[str, list[list[tuple[float, float]]]] = {action: [[] for _ in SIZES] for action in ACTIONS}
-    for repeat in range(REPEATS):
-        for index, num_steps in enumerate(SIZES):
-            began, runs = time.perf_counter(), [folder / f"{repeat} {num_steps} {name}" for name in "ab"]
-            for seed, run in enumerate(runs):
-                make(run, num_steps, seed)
-            for action in ACTIONS:
-                results[action][index].append(measured(action, runs))
-            for run in runs:
-                (run / "metrics.jsonl").unlink()
-            log(f"round {repeat + 1} of {REPEATS}, {num_steps:,} steps: {time.perf_counter() - began:.0f} s")
-    return {
-        action: [(statistics.median(s for s, _ in each), max(m for _, m in each)) for each in of_sizes]
-        for action, of_sizes in results.items()
-    }
+    """Measure each action for each size. Returns what `measured` does by action, in SIZES' order."""
+    results: dict[str, list[tuple[float, float]]] = {action: [] for action in ACTIONS}
+    for num_steps in SIZES:
+        began, runs = time.perf_counter(), [folder / f"{num_steps} {name}" for name in "ab"]
+        for seed, run in enumerate(runs):
+            make(run, num_steps, seed)
+        for action, of_sizes in results.items():
+            of_sizes.append(measured(action, runs))
+            log(f"{num_steps:,} steps, {action}: {of_sizes[-1][0]:.1f} s, {of_sizes[-1][1]:.0f} MiB")
+        log(f"{num_steps:,} steps: {time.perf_counter() - began:.0f} s")
+    return results
 
 
 def page(results: dict[str, list[tuple[float, float]]]) -> str:
@@ -141,8 +134,8 @@ def page(results: dict[str, list[tuple[float, float]]]) -> str:
 
 Measured on {date.today()} by `python scripts/bench_long_runs.py` at commit {commit("benchmarks/long_runs.md")}:
 {description()};
-a local disk. Other work ran on the machine, so that times are CPU seconds, of the whole process with the imports:
-medians of {REPEATS} rounds, each over all sizes in turn. Peaks are resident sets, the largest of {REPEATS}.
+a local disk. Other work ran on the machine, so that times are CPU seconds; they are those of the whole process with
+its imports, measured once. Peaks are resident sets.
 
 Each run is made on the spot: `metrics.jsonl` with the keys of a run on CPUs, an evaluation every {EVALUATED:,} steps.
 The resume goes back by {BEHIND} steps. A verdict is what `compare` computes once its trainings have ended.

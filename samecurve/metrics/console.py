@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from samecurve.metrics.batch_lines import batch_lines
-from samecurve.metrics.predicted import QUANTITIES, EvenlySpaced, announced, compare_with_prediction, is_shown
+from samecurve.metrics.predicted import QUANTITIES, announced, compare_with_prediction, is_shown
+from samecurve.storage.jsonl import EvenlySpaced
 from samecurve.storage.terminal import TextConsole
 
 if TYPE_CHECKING:

@@ -4,34 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-MOST_RECORDS = 4096
 QUANTITIES = {"step_seconds": ("step", "s"), "peak_memory_gib": ("peak memory, rank 0", "GiB")}
-
-
-class EvenlySpaced:
-    """Records at evenly spaced steps, and the last one: all up to MOST_RECORDS, then each second, each fourth, ..."""
-
-    def __init__(self) -> None:
-        self._records: list[dict] = []
-        self.last: dict = {}
-        self._num_added, self._spacing = 0, 1
-
-    def __iter__(self) -> Iterator[dict]:
-        yield from self._records
-        if self._records and self.last is not self._records[-1]:
-            yield self.last
-
-    def add(self, record: dict) -> None:
-        self.last = record
-        if self._num_added % self._spacing == 0:
-            self._records.append(record)
-            if len(self._records) > MOST_RECORDS:
-                del self._records[1::2]
-                self._spacing *= 2
-        self._num_added += 1
 
 
 def announced(predicted: Mapping[str, Any]) -> list[tuple[str, str]]:

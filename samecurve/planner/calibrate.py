@@ -19,7 +19,7 @@ from samecurve.planner.links import DEFAULT_NODE_GBIT
 from samecurve.planner.memory import CONTEXT_GIB, NCCL_GIB
 from samecurve.specs.gpus import GIB
 from samecurve.storage.atomic import utc_timestamp
-from samecurve.storage.jsonl import read_lines
+from samecurve.storage.jsonl import EvenlySpaced, scan
 from samecurve.storage.records import COUNT, read_record
 
 VOLUMES = {
@@ -157,10 +157,9 @@ class FinishedRun:
 def read_run(folder: Path) -> FinishedRun:
     """Read a run directory. Raises ConfigurationError, which says why the run teaches nothing."""
     record = read_record(folder / "run.json", {"predicted?": dict, "start_step?": COUNT})
-    lines = read_lines(folder / "metrics.jsonl", _LINE)
     if record.is_damaged:
         raise ConfigurationError(f"--calibrate {record.path}: {record.problem}; give another run")
-    facts, records = record.value or {}, lines.records
+    facts = record.value or {}
     if not facts:
         lack = "no run here (run.json)" if folder.exists() else "no such file or folder"
         fix = "give the output_dir of a run, a result of bench or a calibration file"
@@ -170,11 +169,14 @@ def read_run(folder: Path) -> FinishedRun:
         reason = predicted.get("reason", "predicted.job is missing")
         raise ConfigurationError(f"--calibrate {folder}: the run has no prediction to learn from: {reason}")
     # metrics.jsonl also has the steps of earlier sessions, perhaps on other hardware
-    own = [each for each in records if each["step"] > facts.get("start_step", 0)]
-    if len(own) <= FEWEST_STEPS:
+    own = EvenlySpaced()
+    for _, line in scan(folder / "metrics.jsonl", _LINE):
+        if line and line["step"] > facts.get("start_step", 0):
+            own.add(line)
+    if own.num_added <= FEWEST_STEPS:
         raise ConfigurationError(
-            f"--calibrate {folder}: {len(own)} steps since the last start; {FEWEST_STEPS + 1} are needed, of which the "
-            "first does not count"
+            f"--calibrate {folder}: {own.num_added} steps since the last start; {FEWEST_STEPS + 1} are needed, of "
+            "which the first does not count"
         )
     try:
         job = from_json(predicted["job"])
@@ -183,8 +185,9 @@ def read_run(folder: Path) -> FinishedRun:
         raise ConfigurationError(text) from None
     if job.gpu_kind == "cpu":  # factors are relative to one set of rates, not to what each start measured
         job = replace(job, card=replace(gpu("cpu"), memory_gib=job.card.memory_gib))
-    seconds = statistics.median(each["step_seconds"] for each in own[1:])
-    return FinishedRun(folder, job, seconds, max(each["peak_memory_gib"] for each in own), facts)
+    first, *others = own
+    memory_gib = max(line["peak_memory_gib"] for line in (first, *others))
+    return FinishedRun(folder, job, statistics.median(line["step_seconds"] for line in others), memory_gib, facts)
 
 
 def from_paths(paths: Sequence[Path]) -> tuple[Calibration, str]:

@@ -13,8 +13,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from samecurve.metrics.predicted import EvenlySpaced
 from samecurve.run.run_directory import iterate_metrics, last_step
+from samecurve.storage.jsonl import EvenlySpaced
 
 NUM_BUCKETS = 1200  # four for each that a plot draws
 KEYS = {

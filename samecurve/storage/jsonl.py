@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from samecurve.errors import StorageError
 from samecurve.storage.atomic import json_values, storage_errors, write_bytes
 from samecurve.storage.records import COUNT, MOST_BYTES, parse
 
 _PIECE = 2**16  # bytes
+MOST_RECORDS = 4096  # of EvenlySpaced
 STEP = {"step": COUNT}  # the schema of a line of which nothing else is known
 
 
@@ -117,22 +118,27 @@ class JsonlFile:
         self._unwritten = ""
 
 
-class Lines(NamedTuple):
-    """Content of a JSON lines file: its good lines, and the number of those that are damaged and were left out."""
+class EvenlySpaced:
+    """Records at evenly spaced steps, and the last one: all up to MOST_RECORDS, then each second, each fourth, ..."""
 
-    records: list[dict]
-    num_damaged: int
+    def __init__(self) -> None:
+        self._records: list[dict] = []
+        self.last: dict = {}
+        self.num_added, self._spacing = 0, 1
 
+    def __iter__(self) -> Iterator[dict]:
+        yield from self._records
+        if self._records and self.last is not self._records[-1]:
+            yield self.last
 
-def read_lines(path: Path, schema: Any = STEP) -> Lines:
-    """Read a whole file, see `scan`."""
-    records, num_damaged = [], 0
-    for _, value in scan(path, schema):
-        if value is None:
-            num_damaged += 1
-        else:
-            records.append(value)
-    return Lines(records, num_damaged)
+    def add(self, record: dict) -> None:
+        self.last = record
+        if self.num_added % self._spacing == 0:
+            self._records.append(record)
+            if len(self._records) > MOST_RECORDS:
+                del self._records[1::2]
+                self._spacing *= 2
+        self.num_added += 1
 
 
 def scan(path: Path, schema: Any = STEP, start: int = 0) -> Iterator[tuple[bytes, dict | None]]:

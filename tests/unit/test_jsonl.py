@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from samecurve.storage import jsonl
-from samecurve.storage.jsonl import JsonlFile, last_record, read_lines
+from samecurve.storage.jsonl import JsonlFile, last_record, scan
 from samecurve.storage.records import COUNT, parse
 
 NUM_LINES = 2000
@@ -30,7 +30,7 @@ def test_each_line_is_there_once_whoever_writes_it(tmp_path):
         lines.append({"step": step})
     done.set()
     saving.join()
-    assert [record["step"] for record in read_lines(lines.path).records] == list(range(NUM_LINES))
+    assert [record["step"] for _, record in scan(lines.path)] == list(range(NUM_LINES))
 
 
 DAMAGED = [b'{"step": null}', b'{"loss": 2}', b"[3]", b'{"step": 2, "lo', b"", b"\0" * 99, b"[" * 100_000]
@@ -43,12 +43,12 @@ def test_a_damaged_line_costs_itself_only(damaged, tmp_path):
     target.mkdir()
     lines = [b'{"step": 1, "loss": null}', damaged, b'{"step": 2, "loss": 0.5}', b'{"step": 3, "loss": 1}']
     path.write_bytes(b"\n".join(lines))
-    assert read_lines(path, LINE) == ([json.loads(line) for line in (lines[0], *lines[2:])], 1)
+    assert [value for _, value in scan(path, LINE)] == [*map(json.loads, lines[:1]), None, *map(json.loads, lines[2:])]
     assert JsonlFile(path, LINE).truncate(2, target, {"step": 2}) == (1, 1)
     assert path.read_bytes() == b"%b\n%b\n" % (lines[0], lines[2])
     assert (target / path.name).read_bytes() == b"%b\n%b\n" % (damaged, lines[3])
     assert JsonlFile(path, LINE).truncate(3, target, {"step": 3}) == (0, 0)  # adds the line of the checkpoint
-    assert [record["step"] for record in read_lines(path).records] == [1, 2, 3]
+    assert [record["step"] for _, record in scan(path)] == [1, 2, 3]
 
 
 def test_a_last_line_without_its_newline_stays_apart(tmp_path):
@@ -56,7 +56,7 @@ def test_a_last_line_without_its_newline_stays_apart(tmp_path):
     lines.path.write_text('{"step": 1}')
     assert lines.truncate(1, tmp_path) == (0, 0)
     lines.append({"step": 2})
-    assert read_lines(lines.path) == ([{"step": 1}, {"step": 2}], 0)
+    assert [record for _, record in scan(lines.path)] == [{"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize("later", [0, 100, 1_900])

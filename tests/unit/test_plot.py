@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 from samecurve.cli import commands
-from samecurve.metrics.predicted import MOST_RECORDS
 from samecurve.reports.history import NUM_BUCKETS, History
 from samecurve.reports.plot import MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, thinned
 from samecurve.run.sessions import SessionRecord
 from samecurve.storage import jsonl
+from samecurve.storage.jsonl import MOST_RECORDS
 from samecurve.storage.records import parse
 
 SVG = "{http://www.w3.org/2000/svg}"
