@@ -317,7 +317,7 @@ class Checkpoints:
             metric = self._settings.best
             best = find_best(self._files, self._run.checkpoints, metric) if metric else None
             # the one that is known to be good, until this session has written as many as are kept
-            resumed_from = self.resumed_from if self._num_commits < self._settings["keep"] else None
+            resumed_from = self.resumed_from if self._num_commits < self._settings.keep else None
             protected = {folder.name for folder in (resumed_from, best) if folder is not None}
             if self.mirror is not None:
                 protected |= {self.mirror.uploading}
