@@ -41,6 +41,7 @@ _OF_DOCUMENTS = """
 - Second names of DeepSpeed's keys: {second}.
 - A block `optimizer` or `scheduler` whose values are all `"auto"` leaves them to the recipe. A scheduler with numbers
   but without `warmup_type` has DeepSpeed's default, `schedule.warmup_type: log`.
+- What only `accelerate launch` reads (`gpu_ids`, `main_process_port`, ...) has no effect under another launcher.
 - `deepspeed_config_file` is looked for from the working directory, then from the YAML's folders.
 - A name that promises another strategy, such as `zero2.json` with offload, is mentioned in the header.
 """

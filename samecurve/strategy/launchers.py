@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, describe
+from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, describe
 
 OWN_PROCESSES = "SAMECURVE_PROCESSES"  # set for the ranks that `train.py --num_processes` has started
 
@@ -155,6 +155,29 @@ def _config_file(flags: Mapping[str, str], directory: str, environ: Mapping[str,
     default = Path(home, "accelerate", "default_config.yaml").expanduser()
     # accelerate launch does not read the default file with --cpu (accelerate/commands/launch.py, 1.15)
     return str(default) if default.is_file() and "cpu" not in flags else None
+
+
+# Keys that only `accelerate launch` reads, with the values that ask for nothing.
+_OF_THE_LAUNCHER = {
+    ("gpu_ids",): ("all", None),
+    ("machine_rank",): (0, None),
+    ("main_process_ip",): (None,),
+    ("main_process_port",): (None,),
+    ("rdzv_backend",): ("static", None),
+    ("same_network",): (True, None),
+    ("deepspeed_config", "deepspeed_hostfile"): (None,),
+    ("deepspeed_config", "deepspeed_inclusion_filter"): (None,),
+    ("deepspeed_config", "deepspeed_exclusion_filter"): (None,),
+    ("deepspeed_config", "deepspeed_multinode_launcher"): ("standard", "pdsh", None),
+}
+
+
+def unread_keys(launch: Launch, accelerate: Document) -> dict[str, str]:
+    """The keys of an Accelerate YAML that only `accelerate launch` reads, if another launcher started this."""
+    if launch.launcher == "accelerate":
+        return {}
+    asked = [path for path, usual in _OF_THE_LAUNCHER.items() if accelerate.get(*path) not in usual]
+    return {".".join(path): f"only accelerate launch reads it, and {launch.launcher} started this" for path in asked}
 
 
 # Flags and variables that must not override the files: both names, harmless values, the reason.

@@ -80,15 +80,16 @@ def resolve_plan(
             error.output_dir = source.value("output_dir")
         raise error
     assert source.recipe is not None  # a recipe that cannot be built is one of the problems above
+    no_effect = files.no_effect | launchers.unread_keys(launch, files.accelerate)
     plan = Plan(
         recipe=source.recipe,
         strategy=strategy,
         recipe_path=arguments.recipe,
         overrides=tuple(arguments.overrides),
-        notes=(*source.document.notes, *notes, *_taken_and_ignored(source, taken, files)),
+        notes=(*source.document.notes, *notes, *_taken_and_ignored(source, taken, no_effect)),
         processes_to_start=0 if launchers.OWN_PROCESSES in environ else arguments.num_processes or 0,
         from_strategy=taken,
-        no_effect=files.no_effect,
+        no_effect=no_effect,
     )
     if continues_own_run(environ, source.recipe.output_dir):
         return plan  # what the command line said about resuming was for the first start
@@ -96,12 +97,12 @@ def resolve_plan(
     return replace(plan, resume=resume, fresh=arguments.fresh)
 
 
-def _taken_and_ignored(source: RecipeSource, taken: Mapping[str, str], files: Files) -> Iterator[str]:
+def _taken_and_ignored(source: RecipeSource, taken: Mapping[str, str], no_effect: Mapping[str, str]) -> Iterator[str]:
     if taken:
         values = [f"{key} {json.dumps(source.value(key))} ({place})" for key, place in taken.items()]
         yield f"not in the recipe, so the strategy's file sets {', '.join(values)}"
-    if files.no_effect:
-        yield f"without effect here: {', '.join(files.no_effect)}"
+    if no_effect:
+        yield f"without effect here: {', '.join(no_effect)}"
 
 
 def named_checkpoint(run: Path, name: str) -> Path:

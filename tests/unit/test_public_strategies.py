@@ -336,6 +336,14 @@ def test_yaml_and_json_together(folder, tmp_path, monkeypatch):
     assert 'fp16.enabled: found true, but mixed_precision is "bf16"' in report
 
 
+@pytest.mark.parametrize(("environ", "unread"), [(TORCHRUN, {"gpu_ids", "main_process_port"}), (ACCELERATE, set())])
+def test_keys_of_another_launcher_are_listed(environ, unread, tmp_path, monkeypatch):
+    content = accelerate(gpu_ids="0,1", main_process_port=29501)
+    started = launched("--config_file", "mine.yaml", "--num_processes", "2", "train.py")
+    plan = resolved(tmp_path, monkeypatch, "mine.yaml", content, environ=environ, ancestors=started)
+    assert set(plan.no_effect) & {"gpu_ids", "main_process_port"} == unread
+
+
 def test_accelerate_launch_exports_are_replaced(tmp_path, monkeypatch):
     """accelerate launch has made variables of the file as it is written; the engines get those of what it means."""
     from samecurve.engines.launch_env import export_launch_env
