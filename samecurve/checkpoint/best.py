@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from samecurve.checkpoint.manifest import check_files, list_checkpoints
@@ -10,6 +9,7 @@ from samecurve.checkpoint.resume import read_state, state_problems
 from samecurve.specs.tasks import BETTER
 from samecurve.storage.atomic import write_json
 from samecurve.storage.filesystem import FileSystem
+from samecurve.storage.records import is_number
 
 
 def find_best(fs: FileSystem, directory: Path, metric: str) -> Path | None:
@@ -22,7 +22,7 @@ def find_best(fs: FileSystem, directory: Path, metric: str) -> Path | None:
         # hashes state.json, which has the metric, but not the weights: this follows every save
         damaged = check_files(fs, folder, small_only=True)
         value = None if damaged or state_problems(folder) else read_state(folder)["record"].get(metric)
-        if value is not None and not math.isnan(value):
+        if value is not None and is_number(value):
             values[folder] = value
     if not values:
         return None

@@ -30,7 +30,7 @@ from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder, next_free
 from samecurve.storage.jsonl import JsonlFile, last_record, scan
-from samecurve.storage.records import COUNT
+from samecurve.storage.records import COUNT, are_numbers, is_number
 from samecurve.strategy.restarts import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
@@ -39,7 +39,8 @@ REJECTED = "rejected_model"
 FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move
 MADE_OF_MODEL = ("merged", "model-*")
-METRICS_LINE = {"step": COUNT, "expert_share?": ([float], None), "*": (float, None)}
+# another version may write anything beside; readers get the numbers of it
+METRICS_LINE = {"step": COUNT, "loss?": (float, None), "expert_share?": ([float], None), "*": object}
 SAMPLES = "samples.jsonl"  # texts of evaluate.samples and of `generate`
 SAMPLES_LINE = {"step": COUNT, "prompt": str, "text": str}
 REPORT, REPORTS = "report.html", "report*.html"  # from `samecurve report`; report_OTHER.html compares two runs
@@ -324,4 +325,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 def iterate_metrics(path: Path) -> Iterator[dict | None]:
     """Yield a run directory's metrics, one dict per finished step, None for a damaged line."""
-    return (record for _, record in scan(path / "metrics.jsonl", METRICS_LINE))
+    for _, record in scan(path / "metrics.jsonl", METRICS_LINE):
+        if record is not None and not are_numbers(record):
+            record = {key: value for key, value in record.items() if is_number(value) or key == "expert_share"}
+        yield record

@@ -158,7 +158,7 @@ def _mismatch_inside(value: dict, schema: dict, key: str) -> str:
                 return problem
         elif wanted == name != "*":
             return f"{prefix}{name}: missing"
-    if "*" in schema and not (schema["*"] == (float, None) and _are_numbers(value)):
+    if "*" in schema and schema["*"] is not object and not (schema["*"] == (float, None) and are_numbers(value)):
         named, kind = {name.removesuffix("?") for name in schema}, schema["*"]
         for name, item in value.items():
             if name in named or (isinstance(kind, tuple) and _fits_one(item, kind)):
@@ -168,7 +168,7 @@ def _mismatch_inside(value: dict, schema: dict, key: str) -> str:
     return ""
 
 
-def _are_numbers(value: dict) -> bool:
+def are_numbers(value: dict) -> bool:
     """Whether all items are null or finite numbers, without a loop in Python. False where their sum is too large."""
     try:
         is_finite = {*map(type, value.values())} <= {float, int, type(None)} and math.isfinite(
@@ -177,6 +177,11 @@ def _are_numbers(value: dict) -> bool:
     except OverflowError:
         return False
     return is_finite
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is null or a finite number."""
+    return value is None or _fits(value, float)
 
 
 def _expected(schema: Any) -> str:

@@ -11,12 +11,15 @@ from types import SimpleNamespace
 import pytest
 from test_console import ENGINE
 
+from samecurve.checkpoint.resume import _SCHEMA
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
 from samecurve.models.weights import ModelDescription
 from samecurve.run.metadata import RunFacts
-from samecurve.run.run_directory import RunDirectory, read_metrics
+from samecurve.run.run_directory import METRICS_LINE, RunDirectory, read_metrics
 from samecurve.storage import atomic
+from samecurve.storage.jsonl import JsonlFile
+from samecurve.storage.records import mismatch
 from samecurve.strategy.plan import Strategy
 from samecurve.strategy.restarts import continues_own_run
 
@@ -41,6 +44,16 @@ def test_writes_what_it_was_told(tmp_path):
     assert json.loads((run.path / "run.json").read_text()) == {"strategy": "ddp"}
     assert read_metrics(run.path) == [{"step": 1, "loss": 1.0}]
     assert not list(run.path.glob("*.partial"))
+
+
+def test_metrics_of_another_version_are_whole(tmp_path):
+    """It may write texts, lists and more beside the numbers: its lines and its checkpoints count."""
+    more = {"note": "x", "ready": True, "stage_seconds": [1.0, None], "parts": {"a": 1}}
+    lines = [{"step": step, "loss": 0.5, "eval_loss": 1.5} | more for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_metrics(tmp_path) == [{"step": step, "loss": 0.5, "eval_loss": 1.5} for step in (1, 2)]
+    assert JsonlFile(tmp_path / "metrics.jsonl", METRICS_LINE).truncate(3, tmp_path) == (0, 0)
+    assert not mismatch(lines[0], _SCHEMA["record"])
 
 
 def test_metrics_are_strict_json(tmp_path):
