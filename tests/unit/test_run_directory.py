@@ -156,7 +156,13 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
         accelerate={"distributed_type": "MULTI_GPU"},
     )
     plan = SimpleNamespace(
-        recipe=recipe, strategy=strategy, recipe_path="r.yaml", overrides=("seed=1", "steps=2"), notes=()
+        recipe=recipe,
+        strategy=strategy,
+        recipe_path="r.yaml",
+        overrides=("seed=1", "steps=2"),
+        notes=(),
+        from_strategy=[],
+        no_effect=[],
     )
     run = RunDirectory(tmp_path)
     engine = replace(ENGINE, engine="DistributedDataParallel")
