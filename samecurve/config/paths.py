@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def path_problem(path: str | Path) -> str:
 
 
 def pattern_hint(path: str, key: str = "data.pattern") -> str:
-    """The end of a message about a path with wildcards: which key to use instead; "" for a path without any."""
+    """The end of a message about a path with wildcards or `#500`: which key to use instead; "" for other paths."""
+    if match := re.fullmatch(r"(.+)#(\d+)", path):
+        return f"; to read the first {match[2]} rows, set the path to {match[1]} and data.max_samples={match[2]}"
     parts = Path(path).parts
     first = next((index for index, part in enumerate(parts) if set("*?[") & set(part)), None)
     if first is None:

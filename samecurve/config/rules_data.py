@@ -90,6 +90,15 @@ def _format(value: Callable[[str], Any]) -> Iterator[Finding]:
             yield key, text
 
 
+def _number_of_rows(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """data.max_samples where rows are not read from a file's beginning."""
+    number, path = value("data.max_samples"), value("data.path") or ""
+    if number is not None and value("data.streaming"):
+        yield "data.max_samples", f"found {number}, but data.streaming reads files in pieces; set one of them to null"
+    elif number is not None and path.startswith("builtin:"):
+        yield "data.max_samples", f"found {number}, but {path} is read whole; set data.path to a file, or remove this"
+
+
 def _idle_buffer(value: Callable[[str], Any]) -> Iterator[Finding]:
     size = value("data.shuffle_buffer_mib")
     if not value("data.streaming") and size != Data.model_fields["shuffle_buffer_mib"].default:
@@ -231,9 +240,10 @@ def pattern(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 RULES = (
     *(_path_and_mixture, _mixture_by_length),
-    *(partial(_in_place_of_mixture, *each) for each in ({"pattern": None} | _HUB_KEYS).items()),
+    *(partial(_in_place_of_mixture, *each) for each in ({"pattern": None, "max_samples": None} | _HUB_KEYS).items()),
     *(
         _format,
+        _number_of_rows,
         _idle_buffer,
         _stream_of_mixture,
         _stream_without_bad_rows,

@@ -314,7 +314,7 @@ class Recipe(Section):
         own, data = self.evaluate, self.data
         if own.path is None and own.split is None:
             return None
-        chosen = {"split": own.split or "train", "config": own.config, "revision": own.revision}
+        chosen = {"split": own.split or "train", "config": own.config, "revision": own.revision, "max_samples": None}
         if own.path is None:
             same = {"config": own.config or data.config, "revision": own.revision or data.revision}
             return data.model_copy(update=chosen | same)

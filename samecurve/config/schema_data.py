@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from samecurve.config.section import LARGEST_INTEGER, DataPath, Name, Natural, Section
+from samecurve.config.section import LARGEST_INTEGER, Count, DataPath, Name, Natural, Section
 from samecurve.specs.row_formats import RowFormatName
 
 # Every byte and two special tokens.
@@ -64,6 +64,8 @@ class MixtureSource(Section):
     """Like `data.completion_column`."""
     format: RowFormatName | None = None
     """Like `data.format`."""
+    max_samples: Count | None = None
+    """Like `data.max_samples`, for this source alone."""
 
 
 class Data(Section):
@@ -114,6 +116,8 @@ class Data(Section):
     it. Needed where they fit two formats, and for `alpaca-stanford`."""
     ignore_columns: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """Columns, and keys of messages, with content that is not trained on. Without this key such content is an error."""
+    max_samples: Count | None = None
+    """Read only so many rows, the first ones, of the training data. null: all."""
     bad_rows: Literal["stop", "drop"] = "stop"
     """Rows that cannot be used: `stop` ends the run, `drop` trains without them and lists them in `bad_rows.jsonl`."""
     chat: bool = True
@@ -149,5 +153,5 @@ class Data(Section):
         if self.mixture is None:
             return (self,)
         given = (source.model_dump(exclude={"weight"}, exclude_none=True) for source in self.mixture)
-        own = {"mixture": None, "pattern": None, "config": None, "revision": None}
+        own = dict.fromkeys(("mixture", "pattern", "config", "revision", "max_samples"))
         return tuple(self.model_copy(update={**own, **keys}) for keys in given)

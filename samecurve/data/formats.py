@@ -7,6 +7,7 @@ import contextlib
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from samecurve.specs.file_kinds import COMPRESSED, table_kind
 from samecurve.storage.git_lfs import POINTER_BYTES, pointer_problem
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import RecordBatch, Schema
     from pyarrow.parquet import ParquetFile
 
 _BOM = codecs.BOM_UTF8
@@ -129,47 +130,56 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict | DataError]]:
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict | DataError]]:
-    """Yield the rows of a JSON file: one array of objects, or JSON lines."""
+    """Yield the rows of a JSON file: one array of objects, one object that holds the array, or JSON lines."""
     # Not read by datasets, which returns lists of objects with different keys as text.
     first = next((line for line in lines_of(file) if line.strip(b" \t\r\n" + _BOM)), b"")
-    if not first.removeprefix(_BOM).lstrip().startswith(b"["):
-        _check_lines(file, first)
-        yield from _json_lines(file)
-        return
-    text = _decode(_counted(file, 1), b"".join(lines_of(file)), 0)
-    found = _parse_json(_counted(file, 1), text, text.endswith("\n"))
-    for number, row in enumerate(found, start=1):
-        place = f"{file}: row {number}"
+    if first.removeprefix(_BOM).lstrip().startswith(b"["):
+        text = _decode(_counted(file, 1), b"".join(lines_of(file)), 0)
+        rows, name = _parse_json(_counted(file, 1), text, text.endswith("\n")), ""
+    else:
+        rows, name = _list_in_object(file, first)
+        if rows is None:
+            yield from _json_lines(file)
+            return
+    for number, row in enumerate(rows, start=1):
+        place = f"{file}: {name}row {number}"
         is_row = isinstance(row, dict)
         yield place, row if is_row else DataError(f"{place}: {row!r:.40} is not a JSON object; correct or remove it")
 
 
-def _check_lines(file: Path, first: bytes) -> None:
-    """Raise DataError for a file that is one object over several lines, such as {"data": [...]}."""
+def _list_in_object(file: Path, first: bytes) -> tuple[list | None, str]:
+    """Return (rows, the name of their list) of a file that is one object over several lines; (None, "") for others.
+
+    Raises DataError for such an object without a list of rows, or with several lists.
+    """
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(first.removeprefix(_BOM))
-        return
+        return None, ""
     try:
         whole = json.loads(b"".join(lines_of(file)).removeprefix(_BOM))
     except (ValueError, RecursionError):
-        return  # _json_lines reports the error with its line
+        return None, ""  # _json_lines reports the error with its line
     if not isinstance(whole, dict):
-        return
-    lists = {key: value[0] for key, value in whole.items() if isinstance(value, list) and value}
-    rows = [key for key, first in lists.items() if isinstance(first, dict) and not {"role", "from"} & first.keys()]
-    fix = f"keep only the list {rows[0]!r}" if rows else "put the object between [ and ] if it is one row"
+        return None, ""
+    lists = {key: value for key, value in whole.items() if isinstance(value, list) and value}
+    rows = [k for k, v in lists.items() if all(isinstance(e, dict) and not {"role", "from"} & e.keys() for e in v)]
+    if rows and len(lists) == 1:
+        return lists[rows[0]], f"{rows[0]} "
+    fix = f"keep one of the lists, such as {rows[0]!r}" if rows else "put the object between [ and ] if it is one row"
     raise DataError(
         f"{file}: the file is one JSON object (keys {', '.join(map(repr, whole))}) over several lines, not a list of "
-        f"rows; write a list of objects, or one object per line: {fix}"
+        f"rows or an object with one such list; write a list of objects, or one object per line: {fix}"
     )
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, dict | DataError]]:
-    """Yield the rows of a csv file, with all values as text."""
+def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[str, dict | DataError]]:
+    """Yield the rows of a csv or tsv file, with all values as text."""
     # Not read by datasets: its reader, pandas, converts values to numbers, booleans and None ("NA", "None"), depending
     # on the column's other rows.
     csv.field_size_limit(LONGEST_ROW)  # some documents exceed the default, 128 KiB; a missing quote any limit
-    reader = csv.reader(_decoded(file), strict=True)  # otherwise csv accepts misplaced quotes silently
+    reader = csv.reader(
+        _decoded(file), strict=True, delimiter=delimiter
+    )  # otherwise csv accepts misplaced quotes silently
     columns: list[str] | None = None
     last = 0
     while True:
@@ -177,7 +187,9 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict | DataError]]:
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"{place}: the row is not valid csv: {error}; correct or remove it") from error
+            raise DataError(
+                f"{place}: the row is not valid {table_kind(file)}: {error}; correct or remove it"
+            ) from error
         last = reader.line_num
         if fields is None:
             return
@@ -195,7 +207,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict | DataError]]:
                 place,
                 DataError(
                     f"{place}: the row has {len(fields)} fields, but the header has {len(columns)}; correct the row, "
-                    "or quote the field that contains a comma or a line break"
+                    "or quote the field that contains a separator or a line break"
                 ),
             )
 
@@ -268,6 +280,33 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
         raise DataError(pointer_problem(str(file)) or problem) from error
 
 
+def _arrow_rows(file: Path) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of an Arrow file, a stream or not. Raises DataError if it cannot be read to its end."""
+    import pyarrow
+
+    number = 0
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            if is_file:
+                reader = pyarrow.ipc.open_file(source)
+                batches: Iterable = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            else:
+                batches = reader = pyarrow.ipc.open_stream(source)
+            decode = _hub_decoder(reader.schema)
+            for batch in batches:
+                for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+                    for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
+                        number += 1
+                        yield f"{file}: row {number}", without_nulls(decode(row))
+    except (PermissionError, MemoryError) as error:
+        raise unreadable(file, error) from error
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        problem = f"{file}: error after row {number}: {error}; check that the file is complete"
+        raise DataError(pointer_problem(str(file)) or problem) from error
+
+
 def table_rows(name: str, table: ParquetFile, groups: Iterable[int], columns: Sequence[str] | None = None) -> Iterator:
     """Yield the rows of row groups as dicts. Few are in memory at a time: Arrow's arrays of text end at 2 GiB.
 
@@ -277,7 +316,7 @@ def table_rows(name: str, table: ParquetFile, groups: Iterable[int], columns: Se
     Raises:
         DataError: for a row of more than LONGEST_ROW.
     """
-    decode = _hub_decoder(table)
+    decode = _hub_decoder(table.schema_arrow)
     number = 0
     for group in groups:
         facts = table.metadata.row_group(group)
@@ -301,14 +340,15 @@ def _row_bytes(batch: RecordBatch, index: int) -> int:
     return sum((cell.dictionary_decode() if hasattr(cell, "dictionary_decode") else cell).nbytes for cell in cells)
 
 
-def _hub_decoder(table: ParquetFile) -> Callable[[dict], dict]:
+def _hub_decoder(schema: Schema) -> Callable[[dict], dict]:
     """Return the decoder of rows that datasets wrote with its type Json, at any depth; else the identity."""
-    written = (table.schema_arrow.metadata or {}).get(b"huggingface", b"")
+    written = (schema.metadata or {}).get(b"huggingface", b"")
     if b'"Json"' not in written:
         return lambda row: row
     from datasets import Features
 
-    return Features.from_arrow_schema(table.schema_arrow).decode_example
+    return Features.from_arrow_schema(schema).decode_example
 
 
-_READERS = {"jsonl": _json_lines, "json": _json_rows, "csv": _csv_rows, "parquet": parquet_rows}
+_READERS = {"jsonl": _json_lines, "json": _json_rows, "csv": _csv_rows, "parquet": parquet_rows, "arrow": _arrow_rows}
+_READERS |= {"tsv": partial(_csv_rows, delimiter="\t")}

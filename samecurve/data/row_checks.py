@@ -107,6 +107,20 @@ def nearest(row: Iterable[str], wanted: Mapping[str, str]) -> dict[str, str]:
     return keys
 
 
+def first_bad_rows(files: Iterable[Path], number: int = 3) -> list[str]:
+    """Return place and reason of the first bad rows in the caches' files, one of each reason."""
+    first: dict[str, str] = {}
+    for file in files:
+        with open(file, encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                place = row["file"] if row["line"] is None else f"{row['file']}:{row['line']}"
+                first.setdefault(row["reason"], f"{place}: {row['reason']}")
+                if len(first) == number:
+                    return list(first.values())
+    return list(first.values())
+
+
 def write_bad_rows(files: Iterable[Path], target: Path) -> None:
     """Write the bad rows of several caches into one file; no file for none."""
     with storage_errors(target):
@@ -122,6 +136,8 @@ def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
     kinds = {"hub" if isinstance(file, hub.Split) else table_kind(file) for file in files}
     meanings = {
         "csv": f"each line of a csv file below its header must be {one_is.replace('an object', 'a row')}",
+        "tsv": f"each line of a tsv file below its header must be {one_is.replace('an object', 'a row')}",
+        "arrow": f"each row of an arrow file must be {one_is.replace('an object', 'a row')}",
         "jsonl": f"each line of a jsonl file must be {one_is}",
         "json": f"a json file must be a list, in which each entry is {one_is}",
         "parquet": f"each row of a parquet file must be {one_is.replace('an object', 'a row')}",

@@ -38,6 +38,7 @@ class Selection:
         own: folders that the run writes to, which are never data.
         drop_bad_rows: whether rows that cannot be used are left out; otherwise they are an error.
         ignore_columns: columns, and keys of messages, whose content need not be read.
+        max_samples: number of rows that are read, the first ones; None for all.
     """
 
     split: str = "train"
@@ -46,12 +47,13 @@ class Selection:
     own: tuple[str, ...] = ()
     drop_bad_rows: bool = False
     ignore_columns: tuple[str, ...] = ()
+    max_samples: int | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, data: Data) -> Selection:
         own = (recipe.output_dir, str(cache_folder(recipe.data.cache_dir)))
         parts = data.split, data.config, data.revision
-        return cls(*parts, own, drop_bad_rows=data.bad_rows == "drop", ignore_columns=data.ignore_columns)
+        return cls(*parts, own, data.bad_rows == "drop", data.ignore_columns, data.max_samples)
 
 
 WHOLE = Selection()  # all of a local path
@@ -70,6 +72,8 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
         DataError: for a folder without a usable file, for one that mixes texts and tables or several splits, and for a
             sub-folder that cannot be listed.
     """
+    if not pattern and (saved := _saved_files(root, name)):
+        return saved
     listed = sorted(_listed(root, pattern))
     listed = [f for f in listed if not any(part.startswith(".") for part in f.relative_to(root).parts)]
     found, left_out = _without_runs(listed, root, own)
@@ -102,6 +106,23 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
         )
     _check_one_split(name, root, tables)
     return tuple(tables or texts)
+
+
+def _saved_files(root: Path, name: str) -> tuple[Path, ...]:
+    """Return the Arrow files of a folder that `save_to_disk` of datasets wrote, in its order; () for other folders."""
+    splits = read_record(root / "dataset_dict.json").value
+    names = [split for split in (splits or {}).get("splits") or () if (root / str(split)).is_dir()]
+    if names:
+        raise DataError(
+            f"{name}: the folder has the splits {', '.join(names)}, which save_to_disk wrote; set data.path to one of "
+            f"them, such as {Path(name) / names[0]}"
+        )
+    state = read_record(root / "state.json").value or {}
+    files = [entry.get("filename") for entry in state.get("_data_files") or () if isinstance(entry, dict)]
+    absent = next((file for file in files if not (root / str(file)).is_file()), None)
+    if absent is not None:
+        raise DataError(f"{name}: state.json names the file {absent}, which is not there; copy the whole folder again")
+    return tuple(root / str(file) for file in files)
 
 
 def _listed(root: Path, pattern: str | None) -> Iterable[Path]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -94,7 +95,8 @@ class DataSource:
 
     def entries(self) -> Iterator[Any]:
         """Yield the documents, each text file and each row of a table, and a BadRow in the place of a bad one."""
-        return (self.entry(place, row) for file in self.files for place, row in self._rows_of(file))
+        rows = (row for file in self.files for row in self._rows_of(file))
+        return (self.entry(place, row) for place, row in islice(rows, self.selection.max_samples))
 
     def entry(self, place: str, row: dict | DataError) -> Any:
         """Return the document of a row or its BadRow."""
@@ -180,11 +182,14 @@ class DataSource:
 
     def _first_look(self) -> Iterator[tuple[str, dict | DataError]]:
         """Yield all rows within _CHECK_SECONDS; then only the last row of each jsonl file that is left."""
-        deadline = time.monotonic() + _CHECK_SECONDS
+        deadline, left = time.monotonic() + _CHECK_SECONDS, self.selection.max_samples
         for nth, file in enumerate(self.files):
             for row in self._rows_of(file):
+                if left == 0:
+                    return
+                left = None if left is None else left - 1
                 yield row
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and left is None:
                     rest = (later for later in self.files[nth:] if not isinstance(later, hub.Split))
                     yield from (last for later in rest for last in read_last_row(later))
                     return
@@ -218,8 +223,8 @@ class TableSource(DataSource):
         return ""
 
     def _rows(self) -> Iterator[tuple[str, dict | DataError]]:
-        for file in self.files:
-            yield from table_rows(file, self.documents_are)
+        rows = (row for file in self.files for row in table_rows(file, self.documents_are))
+        yield from islice(rows, self.selection.max_samples)
 
 
 def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str, dict | DataError]]:
@@ -228,7 +233,9 @@ def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str
         yield from file.rows()
         return
     if table_kind(file) is None:
-        raise DataError(f"{file}: not a table; {documents_are} must be the rows of a jsonl, json, parquet or csv file")
+        raise DataError(
+            f"{file}: not a table; {documents_are} must be the rows of a jsonl, json, parquet, csv, tsv or arrow file"
+        )
     yield from rows_or_errors(file)
 
 
@@ -267,6 +274,9 @@ def fingerprint(source: DataSource, cache: Path) -> str:
     The digest is cached by the files' paths, sizes, times and inodes, so they are read once. These only say whether the
     files must be read again: the digest of a copy, or on another machine, is the same.
     """
+    if (number := source.selection.max_samples) is not None:
+        whole = replace(source, selection=replace(source.selection, max_samples=None))
+        return digest("the first rows", number, fingerprint(whole, cache))
     splits = [file.identity for file in source.files if isinstance(file, hub.Split)]
     if not splits:
         return _fingerprint(source.local_files, cache)

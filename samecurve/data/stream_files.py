@@ -60,7 +60,7 @@ def find_stream_files(
         root = Path(name).expanduser()
         below = root if root.is_dir() else root.parent
         found = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).local_files]
-    whole = [file.name for file in found if table_kind(Path(file.name)) in ("json", "csv")]
+    whole = [file.name for file in found if table_kind(Path(file.name)) in ("json", "csv", "tsv", "arrow")]
     if whole:
         raise DataError(
             f"{whole[0]}: data.streaming reads only text, jsonl (also compressed) and parquet; convert the file, "

@@ -239,10 +239,11 @@ def _gradients(whole_bytes: int) -> str:
 def _data(described: dict) -> list[tuple[str, str]]:
     """Build one line per part of the data (a dict of counts) and one for the remaining values."""
     blocks = {name: value for name, value in described.items() if isinstance(value, dict)}
-    rest = {name: value for name, value in described.items() if name not in blocks and name != "rows"}
+    own_lines = ("rows", "first_bad_rows")
+    rest = {name: value for name, value in described.items() if name not in blocks and name not in own_lines}
     lines = [(name, counts) for name, counts in [*blocks.items(), ("data", rest)] if counts]
     texts = [(name, ", ".join(f"{spaced(key)} {number(n)}" for key, n in counts.items())) for name, counts in lines]
-    return [*((spaced(name), text) for name, text in texts), ("rows", described.get("rows", ""))]
+    return [*((spaced(name), text) for name, text in texts), *((spaced(n), described.get(n, "")) for n in own_lines)]
 
 
 def spaced(name: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
+TABLES |= {".arrow": "arrow"}  # what save_to_disk of datasets writes
 COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
 TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
 

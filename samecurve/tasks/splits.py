@@ -15,6 +15,7 @@ from samecurve.data.datasets.base import Rows, SampleRows
 from samecurve.data.datasets.preference import PairRows
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder, vocabulary_size
+from samecurve.data.row_checks import first_bad_rows
 from samecurve.errors import DataError
 from samecurve.interfaces.task import Task
 from samecurve.storage.cache import cache_folder
@@ -167,6 +168,7 @@ def describe_reading(
     if evaluated is not None:
         counts["evaluation_bad_rows"] = evaluated.num_bad_rows
     corpora = [*training, *([evaluated] if evaluated is not None else [])]
+    counts["first_bad_rows"] = "; ".join(first_bad_rows([corpus.bad_rows for corpus in corpora]))
     return {name: value for name, value in counts.items() if value}, tuple(corpus.bad_rows for corpus in corpora)
 
 

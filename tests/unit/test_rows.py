@@ -270,14 +270,12 @@ def test_no_hint_for_one_row_renames_the_others(tmp_path):
     assert text.startswith("T/a.jsonl:4: no column") and "=completions" not in text
 
 
-@pytest.mark.parametrize("key", ["conversations", "data"])
-def test_advice_for_a_file_of_one_object_is_true(tmp_path, key):
+def test_advice_for_a_file_of_one_object_is_true(tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    whole = {"id": 1, key: turns if key == "conversations" else [{"conversations": turns}]}
+    whole = {"id": 1, "conversations": turns}
     (tmp_path / "a.json").write_text(json.dumps(whole, indent=1))
-    text = report(tmp_path, tmp_path / "a.json")
-    assert ("between [ and ]" if key == "conversations" else "keep only the list 'data'") in text
-    (tmp_path / "a.json").write_text(json.dumps([whole] if key == "conversations" else whole["data"]))
+    assert "between [ and ]" in report(tmp_path, tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(json.dumps([whole]))
     assert len(load(tmp_path, tmp_path / "a.json").train) == 1
 
 
@@ -316,6 +314,7 @@ def test_bad_rows_stop_or_are_dropped(tmp_path, name):
     task_of_good = load(tmp_path, path, task, **data, bad_rows="drop")
     described = task_of_good.describe()
     assert described["bad_rows"] == 2
+    assert str(described["first_bad_rows"]).startswith(f"{path}:4: ") and reason in str(described["first_bad_rows"])
     write_bad_rows(task_of_good.bad_rows, tmp_path / "bad_rows.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
     assert [(line["file"], line["line"]) for line in lines] == [(str(path), 4), (str(path), 5)]

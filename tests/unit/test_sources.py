@@ -235,10 +235,6 @@ def test_a_git_lfs_pointer_says_what_to_do(tmp_path, kind):
 @pytest.mark.parametrize(
     ("content", "row"),
     [
-        (
-            '{\n "version": 1,\n "data": [{"text": "x"}]\n}',
-            ("T/a.json", "one JSON object", "'version', 'data'", "one object per line", "only the list 'data'"),
-        ),
         ('{\n "text": "x"\n}', ("T/a.json", "one JSON object", "'text'", "list of objects")),
         ('{\n "text": "x"\n', ("T/a.json:1", "JSON at column 2", "Expecting property name")),
     ],
@@ -721,3 +717,63 @@ def test_no_training_rows_say_why(tmp_path, rows, keys, message):
             made_recipe(folder, f"tokenizer={{path: {tmp_path / 'tokenizer'}, vocabulary_size: null}}", **keys)
         )
     assert message in str(caught.value)
+
+
+NUMBERED = [{"text": "a", "id": 1}, {"text": 'b "c"', "id": 2}, {"text": "d\te", "id": 3}]
+
+
+def documents_of(path: Path, **selection) -> list[str]:
+    source = sources.find_source(str(path), selection=sources.Selection(**selection))
+    source.check()
+    return list(source.documents())
+
+
+def test_tsv_is_csv_with_tabs(tmp_path):
+    (tmp_path / "a.tsv").write_text('text\tid\na, b\t1\n"c\td"\t2\n')
+    assert documents_of(tmp_path / "a.tsv") == ["a, b", "c\td"]
+    (tmp_path / "b.tsv").write_text("text\tid\na\n")
+    with pytest.raises(DataError, match="the row has 1 fields, but the header has 2"):
+        documents_of(tmp_path / "b.tsv")
+
+
+def test_folders_of_save_to_disk_are_read(tmp_path):
+    """Written by datasets, and read in its order, with Arrow's nulls removed."""
+    import datasets
+
+    rows = [{**row, "more": {f"k{row['id']}": 1}} for row in NUMBERED]
+    made = datasets.Dataset.from_list(rows)
+    made.save_to_disk(tmp_path / "one", num_shards=2)
+    assert documents_of(tmp_path / "one") == [row["text"] for row in NUMBERED]
+    (file,) = sources.find_source(str(tmp_path / "one" / "data-00000-of-00002.arrow")).files
+    assert [row["more"] for _, row in formats.read_rows(file)] == [{"k1": 1}, {"k2": 1}]
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(tmp_path / "both")
+    with pytest.raises(DataError, match="the splits train, test, .*set data.path to one of them, such as .*both/train"):
+        documents_of(tmp_path / "both")
+    assert len(documents_of(tmp_path / "both" / "train")) == 3
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match="state.json names the file data-00001-of-00002.arrow, which is not there"):
+        documents_of(tmp_path / "one")
+    (tmp_path / "a.arrow").write_bytes(file.read_bytes()[:200])
+    with pytest.raises(DataError, match="a.arrow: error after row 0: .*complete"):
+        documents_of(tmp_path / "a.arrow")
+
+
+def test_the_list_in_one_object_is_the_rows(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": NUMBERED}, indent=1))
+    assert documents_of(tmp_path / "a.json") == [row["text"] for row in NUMBERED]
+    (tmp_path / "a.json").write_text(json.dumps({"train": NUMBERED, "test": NUMBERED}, indent=1))
+    with pytest.raises(DataError, match="keys 'train', 'test'.*keep one of the lists, such as 'train'"):
+        documents_of(tmp_path / "a.json")
+
+
+def test_the_first_rows_alone_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in NUMBERED) + "broken")
+    assert documents_of(path, max_samples=2) == ["a", 'b "c"']
+    prints = []
+    for number in (None, 2, 3):
+        source = sources.find_source(str(path), selection=sources.Selection(max_samples=number))
+        prints.append(sources.fingerprint(source, tmp_path / "cache"))
+    assert len(set(prints)) == 3
+    with pytest.raises(DataError, match="set the path to .*a.jsonl and data.max_samples=2"):
+        documents_of(tmp_path / "a.jsonl#2")
