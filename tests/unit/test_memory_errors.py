@@ -74,6 +74,12 @@ def test_a_bug_in_a_save_has_its_traceback(error, traced, capsys):
     assert ("Traceback" in capsys.readouterr().err) is traced
 
 
+def test_a_protocol_without_its_package_says_what_to_install():
+    error = ImportError("HTTPFileSystem requires requests and aiohttp")  # as fsspec raises it
+    error.__cause__ = ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
+    assert str(opening.unreadable("https://host/a.jsonl", error)).endswith("; pip install aiohttp")
+
+
 BOMBS = """
 import bz2, gzip, json, lzma, resource, sys, time
 from pathlib import Path
