@@ -217,6 +217,11 @@ class Job:
         return self.sharding.reduce_bytes or self.element_bytes
 
     @property
+    def updates_on_host(self) -> bool:
+        """Whether the optimizer's states and update are on the host."""
+        return any(each.startswith("optimizer:") for each in self.offload)
+
+    @property
     def keeps_products(self) -> bool:
         """Whether selective recomputation is by operator: it keeps what products return, elsewhere every second's.
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from samecurve.planner import offload
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
@@ -102,7 +101,7 @@ def _numbers(job: Job) -> Iterator[Exchange]:
     if job.stack == "fsdp2" or layout.tp > 1:
         doubles = 1  # norm of gradients of which each rank has a part
     elif job.stack == "deepspeed":
-        offloaded = offload.moves_optimizer(job)
+        offloaded = job.updates_on_host
         if layout.zero == 3 and not offloaded:
             doubles = 2
         elif not (layout.zero == 1 and job.precision == "bf16"):  # where every rank has all gradients

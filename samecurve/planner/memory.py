@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from samecurve.planner import offload, tensor_lines
+from samecurve.planner import tensor_lines
 from samecurve.planner.hardware import ASSUMED, BY_COST, CALIBRATED, FILE, MEASURED, Constant, Profile, profile
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, stages
@@ -26,6 +27,8 @@ RESIDENT_GAPS = Constant(
     "a layer of width 512 on 16,384 tokens (AMD EPYC, torch 2.13.0, 2026-11-24)",
 )
 BLOCK_ROUNDING = Constant(1.01, "allocated by requested bytes", ASSUMED, "the allocator rounds blocks up")
+STATES = 16  # bytes per parameter of what Adam updates: fp32 weight, gradient and two moments
+SUMS = 4  # bytes per parameter of gradients that ZeRO-3 sums in host memory until the update, beside Adam's copy
 WORKSPACE_GIB = Constant(
     0.1, "GiB", ASSUMED, "cuBLAS: up to 32 MiB for each stream (torch's CUBLAS_WORKSPACE_CONFIG), some streams"
 )
@@ -122,13 +125,56 @@ def reserved(job: Job) -> tuple[float | None, str]:
 
 def _offloaded(job: Job) -> list[Line]:
     """List the buffer of what is offloaded, and on a CPU, whose processes have the host's memory, all of it."""
-    moved = offload.buffers(job)
+    moved = offload_buffer(job)
     lines = [Line("offload buffer", moved, moved, moved, "the largest weight's gradient", "DeepSpeed")] if moved else []
     if job.card.generation != "cpu":
         return lines
-    held = offload.kept(job, "cpu") * GIB / min(job.gpus_per_node, job.layout.gpus) + moved  # which the host has, too
+    held = offloaded_gib(job, "cpu") * GIB / min(job.gpus_per_node, job.layout.gpus) + moved  # which the host has, too
     formula = "a process's share of what the host keeps; on a CPU the memory is the same"
-    return lines + [Line("offloaded states", held, held, held, formula, "offload.py")] if held else lines
+    return lines + [Line("offloaded states", held, held, held, formula, "memory.py")] if held else lines
+
+
+# States kept outside of a GPU, as runs on a CPU have them (test_tensor_bytes.py).
+
+
+def offloaded_gib(job: Job, device: str) -> float:
+    """Return the GiB that a node keeps in host memory ("cpu") or on its disk ("nvme")."""
+    replicas = max(job.layout.dp // max(job.layout.shard, 1), 1)
+    whole = _bytes_per_parameter(job, device) * job.shape.parameters * replicas
+    if device == "cpu":
+        whole += _disk_buffers(job) * job.layout.gpus
+    return whole / GIB / max(job.layout.gpus / job.gpus_per_node, 1)
+
+
+def _bytes_per_parameter(job: Job, device: str) -> float:
+    """Return the bytes of each parameter on a device, as DeepSpeed 0.19.8 and FSDP2 allocate them."""
+    found = float(STATES) if f"optimizer:{device}" in job.offload else 0.0
+    if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates
+        return found
+    if f"param:{device}" in job.offload:
+        found += job.element_bytes
+    if device == "cpu" and job.updates_on_host:
+        if job.layout.zero == 3:
+            return found + SUMS
+        # new weights on their way back, and sums of micro-batches' gradients
+        found += job.element_bytes * (2 if job.grad_accum > 1 else 1)
+    return found
+
+
+def _disk_buffers(job: Job) -> float:
+    """Return the bytes of host memory through which a rank reads and writes what is on a disk."""
+    held = job.element_bytes * job.sharding.weight_buffers if "param:nvme" in job.offload else 0.0
+    if "optimizer:nvme" in job.offload:
+        held += 4 * job.sharding.state_buffers * min(job.sharding.subgroup, job.shape.parameters / job.layout.shard)
+    return held
+
+
+def offload_buffer(job: Job) -> float:
+    """Return the bytes through which ZeRO-1 and ZeRO-2 move a gradient to the host: of the largest weight."""
+    if not (job.stack == "deepspeed" and job.layout.zero < 3 and job.updates_on_host):
+        return 0
+    shape = job.shape
+    return job.element_bytes * max(math.prod(each) for each in [*shape.embedding_weights, *shape.layer_weights])
 
 
 def overhead(each: Anatomy) -> list[Line]:

@@ -14,7 +14,6 @@ from samecurve.planner import (
     ledger,
     links,
     memory,
-    offload,
     search,
     step_time,
     tensor_lines,
@@ -269,7 +268,7 @@ def step_flops(shape: ModelShape, rows: float, seq: float) -> float:
 # Every constant of a plan's machines and of the formulas, with its origin: for --json, and in one line of text.
 
 
-FORMULAS = (hardware, links, kernels, step_time, memory, tensor_lines, activations, offload, answers, search)
+FORMULAS = (hardware, links, kernels, step_time, memory, tensor_lines, activations, answers, search)
 
 
 def constants(machines: Cluster) -> dict[str, Constant]:

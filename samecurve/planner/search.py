@@ -6,13 +6,11 @@ What can run is what the files in configs/ describe, with other sizes of the axe
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 
-from samecurve.planner import offload, step_time, strategies
+from samecurve.planner import memory, step_time, strategies
 from samecurve.planner.answers import Held, Prediction, hold, prediction
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.hardware import FITTED, Constant, is_known
@@ -205,7 +203,7 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
 def host_problem(job: Job, machines: Cluster) -> str:
     """Say why a node's host memory does not hold what is offloaded to it; "" if it does."""
     # on a CPU the host's memory is that of its processes, which the anatomy counts
-    held = offload.kept(job, "cpu") if job.offload and machines.card.generation != "cpu" else 0
+    held = memory.offloaded_gib(job, "cpu") if job.offload and machines.card.generation != "cpu" else 0
     if held <= machines.host.memory_gib:
         return ""
     return f"offloading needs {held:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
@@ -217,59 +215,33 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
     Args:
         describe: returns None for what the shape does not take.
     """
-    kinds: list[Sequence[_Tried]] = []
-    fast: dict[int, _Tried] = {}  # by micro-batch, with the least recomputation, which is the fastest
+    fast: dict[int, tuple[Job, Held]] = {}  # by micro-batch, with the least recomputation, which is the fastest
+    tight: list[tuple[Job, Held]] = []
+    large: list[tuple[Job, Held]] = []
     for checkpointing in checkpointings(wanted):
-        left = [each for each in micro_batches(wanted, ranks) if each not in fast]
-        jobs = (describe(wanted.with_memory(each, checkpointing)) for each in left)
-        groups = _by_memory([_Tried(job) for job in jobs if job])
-        fast |= {each.job.micro_batch: each for group in groups for each in _first(group, "fits")}
-        kinds += groups
-    tight = [each for kind in kinds for each in _first(kind, "tight")] if not fast else []
-    if not kinds:
+        for micro_batch in micro_batches(wanted, ranks):
+            job = None if micro_batch in fast else describe(wanted.with_memory(micro_batch, checkpointing))
+            if not job:
+                continue
+            held = hold(job)
+            verdict = held.verdict(job.memory_gib)
+            if verdict == "fits":
+                fast[micro_batch] = job, held
+            else:
+                (tight if verdict == "tight" else large).append((job, held))
+            # a larger one needs more memory; not so under GPipe, whose micro-batches each keep a gradient of the head
+            if verdict == "too large" and job.layout.schedule != "GPipe":
+                break
+    if not (fast or tight or large):
         return Choice("", reason="its pipeline schedule takes none of these micro-batches, or not this recomputation")
-    if not fast and not tight:
-        chosen = min((kind[0] for kind in kinds), key=lambda each: each.held.total_memory_gib)
-    else:
-        chosen = min(fast.values() or tight, key=lambda each: each.seconds)
     tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
-    return Choice("", job=chosen.job, found=prediction(chosen.job, chosen.held, chosen.seconds), tokens=tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class _Tried:
-    """A job of which only what the search asks for is predicted."""
-
-    job: Job
-
-    @cached_property
-    def held(self) -> Held:
-        return hold(self.job)
-
-    @cached_property
-    def seconds(self) -> float:
-        return step_time.breakdown(self.job).total
-
-    @property
-    def verdict(self) -> str:
-        return self.held.verdict(self.job.memory_gib)
-
-
-def _by_memory(tried: Sequence[_Tried]) -> list[Sequence[_Tried]]:
-    """Group micro-batches in ascending order so that in each group a larger one needs more memory.
-
-    Under GPipe it may need less: each of a step's micro-batches keeps a gradient of the whole head.
-    """
-    if tried and tried[0].job.layout.schedule == "GPipe":
-        return [[each] for each in tried]
-    return [tried] if tried else []
-
-
-def _first(group: Sequence[_Tried], verdict: str) -> Sequence[_Tried]:
-    """Return those with a verdict in a group of `_by_memory` whose first one has it."""
-    if group[0].verdict != verdict:
-        return []
-    return group[: bisect_left(group, True, key=lambda each: each.verdict != verdict)]
+    if fast or tight:
+        timed = [(job, held, step_time.breakdown(job).total) for job, held in fast.values() or tight]
+        job, held, seconds = min(timed, key=lambda each: each[2])
+    else:
+        job, held = min(large, key=lambda each: each[1].total_memory_gib)
+        seconds = step_time.breakdown(job).total
+    return Choice("", job=job, found=prediction(job, held, seconds), tokens=tokens)
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:

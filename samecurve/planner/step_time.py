@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
-from samecurve.planner import kernels, links, offload
+from samecurve.planner import kernels, links
 from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.data_parallel_time import data_seconds
 from samecurve.planner.hardware import ASSUMED, BY_COST, Constant, Profile, profile
@@ -18,6 +18,8 @@ HIDDEN_TENSOR_PARALLEL = Constant(0.5, "share of collectives that is exposed", A
 SEND_SECONDS = Constant(100e-6, "s", ASSUMED, "host time of one send to a neighbouring stage")
 GRADIENT_BYTES = 4  # of keys' and values' gradients on their way around a ring
 COLLECTIVE_SECONDS = Constant(20e-6, "s", ASSUMED, "host time of one collective inside a layer")
+UPDATE_BYTES = 40  # of fp32 master weight, gradient and moments that Adam reads and writes per parameter
+CORE_GB_PER_S = Constant(2, "GB/s", ASSUMED, "host memory traffic of one core in the update")
 
 ZERO_BUBBLE_SHARE = {"zb-1p": 1 / 3, "zb-2p": 0.0}  # of 1F1B's idle slots (arXiv:2401.10241)
 
@@ -137,7 +139,7 @@ def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, reduc
         bubble=idle,
         data_parallel=count * slot.data_parallel + reduced,
         optimizer=kernels.optimizer(job, kept, constants),
-        offload=offload.seconds(job, kept),
+        offload=offload_seconds(job, kept),
         host=kernels.step_seconds(job, constants),
     )
     learnt = job.calibration
@@ -249,3 +251,28 @@ def send_seconds(job: Job, constants: Profile) -> float:
     width = 4 if layout.schedule in SCHEDULES else job.element_bytes  # PyTorch's stages exchange fp32
     sent = width * job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     return sent / (over.bus_gb_per_s * 1e9) + SEND_SECONDS
+
+
+def offload_seconds(job: Job, shard: float) -> float:
+    """Return the seconds of one step's transfers and updates outside of the GPU.
+
+    Computation hides none of the transfers, and the host's cores share the update of all GPUs of a node. No time is
+    measured yet, so that intervals are wider.
+
+    Args:
+        shard: parameters whose optimizer states belong to the rank.
+    """
+    if not job.offload:
+        return 0
+    lanes = job.host.pcie_gb_per_s * 1e9
+    disk = job.host.nvme_gb_per_s * 1e9 / job.gpus_per_node
+    total = 0.0
+    if job.updates_on_host:
+        total += 2 * job.states.gradients * shard / lanes  # gradients out, weights in
+        total += UPDATE_BYTES * shard * job.gpus_per_node / (CORE_GB_PER_S * 1e9 * job.host.cpu_cores)
+    if "optimizer:nvme" in job.offload:
+        total += 2 * 12 * shard / disk  # master weight and moments, read and written
+    if any(each.startswith("param:") for each in job.offload):
+        rate = disk if "param:nvme" in job.offload else lanes
+        total += 2 * job.grad_accum * 2 * shard / rate  # a rank's part of the weights, for forward and backward
+    return total

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from samecurve.planner import offload
 from samecurve.planner.activations import (
     LAST_NORM,
     PRODUCT_INPUTS,
@@ -57,7 +56,7 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
     waits = job.sharding.reduces_once and zero == 3 and job.grad_accum > 1
     weights, gradients = held(sizes.weights, 3), held(sizes.gradients, 4 if waits else 2)
     accumulators, optimizer = held(sizes.accumulators, 2), held(sizes.optimizer, 1)
-    if offload.moves_optimizer(job):
+    if job.updates_on_host:
         gradients = accumulators = 0.0  # they follow the optimizer as soon as they are reduced
     master = held(sizes.master, 1)
     persist, arrive = _gradients(job, stage, gradients, activations)

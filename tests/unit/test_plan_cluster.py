@@ -8,7 +8,7 @@ import pytest
 from test_planner_anatomy import a_job
 
 from samecurve.errors import ConfigurationError
-from samecurve.planner import cluster, links, memory, offload, step_time
+from samecurve.planner import cluster, links, memory, step_time
 from samecurve.planner.cluster import read_cluster
 from samecurve.planner.hardware import gpu
 from samecurve.planner.job import Layout
@@ -112,20 +112,20 @@ def test_offloading_takes_host_memory_and_time():
     """7.5e9 parameters on 8 GPUs: optimizer states 16 bytes each, 111.8 GiB; gradients of 2 bytes over 50 GB/s."""
     job = a_job(layout=Layout(8, zero=2, shard=8), offload=("optimizer:cpu",), stack="fsdp2")
     scale = 7.5e9 / job.shape.parameters
-    assert offload.kept(job, "cpu") * scale == pytest.approx(16 * 7.5e9 / GIB)
+    assert memory.offloaded_gib(job, "cpu") * scale == pytest.approx(16 * 7.5e9 / GIB)
     # DeepSpeed's ZeRO-2 has 16-bit weights, too, and with accumulation 16-bit sums; ZeRO-3 fp32 sums
     two = replace(job, stack="deepspeed", grad_accum=1)
     three = replace(two, layout=Layout(8, zero=3, shard=8), offload=("optimizer:cpu", "param:cpu"))
     for each, size in ((two, 18), (replace(two, grad_accum=2), 20), (three, 22)):
-        assert offload.kept(each, "cpu") * scale == pytest.approx(size * 7.5e9 / GIB)
-    assert offload.kept(job, "nvme") == 0
+        assert memory.offloaded_gib(each, "cpu") * scale == pytest.approx(size * 7.5e9 / GIB)
+    assert memory.offloaded_gib(job, "nvme") == 0
     shard = 1e9
     transfers = 2 * 2 * shard / (job.host.pcie_gb_per_s * 1e9)
-    update = offload.UPDATE_BYTES * shard * 8 / (2e9 * job.host.cpu_cores)
-    assert offload.seconds(job, shard) == pytest.approx(transfers + update)
-    assert offload.seconds(replace(job, offload=()), shard) == 0
+    update = step_time.UPDATE_BYTES * shard * 8 / (2e9 * job.host.cpu_cores)
+    assert step_time.offload_seconds(job, shard) == pytest.approx(transfers + update)
+    assert step_time.offload_seconds(replace(job, offload=()), shard) == 0
     slower = replace(job, offload=("optimizer:nvme", "param:nvme"))
-    assert offload.seconds(slower, shard) > offload.seconds(job, shard)
+    assert step_time.offload_seconds(slower, shard) > step_time.offload_seconds(job, shard)
 
 
 @pytest.mark.parametrize(

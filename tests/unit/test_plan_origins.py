@@ -28,10 +28,10 @@ EXACT = {
     "hardware": {"_GATHER"},
     "links": {"SMALLEST", "_BUS"},
     "kernels": {"BACKWARD_ATTENTION", "ALIGNED"},
-    "step_time": {"GRADIENT_BYTES", "ZERO_BUBBLE_SHARE"},
+    "step_time": {"GRADIENT_BYTES", "ZERO_BUBBLE_SHARE", "UPDATE_BYTES"},
     "activations": {"NORMS", "PRODUCT_INPUTS", "HEAD_NORM", "POST_NORM", "LAST_NORM"},
     "tensor_lines": {"FULL_LOSS"},
-    "offload": {"UPDATE_BYTES", "STATES", "SUMS"},
+    "memory": {"STATES", "SUMS"},
     "answers": {"ONE_NODE", "LARGE", "SHOWN", "USUAL_HEAD", "USUAL_VOCABULARY"},
     "search": {"CONTEXT_SIZES", "LEAST_CONTEXT", "LONGEST_PIPELINE"},
 }
