@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.losses import chunkable, chunked_cross_entropy
 from samecurve.models import compilation
+from samecurve.specs import loss_chunks
 from samecurve.specs.compilation import COMPILED
 
 if TYPE_CHECKING:
@@ -62,6 +63,6 @@ def last_stage_takes_chunks(model: PreTrainedModel, skeleton: PreTrainedModel, t
 
 def _implementation(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> str:
     wanted = recipe.loss.implementation
-    if wanted == "full" or recipe.precision == "fp16":
+    if not loss_chunks.are_allowed(wanted, recipe.precision):
         return "full"
     return chunkable.head_implementation(model, skeleton, wanted) or "full"

@@ -19,8 +19,9 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner import model_shape
 from samecurve.planner.hardware import Gpu
 from samecurve.planner.model_shape import ModelShape
+from samecurve.specs import loss_chunks
 from samecurve.specs.compilation import COMPILED
-from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, attention_dropout, families
+from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families, without_varlen
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS
 
@@ -195,22 +196,21 @@ class Wanted:
 
 
 def _has_chunked_loss(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
-    """Decide as engines/loss_implementation.py."""
-    chunks = recipe.loss.implementation != "full" and recipe.precision != "fp16" and TASKS[recipe.task].takes_chunks
+    """Whether the loss is computed in chunks, by what is known of the family; an engine tries the model's head."""
+    chunks = loss_chunks.are_allowed(recipe.loss.implementation, recipe.precision) and TASKS[recipe.task].takes_chunks
     is_scaled = fields.get("model_type") in families("whole_logits") or fields.get("final_logit_softcapping")
     return chunks and not is_scaled
 
 
 def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
-    """Decide as models/attention/choice.py, which needs torch, while nothing is measured on a GPU."""
+    """Return `Wanted.attention`; models/attention/choice.py may choose another one where a GPU has been measured."""
     asked = recipe.model.attention
     if asked != "auto":
         return asked
     if FAMILIES.get(fields.get("model_type", ""), NOT_KNOWN).score_bytes:
         return "eager"
-    has_varlen = fields.get("model_type") in families("varlen") and not attention_dropout(fields)
     gains = recipe.precision == "bf16" and TASKS[recipe.task].auto_class == "AutoModelForCausalLM"
-    return "auto" if has_varlen and gains else "sdpa"
+    return "auto" if gains and not without_varlen(fields) else "sdpa"
 
 
 # Reads what is to be trained: a recipe, or a model without one.

@@ -1,4 +1,4 @@
-"""Number of tokens that the chunked loss takes at a time, in losses/ and for the planner."""
+"""When the loss is computed in chunks of tokens, and of how many, for engines, losses and the planner."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ SMALLEST = 256
 # tokens. The loss creates about four tensors of the logits' size, together a sixteenth of the GPU's memory. On a CPU,
 # 1,024 tokens of a vocabulary of 8,192 were faster than 512 and 2,048.
 CPU_BYTES, GPU_BYTES, GPU_SHARE = 2**25, 2**30, 64
+
+
+def are_allowed(implementation: str, precision: str) -> bool:
+    """Whether a recipe lets head and loss be computed in chunks, which give fp16 gradients that are often 0.
+
+    Args:
+        implementation: `loss.implementation`.
+    """
+    return implementation != "full" and precision != "fp16"
 
 
 def on_cpu(columns: float) -> int:

@@ -237,6 +237,14 @@ def attention_dropout(fields: Mapping[str, Any]) -> str | None:
     return next((f"{name} is {fields[name]}" for name in _DROPOUT if fields.get(name)), None)
 
 
+def without_varlen(fields: Mapping[str, Any]) -> str | None:
+    """Say why a model has no varlen attention, by its config's fields; None where it has."""
+    if fields.get("model_type") not in families("varlen"):
+        return f"a {fields.get('model_type')} computes attention in its own way"
+    rate = attention_dropout(fields)
+    return f"{rate}, and it has no dropout" if rate else None
+
+
 # A recurrence's parameters, by their own name: the logarithm of its decay, the bias of its step and its skip
 # connection. Mamba's authors keep them in fp32 and without weight decay (github.com/state-spaces/mamba,
 # mamba_simple.py and mamba2.py: `_no_weight_decay`, "keep in fp32"); so do those of GatedDeltaNet and Kimi Linear.

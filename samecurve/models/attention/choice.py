@@ -9,7 +9,7 @@ import torch
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import measured, varlen
 from samecurve.models.weight_conversion import supports
-from samecurve.specs.model_families import attention_dropout, families
+from samecurve.specs.model_families import attention_dropout, without_varlen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,7 +49,7 @@ def choose_attention(
     if asked not in ("auto", varlen.NAME):
         return asked
     on_gpu = torch.cuda.is_available()
-    reason = _without_varlen(config) or (_without_varlen_on_gpu(config, recipe.precision) if on_gpu else None)
+    reason = without_varlen(config.to_dict()) or (_without_varlen_on_gpu(config, recipe.precision) if on_gpu else None)
     if asked == varlen.NAME and reason:
         raise ConfigurationError(f"model.attention: found varlen, but {reason}; use auto")
     found = measured.fastest(recipe) if on_gpu else varlen.NAME
@@ -57,13 +57,6 @@ def choose_attention(
     if asked == varlen.NAME or (gains and not reason):
         return varlen.NAME
     return "sdpa" if supports(model_class, "sdpa") else "eager"
-
-
-def _without_varlen(config: PreTrainedConfig) -> str | None:
-    if config.model_type not in families("varlen"):
-        return f"a {config.model_type} computes attention in its own way"
-    rate = attention_dropout(config.to_dict())
-    return f"{rate}, and it has no dropout" if rate else None
 
 
 def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | None:
