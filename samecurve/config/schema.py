@@ -14,6 +14,7 @@ from samecurve.config.schema_data import Data, Tokenizer
 from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule, num_warmup_steps
 from samecurve.config.section import LARGEST_INTEGER, Count, DataPath, Name, Natural, Section
 from samecurve.specs.tasks import MetricName, TaskName
+from samecurve.specs.trackers import TrackerName
 
 # numpy takes seeds below 2**32, and the rank is added to this one.
 LARGEST_SEED = 2**31 - 1
@@ -23,7 +24,6 @@ MOST_EPOCHS = 10**6
 # 31 years in seconds. Timeouts of some hundred years overflow in PyTorch and Python.
 LONGEST_TIMEOUT = 10**9
 Pooling = Literal["mean", "cls", "last"]
-Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
 
 
 def _off(value: Any) -> Any:
@@ -194,7 +194,7 @@ class Logging(Section):
 
     every_steps: Count = 10
     """Steps between lines where the output is not a terminal."""
-    trackers: tuple[Tracker, ...] = Field(default=("tensorboard",), strict=False)
+    trackers: tuple[TrackerName, ...] = Field(default=("tensorboard",), strict=False)
     """Trackers that get the metrics, each by its own package. They are set up by their own environment variables, such
     as `WANDB_MODE` or `MLFLOW_TRACKING_URI`. See [Run directory](run_directory.md#trackers)."""
     on_failure: Literal["stop", "warn"] = "stop"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal
+
 # name -> (module, what pip installs)
 TRACKERS = {
     "tensorboard": ("tensorboard", "tensorboard"),
@@ -14,6 +16,10 @@ TRACKERS = {
     "dvclive": ("dvclive", "dvclive"),
     "swanlab": ("swanlab", "swanlab"),
 }
+if TYPE_CHECKING:
+    TrackerName = str
+else:
+    TrackerName = Literal[tuple(TRACKERS)]
 
 # of the environment variables that say where a tracker sends its metrics, such as MLFLOW_TRACKING_URI
 PREFIXES = {"wandb": "WANDB_", "mlflow": "MLFLOW_", "comet_ml": "COMET_", "clearml": "CLEARML_", "swanlab": "SWANLAB_"}
