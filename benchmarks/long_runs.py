@@ -146,7 +146,7 @@ Peak memory, MiB:
 
 {table(["", *sizes, f"ratio, {sizes[2]} to {sizes[0]}"], memory)}
 
-Each line of `metrics.jsonl` is read and checked once, by two runs' comparisons once more. What is kept of it does not
-grow ([`history.py`](../samecurve/reports/history.py) has the rules); tests count lines, points and records
-([`test_plot.py`](../tests/unit/test_plot.py), [`test_jsonl.py`](../tests/unit/test_jsonl.py)).
+Each line of `metrics.jsonl` is read and checked once; a comparison of two runs reads both files side by side once more.
+What is kept does not grow ([`history.py`](../samecurve/reports/history.py) has the rules); tests count lines, points
+and records ([`test_plot.py`](../tests/unit/test_plot.py), [`test_jsonl.py`](../tests/unit/test_jsonl.py)).
 """
