@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor
@@ -110,6 +111,9 @@ class PipelineEngine:
         self._sums = torch.zeros(self._task.num_step_statistics, dtype=torch.float64, device=self.device)
         with self._dropout.check_draws():
             self._engine.train_batch(self._rows(micro_batches, contexts))
+        # It keeps the time of every step, on GPUs as two CUDA events, until steps_per_print, which Accelerate sets to
+        # infinity.
+        self._engine.timers(TRAIN_BATCH_TIMER).reset()
         # only the last stage of each pipeline has values, so a sum over all ranks distributes them
         statistics = tuple(sum_over_ranks(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard

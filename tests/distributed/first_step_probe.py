@@ -144,6 +144,9 @@ def main() -> None:
         again(engine)
         write_elsewhere(engine)
         found["written elsewhere"] = step()
+    if plan.strategy.backend == "deepspeed":
+        timers = getattr(engine, "model", getattr(engine, "_engine", None)).timers.get_timers()
+        assert not any(timer.event_timers for timer in timers.values()), "DeepSpeed keeps an entry for every step"
     accelerator.print("FOUND " + json.dumps(found))
     accelerator.end_training()
 
