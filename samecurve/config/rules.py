@@ -216,12 +216,6 @@ def _long_decay(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
     every, best, evaluated = map(value, ("checkpoint.every_steps", "checkpoint.best", "evaluate.every_steps"))
-    measured = TASKS[value("task")].metrics
-    if best and best not in measured:
-        text = f"found {best}, but task {value('task')} measures {', '.join(measured)}"
-        yield "checkpoint.best", f"{text}; use one of these"
-    if value("export.checkpoint") == "best" and not best:
-        yield "export.checkpoint", "found best, but checkpoint.best names no metric; set it to eval_loss, for example"
     if value("checkpoint.every_epochs") or value("evaluate.every_epochs"):
         return
     if best and not every:
@@ -234,6 +228,25 @@ def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "checkpoint.best", text
 
 
+def _measured(value: Callable[[str], Any]) -> Iterator[Finding]:
+    best, measured = value("checkpoint.best"), TASKS[value("task")].metrics
+    if best and best not in measured:
+        text = f"found {best}, but task {value('task')} measures {', '.join(measured)}"
+        yield "checkpoint.best", f"{text}; use one of these"
+
+
+def _exported(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("export.checkpoint") == "best" and not value("checkpoint.best"):
+        yield "export.checkpoint", "found best, but checkpoint.best names no metric; set it to eval_loss, for example"
+
+
+def _patience(value: Callable[[str], Any]) -> Iterator[Finding]:
+    patience = value("evaluate.patience")
+    if patience and not (value("evaluate.every_steps") or value("evaluate.every_epochs")):
+        text = f"found {patience}, but there is no evaluation; set evaluate.every_steps or evaluate.every_epochs"
+        yield "evaluate.patience", text
+
+
 def _rollback(value: Callable[[str], Any]) -> Iterator[Finding]:
     ratio = value("numerics.rollback_ratio")
     if ratio is not None and not value("checkpoint.every_steps"):
@@ -244,10 +257,6 @@ def _rollback(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _evaluate(value: Callable[[str], Any]) -> Iterator[Finding]:
     every, held_out = value("evaluate.every_steps"), value("data.validation_fraction")
     every = every or value("evaluate.every_epochs")
-    patience = value("evaluate.patience")
-    if patience and not every:
-        text = f"found {patience}, but there is no evaluation; set evaluate.every_steps or evaluate.every_epochs"
-        yield "evaluate.patience", text
     if every and not held_out and value("evaluate.path") is None and value("evaluate.split") is None:
         unit = "epochs" if value("evaluate.every_epochs") else "steps"
         text = f"found {every:g}, but there is no evaluation data; set data.validation_fraction above 0, or "
@@ -305,5 +314,17 @@ RULES: tuple[Rule, ...] = (
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
     *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
-    *(_epochs, _warmup, _two_warmups, _decay, _long_decay, _best, _rollback, _evaluate),
+    *(
+        _epochs,
+        _warmup,
+        _two_warmups,
+        _decay,
+        _long_decay,
+        _best,
+        _measured,
+        _exported,
+        _patience,
+        _rollback,
+        _evaluate,
+    ),
 )

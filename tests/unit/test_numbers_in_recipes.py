@@ -19,6 +19,7 @@ ANY_SIZE = {
     "optimizer.weight_decay",
     "optimizer.max_grad_norm",
     "numerics.rollback_ratio",
+    "evaluate.min_improvement",
     "data.mixture.*.weight",
     "dpo.beta",
     "dpo.gamma",
