@@ -216,7 +216,7 @@ CASES = {
     "a text file": (
         text("a", name="a.txt"),
         {},
-        ("T/a.txt", "conversations", "jsonl, json, parquet or csv"),
+        ("T/a.txt", "conversations", "jsonl, json, parquet, csv, tsv or arrow"),
     ),
     "bad parquet": (text("no", name="a.parquet"), {}, ("T/a.parquet", "row 0", "complete")),
     # columns

@@ -228,7 +228,7 @@ CASES = {
     "half a character": (text(LINE, LINE.replace('"c"', '"c\\ud83d"')), {}, (HERE, "'chosen'", "lone surrogate")),
     "truncated": (text(LINE, LINE[:20]), {}, (HERE, "JSON at column")),
     "no row": (text(), {}, ("T/a.jsonl", "no rows", "each line of a jsonl file", "one pair of answers")),
-    "a text file": (text("a", name="a.txt"), {}, ("T/a.txt", "preference pairs", "jsonl, json, parquet or csv")),
+    "a text file": (text("a", name="a.txt"), {}, ("T/a.txt", "preference pairs", "jsonl, json, parquet, csv, tsv or arrow")),
     "few rows": (text(LINE), {"batch": 5}, ("T/a.jsonl", "1 training rows", "batch.sequence_length=64", "batch.global_batch_size=5")),
     "all cut": (text(LINE), {"length": 2}, ("T/a.jsonl", "0 training rows", "batch.sequence_length=2")),
 }  # fmt: skip
