@@ -57,7 +57,7 @@ def measure(device: torch.device, rounds: int = ROUNDS) -> Barrier:
         waits[nth] = time.perf_counter() - began
     ranks = [torch.empty_like(waits) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, waits)
-    return from_waits([each[1:].tolist() for each in ranks])  # the first barrier connects the ranks
+    return from_waits([rank[1:].tolist() for rank in ranks])  # the first barrier connects the ranks
 
 
 def from_waits(waits: Sequence[Sequence[float]]) -> Barrier:
@@ -72,28 +72,28 @@ def from_waits(waits: Sequence[Sequence[float]]) -> Barrier:
     rounds = list(zip(*waits, strict=True))
     arrivals = []
     for rank, own in enumerate(waits):
-        late = [max(each) - wait for each, wait in zip(rounds, own, strict=True)]
-        last = sum(wait == min(each) for each, wait in zip(rounds, own, strict=True))
+        late = [max(times) - wait for times, wait in zip(rounds, own, strict=True)]
+        last = sum(wait == min(times) for times, wait in zip(rounds, own, strict=True))
         arrivals.append(Arrival(rank, median(late), max(late), last / len(rounds)))
-    return Barrier(median(min(each) for each in rounds), arrivals)
+    return Barrier(median(min(times) for times in rounds), arrivals)
 
 
-def report(found: Barrier) -> None:
+def report(barrier: Barrier) -> None:
     """Print the arrivals, those that come latest if there are many."""
-    shown = sorted(found.arrivals, key=lambda each: each.late_seconds, reverse=True)[:MOST_ROWS]
+    shown = sorted(barrier.arrivals, key=lambda arrival: arrival.late_seconds, reverse=True)[:MOST_ROWS]
     rows = [
         [
-            f"rank {each.rank}",
-            f"{1e6 * each.late_seconds:,.1f}",
-            f"{1e6 * each.latest_seconds:,.1f}",
-            f"{100 * each.last_share:.0f} %",
+            f"rank {arrival.rank}",
+            f"{1e6 * arrival.late_seconds:,.1f}",
+            f"{1e6 * arrival.latest_seconds:,.1f}",
+            f"{100 * arrival.last_share:.0f} %",
         ]
-        for each in sorted(shown, key=lambda each: each.rank)
+        for arrival in sorted(shown, key=lambda arrival: arrival.rank)
     ]
-    some = f", the latest {MOST_ROWS} of {len(found.arrivals)} ranks" if len(found.arrivals) > MOST_ROWS else ""
-    title = f"barrier: {1e6 * found.seconds:,.1f} microseconds after the last rank has come{some}"
+    some = f", the latest {MOST_ROWS} of {len(barrier.arrivals)} ranks" if len(barrier.arrivals) > MOST_ROWS else ""
+    title = f"barrier: {1e6 * barrier.seconds:,.1f} microseconds after the last rank has come{some}"
     printing.print_table(["after the same work", "microseconds late", "at most", "last of all"], rows, title)
 
 
-def as_json(found: Barrier | None) -> dict | None:
-    return None if found is None else asdict(found)
+def as_json(barrier: Barrier | None) -> dict | None:
+    return None if barrier is None else asdict(barrier)

@@ -35,9 +35,9 @@ class Buffers:
 
     def __init__(self, num_bytes: int, device: torch.device):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        each = max(1, num_bytes // 4 // self.world)
-        self.whole = torch.full((each * self.world,), self.rank + 1.0, device=device)
-        self.other, self.part = torch.zeros_like(self.whole), self.whole[:each].clone()
+        part_length = max(1, num_bytes // 4 // self.world)
+        self.whole = torch.full((part_length * self.world,), self.rank + 1.0, device=device)
+        self.other, self.part = torch.zeros_like(self.whole), self.whole[:part_length].clone()
 
     @property
     def num_bytes(self) -> int:

@@ -98,17 +98,17 @@ def _report(
     facts: timing.Environment,
 ) -> None:
     printing.print_line(timing.environment_line(facts))
-    timings = [each for each in results if isinstance(each, Timing)]
-    unsupported = dict(each for each in results if not isinstance(each, Timing))
+    timings = [result for result in results if isinstance(result, Timing)]
+    unsupported = dict(result for result in results if not isinstance(result, Timing))
     rows = [
         [
-            each.name,
-            format_bytes(each.num_bytes),
-            f"{1e6 * each.seconds:,.1f}",
-            f"{each.algorithm_gb_per_second:.3g}",
-            f"{each.bus_gb_per_second:.3g}",
+            timing.name,
+            format_bytes(timing.num_bytes),
+            f"{1e6 * timing.seconds:,.1f}",
+            f"{timing.algorithm_gb_per_second:.3g}",
+            f"{timing.bus_gb_per_second:.3g}",
         ]
-        for each in timings
+        for timing in timings
     ]
     processes = int(os.environ["WORLD_SIZE"])
     title = f"{backend}, {processes} processes on {machines} machine{'s' * (machines > 1)}, fp32"
@@ -131,7 +131,7 @@ def _report(
     numbers = {"backend": backend, "processes": processes, "machines": machines, "not_offered": unsupported}
     numbers["barrier"] = barrier.as_json(arrivals)
     printing.write_json_file(
-        arguments.json, "collectives", facts, **numbers, timings=[asdict(each) for each in timings]
+        arguments.json, "collectives", facts, **numbers, timings=[asdict(timing) for timing in timings]
     )
 
 
@@ -141,10 +141,10 @@ def ring_against_library(timings: Sequence[Timing]) -> list[str]:
         {t.num_bytes: t.seconds for t in timings if t.name == f"{kind}all_reduce"} for kind in ("ring_", "")
     )
     sizes = sorted(ring.keys() & library.keys())
-    found = [
+    ratios = [
         f"{ring[size] / library[size]:.2f} at {format_bytes(size)}" for size in dict.fromkeys(sizes[:1] + sizes[-1:])
     ]
-    return [f"ring_all_reduce: its time as a multiple of all_reduce's is {', '.join(found)}"] if found else []
+    return [f"ring_all_reduce: its time as a multiple of all_reduce's is {', '.join(ratios)}"] if ratios else []
 
 
 def format_bytes(number: int) -> str:

@@ -48,29 +48,29 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     asked = job.grad_accum
     job = replace(job, grad_accum=_micro_batches(job))
-    for each, nth in _ranks(plan, job, rank):
+    for anatomy, nth in _ranks(plan, job, rank):
         began = time.perf_counter()
-        print(f"\n{_title(job, each, nth, asked)}", flush=True)
+        print(f"\n{_title(job, anatomy, nth, asked)}", flush=True)
         build = partial(FakePipeline if strategy.torch_schedule else FakeModel, plan, job)
         try:
             few, more = (track(plan, job, nth, partial(build, depth)) for depth in DEPTHS)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             text = f"{strategy.name} needs the values of tensors ({error.func}), which fake ones do not have"
             raise ConfigurationError(f"--dry_run: {text}") from None
-        print(_compare(job, each, few, more))
+        print(_compare(job, anatomy, few, more))
         print(f"{time.perf_counter() - began:.0f} s")
     if strategy.keeps_model and strategy.distributed:
         print("Tracked as one process, without DDP, whose gradients are views of its buckets.")
     return 0
 
 
-def _title(job: Job, each: Anatomy, rank: int, micro_batches: int) -> str:
-    layers = round(each.stage.layers)
+def _title(job: Job, anatomy: Anatomy, rank: int, micro_batches: int) -> str:
+    layers = round(anatomy.stage.layers)
     title = f"dry run: rank {rank} of {job.layout.gpus:,}, {' and '.join(map(str, DEPTHS))} of {layers} layers"
     if job.layout.pp == 1:
         return title
     count = f"{job.grad_accum} of {micro_batches}" if job.grad_accum < micro_batches else f"{micro_batches}"
-    return f"{title}, {each.stage.name} stage, {count} micro-batches"
+    return f"{title}, {anatomy.stage.name} stage, {count} micro-batches"
 
 
 def _micro_batches(job: Job) -> int:
@@ -81,36 +81,36 @@ def _micro_batches(job: Job) -> int:
     count, name, ranks = job.grad_accum, job.layout.schedule, job.layout.pp
     if name not in SCHEDULES or ranks == 1:
         return count
-    allowed = [each for each in range(1, count + 1) if not micro_batch_rule(name, each, ranks)]
+    allowed = [number for number in range(1, count + 1) if not micro_batch_rule(name, number, ranks)]
 
     def kept(micro_batches: int) -> list[tuple[float, bool]]:
         some = replace(job, grad_accum=micro_batches)
         counts = [in_flight(some, stage)[0] for stage in stages(some, by_cost=False)]
-        return [(each, each >= micro_batches) for each in counts]
+        return [(number, number >= micro_batches) for number in counts]
 
-    fewest = next(each for each in allowed if kept(each) == kept(count))
-    return min(fewest, max((each for each in allowed if each <= MOST_MICRO_BATCHES), default=fewest))
+    fewest = next(number for number in allowed if kept(number) == kept(count))
+    return min(fewest, max((number for number in allowed if number <= MOST_MICRO_BATCHES), default=fewest))
 
 
 def _ranks(plan: Plan, job: Job, rank: int | None) -> list[tuple[Anatomy, int]]:
     """List what is tracked: a rank of each class, or `rank`, behind the formulas' memory of it."""
     job = replace(job, card=replace(job.card, generation="cpu"))  # where it is tracked, and the loss has smaller chunks
-    dims, found = plan.strategy.dims, stages(job, by_cost=False)
+    dims, all_stages = plan.strategy.dims, stages(job, by_cost=False)
     if dims.pp == 1:
         return [(memory.anatomy(job)[0], rank or 0)]
     if rank is None:
         ranks_of_stage = dims.world_size // dims.pp
-        return [(memory.anatomy(job, chosen=[each])[0], each.index * ranks_of_stage) for each in found]
+        return [(memory.anatomy(job, chosen=[stage])[0], stage.index * ranks_of_stage) for stage in all_stages]
     place, schedule = dims.place(rank)["pp"], SCHEDULES[job.layout.schedule]
     layers, own = schedule.layers(job.shape.layers, dims.pp), schedule.stages(place, dims.pp)
     has_first, has_last = 0 in own, schedule.num_stages(dims.pp) - 1 in own
-    like = next(each for each in found if (each.embedding, each.head) == (has_first, has_last))
-    stage = replace(like, index=place, layers=sum(layers[each] for each in own), ranks=1)
+    like = next(stage for stage in all_stages if (stage.embedding, stage.head) == (has_first, has_last))
+    stage = replace(like, index=place, layers=sum(layers[layer] for layer in own), ranks=1)
     return [(memory.anatomy(job, chosen=[stage])[0], rank)]
 
 
-def _compare(job: Job, each: Anatomy, few: Tracked, more: Tracked) -> str:
-    layers, lines = each.stage.layers, {line.name: line for line in each.lines}
+def _compare(job: Job, anatomy: Anatomy, few: Tracked, more: Tracked) -> str:
+    layers, lines = anatomy.stage.layers, {line.name: line for line in anatomy.lines}
     held = sum(lines[name].optimizer for name in STATES)
     of_layer = (lines["activations"].forward + lines["gathered inputs"].forward) / layers
     copies = lines["16-bit weights"]  # the tracker counts those of the layer's weights, too
@@ -126,7 +126,7 @@ def _compare(job: Job, each: Anatomy, few: Tracked, more: Tracked) -> str:
     values = {
         "weights, gradients, optimizer": (held, whole("states")),
         "activations of a layer": (of_layer, (more.activations - few.activations) / (DEPTHS[1] - DEPTHS[0])),
-        "peak of all tensors": (each.peak - lines["workspaces"].forward, whole("peak")),  # a CPU has no cuBLAS
+        "peak of all tensors": (anatomy.peak - lines["workspaces"].forward, whole("peak")),  # a CPU has no cuBLAS
     }
     rows = [("GiB", "formulas", "tracked", "")]
     for name, (predicted, tracked) in values.items():

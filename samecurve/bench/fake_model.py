@@ -114,5 +114,5 @@ def _announce(
     """
     ranks = dispatch.group.size()
     sent = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
-    received = [round(imbalance * each) for each in sent]
+    received = [round(imbalance * sent_tokens) for sent_tokens in sent]
     return chosen.new_zeros(sum(received)), sent, received

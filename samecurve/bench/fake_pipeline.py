@@ -108,7 +108,7 @@ class FakePipeline:
             rows = slice(self._job.micro_batch)
             for index, module in stages.modules.items():
                 given = torch.zeros_like(self._passed(index), device=CPU)
-                labels = {name: each[rows] for name, each in labels.items()}
+                labels = {name: tensor[rows] for name, tensor in labels.items()}
                 module(given, self._positions[rows], **labels).sum().backward()
         counted, again = stages.trained()
         tensor_parallel.sum_gradients(self._summed, self._mesh)

@@ -155,14 +155,14 @@ def _single_products() -> Iterator[None]:
     from transformers.integrations import moe
 
     name = "_can_use_grouped_mm"
-    found = getattr(moe, name, None)  # of transformers 5.23
-    if found:
+    check = getattr(moe, name, None)  # of transformers 5.23
+    if check:
         setattr(moe, name, lambda *_: False)
     try:
         yield
     finally:
-        if found:
-            setattr(moe, name, found)
+        if check:
+            setattr(moe, name, check)
 
 
 @contextmanager

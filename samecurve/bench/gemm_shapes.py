@@ -57,8 +57,8 @@ def measure(
         calls = {(width, name): run for width, named in runs.items() for name, run in named.items()}
         seconds = interleaved(calls, ROUNDS, at_least / (3 * ROUNDS))  # each width has three calls
     for width in widths:
-        each = sum(seconds[width, name] for name in runs[width])
-        measured.append(Width(width, each, 6 * num_tokens * hidden_size * width / each / 1e12))
+        layer_seconds = sum(seconds[width, name] for name in runs[width])
+        measured.append(Width(width, layer_seconds, 6 * num_tokens * hidden_size * width / layer_seconds / 1e12))
     return measured
 
 
@@ -69,11 +69,11 @@ def recommended(measured: Sequence[Width], wanted: int, only_larger: bool = Fals
     wasted work, so a higher rate alone does not pay off.
     """
     if only_larger:
-        least = min(each.seconds for each in measured)
-        return min((each for each in measured if each.seconds <= least * (1 + TIE)), key=lambda each: each.width)
-    best = max(each.tflops for each in measured)
-    near = [each for each in measured if each.tflops >= best * (1 - TIE)]
-    return min(near, key=lambda each: (abs(each.width - wanted), -each.width))
+        least = min(layer.seconds for layer in measured)
+        return min((layer for layer in measured if layer.seconds <= least * (1 + TIE)), key=lambda layer: layer.width)
+    best = max(layer.tflops for layer in measured)
+    near = [layer for layer in measured if layer.tflops >= best * (1 - TIE)]
+    return min(near, key=lambda layer: (abs(layer.width - wanted), -layer.width))
 
 
 def run(arguments: argparse.Namespace, multiples: Sequence[int]) -> int:
@@ -86,11 +86,13 @@ def run(arguments: argparse.Namespace, multiples: Sequence[int]) -> int:
     printing.print_line(timing.environment_line(facts))
     measured = measure(hidden_size, widths, arguments.tokens, arguments.precision, device, arguments.seconds)
     best = recommended(measured, wanted, padded)
-    rows = [[_width_text(each.width, wanted), f"{1e3 * each.seconds:.4g}", f"{each.tflops:.3g}"] for each in measured]
+    rows = [
+        [_width_text(layer.width, wanted), f"{1e3 * layer.seconds:.4g}", f"{layer.tflops:.3g}"] for layer in measured
+    ]
     title = f"{hidden_size} x width, {arguments.tokens:,} tokens, {arguments.precision}: forward and both gradients"
     printing.print_table(["width", "ms", "TFLOP/s"], rows, title)
     printing.print_line(f"recommended: {best.width}" + (f", {best.width - wanted:+d}" if best.width != wanted else ""))
-    numbers = {"widths": [asdict(each) for each in measured], "wanted": wanted, "recommended": best.width}
+    numbers = {"widths": [asdict(layer) for layer in measured], "wanted": wanted, "recommended": best.width}
     printing.write_json_file(
         arguments.json, "shapes", facts, hidden_size=hidden_size, tokens=arguments.tokens, **numbers
     )
@@ -100,5 +102,5 @@ def run(arguments: argparse.Namespace, multiples: Sequence[int]) -> int:
 def _width_text(width: int, wanted: int) -> str:
     if width == wanted:
         return f"{width} (wanted)"
-    factor = next((each for each in (256, 128, 64) if width % each == 0), None)
+    factor = next((power for power in (256, 128, 64) if width % power == 0), None)
     return f"{width} = {width // factor} x {factor}" if factor else str(width)

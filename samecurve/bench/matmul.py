@@ -200,7 +200,7 @@ def _recipe_layers(recipe: Recipe, device: torch.device, seconds: float) -> dict
             ", ".join(time.layer.names),
             str(time.layer.count),
             f"{time.layer.num_inputs} -> {time.layer.num_outputs}",
-            *(f"{1e3 * each:.3g}" for each in (time.forward, time.input_gradient)),
+            *(f"{1e3 * part_seconds:.3g}" for part_seconds in (time.forward, time.input_gradient)),
             "frozen" if time.weight_gradient is None else f"{1e3 * time.weight_gradient:.3g}",
             f"{time.tflops:.3g}",
         ]

@@ -65,21 +65,21 @@ def measure(library: str, processes: int) -> Parts:
         with log.open("w", encoding="utf-8") as stream, jobs.processes(start, stream, processes) as process:
             code = process.wait()
         records = [read_record(path).value for path in sorted(Path(folder).glob("*.json"))]
-        found = [record for record in records if record]
+        results = [record for record in records if record]
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
-    problems = [each["problem"] for each in found if "problem" in each]
+    problems = [result["problem"] for result in results if "problem" in result]
     if problems:
         raise ConfigurationError(problems[0])
-    if code or len(found) != processes:
+    if code or len(results) != processes:
         raise SamecurveError(f"bench memory: a process with {library} failed with exit code {code}:\n{tail}")
-    return max((each["parts_gib"] for each in found), key=lambda each: sum(each.values()))
+    return max((result["parts_gib"] for result in results), key=lambda parts_gib: sum(parts_gib.values()))
 
 
 def report(parts: Mapping[str, Parts], processes: int, num_gpus: int) -> None:
     """Print a column for each library."""
-    names = list(dict.fromkeys(name for each in parts.values() for name in each))
-    rows = [[name, *(f"{each[name]:.3f}" if name in each else "" for each in parts.values())] for name in names]
-    rows.append(["together", *(f"{sum(each.values()):.3f}" for each in parts.values())])
+    names = list(dict.fromkeys(name for own in parts.values() for name in own))
+    rows = [[name, *(f"{own[name]:.3f}" if name in own else "" for own in parts.values())] for name in names]
+    rows.append(["together", *(f"{sum(own.values()):.3f}" for own in parts.values())])
     columns = ["after", *(["GPU"] if num_gpus else parts)]
     kind = "memory of a GPU" if num_gpus else "resident memory of a process"
     plural = "es" if processes > 1 else ""

@@ -40,22 +40,22 @@ def main(library: str, folder: Path) -> int:
     else:
         steps, held = on_cpu(library), resident_bytes
     try:
-        found = {"parts_gib": added(steps, held)}
+        result = {"parts_gib": added(steps, held)}
     except ConfigurationError as error:
-        found = {"problem": str(error)}
-    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        result = {"problem": str(error)}
+    (folder / f"{rank}.json").write_text(json.dumps(result), encoding="utf-8")
     if dist.is_initialized():
         dist.destroy_process_group()
-    return 0 if "parts_gib" in found else ConfigurationError.exit_code
+    return 0 if "parts_gib" in result else ConfigurationError.exit_code
 
 
 def added(steps: Iterable[str], held: Callable[[], int]) -> dict[str, float]:
     """Return the GiB that each step adds. steps: yields a step's name after it. held: returns bytes."""
-    found, before = {}, 0
+    parts, before = {}, 0
     for name in steps:
         now = held()
-        found[name], before = (now - before) / GIB, now
-    return found
+        parts[name], before = (now - before) / GIB, now
+    return parts
 
 
 def resident_bytes() -> int:

@@ -169,7 +169,7 @@ def verdicts(rounds: Mapping[str, Sequence[MeasuredRun]], among: Sequence[Varian
                 max(ratios),
                 peak,
                 peak / memory,
-                max((each for each in differences if each is not None), default=math.nan),
+                max((difference for difference in differences if difference is not None), default=math.nan),
                 median(run.step_seconds for run in runs),
             )
         )

@@ -42,7 +42,11 @@ def run(arguments: argparse.Namespace, job: StrategyJob, settings: Sequence[str]
     for name, reason in reasons.items():
         printing.print_line(f"{name}: failed: {reason}")
     numbers = {"recipe": arguments.recipe, "overrides": settings, "strategy": job.name, "processes": job.world_size}
-    numbers |= {"rounds": arguments.rounds, "variants": [asdict(each) for each in measured], "not_measured": reasons}
+    numbers |= {
+        "rounds": arguments.rounds,
+        "variants": [asdict(verdict) for verdict in measured],
+        "not_measured": reasons,
+    }
     printing.write_json_file(arguments.json, "step", facts, **numbers)
     return 0
 
@@ -86,8 +90,8 @@ def _changed(job: StrategyJob, variant: Variant, folder: Path) -> tuple[Strategy
     Raises ConfigurationError for a key of a strategy file that does not exist.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    keys = [each for each in variant.overrides if strategy_variants.is_key(each)]
-    overrides = [each for each in variant.overrides if each not in keys]
+    keys = [override for override in variant.overrides if strategy_variants.is_key(override)]
+    overrides = [override for override in variant.overrides if override not in keys]
     if not keys:
         return job, overrides
     if job.path is None:
@@ -100,14 +104,14 @@ def _changed(job: StrategyJob, variant: Variant, folder: Path) -> tuple[Strategy
 def _show(measured: Sequence[Verdict], job: StrategyJob, arguments: argparse.Namespace) -> None:
     rows = [
         [
-            each.variant.name,
-            f"{each.tokens_per_second:,.0f}",
-            *(f"{ratio:.2f}" for ratio in (each.ratio, each.lowest, each.highest)),
-            f"{each.peak_memory_gib:.2f}",
-            f"{each.memory_ratio:.2f}",
-            f"{each.loss_difference:.1e}",
+            verdict.variant.name,
+            f"{verdict.tokens_per_second:,.0f}",
+            *(f"{ratio:.2f}" for ratio in (verdict.ratio, verdict.lowest, verdict.highest)),
+            f"{verdict.peak_memory_gib:.2f}",
+            f"{verdict.memory_ratio:.2f}",
+            f"{verdict.loss_difference:.1e}",
         ]
-        for each in measured
+        for verdict in measured
     ]
     processes = f"{job.world_size} process{'es' * (job.world_size > 1)}"
     title = f"{arguments.recipe}, {job.name}, {processes}, {arguments.rounds} rounds of {arguments.steps} steps"

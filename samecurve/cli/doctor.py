@@ -67,8 +67,10 @@ def _strategy(arguments: argparse.Namespace) -> Strategy:
             arguments.recipe, arguments.overrides, lambda document: fill_recipe(document, files, ranks)
         )
         validate.check_strategy(source, files, strategy, launch)
-    found = [*files.accelerate.problems, *files.deepspeed.problems]
-    if problems := [each for each in found if not each.topology]:  # a run may have more processes than the doctor
+    findings_of_files = [*files.accelerate.problems, *files.deepspeed.problems]
+    if problems := [
+        finding for finding in findings_of_files if not finding.topology
+    ]:  # a run may have more processes than the doctor
         raise ConfigurationError(format_problems(problems))
     return strategy
 
@@ -78,8 +80,8 @@ def _hosts(arguments: argparse.Namespace) -> int:
     forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
     forwarded += ["--strategy", arguments.strategy] if arguments.strategy else []
     forwarded += ["--timeout_seconds", str(arguments.timeout_seconds)]
-    found = hosts.examine(listed, forwarded, arguments.master_addr, arguments.master_port, arguments.timeout_seconds)
-    return examination.report(found, arguments.json)
+    findings = hosts.examine(listed, forwarded, arguments.master_addr, arguments.master_port, arguments.timeout_seconds)
+    return examination.report(findings, arguments.json)
 
 
 def needed_bytes(recipe: Recipe) -> dict[str, int]:

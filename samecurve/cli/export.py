@@ -80,19 +80,19 @@ def _checkpoint(directory: Path, given: str | None) -> Path | None:
         return None
     files = LocalFileSystem()
     newest = given in (None, "latest")
-    found = list_checkpoints(files, directory / "checkpoints") if newest else [named_checkpoint(directory, given)]
-    if not found or not found[0].is_dir():
+    folders = list_checkpoints(files, directory / "checkpoints") if newest else [named_checkpoint(directory, given)]
+    if not folders or not folders[0].is_dir():
         what = f"{directory}: no checkpoint found" if newest else f"--checkpoint: no such folder: {given}"
         what = "--checkpoint: the run has no best one (checkpoint.best)" if given == "best" else what
         what += "" if given else ", and no model/"
         names = checkpoint_names(directory) or "; give the output_dir of a run that has saved a checkpoint"
         raise ConfigurationError(what + names)
     rejected = []
-    for folder in found:
+    for folder in folders:
         problems = check_files(files, folder)
         if not problems:
             return folder
         rejected += [f"  {folder.name}/{problem}" for problem in problems]
         print("\n".join([f"{folder}: damaged, skipped:", *(f"  {problem}" for problem in problems)]))
-    where = f"{found[0].parent}: every checkpoint" if newest else f"{found[0]}: the checkpoint"
+    where = f"{folders[0].parent}: every checkpoint" if newest else f"{folders[0]}: the checkpoint"
     raise CheckpointError("\n".join([f"{where} is damaged", *rejected]))

@@ -71,9 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _target(arguments: argparse.Namespace) -> Target:
     given = [name for name in ("hosts", "hostfile", "nodes") if getattr(arguments, name)]
     if len(given) != 1 or bool(arguments.nodes) != bool(arguments.gpus_per_node):
-        found = ", ".join(f"--{name}" for name in given) or "none of them"
+        options = ", ".join(f"--{name}" for name in given) or "none of them"
         rule = "expected one of --hosts FILE, --hostfile FILE, or --nodes N with --gpus_per_node N"
-        raise ConfigurationError(f"machines: found {found}; {rule}")
+        raise ConfigurationError(f"machines: found {options}; {rule}")
     hosts, port = _machines(arguments)
     selection = [(f"--{name}", value) for name in ("include", "exclude") if (value := getattr(arguments, name))]
     if selection and arguments.launcher != "deepspeed":

@@ -56,4 +56,4 @@ def _ranks(strategy: str | None, num_processes: int | None) -> list[Mapping[str,
     size = placed.world_size
     threads = os.environ.get("OMP_NUM_THREADS", str(share_of_cores(size)))
     own = {"TORCHELASTIC_RUN_ID": "rehearsal", "OMP_NUM_THREADS": threads}  # as under torchrun
-    return [each | own for each in environments(size)]
+    return [environment | own for environment in environments(size)]

@@ -142,7 +142,11 @@ def continued(overrides: Sequence[str], directory: Path, has_new_head: bool = Fa
 
 def _without(overrides: Sequence[str], keys: tuple[str, ...]) -> list[str]:
     dotted = [(override.partition("=")[0], override) for override in overrides]
-    return [override for key, override in dotted if not any(key == each or key.startswith(f"{each}.") for each in keys)]
+    return [
+        override
+        for key, override in dotted
+        if not any(key == section or key.startswith(f"{section}.") for section in keys)
+    ]
 
 
 def _typed(arguments: Sequence[str]) -> str:

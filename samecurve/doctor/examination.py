@@ -29,18 +29,18 @@ def look(
 
 def one_host(recipe: Recipe | None, strategy: Strategy | None, needed_bytes: Mapping[str, int]) -> list[Finding]:
     """Examine this host alone, its output folder included."""
-    _, found = look(recipe, strategy, needed_bytes)
-    return [*found, shared_folder.alone(Path(recipe.output_dir))] if recipe else found
+    _, results = look(recipe, strategy, needed_bytes)
+    return [*results, shared_folder.alone(Path(recipe.output_dir))] if recipe else results
 
 
-def report(found: list[Finding], json_file: str | None) -> int:
+def report(results: list[Finding], json_file: str | None) -> int:
     """Print the findings and return the exit code.
 
     Args:
         json_file: also write them as JSON; "-" for standard output and nothing else.
     """
     if json_file:
-        findings.write_json(found, json_file)
+        findings.write_json(results, json_file)
     if json_file != "-":
-        print(findings.text(found), flush=True)
-    return findings.exit_code(found)
+        print(findings.text(results), flush=True)
+    return findings.exit_code(results)

@@ -49,23 +49,23 @@ def failed(area: str, seen: str, problem: str, fix: str, error: type[SamecurveEr
 
 def exit_code(findings: Iterable[Finding]) -> int:
     """Return the exit code of the first failure, or 0."""
-    return next((each.exit_code for each in findings if each.exit_code), 0)
+    return next((finding.exit_code for finding in findings if finding.exit_code), 0)
 
 
 def text(findings: Sequence[Finding]) -> str:
     """Format the findings, failures last, which remain on the screen then. Hosts that agree share a line."""
     hosts: dict[Finding, list[str]] = {}
-    for each in findings:
-        hosts.setdefault(replace(each, host=""), []).append(each.host)
-    several = len({each.host for each in findings if each.host}) > 1
+    for finding in findings:
+        hosts.setdefault(replace(finding, host=""), []).append(finding.host)
+    several = len({finding.host for finding in findings if finding.host}) > 1
     order = ("ok", "warn", "FAIL")
     lines = [
         line
-        for each, names in sorted(hosts.items(), key=lambda item: order.index(item[0].level))
-        for line in _lines(each, names if several else [])
+        for finding, names in sorted(hosts.items(), key=lambda item: order.index(item[0].level))
+        for line in _lines(finding, names if several else [])
     ]
-    count = sum(each.level == "FAIL" for each in hosts)
-    warnings = sum(each.level == "warn" for each in hosts)
+    count = sum(finding.level == "FAIL" for finding in hosts)
+    warnings = sum(finding.level == "warn" for finding in hosts)
     last = f"{count} problem{'s' * (count != 1)}" if count else "no problem found"
     return "\n".join([*lines, last + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else "")])
 
@@ -74,7 +74,7 @@ def write_json(findings: Sequence[Finding], target: str) -> None:
     """Write the findings to a file, or to standard output for "-"."""
     content: dict[str, Any] = {
         "exit_code": exit_code(findings),
-        "findings": [{**asdict(each), "level": each.level} for each in findings],
+        "findings": [{**asdict(finding), "level": finding.level} for finding in findings],
     }
     if target == "-":
         print(json.dumps(content))

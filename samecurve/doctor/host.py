@@ -91,8 +91,8 @@ class HostFacts:
     def from_json(cls, fields: Mapping) -> HostFacts:
         """The inverse of dataclasses.asdict."""
         gpus, folders = (
-            [InstalledGpu(**each) for each in fields["gpus"]],
-            [Folder(**each) for each in fields["folders"]],
+            [InstalledGpu(**gpu) for gpu in fields["gpus"]],
+            [Folder(**folder) for folder in fields["folders"]],
         )
         return cls(**{**fields, "gpus": gpus, "folders": folders})
 
@@ -134,12 +134,12 @@ def versions() -> dict[str, str]:
 
 def _gpus() -> tuple[list[InstalledGpu], str]:
     """Return the GPUs that the driver shows, and the driver's version."""
-    found, driver = [], ""
+    gpus, driver = [], ""
     shown = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")
     for line in shown.splitlines():
         index, name, total, used, driver, bus = (part.strip() for part in line.split(","))
-        found.append(InstalledGpu(int(index), name, int(total), int(used), bus, _numa_node(bus)))
-    return found, driver
+        gpus.append(InstalledGpu(int(index), name, int(total), int(used), bus, _numa_node(bus)))
+    return gpus, driver
 
 
 def _numa_node(bus: str) -> int:
@@ -172,13 +172,13 @@ def _own_address() -> str:
 
 
 def _speeds(names: set[str]) -> dict[str, int]:
-    found = {}
+    speeds = {}
     for name in names:
         try:
-            found[name] = int(Path("/sys/class/net", name, "speed").read_text())
+            speeds[name] = int(Path("/sys/class/net", name, "speed").read_text())
         except (OSError, ValueError):  # wireless and some virtual interfaces have none
             continue
-    return {name: speed for name, speed in found.items() if speed > 0}  # -1 where the driver does not know it
+    return {name: speed for name, speed in speeds.items() if speed > 0}  # -1 where the driver does not know it
 
 
 def _limits() -> dict[str, int]:
@@ -208,5 +208,5 @@ def _file_system(path: Path) -> str:
     import psutil
 
     whole = path.resolve()
-    parts = [each for each in psutil.disk_partitions(all=True) if whole.is_relative_to(each.mountpoint)]
-    return max(parts, key=lambda each: len(each.mountpoint)).fstype if parts else ""
+    parts = [disk for disk in psutil.disk_partitions(all=True) if whole.is_relative_to(disk.mountpoint)]
+    return max(parts, key=lambda disk: len(disk.mountpoint)).fstype if parts else ""

@@ -26,12 +26,12 @@ LINK_LOCAL = ("fe80:", "169.254.")
 
 def folders(recipe: Recipe | None, strategy: Strategy | None) -> dict[str, Path]:
     """Map the purpose of each folder that a run writes into to its path."""
-    found = {"cache": cache_folder(recipe.data.cache_dir if recipe else None)}
+    paths = {"cache": cache_folder(recipe.data.cache_dir if recipe else None)}
     if recipe:
-        found["output_dir"] = Path(recipe.output_dir)
+        paths["output_dir"] = Path(recipe.output_dir)
     for path in sorted(set(strategy.nvme_paths)) if strategy else ():
-        found["nvme_path"] = path
-    return found
+        paths["nvme_path"] = path
+    return paths
 
 
 def check_host(
@@ -69,15 +69,15 @@ def _gpus(facts: HostFacts) -> Iterator[Finding]:
             host=facts.host,
         )
         return
-    kinds = sorted({each.name for each in facts.gpus})
-    memory = min(each.memory_mib for each in facts.gpus) / 1024
-    nodes = sorted({each.numa_node for each in facts.gpus})
+    kinds = sorted({gpu.name for gpu in facts.gpus})
+    memory = min(gpu.memory_mib for gpu in facts.gpus) / 1024
+    nodes = sorted({gpu.numa_node for gpu in facts.gpus})
     seen = f"{len(facts.gpus)} x {', '.join(kinds)}, {memory:.0f} GiB, on NUMA nodes {nodes}; {facts.cores} cores"
     seen += f"\n{facts.links.rstrip()}" if facts.links else ""
-    used = [each for each in facts.gpus if each.used_mib > 0.05 * each.memory_mib]
+    used = [gpu for gpu in facts.gpus if gpu.used_mib > 0.05 * gpu.memory_mib]
     problems = []
     if used:
-        busy = ", ".join(f"GPU {each.index} ({each.used_mib:,} MiB)" for each in used)
+        busy = ", ".join(f"GPU {gpu.index} ({gpu.used_mib:,} MiB)" for gpu in used)
         problems.append((f"memory is in use before the run: {busy}", "nvidia-smi shows the processes; end them"))
     if len(kinds) > 1:
         fix = "choose GPUs of one kind with CUDA_VISIBLE_DEVICES"

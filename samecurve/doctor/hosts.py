@@ -36,13 +36,13 @@ def examine(
         worlds = [{"RANK": rank, **meeting} for rank in range(len(good))]
         # a thread for each host, because each doctor waits for all the others
         outputs = list(pool.map(lambda host, world: _start(host, world, arguments, seconds), good, worlds))
-    return [*reached, *(finding for each in outputs for finding in each)]
+    return [*reached, *(finding for output in outputs for finding in output)]
 
 
 def _reach(host: HostSlots) -> Finding:
-    found = ssh.trouble(host.name)
-    if found:
-        return failed("ssh", found.seen or host.name, found.problem, found.fix, found.kind, host.name)
+    trouble = ssh.trouble(host.name)
+    if trouble:
+        return failed("ssh", trouble.seen or host.name, trouble.problem, trouble.fix, trouble.kind, host.name)
     return Finding("ssh", "logs in without a password", host=host.name)
 
 
@@ -56,7 +56,7 @@ def _start(host: HostSlots, world: Mapping[str, object], arguments: Sequence[str
         done = ssh.run(host.name, f"cd {shlex.quote(str(ssh.ROOT))} && {shlex.join(command)}", limit, variables)
         findings = json.loads(done.stdout.splitlines()[-1])["findings"]  # behind what libraries print
         # `level` is for readers; a Finding derives it.
-        return [Finding(**{name: value for name, value in each.items() if name != "level"}) for each in findings]
+        return [Finding(**{name: value for name, value in finding.items() if name != "level"}) for finding in findings]
     except subprocess.TimeoutExpired:
         problem = f"doctor did not end within {limit:.0f} s"
         return [failed("doctor", f"rank {world['RANK']}", problem, "", TopologyError, host.name)]

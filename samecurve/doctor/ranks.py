@@ -49,9 +49,9 @@ def run(
         seconds: limit of each stage.
     """
     facts, own = examination.look(recipe, strategy, needed_bytes)
-    found = examine(facts, own, recipe.output_dir if recipe else None, seconds)
+    results = examine(facts, own, recipe.output_dir if recipe else None, seconds)
     # as a rule only rank 0 has findings, but a doctor that started this one by ssh reads JSON from every rank
-    return examination.report(found, json_file) if found or json_file == "-" else 0
+    return examination.report(results, json_file) if results or json_file == "-" else 0
 
 
 def examine(facts: HostFacts, own: list[Finding], output_dir: str | None, seconds: float) -> list[Finding]:
@@ -73,21 +73,23 @@ def examine(facts: HostFacts, own: list[Finding], output_dir: str | None, second
 
 
 def _compare(world: World, facts: HostFacts, own: list[Finding], output_dir: str | None) -> list[Finding]:
-    members = world.all_gather("facts", {"facts": asdict(facts), "findings": [asdict(each) for each in own]})
+    members = world.all_gather("facts", {"facts": asdict(facts), "findings": [asdict(finding) for finding in own]})
     missing = world.from_first("missing", sorted(set(range(world.size)) - set(members)))
     if missing:
         world.end(members)
         return [*own, _absent(missing, world.seconds, os.environ)] if world.rank == 0 else []
     hosts = _hosts(members)
-    found = [Finding(**{**each, "host": hosts[rank].host}) for rank in hosts for each in members[rank]["findings"]]
+    results = [
+        Finding(**{**finding, "host": hosts[rank].host}) for rank in hosts for finding in members[rank]["findings"]
+    ]
     if len(hosts) > 1:
-        found += world_checks.compare(list(hosts.values()))
-        found.append(_clocks(world, hosts))
+        results += world_checks.compare(list(hosts.values()))
+        results.append(_clocks(world, hosts))
     if output_dir:
-        found.append(_shared_folder(world, hosts, Path(output_dir)))
-    found += _links(world, hosts)
+        results.append(_shared_folder(world, hosts, Path(output_dir)))
+    results += _links(world, hosts)
     world.end(members)
-    return found if world.rank == 0 else []
+    return results if world.rank == 0 else []
 
 
 class World:
@@ -119,7 +121,7 @@ class World:
     def all_gather(self, key: str, value: Any) -> dict[int, Any]:
         """Give a value to all and return every rank's. Ranks that say nothing in time are left out."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        deadline, found = time.monotonic() + self.seconds, {}
+        deadline, values = time.monotonic() + self.seconds, {}
         for rank in range(self.size):
             # not 0, so that ranks that have spoken are read after the deadline, too
             remaining = max(0.1, deadline - time.monotonic())
@@ -127,8 +129,8 @@ class World:
                 self.store.wait([f"{key}/{rank}"], timedelta(seconds=remaining))
             except RuntimeError:
                 continue
-            found[rank] = json.loads(self.store.get(f"{key}/{rank}"))
-        return found
+            values[rank] = json.loads(self.store.get(f"{key}/{rank}"))
+        return values
 
     def from_first(self, key: str, value: Any) -> Any:
         """Return rank 0's value."""
@@ -217,7 +219,7 @@ def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
         dist.all_reduce(torch.zeros(1))  # on the CPU, so by gloo, also beside NCCL
     except (RuntimeError, SamecurveError) as error:
         problem = str(error).splitlines()[0]
-    facts = next((each for rank, each in hosts.items() if rank == world.rank), None)
+    facts = hosts.get(world.rank)
     own = facts.own_address if facts else ""
     problems = {rank: text for rank, text in world.all_gather("gloo", problem).items() if text}
     if problems:
@@ -230,17 +232,17 @@ def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
         dist.destroy_process_group()
     names = {rank: facts.host for rank, facts in hosts.items()}
     promised = [facts.speeds[facts.route] for facts in hosts.values() if facts.route in facts.speeds]
-    found = list(
+    results = list(
         world_checks.links(
             {(names[a], names[b]): speed for (a, b), speed in speeds.items()}, min(promised, default=0) * 1e6 / 8
         )
     )
-    for each in reduced:
-        if isinstance(each, collectives.Timing):
+    for timing in reduced:
+        if isinstance(timing, collectives.Timing):
             where = f"{world.size} {'GPUs' if gpus else 'processes'} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
-            seen = f"all_reduce of {MESSAGE_BYTES >> 20} MiB over {where}: {each.bus_gb_per_second:.2f} GB/s (bus)"
-            found.append(Finding("links", seen))
-    return found
+            seen = f"all_reduce of {MESSAGE_BYTES >> 20} MiB over {where}: {timing.bus_gb_per_second:.2f} GB/s (bus)"
+            results.append(Finding("links", seen))
+    return results
 
 
 def _not_connected(problems: Mapping[int, str], hosts: Mapping[int, HostFacts], interface: str) -> Finding:
@@ -261,7 +263,7 @@ def _pairs(world: World, ranks: list[int]) -> dict[tuple[int, int], float]:
                 measured.append([*pair, _exchange(sum(pair) - world.rank)])
     everything = world.all_gather("pairs", measured)
     slowest: dict[tuple[int, int], float] = {}
-    for first, second, speed in (each for found in everything.values() for each in found):
+    for first, second, speed in (pair for pairs in everything.values() for pair in pairs):
         slowest[first, second] = min(speed, slowest.get((first, second), speed))
     return slowest
 

@@ -26,13 +26,16 @@ def compare(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    different = [name for name in MUST_AGREE if len({each.versions.get(name, "") for each in hosts}) > 1]
+    different = [name for name in MUST_AGREE if len({facts.versions.get(name, "") for facts in hosts}) > 1]
     if not different:
         yield Finding("versions", f"the same on {len(hosts)} hosts: {', '.join(MUST_AGREE)}")
         return
-    width = max(len(each.host) for each in hosts)
-    columns = [max(len(name), *(len(each.versions.get(name, "")) for each in hosts)) for name in different]
-    rows = [("", different), *((each.host, [each.versions.get(name) or "-" for name in different]) for each in hosts)]
+    width = max(len(facts.host) for facts in hosts)
+    columns = [max(len(name), *(len(facts.versions.get(name, "")) for facts in hosts)) for name in different]
+    rows = [
+        ("", different),
+        *((facts.host, [facts.versions.get(name) or "-" for name in different]) for facts in hosts),
+    ]
     table = "\n".join(
         f"{host:<{width}}  " + "  ".join(f"{cell:<{size}}" for cell, size in zip(cells, columns, strict=True)).rstrip()
         for host, cells in rows
@@ -43,18 +46,20 @@ def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def _gpus(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    have = {each.host: f"{len(each.gpus)} x {', '.join(sorted({gpu.name for gpu in each.gpus}))}" for each in hosts}
-    if any(each.gpus for each in hosts) and len(set(have.values())) > 1:
-        seen = "; ".join(f"{host}: {found}" for host, found in have.items())
+    have = {facts.host: f"{len(facts.gpus)} x {', '.join(sorted({gpu.name for gpu in facts.gpus}))}" for facts in hosts}
+    if any(facts.gpus for facts in hosts) and len(set(have.values())) > 1:
+        seen = "; ".join(f"{host}: {gpus}" for host, gpus in have.items())
         fix = "give each host's number as slots= in the hostfile, or leave the odd host out"
         yield Finding("gpus", seen, "the hosts have different GPUs, and the slowest sets the pace", fix)
 
 
 def _variables(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     # the two left out name a host's own devices and interfaces
-    names = sorted({name for each in hosts for name in each.variables} - {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"})
+    names = sorted(
+        {name for facts in hosts for name in facts.variables} - {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"}
+    )
     for name in names:
-        values = {each.host: each.variables.get(name, "not set") for each in hosts}
+        values = {facts.host: facts.variables.get(name, "not set") for facts in hosts}
         if len(set(values.values())) > 1:
             seen = f"{name}: " + ", ".join(f"{host} {value}" for host, value in values.items())
             yield Finding("environment", seen, "it differs between hosts", "export the same value on each")

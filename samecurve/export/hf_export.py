@@ -168,7 +168,7 @@ class _FileWriter:
         self._waiting[name] = tensor.detach().to("cpu", self._dtype)
         group = self._layout.groups[name]
         if self._waiting.keys() >= set(group):
-            members = {each: self._waiting.pop(each) for each in group}
+            members = {member: self._waiting.pop(member) for member in group}
             for stored, converted in self._layout.convert(members).items():
                 self._add(stored, converted.contiguous())
 

@@ -30,7 +30,7 @@ def main(folder: Path, tensors: Path, settings: str) -> None:
     expected = inputs.pop(EXPECTED)
     model = load(folder, asked["auto_class"], asked["trust_remote_code"])
     outputs = compute(model, inputs)
-    found = {
+    report = {
         "transformers": transformers.__version__,
         "difference": largest(outputs - expected),
         "largest": largest(outputs),
@@ -39,8 +39,8 @@ def main(folder: Path, tensors: Path, settings: str) -> None:
     # what the precision alone changes tells how much of the difference it can explain
     if asked["dtype"] != "float32":
         rounded = compute(model.to(getattr(torch, asked["dtype"])), inputs)
-        found["rounding"] = largest(rounded - outputs)
-    print(json.dumps(found))
+        report["rounding"] = largest(rounded - outputs)
+    print(json.dumps(report))
 
 
 def load(folder: Path, auto_class: str, trust_remote_code: bool) -> torch.nn.Module:

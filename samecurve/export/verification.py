@@ -82,7 +82,7 @@ class Verification:
             StorageError: the outputs cannot be written to a temporary file.
         """
         try:
-            found = self._reload(folder)
+            reloaded = self._reload(folder)
         except _ReloadError as error:
             self._reject(folder)
             raise CheckpointError(
@@ -90,9 +90,9 @@ class Verification:
                 f"{self._safe}"
             ) from None
         factor = ROUNDING_FACTOR * (1 if self.recipe.fp8 == "off" else FP8_FACTOR)
-        difference, limit = found["difference"], max(TOLERANCE * found["largest"], factor * found["rounding"])
+        difference, limit = reloaded["difference"], max(TOLERANCE * reloaded["largest"], factor * reloaded["rounding"])
         kind = "states" if TASKS[self.recipe.task].auto_class == "AutoModel" else "logits"
-        loaded_by = f"transformers {found['transformers']}"
+        loaded_by = f"transformers {reloaded['transformers']}"
         if not difference <= limit:  # also for nan
             self._reject(folder)
             raise NumericError(

@@ -57,9 +57,9 @@ def run(recipe: Recipe) -> int:
     print(f"{skeleton.config.model_type} with {attention} attention in {recipe.precision}, {origin}")
     tested = False
     for name, check in (("packed documents", test.documents), ("causality", test.causality), ("padding", test.padding)):
-        found = check()
-        tested |= not found.startswith(UNTESTED)
-        print(f"{name:<{LABEL_WIDTH}}{found}")
+        result = check()
+        tested |= not result.startswith(UNTESTED)
+        print(f"{name:<{LABEL_WIDTH}}{result}")
     print("no leak found" if tested else "nothing was tested")
     return 0
 
@@ -78,10 +78,10 @@ class LeakTest:
 
     def documents(self) -> str:
         """Check that no document of a packed row sees another one."""
-        found = _first(self._rows, document_boundary)
-        if found is None:
+        first = _first(self._rows, document_boundary)
+        if first is None:
             return f"{UNTESTED}: none of {self._num_rows} rows has two documents"
-        row, inputs = found
+        row, inputs = first
         documents = documents_of(inputs)
         before, worst = self._compute(inputs), 0.0
         for changed in (documents[0], documents[-1]):
@@ -123,10 +123,10 @@ class LeakTest:
         """Check that a row's outputs are the same without its padding."""
         if "attention_mask" not in self._rows[0].inputs:
             return f"{UNTESTED}: rows are causal, and padding is to the right of their tokens"
-        found = _first(self._rows, lambda inputs: None if inputs["attention_mask"].all() else 0)
-        if found is None:
+        first = _first(self._rows, lambda inputs: None if inputs["attention_mask"].all() else 0)
+        if first is None:
             return f"{UNTESTED}: none of {self._num_rows} rows has padding"
-        row, inputs = found
+        row, inputs = first
         size = int(inputs["attention_mask"].sum())
         with_padding, without = self._compute(inputs), self._compute({n: t[:, :size] for n, t in inputs.items()})
         if with_padding.shape != without.shape:  # one output per token instead of one per text
@@ -150,9 +150,9 @@ class LeakTest:
     def _compute(self, inputs: dict[str, Tensor]) -> Tensor:
         """Compute the outputs of one row, (tokens, ...) or (...,) for a text's single output."""
         labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
-        found = self.outputs(MicroBatch(inputs, {"labels": labels}))
-        assert found is not None  # of the only rank
-        return found[0]
+        outputs = self.outputs(MicroBatch(inputs, {"labels": labels}))
+        assert outputs is not None  # of the only rank
+        return outputs[0]
 
     def _moved(self, inputs: dict[str, Tensor], before: Tensor, changed: slice) -> Tensor:
         """Replace the tokens of a slice. Returns the largest change of each token's outputs, (tokens,)."""

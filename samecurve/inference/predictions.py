@@ -77,7 +77,7 @@ def _line(prediction: dict[str, Any]) -> str:
         return f"{_with_probabilities(likeliest):<40}  {text}"
     if "score" in prediction:
         return f"{prediction['score']:9.4f}  {text}"
-    masks = [[(each["token"], each["probability"]) for each in mask] for mask in prediction["masks"]]
+    masks = [[(token["token"], token["probability"]) for token in mask] for mask in prediction["masks"]]
     return f"{text}  {' | '.join(map(_with_probabilities, masks))}"
 
 
@@ -98,6 +98,6 @@ def _table(embedded: Sequence[dict[str, Any]], similarities: list[list[float]]) 
 
 def _nearest(embedded: Sequence[dict[str, Any]], similarities: list[list[float]]) -> Iterator[str]:
     for index, (prediction, row) in enumerate(zip(embedded, similarities, strict=True)):
-        other = max((each for each in range(len(row)) if each != index), key=row.__getitem__)
+        other = max((row_index for row_index in range(len(row)) if row_index != index), key=row.__getitem__)
         nearest = _shortened(embedded[other]["text"])
         yield f"{row[other]:6.3f}  {_shortened(prediction['text'])}  is nearest to  {nearest}"

@@ -90,7 +90,7 @@ class Predictor(ABC):
     def predict(self, sources: Sequence[Source]) -> list[dict[str, Any]]:
         """Return one prediction per text, in order. Raises DataError for a text that cannot be read."""
         texts = [self.encode(place, source) for place, source in sources]
-        empty = next((place for (place, _), each in zip(sources, texts, strict=True) if not len(each.tokens)), None)
+        empty = next((place for (place, _), text in zip(sources, texts, strict=True) if not len(text.tokens)), None)
         if empty is not None:
             raise DataError(f"{empty}: the tokenizer produces no tokens for this text; remove it")
         inputs = self._padded(texts)
@@ -110,13 +110,13 @@ class Predictor(ABC):
     def _padded(self, texts: Sequence[EncodedText]) -> dict[str, Tensor]:
         padding = tokenizer.padding(self.tokenizer).pad_token_id
         assert isinstance(padding, int)  # `padding` raises for a tokenizer without one
-        ids = [torch.as_tensor(each.tokens, dtype=torch.long) for each in texts]
+        ids = [torch.as_tensor(text.tokens, dtype=torch.long) for text in texts]
         inputs = {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=padding),
-            "attention_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
+            "attention_mask": pad_sequence([torch.ones_like(tokens) for tokens in ids], batch_first=True),
         }
         if texts[0].segments is not None:
-            segments = [torch.as_tensor(each.segments, dtype=torch.long) for each in texts]
+            segments = [torch.as_tensor(text.segments, dtype=torch.long) for text in texts]
             inputs["token_type_ids"] = pad_sequence(segments, batch_first=True)
         return inputs
 

@@ -35,10 +35,10 @@ def own_path(environment: dict[str, str]) -> str:
 def main() -> int:
     """Start what standard input says, pass signals on, and return the exit code; 127 if the program is missing."""
     terminal.set_up()
-    found = json.loads(sys.stdin.readline())
-    environment = {**os.environ, **found["environment"]}
+    order = json.loads(sys.stdin.readline())
+    environment = {**os.environ, **order["environment"]}
     environment["PATH"] = own_path(environment)
-    words = found["words"]
+    words = order["words"]
     program = shutil.which(words[0], path=environment["PATH"])
     if program is None:
         print(f"{words[0]}: not found on {os.uname().nodename}; install requirements.txt there", file=sys.stderr)

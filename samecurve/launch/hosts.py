@@ -41,17 +41,17 @@ def read_hostfile(path: str, for_deepspeed: bool = False) -> list[HostSlots]:
     hosts, problems = [], []
     for number, line in enumerate(lines, start=1):
         content = line.partition("#")[0].strip()
-        found = _LINE.fullmatch(content)
-        if found and for_deepspeed and not _DEEPSPEED_LINE.fullmatch(content):
+        match = _LINE.fullmatch(content)
+        if match and for_deepspeed and not _DEEPSPEED_LINE.fullmatch(content):
             text = f"found {content!r}, but the deepspeed launcher reads only NAME slots=N, without spaces around ="
             problems.append(f"{path}:{number}: {text}")
-        elif found and (problem := name_problem(found["host"])):
+        elif match and (problem := name_problem(match["host"])):
             problems.append(f"{path}:{number}: {problem}")
-        elif found:
-            hosts.append(HostSlots(found["host"], int(found["slots"] or 1)))
+        elif match:
+            hosts.append(HostSlots(match["host"], int(match["slots"] or 1)))
         elif content:
             problems.append(f"{path}:{number}: found {content!r}, expected NAME slots=N with N above 0")
-    problems += [f"{path}: {name} is listed twice; remove one" for name in _twice([each.name for each in hosts])]
+    problems += [f"{path}: {name} is listed twice; remove one" for name in _twice([host.name for host in hosts])]
     if problems or not hosts:
         raise ConfigurationError("\n".join(problems) or f"{path}: no host listed; write a line NAME slots=N for each")
     return hosts
@@ -68,11 +68,11 @@ def read_hosts(path: str) -> tuple[list[HostSlots], int]:
     """
     document = read_document(path)
     for key in document.content.keys() - set(KEYS):
-        document.problem((key,), "unknown key" + suggest((key,), ((each,) for each in KEYS)))
+        document.problem((key,), "unknown key" + suggest((key,), ((known,) for known in KEYS)))
     names = document.content.get("hosts")
-    if not isinstance(names, list) or not names or not all(isinstance(each, str) for each in names):
-        found = "missing" if names is None else f"found {describe(names)}"
-        document.problem(("hosts",), f"{found}, expected a list of names or addresses, such as [10.0.0.1, 10.0.0.2]")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        value = "missing" if names is None else f"found {describe(names)}"
+        document.problem(("hosts",), f"{value}, expected a list of names or addresses, such as [10.0.0.1, 10.0.0.2]")
         names = []
     for name in names:
         if problem := name_problem(name):
@@ -96,8 +96,8 @@ def name_problem(name: str) -> str:
 def _whole(document: Document, key: str, default: int | None, least: int, most: int) -> int:
     value = document.content.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        found = "missing" if value is None else f"found {describe(value)}"
-        document.problem((key,), f"{found}, expected a whole number from {least} to {most}")
+        shown = "missing" if value is None else f"found {describe(value)}"
+        document.problem((key,), f"{shown}, expected a whole number from {least} to {most}")
         return least
     return value
 
@@ -130,13 +130,13 @@ def select(hosts: Sequence[HostSlots], include: str | None, exclude: str | None)
             raise ConfigurationError(
                 f"{option} {text}: found {part!r}, expected NAME or NAME:SLOT,SLOT such as {name}:0,1"
             )
-        chosen = {int(each) for each in numbers.split(",")} if colon else slots[name]
+        chosen = {int(number) for number in numbers.split(",")} if colon else slots[name]
         if chosen - slots[name]:
             above = f"{name} has {len(slots[name])} slots, numbered from 0"
             raise ConfigurationError(f"{option} {text}: no slot {max(chosen)} on {name}; {above}")
         named[name] |= chosen
     left = {name: named[name] if include else slots[name] - named[name] for name in slots}
-    found = [HostSlots(name, len(kept)) for name, kept in left.items() if kept]
-    if not found:
+    selected = [HostSlots(name, len(kept)) for name, kept in left.items() if kept]
+    if not selected:
         raise ConfigurationError(f"{option} {text}: no slot is left")
-    return found
+    return selected

@@ -78,7 +78,7 @@ def trouble(host: str) -> Trouble | None:
     lacking = done.stdout.split()
     if lacking:
         missing = {"python": sys.executable, "clone": str(ROOT)}
-        problem = f"not there: {', '.join(missing[each] for each in lacking)}"
+        problem = f"not there: {', '.join(missing[tool] for tool in lacking)}"
         fix = "put clone and .venv on a file system that all hosts mount, or at the same path on each"
         return Trouble("logs in", problem, fix, ConfigurationError)
     return None

@@ -71,20 +71,22 @@ def _over_ssh(host: str, words: list[str]) -> Member:
 
 def _check(launcher: str, target: Target, away: list[str]) -> None:
     """Raise one error with everything that is in the way."""
-    found: list[tuple[type[SamecurveError], str]] = [*_programs(launcher, target), *_names(target)]
-    if not found:
+    problems: list[tuple[type[SamecurveError], str]] = [*_programs(launcher, target), *_names(target)]
+    if not problems:
         # pdsh logs in to every host of a hostfile, this machine too
-        hosts = [each.name for each in target.hosts] if launcher == "deepspeed" and target.nodes > 1 else away
+        hosts = [host.name for host in target.hosts] if launcher == "deepspeed" and target.nodes > 1 else away
         with ThreadPoolExecutor(max(1, len(hosts))) as pool:
             troubles = zip(hosts, pool.map(ssh.trouble, hosts), strict=True)
-        said = ((host, each, f" ({each.seen})" if each and each.seen else "") for host, each in troubles)
-        found += [(each.kind, f"{host}: {each.problem}{seen}; {each.fix}") for host, each, seen in said if each]
-    if not found and _port_in_use(target):
+        said = ((host, trouble, f" ({trouble.seen})" if trouble and trouble.seen else "") for host, trouble in troubles)
+        problems += [
+            (trouble.kind, f"{host}: {trouble.problem}{seen}; {trouble.fix}") for host, trouble, seen in said if trouble
+        ]
+    if not problems and _port_in_use(target):
         head, port = target.hosts[0].name, target.port
         fix = f"choose another with --master_port, or stop the process that uses it (ss -ltnp 'sport = :{port}')"
-        found.append((TopologyError, f"{head}: port {port} is in use; {fix}"))
-    if found:
-        raise found[0][0]("\n".join(["the run cannot be started", *(f"  {text}" for _, text in found)]))
+        problems.append((TopologyError, f"{head}: port {port} is in use; {fix}"))
+    if problems:
+        raise problems[0][0]("\n".join(["the run cannot be started", *(f"  {text}" for _, text in problems)]))
 
 
 def _programs(launcher: str, target: Target) -> Iterator[tuple[type[SamecurveError], str]]:

@@ -75,8 +75,8 @@ class Target:
         """Number of processes on each host. Raises ConfigurationError if the hosts differ."""
         counts = {host.slots for host in self.hosts}
         if len(counts) > 1:
-            found = ", ".join(f"{host.name} has {host.slots}" for host in self.hosts)
-            raise ConfigurationError(f"hosts: {found} slots; only the deepspeed launcher allows different numbers")
+            numbers = ", ".join(f"{host.name} has {host.slots}" for host in self.hosts)
+            raise ConfigurationError(f"hosts: {numbers} slots; only the deepspeed launcher allows different numbers")
         return counts.pop()
 
     @property

@@ -51,7 +51,7 @@ def wait(starting: Iterable[Member], grace_seconds: float = GRACE_SECONDS) -> in
             # those that have started would wait for one that could not be
             _end(members, grace_seconds)
             raise
-        while not any(codes := [each.process.poll() for each in members]) and None in codes:
+        while not any(codes := [member.process.poll() for member in members]) and None in codes:
             time.sleep(_POLL_SECONDS)
         _end(members, grace_seconds)
     failed = next((code for code in codes if code), 0)
@@ -61,15 +61,15 @@ def wait(starting: Iterable[Member], grace_seconds: float = GRACE_SECONDS) -> in
 def _end(members: Sequence[Member], grace_seconds: float) -> None:
     """End the members that still run."""
     deadline = time.monotonic() + grace_seconds
-    for each in members:
-        if each.process.poll() is None:
-            _send(each, signal.SIGTERM)
-    for each in members:
+    for member in members:
+        if member.process.poll() is None:
+            _send(member, signal.SIGTERM)
+    for member in members:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            each.process.wait(max(0.0, deadline - time.monotonic()))
-    for each in members:
-        if each.process.poll() is None:
-            each.process.kill()
+            member.process.wait(max(0.0, deadline - time.monotonic()))
+    for member in members:
+        if member.process.poll() is None:
+            member.process.kill()
 
 
 def _send(member: Member, number: signal.Signals) -> None:
@@ -80,8 +80,8 @@ def _send(member: Member, number: signal.Signals) -> None:
 @contextlib.contextmanager
 def _passed_on(members: Sequence[Member]) -> Iterator[None]:
     def pass_on(number: int, _: object) -> None:
-        for each in members:
-            _send(each, signal.Signals(number))
+        for member in members:
+            _send(member, signal.Signals(number))
 
     handlers = {}
     for number in SIGNALS:

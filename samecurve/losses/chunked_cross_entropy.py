@@ -279,8 +279,8 @@ class _SumWithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
-        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *((None if g is None else (g * factor).to(dtype)) for g, dtype in found), None, None
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((None if g is None else (g * factor).to(dtype)) for g, dtype in gradients), None, None
 
 
 def _sum_and_gradient(measure: Measure, logits: Tensor, targets: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -55,13 +55,13 @@ def info_nce_context(embeddings: Tensor, temperature: float) -> dict[str, Tensor
     """Compute `row_loss`, (rows,) as info_nce, and `gradient`, that of their sum in the shape of the embeddings."""
     with torch.enable_grad():
         leaf = embeddings.detach().requires_grad_()
-        found = []
+        row_losses = []
         for losses in _losses(leaf, temperature):
             # part by part, so that autograd keeps the similarities of one part only
             losses.sum().backward()
-            found.append(losses.detach())
+            row_losses.append(losses.detach())
     assert leaf.grad is not None  # every part of the loss went backward
-    return {"row_loss": torch.cat(found), "gradient": leaf.grad}
+    return {"row_loss": torch.cat(row_losses), "gradient": leaf.grad}
 
 
 def _losses(embeddings: Tensor, temperature: float) -> Iterator[Tensor]:
@@ -85,8 +85,8 @@ def ranks(embeddings: Tensor, candidates: np.ndarray) -> Tensor:
     _, first, places = np.unique(candidates.ravel(), return_index=True, return_inverse=True)
     corpus = embeddings[:, 1:].flatten(0, 1)[torch.from_numpy(first)]
     positives = torch.from_numpy(places.reshape(candidates.shape)[:, :1])
-    found = []
+    ranks_of_rows = []
     for anchors, own in zip(embeddings[:, 0].split(_ANCHORS), positives.split(_ANCHORS), strict=True):
         similarities = anchors @ corpus.T
-        found.append(1 + (similarities > similarities.gather(1, own)).sum(dim=1))
-    return torch.cat(found)
+        ranks_of_rows.append(1 + (similarities > similarities.gather(1, own)).sum(dim=1))
+    return torch.cat(ranks_of_rows)

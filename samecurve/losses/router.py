@@ -47,25 +47,25 @@ def routing(logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Routing:
     """
     weights, num_experts = counted.float(), logits[0].shape[-1]
     counts, probabilities, squares = [], [], []
-    for each in logits:
-        values = each.float().view(*counted.shape, num_experts)
+    for layer in logits:
+        values = layer.float().view(*counted.shape, num_experts)
         chances = values.softmax(dim=-1)
         chosen = chances.detach().topk(top_k, dim=-1).indices.flatten(1)
-        found = weights.new_zeros(len(counted), num_experts)
-        counts.append(found.scatter_add_(1, chosen, weights.repeat_interleave(top_k, dim=1)))
+        zeros = weights.new_zeros(len(counted), num_experts)
+        counts.append(zeros.scatter_add_(1, chosen, weights.repeat_interleave(top_k, dim=1)))
         probabilities.append((chances * weights[..., None]).sum(dim=1))
         squares.append((values.logsumexp(dim=-1).square() * weights).sum())
     places = weights.sum(dim=1) * len(logits)
     return Routing(torch.stack(counts), torch.stack(probabilities).sum(dim=0), places, torch.stack(squares).sum())
 
 
-def sum_over_sequences(found: Routing) -> Tensor:
+def sum_over_sequences(routing: Routing) -> Tensor:
     """Sum the sequences' load-balancing losses, each over the sequence's own counted tokens: fp32 scalar."""
-    places = found.places.clamp(min=1)[:, None]  # a sequence without counted tokens has sums of 0
-    return found.counts.shape[-1] * (found.counts.sum(dim=0) / places * found.probabilities / places).sum()
+    places = routing.places.clamp(min=1)[:, None]  # a sequence without counted tokens has sums of 0
+    return routing.counts.shape[-1] * (routing.counts.sum(dim=0) / places * routing.probabilities / places).sum()
 
 
-def share_of_batch(found: Routing, counts: Tensor, places: float) -> Tensor:
+def share_of_batch(routing: Routing, counts: Tensor, places: float) -> Tensor:
     """Compute these sequences' share of a global batch's load-balancing loss: fp32 scalar.
 
     Args:
@@ -73,5 +73,5 @@ def share_of_batch(found: Routing, counts: Tensor, places: float) -> Tensor:
         counts: (experts,) fp64, tokens of the global batch that chose an expert, over all routers.
         places: tokens of the global batch times routers.
     """
-    frequencies = (counts / places).to(found.probabilities.dtype)
-    return len(counts) * (frequencies * found.probabilities.sum(dim=0) / places).sum()
+    frequencies = (counts / places).to(routing.probabilities.dtype)
+    return len(counts) * (frequencies * routing.probabilities.sum(dim=0) / places).sum()

@@ -46,11 +46,11 @@ def chunked_log_probabilities(hidden: Tensor, head: OutputHead, wanted: LabelLog
         wanted: the labels.
     """
     labels, states = wanted.labels.flatten(), hidden.flatten(0, 1)
-    found = torch.zeros(labels.shape, device=hidden.device)
+    values = torch.zeros(labels.shape, device=hidden.device)
     places = wanted.positions if wanted.positions is not None else torch.arange(len(labels), device=hidden.device)
     with prepared(states.index_select(0, places), head) as (chosen, weight, bias, columns):
         of_chosen = _LogProbabilities.apply(chosen, weight, bias, labels.index_select(0, places), columns)
-    return found.index_put((places,), of_chosen).view(wanted.labels.shape)
+    return values.index_put((places,), of_chosen).view(wanted.labels.shape)
 
 
 class _LogProbabilities(torch.autograd.Function):
@@ -60,7 +60,7 @@ class _LogProbabilities(torch.autograd.Function):
     ) -> Tensor:
         """Compute (n,) of hidden (n, hidden_size); with `columns`, weight and bias are this rank's part."""
         computed, shift = as_dtype_of(hidden, weight, bias)
-        found, greatest, totals = (torch.zeros(len(labels), device=hidden.device) for _ in range(3))
+        values, greatest, totals = (torch.zeros(len(labels), device=hidden.device) for _ in range(3))
         for at in slices(len(labels), computed):
             logits = logits_of(hidden[at], computed, shift).float()
             index, is_own = _own(labels[at], logits, columns)
@@ -70,10 +70,10 @@ class _LogProbabilities(torch.autograd.Function):
                 dist.all_reduce(target, group=columns.group)
             # the greatest logit first: the difference of two large numbers would be rounded as they are
             of_chunk = target - greatest[at] - totals[at].log()
-            found[at] = torch.where(labels[at] == IGNORE_INDEX, 0.0, of_chunk)
+            values[at] = torch.where(labels[at] == IGNORE_INDEX, 0.0, of_chunk)
         ctx.save_for_backward(hidden, weight, bias, labels, greatest, totals)
         ctx.columns = columns
-        return found
+        return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -92,7 +92,7 @@ class _LogProbabilities(torch.autograd.Function):
         if ctx.columns is not None:  # each rank's columns give one term
             dist.all_reduce(gradients.of_hidden, group=ctx.columns.group)
         pairs = zip(gradients, (hidden, weight, bias), strict=True)
-        return *(None if found is None else found.to(each.dtype) for found, each in pairs), None, None
+        return *(None if gradient is None else gradient.to(like.dtype) for gradient, like in pairs), None, None
 
 
 def _own(labels: Tensor, logits: Tensor, columns: Columns | None) -> tuple[Tensor, Tensor]:

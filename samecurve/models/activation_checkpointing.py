@@ -47,17 +47,17 @@ def layers(model: nn.Module) -> list[nn.Module]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found: dict[str, nn.Module] = {}
+    by_name: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in by_name)
         if isinstance(module, GradientCheckpointingLayer) and not inside:
-            found[name] = module
-    if not found:
+            by_name[name] = module
+    if not by_name:
         raise ConfigurationError(
             f"model: {type(model).__name__} has no GradientCheckpointingLayer, by which transformers marks a "
             "model's layers; set memory.activation_checkpointing to none, and compile and fp8 to off"
         )
-    return list(found.values())
+    return list(by_name.values())
 
 
 def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
@@ -65,14 +65,14 @@ def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
     kind = memory.activation_checkpointing
     if kind == "none":
         return
-    found = layers(model)
+    repeated = layers(model)
     # reentrant checkpointing needs an input with a gradient, which the first layer of a model with an adapter lacks
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if kind == "selective":
         recompute = partial(recompute, context_fn=_contexts(memory.selective_save))
     offload = Offload()
-    for index in recomputed(memory, len(found)):
-        layer = found[index]
+    for index in recomputed(memory, len(repeated)):
+        layer = repeated[index]
         forward = partial(recompute, layer.forward)
         layer.forward = _in_training(layer, _offloaded(forward, offload) if kind == "offload" else forward)
 
@@ -134,8 +134,8 @@ def _offloaded(recomputing: Forward, offload: Offload) -> Forward:
 def _contexts(keeps: str) -> Callable:
     """Return one object for all layers, because torch.compile would recompile for a new object."""
     names = _ATTENTION if keeps == "attention" else _ATTENTION + _PRODUCTS
-    found = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
-    kept = frozenset(found | {torch.ops.higher_order.flex_attention, *varlen.OPERATORS})
+    operators = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
+    kept = frozenset(operators | {torch.ops.higher_order.flex_attention, *varlen.OPERATORS})
     return partial(create_selective_checkpoint_contexts, partial(_policy, kept=kept))
 
 

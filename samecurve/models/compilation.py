@@ -84,7 +84,7 @@ def _keep_masks_eager(model: PreTrainedModel) -> None:
     for rows of one document, and with a mask sdpa has no causal kernel: twice the FLOPs of attention.
     """
     # in the families' own modules, which import these functions by name
-    for module in {type(each).__module__: sys.modules[type(each).__module__] for each in model.modules()}.values():
+    for module in {type(part).__module__: sys.modules[type(part).__module__] for part in model.modules()}.values():
         for name, function in vars(module).copy().items():
             if getattr(function, "__module__", "") == "transformers.masking_utils" and name.startswith("create_"):
                 setattr(module, name, torch.compiler.disable(function))
@@ -160,6 +160,6 @@ def _reasons() -> list[str]:
     """
     from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
-    found = [entry.recompile_reason for entry in get_compilation_metrics() if entry.recompile_reason]
+    reasons = [entry.recompile_reason for entry in get_compilation_metrics() if entry.recompile_reason]
     clear_compilation_metrics()  # torch keeps only the last ones
-    return [" ".join(reason.split("#")[0].split()) for reason in found]  # "#": the guarded line of source follows
+    return [" ".join(reason.split("#")[0].split()) for reason in reasons]  # "#": the guarded line of source follows

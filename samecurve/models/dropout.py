@@ -137,8 +137,8 @@ class DropoutKeys:
 
     def _of(self, batch: KeyedRows) -> Tensor:
         assert batch.places is not None, "only training rows have keys"
-        each = len(next(iter(batch.inputs.values()))) // len(batch.places)  # sequences of a row
-        sequences = (batch.places.numpy()[:, None] * each + np.arange(each)).ravel()
+        num_sequences = len(next(iter(batch.inputs.values()))) // len(batch.places)  # sequences of a row
+        sequences = (batch.places.numpy()[:, None] * num_sequences + np.arange(num_sequences)).ravel()
         sites, sequences = np.array(self._sites, dtype=np.uint64), np.append(sequences, _NO_SEQUENCE)
         return keys_of(self.seed, batch.step, sequences, sites).to(self.device, non_blocking=True)
 
@@ -271,7 +271,7 @@ def install(
             replacement = KeyedDropout(module.p, keys.add(name, parts.get(name)), child not in _WITHOUT_ROWS)
             model.get_submodule(parent).register_module(child, replacement.train(module.training))
     router_noise.install(model, keys.add)
-    if not found:
+    if not positive_rates:
         return keys
     # transformers' own function where no place is set: models without dropout, and other models of this process
     AttentionInterface.register("sdpa", dropped_sdpa.sdpa)
@@ -288,8 +288,8 @@ def install(
 
 def rates(config: PreTrainedConfig) -> dict[str, float]:
     """Collect the dropout rates above 0 of a model's config, by key."""
-    found = {key: rate for key, rate in config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
-    return {key: rate for key, rate in found.items() if isinstance(rate, float) and rate > 0}
+    keys = {key: rate for key, rate in config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
+    return {key: rate for key, rate in keys.items() if isinstance(rate, float) and rate > 0}
 
 
 def _num_places(module: nn.Module) -> int:

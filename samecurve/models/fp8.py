@@ -45,10 +45,10 @@ def check_device(kind: str, device: torch.device) -> None:
         raise ConfigurationError(f"fp8: found {kind}, which needs an NVIDIA GPU, but the device is {device}; use off")
     capability = torch.cuda.get_device_capability(device)
     if capability < SMALLEST_CAPABILITY:
-        needed, found = (".".join(map(str, pair)) for pair in (SMALLEST_CAPABILITY, capability))
+        needed, actual = (".".join(map(str, pair)) for pair in (SMALLEST_CAPABILITY, capability))
         raise ConfigurationError(
             f"fp8: found {kind}, which needs a GPU of compute capability {needed} or more, but "
-            f"{torch.cuda.get_device_name(device)} has {found}; use off"
+            f"{torch.cuda.get_device_name(device)} has {actual}; use off"
         )
 
 

@@ -26,9 +26,9 @@ def store_in_bf16(model: nn.Module, recipe: Recipe, everywhere: bool = False) ->
     # a tied head is a linear layer whose weight is also the embedding's
     others = (module for module in model.modules() if type(module) is not nn.Linear)
     shared = {parameter for module in others for parameter in module.parameters(recurse=False)}
-    found = model.parameters() if everywhere else (p for module in linear for p in module.parameters(recurse=False))
+    weights = model.parameters() if everywhere else (p for module in linear for p in module.parameters(recurse=False))
     kept = fp32_weights.parameters(model, recipe.precision)
-    for parameter in (parameter for parameter in found if parameter not in kept):
+    for parameter in (parameter for parameter in weights if parameter not in kept):
         quantized = parameter.dtype != torch.float32
         if not parameter.requires_grad and not quantized and (everywhere or parameter not in shared):
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -95,16 +95,16 @@ class Head:
         """Find the model class of the config's family with this head; None if the family has no such head."""
         auto = _AUTO[self.kind]
         if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            return found[0] if isinstance(found, (list, tuple)) else found  # the first is the Auto class's default
+            mapped = auto._model_mapping[type(config)]
+            return mapped[0] if isinstance(mapped, (list, tuple)) else mapped  # the first is the Auto class's default
         # a config with its own code has been accepted by model.trust_remote_code and names the model's class
         reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
         if reference is None or not is_remote(config):
             return None
         revision = getattr(config, "_commit_hash", None)
-        found = get_class_from_dynamic_module(reference, config._name_or_path, revision=revision)
-        found.register_for_auto_class(auto.__name__)  # so that an export includes the Python files
-        return found
+        remote_class = get_class_from_dynamic_module(reference, config._name_or_path, revision=revision)
+        remote_class.register_for_auto_class(auto.__name__)  # so that an export includes the Python files
+        return remote_class
 
 
 CAUSAL = Head()
@@ -203,7 +203,7 @@ def kind_of_stored(config: PreTrainedConfig) -> str:
     """Find Head.kind of a stored model by the class recorded in its config."""
     made_as = config.architectures or ()
     classes = {kind: Head(kind).model_class(config) for kind in KINDS}
-    return next((kind for kind, found in classes.items() if found and found.__name__ in made_as), CAUSAL.kind)
+    return next((kind for kind, made in classes.items() if made and made.__name__ in made_as), CAUSAL.kind)
 
 
 def check_causal(model: PreTrainedModel) -> None:

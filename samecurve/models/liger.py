@@ -47,8 +47,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         ("model.kernels", recipe.model.kernels, "torch"),
         ("loss.implementation", recipe.loss.implementation, "auto"),
     )
-    for key, found, instead in asked:
-        if found == "liger" and device.type not in ("cuda", "xpu"):
+    for key, value, instead in asked:
+        if value == "liger" and device.type not in ("cuda", "xpu"):
             raise ConfigurationError(
                 f"{key}: found liger, but its Triton kernels run on a GPU only and the device is {device}; use "
                 f"{instead}"
@@ -142,6 +142,6 @@ def _functions(model: nn.Module) -> list[str]:
     The bases are needed because FSDP puts its own class before them.
     """
     files = {parent.__module__ for parent in type(model).__mro__ if parent.__module__.startswith("transformers.")}
-    found = (item for file in sorted(files) for item in vars(sys.modules[file]).items())
-    rotary = [(name, value) for name, value in found if "rotary" in name and callable(value)]
+    members = (item for file in sorted(files) for item in vars(sys.modules[file]).items())
+    rotary = [(name, value) for name, value in members if "rotary" in name and callable(value)]
     return [name for name, value in rotary if (getattr(value, "__module__", None) or "").startswith("liger_kernel.")]

@@ -82,8 +82,8 @@ def training_seconds(
     """
 
     def rate(measured: tuple[Shape, dict[str, float]]) -> float:
-        part, found = measured
-        return part.flops / min(found.values())
+        part, seconds = measured
+        return part.flops / min(seconds.values())
 
     return max(_by_threads(lambda: _training_seconds(device, precisions, shape, seconds), device), key=rate)
 
@@ -101,7 +101,7 @@ def _training_seconds(
         times = _fastest(runs, device)
         # sides of twice the length mean eight times the work
         if part == shape or time.perf_counter() + 8 * ROUNDS * sum(times.values()) > end:
-            return part, {each: sum(times[each, name] for name in PRODUCTS) for each in precisions}
+            return part, {precision: sum(times[precision, name] for name in PRODUCTS) for precision in precisions}
         limit *= 2
 
 
@@ -122,7 +122,9 @@ def _peak(device: torch.device, precisions: Sequence[str], seconds: float) -> tu
     tried = {(precision, name) for precision in precisions for name in PRODUCTS}
     while True:
         square = Shape(size, size, size)
-        runs = {(each, name): run for each in precisions for name, run in matmul_runs(device, each, square)}
+        runs = {
+            (precision, name): run for precision in precisions for name, run in matmul_runs(device, precision, square)
+        }
         times = _fastest({key: run for key, run in runs.items() if key in tried}, device)
         (precision, _), least = min(times.items(), key=lambda item: item[1])
         best = max(best, (square.flops / least / 1e12, precision))
@@ -144,14 +146,14 @@ def _by_threads(measure: Callable[[], T], device: torch.device) -> list[T]:
     """
     import torch
 
-    found, threads = [measure()], torch.get_num_threads()
+    results, threads = [measure()], torch.get_num_threads()
     if device.type == "cpu" and threads > 1:
         torch.set_num_threads(1)
         try:
-            found.append(measure())
+            results.append(measure())
         finally:
             torch.set_num_threads(threads)
-    return found
+    return results
 
 
 def _fastest(
@@ -178,7 +180,10 @@ def precision_warning(recipe: Recipe, model: PreTrainedModel, device: torch.devi
     ratio = seconds[recipe.precision] / seconds[faster]
     if ratio < SLOWDOWN_WORTH_TELLING:
         return ""
-    rates = [f"{3 * shape.flops / seconds[each] / 1e9:,.3g} GFLOP/s in {each}" for each in (recipe.precision, faster)]
+    rates = [
+        f"{3 * shape.flops / seconds[precision] / 1e9:,.3g} GFLOP/s in {precision}"
+        for precision in (recipe.precision, faster)
+    ]
     return (
         f"{recipe.precision} is slow on this {'CPU' if device.type == 'cpu' else 'GPU'}: {faster} multiplies matrices "
         f"{ratio:,.{0 if ratio >= 10 else 1}f} times faster ({rates[0]}, {rates[1]}; measured forward and backward, "
@@ -214,9 +219,9 @@ def _fix(recipe: Recipe, precision: str) -> str:
 def _largest_layer(model: PreTrainedModel) -> tuple[int, int]:
     """Return (inputs, outputs) of the largest weight matrix that is not an embedding."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    looked_up = [getattr(each, "weight", each) for each in ends if each is not None]  # perceiver's is a bare parameter
-    left_out = set(map(id, looked_up))
-    shapes = [tuple(each.shape) for each in model.parameters() if each.ndim == 2 and id(each) not in left_out]
+    # perceiver's embedding is a bare parameter
+    left_out = {id(getattr(module, "weight", module)) for module in ends if module is not None}
+    shapes = [tuple(weight.shape) for weight in model.parameters() if weight.ndim == 2 and id(weight) not in left_out]
     outputs, inputs = max(shapes, key=math.prod, default=(SMALLEST, SMALLEST))
     return inputs, outputs
 

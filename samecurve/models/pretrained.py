@@ -122,7 +122,7 @@ class Pretrained:
                 self._check_finite(source, tensor)
             made = group.convert(stored)
             # one conversion may make several parameters, so that none of its tensors is read twice
-            for name in [each for each in rest if self._found(each)[0] in made]:
+            for name in [name for name in rest if self._found(name)[0] in made]:
                 tensor = made[self._found(name)[0]].float()
                 self._check_tied(name, tensor)
                 if name in growing and tensor.shape[0] < self._shapes[name][0]:
@@ -135,8 +135,8 @@ class Pretrained:
         return [alias for alias in self._names[name] if alias in self._group]
 
     def _problem(self, name: str, growing: set[str]) -> str:
-        found = self._found(name)[0]
-        group, expected = self._group[found], self._shapes[name]
+        target = self._found(name)[0]
+        group, expected = self._group[target], self._shapes[name]
         stored = {source: self._files[source] for source in group.sources}
         where = _where(stored)
         if group.problem:
@@ -146,10 +146,10 @@ class Pretrained:
         other = {entry.dtype for entry in stored.values()} - set(_FLOATS)
         if other:
             return f"{where}: {', '.join(sorted(other))}, which is quantized; give the model's unquantized weights"
-        shape = group.made[found]
+        shape = group.made[target]
         room = name in growing and shape[1:] == expected[1:] and shape[0] < expected[0]
         if shape != expected and not room:
-            made = "has" if list(stored) == [found] else f"would make {name} with"
+            made = "has" if list(stored) == [target] else f"would make {name} with"
             return f"{where} {made} the shape {tuple(shape)}, the config needs {tuple(expected)}"
         return ""
 

@@ -73,10 +73,10 @@ def settings(wanted: str | None, model: PreTrainedModel) -> RouterSettings | Non
 
 def describe(wanted: str | None, model: PreTrainedModel) -> str:
     """Describe the router loss of a mixture of experts for the header and run.json; "" for a dense model."""
-    config, found = model.config.get_text_config(), settings(wanted, model)
-    if found is not None:
-        z_loss = f", z-loss x {found.z_coefficient}" if found.z_coefficient else ""
-        return f"{found.kind}: load balancing x {found.coefficient}{z_loss}"
+    config, loss = model.config.get_text_config(), settings(wanted, model)
+    if loss is not None:
+        z_loss = f", z-loss x {loss.z_coefficient}" if loss.z_coefficient else ""
+        return f"{loss.kind}: load balancing x {loss.coefficient}{z_loss}"
     if num_experts(config) < 2:
         return ""
     return "off" if wanted == "off" else f"off: transformers has none for a {config.model_type}"
@@ -122,9 +122,9 @@ class RouterRecorder:
 
     def take(self) -> list[Tensor]:
         """Hand over the recorded logits, (sequences * sequence_length, experts) of each router."""
-        found, self._logits = self._logits, []
-        assert len(found) == self.num_routers, "every router runs once in a forward pass"
-        return found
+        logits, self._logits = self._logits, []
+        assert len(logits) == self.num_routers, "every router runs once in a forward pass"
+        return logits
 
     def _keep(self, index: int, _module: nn.Module, _inputs: tuple, output: tuple) -> None:
         if self._records:

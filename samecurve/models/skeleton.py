@@ -86,7 +86,7 @@ def _check_positions(model: PreTrainedModel, head: Head, sequence_length: int) -
     """
     tables = [table for name, table in model.named_modules() if name.endswith(".position_embeddings")]
     padding = [getattr(table, "padding_idx", None) for table in tables]  # I-BERT's is no nn.Embedding
-    first = max((1 + each for each in padding if each is not None), default=0)
+    first = max((1 + index for index in padding if index is not None), default=0)
     if not first:
         return
     family, positions = model.config.model_type, model.config.max_position_embeddings

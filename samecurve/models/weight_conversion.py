@@ -64,8 +64,8 @@ class Group:
         rule = copy.deepcopy(self._rule)  # a rule collects tensors, and other groups have the same one
         for name, pattern in self.sources.items():
             rule.add_tensor(self._first, name, pattern, tensors.pop(name))
-        found = rule.convert(self._first, model=self._model, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        parameters = rule.convert(self._first, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in parameters.items()}
 
 
 def groups(
@@ -91,7 +91,7 @@ def groups(
     # as PreTrainedModel._adjust_missing_and_unexpected_keys, which has the two names of buffers for all families
     skipped = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     unused: dict[str, tuple[str, bool]] = {}
-    found: dict[str, Group] = {}
+    by_target: dict[str, Group] = {}
     # experts are stacked in this order, and experts.2 comes before experts.10
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
@@ -100,15 +100,15 @@ def groups(
         if target not in known:
             unused[name] = target, any(re.search(pattern, target) for pattern in skipped)
             continue
-        group = found.get(target)
+        group = by_target.get(target)
         if group is None:
             rule = by_pattern[pattern] if pattern else None
-            group = found[target] = Group({}, {}, _first=target, _rule=rule, _model=model)
+            group = by_target[target] = Group({}, {}, _first=target, _rule=rule, _model=model)
         if group._rule is not None or not group.sources:  # the first of two tensors for one name wins
             group.sources[name] = pattern or name
-    for group in found.values():
+    for group in by_target.values():
         _rehearse(group, shapes)
-    return list(found.values()), unused
+    return list(by_target.values()), unused
 
 
 def _rehearse(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -135,11 +135,11 @@ class Storage:
 
     def groups(self, names: list[str]) -> dict[str, tuple[str, ...]]:
         """Map each parameter's name to all names that are stored together with it, its own included."""
-        found: dict[str, list[str]] = {}
+        together: dict[str, list[str]] = {}
         for name in names:
             target, pattern = rename_source_key(name, [], self._converters, reverse=True)
-            found.setdefault(target if pattern else name, []).append(name)
-        return {name: tuple(group) for group in found.values() for name in group}
+            together.setdefault(target if pattern else name, []).append(name)
+        return {name: tuple(group) for group in together.values() for name in group}
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert a group's parameters by name to stored tensors by name."""

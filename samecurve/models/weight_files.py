@@ -87,14 +87,14 @@ def header(file: Path) -> dict[str, Stored]:
     if problem:
         raise _damaged(file, f"its header cannot be read: {problem}")
     entries.pop("__metadata__", None)
-    found = {
+    entries = {
         name: Stored(file, entry["dtype"], tuple(entry["shape"]), *(begin + at for at in entry["data_offsets"]))
         for name, entry in entries.items()
     }
-    expected = max((stored.stop for stored in found.values()), default=begin)
+    expected = max((stored.stop for stored in entries.values()), default=begin)
     if expected != size:
         raise _damaged(file, f"it has {size:,} bytes, and its header announces {expected:,}")
-    return found
+    return entries
 
 
 def read(stored: dict[str, Stored], names: Iterable[str]) -> dict[str, Tensor]:
@@ -110,14 +110,14 @@ def read(stored: dict[str, Stored], names: Iterable[str]) -> dict[str, Tensor]:
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(stored[name].file, []).append(name)
-    found = {}
+    tensors = {}
     for file, inside in by_file.items():
         try:
             with safe_open(file, framework="pt") as handle:
-                found |= {name: handle.get_tensor(name) for name in inside}
+                tensors |= {name: handle.get_tensor(name) for name in inside}
         except SafetensorError as error:
             raise _damaged(file, str(error)) from error
-    return found
+    return tensors
 
 
 def _damaged(file: Path, what: str) -> ConfigurationError:

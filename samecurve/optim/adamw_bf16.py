@@ -210,12 +210,12 @@ def random_bits(hashed: int, like: Tensor) -> Tensor:
     The bits are on like's device. They repeat after 2**32 indices.
     """
     places = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
-    found = places.mul_(_signed(_GOLDEN)).add_(hashed)
+    bits = places.mul_(_signed(_GOLDEN)).add_(hashed)
     # Shifts of int32 repeat the sign, where MurmurHash3's shift in zeros: x and ~x get the same bits, which are
     # uniform all the same.
     for shift, factor in ((16, _FIRST), (13, _SECOND)):
-        found.bitwise_xor_(found >> shift).mul_(_signed(factor))
-    return found.bitwise_xor_(found >> 16).bitwise_and_(0xFFFF)
+        bits.bitwise_xor_(bits >> shift).mul_(_signed(factor))
+    return bits.bitwise_xor_(bits >> 16).bitwise_and_(0xFFFF)
 
 
 def _signed(value: int) -> int:

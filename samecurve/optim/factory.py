@@ -40,10 +40,10 @@ def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> d
         return {(name, key): (blocks[name],) for name in large for key in ("absmax1", "absmax2")}
     if settings.name != "adafactor":
         return {}
-    found = {}
+    factors = {}
     for name, (*others, rows, columns) in ((name, shape) for name, shape in shapes.items() if len(shape) > 1):
-        found[name, "row_var"], found[name, "col_var"] = (*others, rows, 1), (*others, 1, columns)
-    return found
+        factors[name, "row_var"], factors[name, "col_var"] = (*others, rows, 1), (*others, 1, columns)
+    return factors
 
 
 def num_bytes_per_parameter(settings: Optimizer) -> float:

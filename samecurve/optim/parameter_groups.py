@@ -66,13 +66,15 @@ def roles_of(model: PreTrainedModel) -> Roles:
 
 def _edges(model: PreTrainedModel) -> set[nn.Module]:
     """Find the modules between features and tokens or classes: embeddings and the output head."""
-    found: set[nn.Module] = {module for module in model.modules() if isinstance(module, nn.Embedding)}
+    edges: set[nn.Module] = {module for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     if head is None and hasattr(model, model.base_model_prefix):  # a classifier's last layer is its head
         inside = set(getattr(model, model.base_model_prefix).modules())
-        behind = [each for each in model.modules() if isinstance(each, nn.Linear | Conv1D) and each not in inside]
+        behind = [
+            module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module not in inside
+        ]
         head = behind[-1] if behind else None
-    return found | ({head} if head is not None else set())
+    return edges | ({head} if head is not None else set())
 
 
 def parameter_groups(

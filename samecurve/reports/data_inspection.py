@@ -219,20 +219,20 @@ def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     """Count documents by the text of their last trained token; those whose last one is truncated count under ""."""
     if isinstance(rows, TextRows):
         return {}
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     limit = rows.sequence_length if isinstance(rows, SampleRows) else None
     names: dict[int, str] = {}
     for index in range(_num_documents(rows)):
         tokens, trained = _document(rows, index)
         places = np.flatnonzero(trained)
         if not len(places) or (limit is not None and places[-1] > limit):
-            found[""] += 1
+            counts[""] += 1
             continue
         token = int(tokens[places[-1]])
         if token not in names:
             (names[token],) = tokenizer.batch_decode([[token]])
-        found[names[token]] += 1
-    return dict(found.most_common())
+        counts[names[token]] += 1
+    return dict(counts.most_common())
 
 
 def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int]]:
@@ -256,8 +256,8 @@ def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
     if isinstance(rows, TextRows):
         yield int(rows.sizes[row]), int(_row(rows, row)[1].sum())
         return
-    found = rows[np.array([row])]
-    positions, labels = found.inputs["position_ids"][0], found.labels[0]
+    batch = rows[np.array([row])]
+    positions, labels = batch.inputs["position_ids"][0], batch.labels[0]
     starts = np.flatnonzero(positions == 0).tolist()
     if isinstance(rows, PackedSampleRows):
         sizes = rows.sizes[rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]].tolist()

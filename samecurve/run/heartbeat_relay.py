@@ -76,8 +76,8 @@ class Relay:
             return beats
         # the host's first rank has ended or is stuck, and passes on nothing any more
         first = beats[0].rank
-        found = [read_beat(self._folder / file_name(rank)) for rank in range(first, first + content["num_ranks"])]
-        return [beat for beat in found if beat]
+        beats = [read_beat(self._folder / file_name(rank)) for rank in range(first, first + content["num_ranks"])]
+        return [beat for beat in beats if beat]
 
     def _of_world(self) -> list[Beat]:
         content, is_fresh = self._read(self._folder / WORLD, _WORLD_SCHEMA)

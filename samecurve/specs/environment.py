@@ -30,11 +30,11 @@ def processor(about: Path = Path("/proc/cpuinfo")) -> str:
     """
     with contextlib.suppress(OSError):  # other systems have no /proc
         lines = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
-        found = {key.strip(): value.strip() for key, _, value in lines}
-        keys = [key for key in ("cpu family", "model") if key in found]
-        details = ", ".join(f"{key.removeprefix('cpu ')} {found[key]}" for key in keys)
-        if "model name" in found:
-            return f"{found['model name']} ({details})" if details else found["model name"]
+        fields = {key.strip(): value.strip() for key, _, value in lines}
+        keys = [key for key in ("cpu family", "model") if key in fields]
+        details = ", ".join(f"{key.removeprefix('cpu ')} {fields[key]}" for key in keys)
+        if "model name" in fields:
+            return f"{fields['model name']} ({details})" if details else fields["model name"]
     return platform.processor() or platform.machine()
 
 

@@ -283,6 +283,6 @@ def _longrope_limit(config: PreTrainedConfig) -> int | None:
     The choice is made by the largest position of a micro-batch (transformers.modeling_rope_utils.dynamic_rope_update).
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    each = [parameters, *(by_layer for by_layer in parameters.values() if isinstance(by_layer, dict))]
-    found = [one["original_max_position_embeddings"] for one in each if one.get("rope_type") == "longrope"]
-    return min(found, default=None)
+    sections = [parameters, *(by_layer for by_layer in parameters.values() if isinstance(by_layer, dict))]
+    limits = [one["original_max_position_embeddings"] for one in sections if one.get("rope_type") == "longrope"]
+    return min(limits, default=None)

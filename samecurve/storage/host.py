@@ -14,9 +14,9 @@ def machine() -> str:
     Built from host name, boot id and process id namespace. The host name alone is not enough: cloned machines have the
     same one, and each container has process ids of its own.
     """
-    found = [socket.gethostname()]
+    parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
     with contextlib.suppress(OSError):
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)

@@ -135,10 +135,10 @@ class ObjectStore:
 
         def listed() -> list[str]:
             try:
-                found = self._files.ls(self._path(key), detail=False)
+                paths = self._files.ls(self._path(key), detail=False)
             except FileNotFoundError:
                 return []
-            return [path.rstrip("/").rpartition("/")[2] for path in found]
+            return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
         return self._retried(key, listed)
 
@@ -146,8 +146,8 @@ class ObjectStore:
         """Map the names of the objects directly below `key` to their sizes in bytes."""
 
         def listed() -> dict[str, int]:
-            found = self._files.ls(self._path(key), detail=True)
-            return {entry["name"].rpartition("/")[2]: entry["size"] for entry in found if entry["type"] == "file"}
+            entries = self._files.ls(self._path(key), detail=True)
+            return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries if entry["type"] == "file"}
 
         return self._retried(key, listed)
 
@@ -248,11 +248,11 @@ class ObjectStore:
             raise OSError(f"{size} bytes were sent and the store holds {info['size']}")
         if str(info.get("ETag", "")).strip('"') == etag:
             return
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for start in range(0, size, PART_BYTES):
-            found.update(self._range(key, start, min(start + PART_BYTES, size)))
-        if found.hexdigest() != sha256:
-            raise OSError(f"sha256 {sha256} was sent and the store holds {found.hexdigest()}")
+            digest.update(self._range(key, start, min(start + PART_BYTES, size)))
+        if digest.hexdigest() != sha256:
+            raise OSError(f"sha256 {sha256} was sent and the store holds {digest.hexdigest()}")
 
     def download(self, key: str, path: Path, size: int) -> None:
         """Read an object of `size` bytes into a new file, in parallel ranges. The caller verifies its hash.

@@ -42,7 +42,7 @@ def json_line(value: Any) -> str:
     """Return JSON whose characters are printable and mean the same; in ASCII alone where the output has no Unicode."""
     is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     text = json.dumps(value, ensure_ascii=not is_utf8)
-    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def set_up() -> None:

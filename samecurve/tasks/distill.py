@@ -59,8 +59,8 @@ class DistillTask(causal_lm.CausalTask):
         # Ids that only one of the two embeddings has stand for no token.
         size = min(logits.shape[-1], teacher.shape[-1])
         ours, theirs = (
-            functional.log_softmax(each[..., :size].float() / settings.temperature, dim=-1)
-            for each in (logits, teacher)
+            functional.log_softmax(scores[..., :size].float() / settings.temperature, dim=-1)
+            for scores in (logits, teacher)
         )
         # torch's kl_div(input, target) is KL(target || input)
         pair = (ours, theirs) if settings.divergence == "forward_kl" else (theirs, ours)

@@ -91,7 +91,7 @@ def load_mixture(
     elif fraction > 0:
         validation = JoinedRows([make_rows(corpus.held_out) for corpus in corpora])
     counts = splits.add_counts(corpus.counts for corpus in corpora)
-    joined_origins = {name: "; ".join(each) for name, each in origins.items()}
+    joined_origins = {name: "; ".join(parts) for name, parts in origins.items()}
     num_empty = sum(corpus.empty_documents for corpus in corpora)
     described, bad_rows = splits.describe_reading(corpora, evaluated)
     loaded = splits.Splits(train, validation, num_empty, {**counts, **described, **joined_origins}, bad_rows)

@@ -46,7 +46,7 @@ def load_on_all_ranks(recipe: Recipe, world: ControlGroup, busy: Callable[[], No
         raise problem
     task = task or load_task(recipe)
     fingerprints = [None if rows is None else rows.fingerprint for rows in (task.train, task.validation)]
-    others = world.conclude(fingerprints, lambda every: [rank for rank, each in enumerate(every) if each != every[0]])
+    others = world.conclude(fingerprints, lambda every: [rank for rank, own in enumerate(every) if own != every[0]])
     if others:
         shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         raise DataError(

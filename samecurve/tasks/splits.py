@@ -194,9 +194,9 @@ def path_of(data: Data) -> str:
 
 def token_id(text_tokenizer: PreTrainedTokenizerFast, name: Literal["eos", "pad", "mask"]) -> int:
     """Return the id of a special token. The encoder, or the task, has checked that the tokenizer has it."""
-    found = getattr(text_tokenizer, f"{name}_token_id")
-    assert isinstance(found, int), name
-    return found
+    token = getattr(text_tokenizer, f"{name}_token_id")
+    assert isinstance(token, int), name
+    return token
 
 
 def padded_rows(

@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace) -> Work:
 
 def parse_size(option: str, text: str) -> int:
     """Parse a size such as 64MiB, 64M or 1024. Raises ConfigurationError."""
-    found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
-    if not found or found[2].upper() not in UNITS or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].upper() not in UNITS or int(match[1]) == 0:
         raise ConfigurationError(f"{option}: found {text}, but it must be a size such as 1KiB or 64MiB")
-    return int(found[1]) * UNITS[found[2].upper()]
+    return int(match[1]) * UNITS[match[2].upper()]
 
 
 def message_sizes(smallest: int, largest: int, factor: int) -> list[int]:
@@ -54,7 +54,7 @@ def message_sizes(smallest: int, largest: int, factor: int) -> list[int]:
             f"--smallest {smallest} --largest {largest} --factor {factor}: no sizes to measure; --largest must be at "
             "least --smallest, and --factor at least 2"
         )
-    found = [smallest]
-    while found[-1] * factor <= largest:
-        found.append(found[-1] * factor)
-    return found
+    sizes = [smallest]
+    while sizes[-1] * factor <= largest:
+        sizes.append(sizes[-1] * factor)
+    return sizes

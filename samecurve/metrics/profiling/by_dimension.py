@@ -70,14 +70,14 @@ def by_dimension(
     for dimension, name in spans:
         key = dimension, name
         parts[dimension][name] = _communication(made.get(key, []), spans[key], work, steps)
-    found = []
+    dimensions = []
     for dimension, by_name in parts.items():
         keys = [(dimension, name) for name in by_name]
         every = [span for key in keys for span in spans[key]]
         total = _communication([call for key in keys for call in made.get(key, [])], every, work, steps)
         ordered = dict(sorted(by_name.items(), key=lambda item: (-item[1].num_bytes, item[0])))
-        found.append(DimensionCommunication(dimension, total, ordered))
-    return sorted(found, key=lambda each: (-each.total.num_bytes, each.name))
+        dimensions.append(DimensionCommunication(dimension, total, ordered))
+    return sorted(dimensions, key=lambda communication: (-communication.total.num_bytes, communication.name))
 
 
 def _communication(

@@ -94,15 +94,15 @@ def made_calls(events: Iterable[dict]) -> list[Call]:
 def kernels(events: Iterable[dict], calls: Iterable[Call]) -> list[Kernel]:
     """List NCCL's kernels. calls: tell which of sending and receiving, for which kernels have one name, it is."""
     messages = "send" if any(call.name == "send" for call in calls) else "recv"
-    found = []
+    kernels_by_start = []
     for event in events:
         kernel = _KERNEL.match(event["name"]) if event.get("cat") == "kernel" else None
         if kernel:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", kernel[1]).lower()
             where = event.get("args", {}).get(DIMENSION, UNKNOWN)
             end = _start(event) + float(event["dur"])
-            found.append(Kernel(messages if name == "send_recv" else name, where, _start(event), end))
-    return found
+            kernels_by_start.append(Kernel(messages if name == "send_recv" else name, where, _start(event), end))
+    return kernels_by_start
 
 
 def by_name(calls: Sequence[Call], kernels: Sequence[Kernel]) -> list[CollectiveCalls]:
@@ -116,10 +116,10 @@ def by_name(calls: Sequence[Call], kernels: Sequence[Kernel]) -> list[Collective
     for kernel in kernels:
         seconds[kernel.name] += (kernel.end - kernel.start) * _MICROSECONDS
     made = [
-        CollectiveCalls(name, len(each), sum(filter(None, each)), seconds.get(name, 0.0), each.count(None))
-        for name, each in sizes.items()
+        CollectiveCalls(name, len(own), sum(filter(None, own)), seconds.get(name, 0.0), own.count(None))
+        for name, own in sizes.items()
     ]
-    return sorted(made, key=lambda each: (-each.num_bytes, each.name))
+    return sorted(made, key=lambda collective: (-collective.num_bytes, collective.name))
 
 
 def _start(event: dict) -> float:
@@ -141,7 +141,7 @@ def _transfers(events: Sequence[dict], calls: Sequence[dict]) -> list[dict | Non
     that a call has the first transfer of its name that starts after it. Gloo's reduce-scatter is an all-reduce.
     """
     waiting = deque(event for event in events if event["name"].startswith(_TRANSFER))
-    found: list[dict | None] = []
+    transfers: list[dict | None] = []
     for call in calls:
         # these belong to calls before the recording
         while waiting and _start(waiting[0]) < _start(call):
@@ -151,8 +151,8 @@ def _transfers(events: Sequence[dict], calls: Sequence[dict]) -> list[dict | Non
         transfer = next((event for event in waiting if event["name"] in names), None)
         if transfer:
             waiting.remove(transfer)
-        found.append(transfer)
-    return found
+        transfers.append(transfer)
+    return transfers
 
 
 def _num_bytes(arguments: dict, type_of_list: str) -> int | None:

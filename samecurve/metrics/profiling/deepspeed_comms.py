@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def logged() -> list[Logged]:
     from deepspeed.comm import comm
 
     everything = sorted(comm.comms_logger.get_raw_data().items())
-    return [each for name, found in everything for each in _by_size(name, found, bool(comm.timers(name).event_timers))]
+    of_names = (_by_size(name, sizes, bool(comm.timers(name).event_timers)) for name, sizes in everything)
+    return list(chain.from_iterable(of_names))
 
 
 def _by_size(name: str, entries: dict[int, list], adds_up: bool) -> Iterator[Logged]:

@@ -57,12 +57,12 @@ def attribute(trace: dict) -> list[dict]:
         return events
     notes, info = trace[NOTES], trace.get("distributedInfo", {})
     dims = ParallelDims(**notes["dims"])
-    groups = {each["pg_name"]: each["ranks"] for each in info.get("pg_config", ())}
+    groups = {group["pg_name"]: group["ranks"] for group in info.get("pg_config", ())}
     whole = sorted((e for e in events if e.get("ph") == "X" and "dur" in e), key=_start)
     calls = [event for event in whole if event["name"].startswith(CALL)]
-    found = _by_time(calls, notes["calls"], groups, trace.get("baseTimeNanoseconds", 0))
-    found |= _of_nccl(whole, calls, groups) | _of_messages(whole, calls, notes["rank"])
-    for index, ranks in found.items():
+    ranks_of_calls = _by_time(calls, notes["calls"], groups, trace.get("baseTimeNanoseconds", 0))
+    ranks_of_calls |= _of_nccl(whole, calls, groups) | _of_messages(whole, calls, notes["rank"])
+    for index, ranks in ranks_of_calls.items():
         calls[index].setdefault("args", {})[DIMENSION] = dimension(dims, ranks, "alltoall" in calls[index]["name"])
     _pass_to_kernels(whole, calls, groups, dims)
     return events
@@ -74,13 +74,13 @@ def _start(event: dict) -> float:
 
 def _by_time(calls: Sequence[dict], notes: Sequence, groups: Groups, base_ns: int) -> dict[int, list[int]]:
     """Find the ranks of calls by index, from the flight recorder's notes: a note's time lies within its call."""
-    starts, found = [_start(call) for call in calls], {}
+    starts, ranks_of_calls = [_start(call) for call in calls], {}
     for time_ns, _, group in notes:
         at = (time_ns - base_ns) / 1000
         index = bisect_right(starts, at) - 1
         if index >= 0 and at <= starts[index] + float(calls[index]["dur"]) and group in groups:
-            found[index] = groups[group]
-    return found
+            ranks_of_calls[index] = groups[group]
+    return ranks_of_calls
 
 
 def _of_nccl(events: Sequence[dict], calls: Sequence[dict], groups: Groups) -> dict[int, list[int]]:
@@ -137,8 +137,8 @@ def _pass_to_kernels(events: Sequence[dict], calls: Sequence[dict], groups: Grou
             of_id[event["args"]["External id"]] = calls[index].get("args", {}).get(DIMENSION)
     for kernel in (event for event in events if event.get("cat") == "kernel"):
         arguments = kernel.setdefault("args", {})
-        found = of_id.get(arguments.get("External id"))
-        if found is None and (ranks := _members(kernel, groups)):
-            found = dimension(dims, ranks, "AllToAll" in kernel["name"])
-        if found is not None:
-            arguments[DIMENSION] = found
+        name = of_id.get(arguments.get("External id"))
+        if name is None and (ranks := _members(kernel, groups)):
+            name = dimension(dims, ranks, "AllToAll" in kernel["name"])
+        if name is not None:
+            arguments[DIMENSION] = name

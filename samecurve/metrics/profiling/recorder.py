@@ -138,11 +138,11 @@ class Profiler:
         if not self._summary:
             return
         logged = deepspeed_comms.logged()
-        found, held = breakdown(read_trace(path)), self._around.memory_usage()
+        profile, held = breakdown(read_trace(path)), self._around.memory_usage()
         self._around.progress()
         summary = self._around.folder / f"{self._summary}.txt"
-        write_json(summary.with_suffix(".json"), summary_values(found, held, self._around.rank, logged))
-        write_text(summary, render_summary(found, held, self._around.rank, logged))
-        for line in summary_lines(found):
+        write_json(summary.with_suffix(".json"), summary_values(profile, held, self._around.rank, logged))
+        write_text(summary, render_summary(profile, held, self._around.rank, logged))
+        for line in summary_lines(profile):
             self._around.log(line)
         self._around.log(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")

@@ -45,11 +45,11 @@ def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: S
         "communication_seconds": breakdown.communication_seconds,
         "memory_bytes": memory(breakdown, held),
         "allocated_bytes": breakdown.allocated_bytes,
-        "collectives": [asdict(each) for each in breakdown.collectives],
-        "dimensions": [_dimension(each) for each in breakdown.dimensions],
-        "logged_by_deepspeed": [asdict(each) for each in logged],
-        "waiting": asdict(found) | {"idle": found.idle} if (found := breakdown.waiting) else None,
-        "operators": [asdict(each) for each in breakdown.operators[:NUM_OPERATORS]],
+        "collectives": [asdict(collective) for collective in breakdown.collectives],
+        "dimensions": [_dimension(dimension) for dimension in breakdown.dimensions],
+        "logged_by_deepspeed": [asdict(calls) for calls in logged],
+        "waiting": asdict(waiting) | {"idle": waiting.idle} if (waiting := breakdown.waiting) else None,
+        "operators": [asdict(operator) for operator in breakdown.operators[:NUM_OPERATORS]],
     }
 
 
@@ -59,10 +59,11 @@ def summary_lines(breakdown: Breakdown) -> Iterator[str]:
     # smaller shares would be shown as 0%
     listed = ", ".join(f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in shares if share >= 0.005)
     yield f"profile of {_steps(breakdown)}: {listed}"
-    handed = sum(each.num_bytes for each in breakdown.collectives) / len(breakdown.steps)
-    calls = sum(each.calls for each in breakdown.collectives) / len(breakdown.steps)
-    if found := breakdown.waiting:
-        yield f"{found.schedule}: waiting {found.idle:.1%} on this rank, {found.predicted_idle:.1%} by the schedule"
+    handed = sum(collective.num_bytes for collective in breakdown.collectives) / len(breakdown.steps)
+    calls = sum(collective.calls for collective in breakdown.collectives) / len(breakdown.steps)
+    if waiting := breakdown.waiting:
+        measured, expected = f"{waiting.idle:.1%} on this rank", f"{waiting.predicted_idle:.1%} by the schedule"
+        yield f"{waiting.schedule}: waiting {measured}, {expected}"
     if calls:
         ms = 1000 * breakdown.communication_seconds / len(breakdown.steps)
         yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, taking {ms:,.1f} ms"
@@ -93,8 +94,8 @@ def memory(breakdown: Breakdown, held: MemoryUsage) -> dict[str, int]:
 
 def _time(breakdown: Breakdown, rank: int) -> Iterator[str]:
     where = "the device's kernels" if breakdown.on_device else "the operators of the thread that trains"
-    each = breakdown.total_seconds / len(breakdown.steps)
-    yield f"Profile of {_steps(breakdown)} on rank {rank}: {1000 * each:,.1f} ms per step, by {where}."
+    step_seconds = breakdown.total_seconds / len(breakdown.steps)
+    yield f"Profile of {_steps(breakdown)} on rank {rank}: {1000 * step_seconds:,.1f} ms per step, by {where}."
     yield "Profiling slows the steps down, small operators most. All work of the loop in these steps is included."
     yield ""
     rows = [("where the time goes", "share", "ms per step")]
@@ -109,14 +110,14 @@ def _time(breakdown: Breakdown, rank: int) -> Iterator[str]:
         yield f"Communication took {ms:,.2f} ms per step, {hidden:.0%} of it overlapped with computation."
 
 
-def _waiting(found: Waiting, num_steps: int) -> Iterator[str]:
-    yield f"{found.schedule} on rank {found.rank} of the {found.ranks} of its pipeline"
-    ms = 1000 * found.seconds / num_steps
+def _waiting(waiting: Waiting, num_steps: int) -> Iterator[str]:
+    yield f"{waiting.schedule} on rank {waiting.rank} of the {waiting.ranks} of its pipeline"
+    ms = 1000 * waiting.seconds / num_steps
     passes = [
-        (f"{kind}: {_PASSES[kind]}", f"{found.passes.get(kind, 0) / num_steps:g}", f"{count / num_steps:g}")
-        for kind, count in found.planned_passes.items()
+        (f"{kind}: {_PASSES[kind]}", f"{waiting.passes.get(kind, 0) / num_steps:g}", f"{count / num_steps:g}")
+        for kind, count in waiting.planned_passes.items()
     ]
-    idle = f"waiting, of {ms:,.1f} ms", f"{found.idle:.1%}", f"{found.predicted_idle:.1%}"
+    idle = f"waiting, of {ms:,.1f} ms", f"{waiting.idle:.1%}", f"{waiting.predicted_idle:.1%}"
     yield from _table([("per step", "measured", "by the schedule"), idle, *passes])
     yield "The schedule's share of waiting assumes stages that take equally long and messages that take no time."
 
@@ -127,9 +128,9 @@ def _memory(breakdown: Breakdown, held: MemoryUsage) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _dimension(found: DimensionCommunication) -> dict:
-    parts = [{"name": name} | asdict(each) for name, each in found.collectives.items()]
-    return {"name": found.name} | asdict(found.total) | {"collectives": parts}
+def _dimension(dimension: DimensionCommunication) -> dict:
+    parts = [{"name": name} | asdict(collective) for name, collective in dimension.collectives.items()]
+    return {"name": dimension.name} | asdict(dimension.total) | {"collectives": parts}
 
 
 def _collectives(breakdown: Breakdown) -> Iterator[str]:
@@ -140,36 +141,42 @@ def _collectives(breakdown: Breakdown) -> Iterator[str]:
     rows: list[Sequence[str]] = [("communication per step, by dimension", "calls", "MiB", "ms", "exposed ms", "hidden")]
     for dimension in breakdown.dimensions:
         rows.append((dimension.name, *_communication(dimension.total, num)))
-        rows += [(f"  {name}", *_communication(each, num)) for name, each in dimension.collectives.items()]
+        rows += [(f"  {name}", *_communication(collective, num)) for name, collective in dimension.collectives.items()]
     yield from _table(rows)
     yield "Exposed: without computation at the same time. Bytes of a call: the larger of its input and output."
-    for each in breakdown.collectives:
-        if each.untyped:
-            yield f"{each.name}: the bytes of {each.untyped} calls are not counted: the trace names no data type."
+    for collective in breakdown.collectives:
+        if collective.untyped:
+            uncounted = f"the bytes of {collective.untyped} calls are not counted"
+            yield f"{collective.name}: {uncounted}: the trace names no data type."
 
 
-def _communication(found: Communication, num_steps: int) -> tuple[str, ...]:
+def _communication(communication: Communication, num_steps: int) -> tuple[str, ...]:
     """Format the columns of a row: calls, MiB, ms, exposed ms and the hidden share."""
-    seconds = found.seconds, found.exposed_seconds
-    hidden = f"{found.hidden_seconds / found.seconds:.0%}" if found.seconds else "-"
-    ms = (f"{1000 * each / num_steps:,.2f}" for each in seconds)
-    return f"{found.calls / num_steps:,.1f}", _mib(found.num_bytes / num_steps), *ms, hidden
+    seconds = communication.seconds, communication.exposed_seconds
+    hidden = f"{communication.hidden_seconds / communication.seconds:.0%}" if communication.seconds else "-"
+    ms = (f"{1000 * value / num_steps:,.2f}" for value in seconds)
+    return f"{communication.calls / num_steps:,.1f}", _mib(communication.num_bytes / num_steps), *ms, hidden
 
 
 def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
     rows = [("DeepSpeed's own log, per step", "calls", "MiB each", "ms")]
     rows += [
-        (each.name, f"{each.calls / num_steps:,.1f}", _mib(each.num_bytes), f"{1000 * each.seconds / num_steps:,.2f}")
-        for each in logged
+        (
+            entry.name,
+            f"{entry.calls / num_steps:,.1f}",
+            _mib(entry.num_bytes),
+            f"{1000 * entry.seconds / num_steps:,.2f}",
+        )
+        for entry in logged
     ]
     yield from _table(rows)
 
 
 def _top(breakdown: Breakdown) -> Iterator[str]:
     rows = [("operators, by their own time", "share", "calls per step", "kind of work")]
-    for each in breakdown.operators[:NUM_OPERATORS]:
-        calls = f"{each.calls / len(breakdown.steps):,.1f}"
-        rows.append((each.name[:60], f"{each.seconds / breakdown.total_seconds:.1%}", calls, each.kind))
+    for operator in breakdown.operators[:NUM_OPERATORS]:
+        calls = f"{operator.calls / len(breakdown.steps):,.1f}"
+        rows.append((operator.name[:60], f"{operator.seconds / breakdown.total_seconds:.1%}", calls, operator.kind))
     yield from _table(rows)
 
 

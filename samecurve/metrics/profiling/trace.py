@@ -98,7 +98,7 @@ def breakdown(events: Sequence[dict]) -> Breakdown:
     if not steps:
         raise ValueError(f"the trace has no {STEP} range, so no step was recorded")
     threads = _by_thread(event for event in whole if event.get("cat") in ("cpu_op", "user_annotation"))
-    spans = {thread: list(_innermost(found)) for thread, found in threads.items()}
+    spans = {thread: list(_innermost(nested)) for thread, nested in threads.items()}
     main = spans[_thread(steps[0])]
     launched = [event for event in whole if event.get("cat") in _DEVICE_WORK]
     work = _launched(launched, threads) if launched else main
@@ -143,8 +143,8 @@ def _by_thread(events: Iterable[dict]) -> dict[tuple, list[dict]]:
     threads = defaultdict(list)
     for event in events:
         threads[_thread(event)].append(event)
-    for found in threads.values():
-        found.sort(key=lambda event: (_start(event), -float(event["dur"])))
+    for events_of_thread in threads.values():
+        events_of_thread.sort(key=lambda event: (_start(event), -float(event["dur"])))
     return threads
 
 
@@ -179,15 +179,15 @@ def _innermost(events: list[dict]) -> Iterator[Span]:
 def _work(event: dict, outer: OperatorClass | None) -> OperatorClass | None:
     if outer is not None and outer.claims:
         return outer
-    found = listed(event["name"])
-    if found is None and event["cat"] == "cpu_op" and computes(event["name"]):
-        found = outer or OperatorClass("elementwise")
-    return found
+    kind = listed(event["name"])
+    if kind is None and event["cat"] == "cpu_op" and computes(event["name"]):
+        kind = outer or OperatorClass("elementwise")
+    return kind
 
 
 def _launched(kernels: list[dict], threads: dict[tuple, list[dict]]) -> list[Span]:
     """List the device's work. An operator and the kernels that it launched share an External id."""
-    operators = {e["args"].get("External id"): e for found in threads.values() for e in found if e["cat"] == "cpu_op"}
+    operators = {e["args"].get("External id"): e for nested in threads.values() for e in nested if e["cat"] == "cpu_op"}
     spans = []
     for kernel in kernels:
         caller = operators.get(kernel.get("args", {}).get("External id"))
@@ -229,11 +229,11 @@ def _operators(work: Iterable[Span], called: Iterable[dict]) -> list[Operator]:
     calls = Counter(event["name"] for event in called)
     if not calls.keys() & seconds.keys():  # kernel spans are named after the operators that launched them
         calls = Counter(span.name for span in work)
-    found = [
+    operators = [
         Operator(name, max(kinds, key=kinds.__getitem__), calls[name], sum(kinds.values()))
         for name, kinds in seconds.items()
     ]
-    return sorted(found, key=lambda operator: -operator.seconds)
+    return sorted(operators, key=lambda operator: -operator.seconds)
 
 
 def _allocated(events: Iterable[dict]) -> dict[str, int]:

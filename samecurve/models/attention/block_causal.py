@@ -42,8 +42,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: floa
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
     for row, parts in enumerate(zip(query, key, value, first[:, 0, :, 0], strict=True)):
         for block in _blocks(*parts):
-            found = torch.bmm(block.probabilities(scale), block.value)
-            output[row, block.at] = _separate(found, query.shape[1]).transpose(0, 1)
+            attended = torch.bmm(block.probabilities(scale), block.value)
+            output[row, block.at] = _separate(attended, query.shape[1]).transpose(0, 1)
     return output
 
 

@@ -52,8 +52,8 @@ def choose_attention(
     reason = without_varlen(config.to_dict()) or (_without_varlen_on_gpu(config, recipe.precision) if on_gpu else None)
     if asked == varlen.NAME and reason:
         raise ConfigurationError(f"model.attention: found varlen, but {reason}; use auto")
-    found = measured.fastest(recipe) if on_gpu else varlen.NAME
-    gains = recipe.precision == "bf16" and kind == "causal_lm" and found == varlen.NAME
+    fastest = measured.fastest(recipe) if on_gpu else varlen.NAME
+    gains = recipe.precision == "bf16" and kind == "causal_lm" and fastest == varlen.NAME
     if asked == varlen.NAME or (gains and not reason):
         return varlen.NAME
     return "sdpa" if supports(model_class, "sdpa") else "eager"
@@ -78,6 +78,6 @@ def _head_widths(config: PreTrainedConfig) -> list[tuple[str, int]]:
     """
     fields, own = config.to_dict(), config.attribute_map.get("head_dim", "head_dim")
     parts = fields, *(fields.get("per_layer_config") or {}).values()
-    found = [(name, part[name]) for part in parts for name in part if name == own or name.endswith("head_dim")]
-    given = [(name, width) for name, width in found if width]
+    widths = [(name, part[name]) for part in parts for name in part if name == own or name.endswith("head_dim")]
+    given = [(name, width) for name, width in widths if width]
     return given or [("hidden_size / num_attention_heads", config.hidden_size // config.num_attention_heads)]

@@ -109,7 +109,7 @@ class Ulysses(ContextAttention):
     ) -> tuple[Tensor, None]:
         repeats = self.size // math.gcd(key.shape[1], self.size)
         if repeats > 1:  # so that each rank gets a whole number of key heads
-            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         groups = query.shape[1] // key.shape[1]
         own = SimpleNamespace(is_causal=getattr(module, "is_causal", True), num_key_value_groups=groups)
         output = self._attend(own, *self._to_heads(query, key, value), attention_mask, **arguments)
@@ -117,10 +117,10 @@ class Ulysses(ContextAttention):
 
     def _to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Exchange (rows, heads, own tokens, width) for (rows, own heads, tokens, width), of all tensors at once."""
-        by_rank = zip(*(each.chunk(self.size, dim=1) for each in parts), strict=True)
-        found = self._exchange(torch.stack([torch.cat(heads, dim=1) for heads in by_rank]))
-        whole = torch.cat(found.unbind(), dim=2)
-        return whole.split([each.shape[1] // self.size for each in parts], dim=1)
+        by_rank = zip(*(part.chunk(self.size, dim=1) for part in parts), strict=True)
+        exchanged = self._exchange(torch.stack([torch.cat(heads, dim=1) for heads in by_rank]))
+        whole = torch.cat(exchanged.unbind(), dim=2)
+        return whole.split([part.shape[1] // self.size for part in parts], dim=1)
 
     def _to_sequence(self, output: Tensor) -> Tensor:
         """Exchange (rows, tokens, own heads, width) for (rows, own tokens, heads, width)."""
@@ -179,9 +179,9 @@ class Ring(ContextAttention):
             raise ValueError(f"{text}: remove parallelism_config_cp_comm_strategy from the strategy")
         scale, kind = arguments.get("scaling") or query.shape[-1] ** -0.5, query.device.type
         if torch.is_autocast_enabled(kind):
-            query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+            query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
         with torch.autocast(kind, enabled=False):
             return ring.attend(query, key, value, attention_mask, scale, self.group), None
 
 
-KINDS: dict[str, type[ContextAttention]] = {each.name: each for each in (Ulysses, GatheredKeys, Ring)}
+KINDS: dict[str, type[ContextAttention]] = {kind.name: kind for kind in (Ulysses, GatheredKeys, Ring)}

@@ -26,11 +26,11 @@ def cut(rows: Tensor, index: int, count: int, dim: int) -> Tensor:
         count: number of parts.
         dim: the dimension of the tokens.
     """
-    found = rows.chunk(2 * count, dim)
-    return torch.cat([found[each] for each in chunks(index, count)], dim)
+    pieces = rows.chunk(2 * count, dim)
+    return torch.cat([pieces[place] for place in chunks(index, count)], dim)
 
 
 def join(parts: Tensor, count: int, dim: int) -> Tensor:
     """Put the parts of all ranks, concatenated along `dim` in the ranks' order, into the order of the row."""
-    found = parts.chunk(2 * count, dim)
-    return torch.cat([*found[::2], *reversed(found[1::2])], dim)
+    pieces = parts.chunk(2 * count, dim)
+    return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim)

@@ -82,8 +82,8 @@ class _Ring(torch.autograd.Function):
                 scores = tile.scores(query, key, scale)
                 before = total[..., tile.at, :]
                 after = torch.logaddexp(before, scores.logsumexp(-1, keepdim=True))
-                found = _product(scores.sub_(after).exp_(), value[:, :, tile.seen])
-                output[..., tile.at, :] = output[..., tile.at, :] * (before - after).exp_() + found
+                attended = _product(scores.sub_(after).exp_(), value[:, :, tile.seen])
+                output[..., tile.at, :] = output[..., tile.at, :] * (before - after).exp_() + attended
                 total[..., tile.at, :] = after
         output = output.to(query.dtype)
         ctx.save_for_backward(query, block, output, total)
@@ -132,8 +132,8 @@ class _Tile(NamedTuple):
 
     def scores(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
         """Return fp32 (rows, key heads, heads of each, queries, keys)."""
-        found = _product(query[..., self.at, :], key[:, :, self.seen].mT).float().mul_(scale)
-        return found if self.hidden is None else found.masked_fill_(self.hidden, _HIDDEN)
+        products = _product(query[..., self.at, :], key[:, :, self.seen].mT).float().mul_(scale)
+        return products if self.hidden is None else products.masked_fill_(self.hidden, _HIDDEN)
 
 
 def _tiles(mask: RingMask, group: dist.ProcessGroup, source: int) -> Iterator[_Tile]:

@@ -80,8 +80,8 @@ def visible_keys(
         return VarlenMask(None, documents)
     first = first_visible(batch_size, q_length, **arguments)
     # torch gives no type to a function under torch.compiler.disable
-    found: Documents | None = _documents(first) if on_gpu else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
-    return VarlenMask(first[:, None, :, None], found)
+    computed: Documents | None = _documents(first) if on_gpu else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    return VarlenMask(first[:, None, :, None], computed)
 
 
 def first_visible(
@@ -191,9 +191,9 @@ def attention(
 
 def unsupported(module: nn.Module, dropout: float, others: Mapping[str, Any]) -> str:
     """Name what attention over a range of keys that ends at the query cannot compute; "" if it can compute all."""
-    found = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-    found += ["dropout"] * (dropout > 0) + ["bidirectional attention"] * (not getattr(module, "is_causal", True))
-    return ", ".join(found)
+    reasons = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    reasons += ["dropout"] * (dropout > 0) + ["bidirectional attention"] * (not getattr(module, "is_causal", True))
+    return ", ".join(reasons)
 
 
 AttentionInterface.register(NAME, attention)
