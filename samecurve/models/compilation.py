@@ -65,7 +65,11 @@ def prepare(
     outside = ("offload", "full", "every_n_layers") if is_cut else ("offload",)
     compiles_first = memory.activation_checkpointing in outside
     if recipe.compile in COMPILED:
-        _configure(memory.activation_checkpointing, recipe.compile)
+        config = torch._dynamo.config  # of the whole process
+        config.recompile_limit = VARIANTS
+        # optimize_ddp splits the graph at DDP's buckets, so that gradients are sent during the backward pass. Regional
+        # compilation has these splits already, and optimize_ddp does not support activation checkpointing in a graph.
+        config.optimize_ddp = recipe.compile == "full" and memory.activation_checkpointing == "none"
     if recipe.compile == "regional" and compiles_first:
         _compile_layers(model)
     if memory.activation_checkpointing != but:
@@ -73,21 +77,15 @@ def prepare(
     if recipe.compile == "regional" and not compiles_first:
         _compile_layers(model)
     elif recipe.compile == "full":
-        _keep_masks_eager(model)
+        # Build attention masks outside the compiled graph. Inside, transformers (5.23,
+        # masking_utils.find_packed_sequence_indices) always builds a mask from position_ids, also for rows of one
+        # document, and with a mask sdpa has no causal kernel: twice the FLOPs of attention. The families' own modules
+        # import these functions by name.
+        for module in {type(part).__module__: sys.modules[type(part).__module__] for part in model.modules()}.values():
+            for name, function in vars(module).copy().items():
+                if getattr(function, "__module__", "") == "transformers.masking_utils" and name.startswith("create_"):
+                    setattr(module, name, torch.compiler.disable(function))
         model.forward = torch.compile(model.forward)
-
-
-def _keep_masks_eager(model: PreTrainedModel) -> None:
-    """Build attention masks outside the compiled graph.
-
-    Inside, transformers (5.23, masking_utils.find_packed_sequence_indices) always builds a mask from position_ids, also
-    for rows of one document, and with a mask sdpa has no causal kernel: twice the FLOPs of attention.
-    """
-    # in the families' own modules, which import these functions by name
-    for module in {type(part).__module__: sys.modules[type(part).__module__] for part in model.modules()}.values():
-        for name, function in vars(module).copy().items():
-            if getattr(function, "__module__", "") == "transformers.masking_utils" and name.startswith("create_"):
-                setattr(module, name, torch.compiler.disable(function))
 
 
 def uncompiled(recipe: Recipe) -> AbstractContextManager:
@@ -106,15 +104,6 @@ def has_triton_compiler(device: torch.device, environ: Mapping[str, str] = os.en
 def _compile_layers(model: PreTrainedModel) -> None:
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward)
-
-
-def _configure(checkpointing: str, kind: str) -> None:
-    """Configure torch.compile for the whole process."""
-    config = torch._dynamo.config
-    config.recompile_limit = VARIANTS
-    # optimize_ddp splits the graph at DDP's buckets, so that gradients are sent during the backward pass. Regional
-    # compilation has these splits already, and optimize_ddp does not support activation checkpointing in a graph.
-    config.optimize_ddp = kind == "full" and checkpointing == "none"
 
 
 class Recompilations:

@@ -278,7 +278,9 @@ def install(
     for name, module in modules:
         source = forwards.source(type(module))
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
-        places = [keys.add(f"{name}:{call}", parts.get(name)) for call in range(_num_places(module))]
+        # a bound: XLM's forward calls dropout functions after each of its layers
+        num_layers = max([1, *(len(child) for child in module.children() if isinstance(child, nn.ModuleList))])
+        places = [keys.add(f"{name}:{call}", parts.get(name)) for call in range(_MOST_CALLS * num_layers)]
         if by_interface:
             vars(module)["dropout_place"] = places[0]
         if _FUNCTION.search(source) or (_ATTENTION.search(source) and not by_interface):
@@ -290,8 +292,3 @@ def rates(config: PreTrainedConfig) -> dict[str, float]:
     """Collect the dropout rates above 0 of a model's config, by key."""
     keys = {key: rate for key, rate in config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
     return {key: rate for key, rate in keys.items() if isinstance(rate, float) and rate > 0}
-
-
-def _num_places(module: nn.Module) -> int:
-    """Bound the calls of dropout functions in a forward. XLM's calls them after each of its layers."""
-    return _MOST_CALLS * max([1, *(len(child) for child in module.children() if isinstance(child, nn.ModuleList))])

@@ -133,15 +133,11 @@ def replaced(model: nn.Module) -> list[str]:
     modules = Counter(name for name in names if name.startswith("Liger"))
     if not modules:
         return []
-    return [*(f"{count} {name}" for name, count in sorted(modules.items())), *_functions(model)]
-
-
-def _functions(model: nn.Module) -> list[str]:
-    """Find Liger's functions in the Python modules of the model's class and its bases.
-
-    The bases are needed because FSDP puts its own class before them.
-    """
+    # functions are in the Python modules of the model's class and its bases: FSDP puts its own class before them
     files = {parent.__module__ for parent in type(model).__mro__ if parent.__module__.startswith("transformers.")}
     members = (item for file in sorted(files) for item in vars(sys.modules[file]).items())
     rotary = [(name, value) for name, value in members if "rotary" in name and callable(value)]
-    return [name for name, value in rotary if (getattr(value, "__module__", None) or "").startswith("liger_kernel.")]
+    functions = [
+        name for name, value in rotary if (getattr(value, "__module__", None) or "").startswith("liger_kernel.")
+    ]
+    return [*(f"{count} {name}" for name, count in sorted(modules.items())), *functions]

@@ -126,9 +126,15 @@ def check_targets(model: PreTrainedModel, settings: Adapter) -> None:
     if not isinstance(settings.target_modules, str):
         idle = [name for name in settings.target_modules if not any(f".{key}".endswith(f".{name}") for key in adapted)]
         if idle:
+            from transformers.pytorch_utils import Conv1D
+
+            linear = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+            parts = {name.removesuffix(".base_layer").rpartition(".")[2] for name in linear if ".lora_" not in name}
+            head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+            head |= {name.rpartition(".")[2] for name in whole_modules(model)}
             raise ConfigurationError(
                 f"adapter.target_modules: no layer of this {model.config.model_type} is called {', '.join(idle)}; "
-                f"it has {', '.join(_linear_names(model))}"
+                f"it has {', '.join(sorted(parts - head))}"
             )
     output = model.get_output_embeddings()
     tied = output is not None and model.get_input_embeddings().weight is output.weight
@@ -246,16 +252,6 @@ def weights_fingerprint(files: dict[str, Stored]) -> str:
                 stream.seek(start)
                 fingerprint.update(stream.read(min(SAMPLE_BYTES, stored.stop - start)))
     return fingerprint.hexdigest()
-
-
-def _linear_names(model: PreTrainedModel) -> list[str]:
-    from transformers.pytorch_utils import Conv1D
-
-    found = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    parts = {name.removesuffix(".base_layer").rpartition(".")[2] for name in found if ".lora_" not in name}
-    head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
-    head |= {name.rpartition(".")[2] for name in whole_modules(model)}
-    return sorted(parts - head)
 
 
 def _format_targets(value) -> str:

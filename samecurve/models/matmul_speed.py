@@ -174,7 +174,13 @@ def precision_warning(recipe: Recipe, model: PreTrainedModel, device: torch.devi
     if not others:
         return ""
     batch = recipe.batch
-    shape = Shape(batch.micro_batch_size * batch.sequence_length, *_largest_layer(model))
+    # of the largest weight matrix that is not an embedding
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    # perceiver's embedding is a bare parameter
+    left_out = {id(getattr(module, "weight", module)) for module in ends if module is not None}
+    shapes = [tuple(weight.shape) for weight in model.parameters() if weight.ndim == 2 and id(weight) not in left_out]
+    outputs, inputs = max(shapes, key=math.prod, default=(SMALLEST, SMALLEST))
+    shape = Shape(batch.micro_batch_size * batch.sequence_length, inputs, outputs)
     shape, seconds = training_seconds(device, [*others, recipe.precision], shape)
     faster = min(others, key=seconds.__getitem__)
     ratio = seconds[recipe.precision] / seconds[faster]
@@ -214,16 +220,6 @@ def _fix(recipe: Recipe, precision: str) -> str:
     in_recipe = " and ".join(f"`{key}: {value}`" for key, value in keys.items())
     in_command = " ".join(f"{key}={value}" for key, value in keys.items())
     return f"Set {in_recipe} in the recipe, or add {in_command} to the command"
-
-
-def _largest_layer(model: PreTrainedModel) -> tuple[int, int]:
-    """Return (inputs, outputs) of the largest weight matrix that is not an embedding."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    # perceiver's embedding is a bare parameter
-    left_out = {id(getattr(module, "weight", module)) for module in ends if module is not None}
-    shapes = [tuple(weight.shape) for weight in model.parameters() if weight.ndim == 2 and id(weight) not in left_out]
-    outputs, inputs = max(shapes, key=math.prod, default=(SMALLEST, SMALLEST))
-    return inputs, outputs
 
 
 def matmul_runs(device: torch.device, precision: str, shape: Shape) -> Iterable[tuple[str, Callable[[], torch.Tensor]]]:

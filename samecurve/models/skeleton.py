@@ -59,20 +59,18 @@ def build_skeleton(
         check_causal(model)
     check_state(model)
     if recipe.model.path is not None and model.can_generate():
-        _keep_generation_config(model, recipe.model.path, recipe.model.revision)
+        # give the model the generation config of `path`, for its export; without one it has that of its config
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(
+                recipe.model.path, revision=recipe.model.revision or "main"
+            )
+        except (OSError, ValueError) as error:
+            if (Path(recipe.model.path) / GENERATION_CONFIG_NAME).exists():
+                raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
     if recipe.adapter.name:
         adapters.inject(model, recipe.adapter, recipe.model.revision)
         adapters.check_targets(model, recipe.adapter)
     return model
-
-
-def _keep_generation_config(model: PreTrainedModel, path: str, revision: str | None) -> None:
-    """Give the model the generation config of `path`, for its export; without one it has that of its config."""
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(path, revision=revision or "main")
-    except (OSError, ValueError) as error:
-        if (Path(path) / GENERATION_CONFIG_NAME).exists():
-            raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
 
 
 def _check_positions(model: PreTrainedModel, head: Head, sequence_length: int) -> None:

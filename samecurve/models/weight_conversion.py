@@ -107,17 +107,13 @@ def groups(
         if group._rule is not None or not group.sources:  # the first of two tensors for one name wins
             group.sources[name] = pattern or name
     for group in by_target.values():
-        _rehearse(group, shapes)
+        # fill in `made` and `problem` by a conversion on the meta device, without reading a tensor
+        empty = {name: torch.empty(shapes[name], device="meta") for name in group.sources}
+        try:
+            group.made = {name: tensor.shape for name, tensor in group.convert(empty).items()}
+        except Exception as error:  # any error of torch about missing experts or experts of different sizes
+            group.made, group.problem = {group._first: torch.Size()}, " ".join(str(error).split())
     return list(by_target.values()), unused
-
-
-def _rehearse(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Fill in `made` and `problem` by a conversion on the meta device, without reading a tensor."""
-    empty = {name: torch.empty(shapes[name], device="meta") for name in group.sources}
-    try:
-        group.made = {name: tensor.shape for name, tensor in group.convert(empty).items()}
-    except Exception as error:  # any error of torch about missing experts or experts of different sizes
-        group.made, group.problem = {group._first: torch.Size()}, " ".join(str(error).split())
 
 
 class Storage:

@@ -62,7 +62,15 @@ def weight_files(path: str, revision: str | None = None) -> dict[str, Stored]:
         folder = _downloaded(path, revision)
     index = folder / INDEX
     if index.exists():
-        return _indexed(index)
+        files = indexed_files(index)
+        headers = {file: header(file) for file in sorted(set(files.values()))}
+        lost = [name for name, file in files.items() if name not in headers[file]]
+        if lost:
+            raise ConfigurationError(
+                f"{files[lost[0]]}: {lost[0]} is missing, which {index.name} lists for this file; copy or "
+                "download the folder again"
+            )
+        return {name: headers[file][name] for name, file in files.items()}
     single = folder / SINGLE
     if not single.exists():
         raise ConfigurationError(f"model.path: {folder} has no {SINGLE}; convert the weights to safetensors")
@@ -137,18 +145,6 @@ def indexed_files(index: Path) -> dict[str, Path]:
                 f"{index}: weight_map names {file}, which is not a file of this folder; correct it"
             )
     return files
-
-
-def _indexed(index: Path) -> dict[str, Stored]:
-    files = indexed_files(index)
-    headers = {file: header(file) for file in sorted(set(files.values()))}
-    lost = [name for name, file in files.items() if name not in headers[file]]
-    if lost:
-        raise ConfigurationError(
-            f"{files[lost[0]]}: {lost[0]} is missing, which {index.name} lists for this file; copy or "
-            "download the folder again"
-        )
-    return {name: headers[file][name] for name, file in files.items()}
 
 
 def _downloaded(path: str, revision: str | None) -> Path:

@@ -65,19 +65,12 @@ def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | No
         return "a GPU computes it in bf16 and fp16 only"
     if torch.cuda.get_device_capability() < (8, 0):
         return f"{torch.cuda.get_device_name()} is too old for it (compute capability below 8.0)"
-    for name, width in _head_widths(config):
-        if width % 8 or width > varlen.WIDEST_ON_A_GPU:
-            return f"{name} is {width}, and a GPU computes it for multiples of 8 up to {varlen.WIDEST_ON_A_GPU}"
-    return None
-
-
-def _head_widths(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """List (config field, width) of attention heads.
-
-    jetmoe has another name for the field, and some layers of gemma4_text have another width.
-    """
+    # jetmoe has another name for the field head_dim, and some layers of gemma4_text have another width
     fields, own = config.to_dict(), config.attribute_map.get("head_dim", "head_dim")
     parts = fields, *(fields.get("per_layer_config") or {}).values()
     widths = [(name, part[name]) for part in parts for name in part if name == own or name.endswith("head_dim")]
-    given = [(name, width) for name, width in widths if width]
-    return given or [("hidden_size / num_attention_heads", config.hidden_size // config.num_attention_heads)]
+    derived = "hidden_size / num_attention_heads", config.hidden_size // config.num_attention_heads
+    for name, width in [(name, width) for name, width in widths if width] or [derived]:
+        if width % 8 or width > varlen.WIDEST_ON_A_GPU:
+            return f"{name} is {width}, and a GPU computes it for multiples of 8 up to {varlen.WIDEST_ON_A_GPU}"
+    return None

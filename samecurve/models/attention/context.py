@@ -113,7 +113,8 @@ class Ulysses(ContextAttention):
         groups = query.shape[1] // key.shape[1]
         own = SimpleNamespace(is_causal=getattr(module, "is_causal", True), num_key_value_groups=groups)
         output = self._attend(own, *self._to_heads(query, key, value), attention_mask, **arguments)
-        return self._to_sequence(output), None
+        # exchange (rows, tokens, own heads, width) for (rows, own tokens, heads, width)
+        return torch.cat(self._exchange(torch.stack(output.chunk(self.size, dim=1))).unbind(), dim=2), None
 
     def _to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Exchange (rows, heads, own tokens, width) for (rows, own heads, tokens, width), of all tensors at once."""
@@ -121,10 +122,6 @@ class Ulysses(ContextAttention):
         exchanged = self._exchange(torch.stack([torch.cat(heads, dim=1) for heads in by_rank]))
         whole = torch.cat(exchanged.unbind(), dim=2)
         return whole.split([part.shape[1] // self.size for part in parts], dim=1)
-
-    def _to_sequence(self, output: Tensor) -> Tensor:
-        """Exchange (rows, tokens, own heads, width) for (rows, own tokens, heads, width)."""
-        return torch.cat(self._exchange(torch.stack(output.chunk(self.size, dim=1))).unbind(), dim=2)
 
     def _exchange(self, blocks: Tensor) -> Tensor:
         """Send the i-th of (ranks, ...) blocks to rank i, and return the blocks from all ranks."""
