@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from samecurve.config.schema import Adapter, Memory
-from samecurve.models import bf16_copies, frozen_weights, lora
+from samecurve.models import bf16_copies, fp32_weights, lora
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers
 
 TOKENS = 512
@@ -61,7 +61,7 @@ def frozen_bytes(store: bool) -> int:
     lora.inject(model, adapter)
     if store:
         recipe: Any = SimpleNamespace(precision="bf16", adapter=adapter)
-        frozen_weights.store_in_bf16(model, recipe, everywhere=True)
+        fp32_weights.store_frozen_in_bf16(model, recipe, everywhere=True)
     return sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
 
 

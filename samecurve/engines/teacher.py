@@ -21,7 +21,7 @@ from samecurve.engines import context_parallel, fsdp, zero3_partition
 from samecurve.engines.accelerator import computes_in_copies
 from samecurve.engines.schedule_stages import LocalStages
 from samecurve.errors import ConfigurationError
-from samecurve.models import frozen_weights
+from samecurve.models import fp32_weights
 from samecurve.models import weights as models
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.skeleton import build_skeleton, construct
@@ -58,7 +58,7 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         strategy = replace(plan.strategy, dims=replace(plan.strategy.dims, tp=1))
         is_cut, meta = strategy.dims.cp > 1, torch.device("meta")
         model = context_parallel.build(skeleton, recipe, strategy, mesh) if is_cut else _frozen(skeleton, meta)
-        frozen_weights.store_in_bf16(model.requires_grad_(False), recipe, everywhere=True)
+        fp32_weights.store_frozen_in_bf16(model.requires_grad_(False), recipe, everywhere=True)
         found = fsdp.shard(accelerator, model, mesh)
     elif plan and plan.strategy.zero_stage == 3:
         found = _partitioned(accelerator, skeleton)
@@ -69,7 +69,7 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
     else:
         alone = _frozen(skeleton, torch.device(accelerator.device))
         # single and ddp compute without autocast in training; tp and evaluations use autocast
-        frozen_weights.store_in_bf16(alone, recipe, everywhere=plan is not None and computes_in_copies(plan))
+        fp32_weights.store_frozen_in_bf16(alone, recipe, everywhere=plan is not None and computes_in_copies(plan))
         found = accelerator.prepare_model(alone, evaluation_mode=True)
     _fill(found, skeleton, recipe)
     found.eval()  # DeepSpeed's method returns None
@@ -92,7 +92,7 @@ class StagedTeacher:
         autocast = compute_dtype(recipe.precision)
         self._hidden_size, self._dtype = skeleton.config.hidden_size, autocast or torch.float32
         model = _frozen(skeleton, torch.device("meta"))
-        frozen_weights.store_in_bf16(model, recipe)
+        fp32_weights.store_frozen_in_bf16(model, recipe)
         with _named():
             layers = split_layers(model)
             head = copy.deepcopy(layers.pop())  # a tied one is the first stage's embedding

@@ -39,7 +39,7 @@ from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.memory import MemoryUsage
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import bf16_copies, bnb_4bit, compilation, dropout, fp32_weights, frozen_weights, liger
+from samecurve.models import bf16_copies, bnb_4bit, compilation, dropout, fp32_weights, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
@@ -147,12 +147,12 @@ class TorchEngine:
 
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:
-            frozen_weights.store_in_bf16(model, self.recipe, everywhere=True)
+            fp32_weights.store_frozen_in_bf16(model, self.recipe, everywhere=True)
             return fsdp.shard(self.accelerator, model, self.mesh, fp32_weights.names(model, self.recipe.precision))
         if self.cut:  # only autocast is left to Accelerate
             tensor_parallel.allocate(model, self.device)
         elif self.copies:
-            frozen_weights.store_in_bf16(model, self.recipe, everywhere=True)
+            fp32_weights.store_frozen_in_bf16(model, self.recipe, everywhere=True)
             bf16_copies.install_around(model)
         return self.accelerator.prepare_model(model, evaluation_mode=self.cut)
 

@@ -51,7 +51,7 @@ def _weights(module: nn.Module, kept: Collection[nn.Parameter], without: Collect
     places: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for path, owner in module.named_modules():
         for name, weight in owner._parameters.items():
-            # bf16 already: frozen weights (frozen_weights.py) and those of adamw_bf16, whose copy takes no memory
+            # bf16 already: frozen weights (fp32_weights.py) and those of adamw_bf16, whose copy takes no memory
             if weight is None or weight in kept or owner in without:
                 continue
             if weight.dtype in (torch.float32, torch.bfloat16):

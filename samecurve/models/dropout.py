@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import create_position_bias_mask, sdpa_attention_forward
 
 from samecurve.distributed import rng_state
 from samecurve.errors import ConfigurationError
-from samecurve.models import forwards, router_noise
-from samecurve.models.attention import dropped_sdpa
+from samecurve.models import forwards, routers
 from samecurve.models.dropout_bits import keep_mask, keys_of, moved, uniform
 from samecurve.specs.model_families import families
 
@@ -228,7 +228,7 @@ class _ByFunction(TorchFunctionMode):
         options |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
         if not options.get("dropout_p"):
             return functional.scaled_dot_product_attention(query, key, value, **options)
-        return dropped_sdpa.attention(query, key, value, next(self._places).drop, **options)
+        return attention_with_dropout(query, key, value, next(self._places).drop, **options)
 
 
 _MOST_CALLS = 4  # of dropout functions in one module's forward, or for each layer that it calls; seen: 2
@@ -270,11 +270,11 @@ def install(
             parent, _, child = name.rpartition(".")
             replacement = KeyedDropout(module.p, keys.add(name, parts.get(name)), child not in _WITHOUT_ROWS)
             model.get_submodule(parent).register_module(child, replacement.train(module.training))
-    router_noise.install(model, keys.add)
+    routers.install_noise(model, keys.add)
     if not positive_rates:
         return keys
     # transformers' own function where no place is set: models without dropout, and other models of this process
-    AttentionInterface.register("sdpa", dropped_sdpa.sdpa)
+    AttentionInterface.register("sdpa", sdpa_with_dropout)
     for name, module in modules:
         source = forwards.source(type(module))
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
@@ -292,3 +292,67 @@ def rates(config: PreTrainedConfig) -> dict[str, float]:
     """Collect the dropout rates above 0 of a model's config, by key."""
     keys = {key: rate for key, rate in config.to_dict().items() if "dropout" in key or key.endswith("pdrop")}
     return {key: rate for key, rate in keys.items() if isinstance(rate, float) and rate > 0}
+
+
+def sdpa_with_dropout(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute transformers' "sdpa" attention_with_dropout, with the dropout of `module.dropout_place` if there is one.
+
+    Other functions are replaced by a TorchFunctionMode; here torch.compile would break the graph (torch 2.13).
+
+    Arguments and result are those of transformers' function sdpa_attention_forward.
+    """
+    place = getattr(module, "dropout_place", None)
+    if not dropout or place is None:
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options, **others)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and attention_mask is None and query.shape[2] > 1
+    if position_bias is not None:
+        attention_mask = create_position_bias_mask(position_bias, attention_mask, causal, query, key)
+        causal = False
+    mixed = attention_with_dropout(
+        query, key, value, place.drop, attention_mask, dropout, causal, scaling, enable_gqa=True
+    )
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def attention_with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    drop: Callable[[Tensor, float], Tensor],
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute scaled_dot_product_attention with its dropout by `drop`: torch's fused kernels draw their own masks.
+
+    Args:
+        query, key, value: (sequences, heads, tokens, width); fewer heads of key and value with `enable_gqa`.
+        drop: maps (values, rate) to values.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as in torch's function.
+    """
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return drop(scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype), dropout_p) @ value

@@ -2,7 +2,8 @@
 
 They are few: what transformers marks (PreTrainedModel._keep_in_fp32_modules_strict, and _keep_in_fp32_modules for fp16
 alone), for example routers, and the parameters of a recurrence (specs/model_families.py), which transformers uses in
-fp32 but does not mark. A decay of 0.999 per token is 0.996 in bf16.
+fp32 but does not mark. A decay of 0.999 per token is 0.996 in bf16. Frozen weights, which need no more than the dtype
+that they are computed in, are stored in that: half the memory of fp32, and no cast at each use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from samecurve.config.schema import Optimizer
+from samecurve.config.schema import Optimizer, Recipe
 from samecurve.specs.model_families import RECURRENT
 
 if TYPE_CHECKING:
@@ -100,3 +101,28 @@ def _with_values(module: nn.Module, values: Mapping[str, Tensor]) -> Callable:
             module.__dict__.update({own: module._parameters[own] for own in values})
 
     return forward
+
+
+def store_frozen_in_bf16(model: nn.Module, recipe: Recipe, everywhere: bool = False) -> None:
+    """Store frozen weights in bf16, in place, where every use casts them to bf16: no result changes.
+
+    With DoRA all stay fp32, because peft computes norms in the weights' own dtype.
+
+    Args:
+        model: the model, before a strategy wraps it.
+        recipe: its recipe; only with precision bf16 is anything stored.
+        everywhere: whether the model computes in bf16 throughout (FSDP2's mixed precision, bf16 copies). Autocast casts
+            the weights of linear layers only; a bf16 embedding would change the dtype of the activations.
+    """
+    if recipe.precision != "bf16" or recipe.adapter.dora:
+        return
+    linear = [module for module in model.modules() if type(module) is nn.Linear]  # no fp8 and no quantized layers
+    # a tied head is a linear layer whose weight is also the embedding's
+    others = (module for module in model.modules() if type(module) is not nn.Linear)
+    shared = {parameter for module in others for parameter in module.parameters(recurse=False)}
+    weights = model.parameters() if everywhere else (p for module in linear for p in module.parameters(recurse=False))
+    kept = parameters(model, recipe.precision)
+    for parameter in (parameter for parameter in weights if parameter not in kept):
+        quantized = parameter.dtype != torch.float32
+        if not parameter.requires_grad and not quantized and (everywhere or parameter not in shared):
+            parameter.data = parameter.data.to(torch.bfloat16)

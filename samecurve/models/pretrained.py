@@ -13,11 +13,11 @@ from torch import Tensor
 from samecurve.errors import ConfigurationError
 from samecurve.models import lora as adapters
 from samecurve.models import weight_conversion
-from samecurve.models.embeddings import grow_embedding
 from samecurve.models.hf_config import CAUSAL, constants, kind_of, kind_of_stored
 from samecurve.models.weight_files import Stored, read, weight_files
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -187,3 +187,22 @@ def _where(stored: dict[str, Stored]) -> str:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def embeddings(model: PreTrainedModel) -> set[str]:
+    """Find the names of the parameters of the input embedding and the output head."""
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    owned = {id(p) for module in modules if module is not None for p in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in owned}
+
+
+def grow_embedding(tensor: Tensor, num_rows: int) -> Tensor:
+    """Extend an embedding to (num_rows, ...) with rows equal to the mean of the existing ones.
+
+    New tokens then start neither likely nor unlikely. A random row can be far from all existing rows and spoil the loss
+    of the first steps (Hewitt, 2021, "Initializing new word embeddings for pretrained language models").
+    """
+    import torch
+
+    more = num_rows - tensor.shape[0]
+    return torch.cat([tensor, tensor.mean(dim=0, keepdim=True).expand(more, *tensor.shape[1:])])

@@ -21,9 +21,8 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
-from samecurve.models.embeddings import embeddings
 from samecurve.models.hf_config import constants, has_attention, is_classifier, reason, without_effect
-from samecurve.models.pretrained import Pretrained
+from samecurve.models.pretrained import Pretrained, embeddings
 from samecurve.models.skeleton import without_adapter
 from samecurve.specs.data_names import CHATML
 

@@ -22,7 +22,7 @@ from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
-from samecurve.models.attention import cudnn, measured
+from samecurve.models.attention import choice, cudnn
 from samecurve.models.compilation import Recompilations
 from samecurve.models.lora import is_adapted, trained_shapes
 from samecurve.models.skeleton import build_skeleton

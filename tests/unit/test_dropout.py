@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from samecurve.config.schema_training import Batch
 from samecurve.data.batches import StepBatches
 from samecurve.errors import ConfigurationError
-from samecurve.models import dropout, router_noise
-from samecurve.models.attention import dropped_sdpa
+from samecurve.models import dropout, routers
 from samecurve.models.dropout_bits import keep_mask, keys_of, moved, uniform
 
 CPU = torch.device("cpu")
@@ -170,7 +169,7 @@ def test_attention_without_dropout_is_torchs(case):
         "added mask": {"attn_mask": torch.where(mask, 0.0, -torch.inf)},
         "grouped heads": {"enable_gqa": True},
     }[case]
-    found = dropped_sdpa.attention(query, key, value, lambda values, rate: values, dropout_p=0.1, **options)
+    found = dropout.attention_with_dropout(query, key, value, lambda values, rate: values, dropout_p=0.1, **options)
     expected = functional.scaled_dot_product_attention(query, key, value, **options)
     torch.testing.assert_close(found, expected)
 
@@ -330,7 +329,7 @@ def test_routers_draw_experts_as_often_as_transformers_does():
     used = dropout.DropoutKeys(0, CPU, SimpleNamespace())
     places = [used.add(str(call)) for call in range(6)]
     used.current = keys_of(0, 1, np.arange(5), np.array(used._sites, dtype=np.uint64))
-    with router_noise.KeyedNoise(places):
+    with routers.KeyedNoise(places):
         ours = router(hidden)
     theirs = router(hidden)
     (weights, chosen), (expected_weights, expected) = ours[1:], theirs[1:]

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from samecurve.config.schema import Adapter
 from samecurve.models import lora
-from samecurve.models.frozen_weights import store_in_bf16
+from samecurve.models.fp32_weights import store_frozen_in_bf16
 
 IDS = torch.arange(24).view(2, 12)
 
@@ -47,7 +47,7 @@ def num_bytes(model: LlamaForCausalLM) -> int:
 def test_half_the_bytes_and_the_same_loss_and_gradients():
     model, recipe = adapted()
     other = copy.deepcopy(model)
-    store_in_bf16(other, recipe)
+    store_frozen_in_bf16(other, recipe)
     assert num_bytes(other) * 2 == num_bytes(model) == 4 * 2 * (4 * 16 * 16 + 3 * 16 * 24)
     loss, gradients = step(model)
     found, others = step(other)
@@ -67,7 +67,7 @@ def world_of_one():
 def test_under_fsdp_all_frozen_weights_are_and_nothing_changes(world_of_one):
     model, recipe = adapted()
     other = copy.deepcopy(model)
-    store_in_bf16(other, recipe, everywhere=True)
+    store_frozen_in_bf16(other, recipe, everywhere=True)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results = []
     for each in (model, other):
@@ -85,5 +85,5 @@ def test_under_fsdp_all_frozen_weights_are_and_nothing_changes(world_of_one):
 def test_elsewhere_they_stay_fp32(precision, dora):
     model, recipe = adapted(dora=dora)
     recipe.precision = precision
-    store_in_bf16(model, recipe)
+    store_frozen_in_bf16(model, recipe)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

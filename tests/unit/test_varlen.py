@@ -15,7 +15,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from samecurve.data.micro_batch import BatchFacts, MicroBatch
 from samecurve.errors import ConfigurationError
-from samecurve.models.attention import block_causal, choice, measured, varlen
+from samecurve.models.attention import block_causal, choice, varlen
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 from samecurve.models.hf_config import CAUSAL
 
@@ -357,14 +357,14 @@ def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):
 def test_the_header_says_how_auto_chose(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     asked, gpu = recipe("auto"), torch.device("cuda")
-    assert measured.describe(asked, gpu) == ""  # one long text needs no mask
+    assert choice.describe_choice(asked, gpu) == ""  # one long text needs no mask
     asked.task = "sft"
-    assert measured.describe(asked, gpu) == "auto: nothing measured on this GPU yet, see docs/gpu.md"
-    assert measured.describe(asked, torch.device("cpu")) == measured.describe(recipe("sdpa"), gpu) == ""
-    path = tmp_path / "measured.json"
+    assert choice.describe_choice(asked, gpu) == "auto: nothing measured on this GPU yet, see docs/gpu.md"
+    assert choice.describe_choice(asked, torch.device("cpu")) == choice.describe_choice(recipe("sdpa"), gpu) == ""
+    path = tmp_path / "choice.json"
     row = {"attention": "varlen", "tokens_per_second": {"sdpa": 9e3, "varlen": 12e3}, "date": "2027-01-02T03:04:05"}
     path.write_text(json.dumps({"H100": row}))
-    assert measured.describe(asked, gpu, path) == "auto: measured 2027-01-02, tokens/s: sdpa 9,000, varlen 12,000"
+    assert choice.describe_choice(asked, gpu, path) == "auto: measured 2027-01-02, tokens/s: sdpa 9,000, varlen 12,000"
 
 
 def test_on_a_gpu_only_where_it_was_asked_for_or_measured(monkeypatch, tmp_path):
@@ -380,10 +380,10 @@ def test_on_a_gpu_only_where_it_was_asked_for_or_measured(monkeypatch, tmp_path)
     packed.task = "sft"
     assert choose_attention(packed, llama) == "sdpa"  # nothing has been measured
 
-    path = tmp_path / "measured.json"
+    path = tmp_path / "choice.json"
     rates = {"sdpa": 9000.0, "varlen": 12_000.0}
     path.write_text(json.dumps({"Tesla T4": {"attention": "varlen", "tokens_per_second": rates, "date": "2027-01-02"}}))
-    monkeypatch.setattr(measured.fastest, "__defaults__", (path,))
+    monkeypatch.setattr(choice.measured_fastest, "__defaults__", (path,))
     assert choose_attention(packed, llama) == "varlen"
     assert choose_attention(packed, AutoConfig.for_model("gpt2")) == "sdpa"  # it has dropout
     packed.precision = "fp16"

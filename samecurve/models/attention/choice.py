@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from samecurve.errors import ConfigurationError
-from samecurve.models.attention import measured, varlen
+from samecurve.models.attention import varlen
 from samecurve.models.weight_conversion import supports
 from samecurve.specs.model_families import attention_dropout, without_varlen
 
@@ -16,6 +19,11 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
 
+# The fastest attention for packed documents by GPU. `bash scripts/bench_gpu.sh --only 8b-sft 8b-sft-varlen` writes the
+# file (benchmarks/gpu/attention_table.py), which is empty while nothing has been measured.
+MEASURED = Path(__file__).with_name("measured.json")
+"""{device name: {"attention": name, "tokens_per_second": {name: rate}, "date": date, "versions": {name: version}}}."""
+
 
 def choose_attention(
     recipe: Recipe, config: PreTrainedConfig, model_class: type[PreTrainedModel], kind: str = "causal_lm"
@@ -23,7 +31,7 @@ def choose_attention(
     """Return transformers' name of the implementation that `model.attention` selects.
 
     auto selects varlen where measurements found it faster: for a causal language model in bf16 on a CPU
-    (benchmarks/kernels.md), on a GPU as measured.json has it. Otherwise it selects sdpa, and eager for a family without
+    (benchmarks/kernels.md), on a GPU as json has it. Otherwise it selects sdpa, and eager for a family without
     sdpa.
 
     Args:
@@ -52,7 +60,7 @@ def choose_attention(
     reason = without_varlen(config.to_dict()) or (_without_varlen_on_gpu(config, recipe.precision) if on_gpu else None)
     if asked == varlen.NAME and reason:
         raise ConfigurationError(f"model.attention: found varlen, but {reason}; use auto")
-    fastest = measured.fastest(recipe) if on_gpu else varlen.NAME
+    fastest = measured_fastest(recipe) if on_gpu else varlen.NAME
     gains = recipe.precision == "bf16" and kind == "causal_lm" and fastest == varlen.NAME
     if asked == varlen.NAME or (gains and not reason):
         return varlen.NAME
@@ -74,3 +82,30 @@ def _without_varlen_on_gpu(config: PreTrainedConfig, precision: str) -> str | No
         if width % 8 or width > varlen.WIDEST_ON_A_GPU:
             return f"{name} is {width}, and a GPU computes it for multiples of 8 up to {varlen.WIDEST_ON_A_GPU}"
     return None
+
+
+def packs_documents(recipe: Recipe) -> bool:
+    """Whether rows hold several documents: conversations do; one long text has none, and sdpa needs no mask for it."""
+    return recipe.task == "sft" and recipe.data.packing
+
+
+def measured_fastest(recipe: Recipe, path: Path = MEASURED) -> str | None:
+    """Return the attention that `model.attention: auto` selects on this GPU by measurement; None: there is none."""
+    if not (packs_documents(recipe) and recipe.precision == "bf16"):
+        return None
+    return _table(path).get(torch.cuda.get_device_name(), {}).get("attention")
+
+
+def describe_choice(recipe: Recipe, device: torch.device, path: Path = MEASURED) -> str:
+    """Say for the header how `auto` chose where documents are packed on a GPU; "" elsewhere."""
+    if recipe.model.attention != "auto" or device.type != "cuda" or not packs_documents(recipe):
+        return ""
+    row = _table(path).get(torch.cuda.get_device_name(device))
+    if row is None:
+        return "auto: nothing measured on this GPU yet, see docs/gpu.md"
+    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in row["tokens_per_second"].items())
+    return f"auto: measured {row['date'][:10]}, tokens/s: {rates}"
+
+
+def _table(path: Path) -> Mapping[str, dict]:
+    return json.loads(path.read_text(encoding="utf-8"))
