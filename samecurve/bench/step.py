@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from samecurve.bench import jobs, printing, strategy_variants, timing
+from samecurve.bench import jobs, printing, timing
 from samecurve.bench.jobs import StrategyJob
 from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant, Verdict, verdicts
-from samecurve.config.overrides import latest_overrides
+from samecurve.config.documents import Document, format_problems
+from samecurve.config.overrides import apply_override, latest_overrides
+from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import read_metrics
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.terminal import TextConsole
+from samecurve.strategy.accelerate_keys import ACCELERATE
+from samecurve.strategy.deepspeed_keys import DEEPSPEED
+from samecurve.strategy.translation import read_as_written
 
 COLUMNS = "variant", "tokens/s", "ratio", "lowest", "highest", "memory GiB", "ratio", "loss difference"
 
@@ -90,7 +96,7 @@ def _changed(job: StrategyJob, variant: Variant, folder: Path) -> tuple[Strategy
     Raises ConfigurationError for a key of a strategy file that does not exist.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    keys = [override for override in variant.overrides if strategy_variants.is_key(override)]
+    keys = [override for override in variant.overrides if is_key(override)]
     overrides = [override for override in variant.overrides if override not in keys]
     if not keys:
         return job, overrides
@@ -98,7 +104,7 @@ def _changed(job: StrategyJob, variant: Variant, folder: Path) -> tuple[Strategy
         raise ConfigurationError(
             f"--variant: found {keys[0]}, but {job.name} has no strategy file; choose another --strategy"
         )
-    return replace(job, path=strategy_variants.write_changed(job.path, keys, folder)), overrides
+    return replace(job, path=write_changed(job.path, keys, folder)), overrides
 
 
 def _show(measured: Sequence[Verdict], job: StrategyJob, arguments: argparse.Namespace) -> None:
@@ -116,3 +122,53 @@ def _show(measured: Sequence[Verdict], job: StrategyJob, arguments: argparse.Nam
     processes = f"{job.world_size} process{'es' * (job.world_size > 1)}"
     title = f"{arguments.recipe}, {job.name}, {processes}, {arguments.rounds} rounds of {arguments.steps} steps"
     printing.print_table(COLUMNS, rows, f"{title}; ratios to the unchanged recipe in the same round")
+
+
+def is_key(argument: str) -> bool:
+    """Whether `key.path=value` is for a strategy's file. Names of the recipe take precedence."""
+    head = _head(argument)
+    return head not in Recipe.model_fields and (head in ACCELERATE or head in DEEPSPEED)
+
+
+def write_changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
+    """Write copies of the strategy's YAML and JSON with changed keys to `folder`, under the same file names.
+
+    Args:
+        path: the strategy file.
+        arguments: `key.path=value`. The run validates keys and values.
+
+    Returns:
+        The file to use instead of `path`.
+
+    Raises:
+        ConfigurationError: a key belongs to a file that the strategy does not have.
+    """
+    files = read_as_written(str(path))
+    for argument in arguments:
+        document = files.accelerate if _head(argument) in ACCELERATE else files.deepspeed
+        if not document.name:
+            kind = "Accelerate YAML" if document is files.accelerate else "DeepSpeed JSON"
+            raise ConfigurationError(f"{argument}: a key of a {kind}, but {path} has none; choose another --strategy")
+        apply_override(document, argument)
+    problems = files.accelerate.problems + files.deepspeed.problems
+    if problems:
+        raise ConfigurationError(format_problems(problems))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not files.deepspeed.name:
+        return _written(files.accelerate, folder)
+    json_path = _written(files.deepspeed, folder)
+    if not files.accelerate.name:
+        return json_path
+    # the YAML would still name the unchanged JSON
+    files.accelerate.content["deepspeed_config"]["deepspeed_config_file"] = str(json_path)
+    return _written(files.accelerate, folder)
+
+
+def _head(argument: str) -> str:
+    return argument.partition("=")[0].partition(".")[0]
+
+
+def _written(document: Document, folder: Path) -> Path:
+    path = folder / Path(document.name).name
+    path.write_text(json.dumps(document.content, indent=2) + "\n", encoding="utf-8")  # JSON is YAML
+    return path.absolute()

@@ -15,7 +15,7 @@ from samecurve.cli.commands import Work
 from samecurve.config import loader as recipes
 from samecurve.config.documents import format_problems
 from samecurve.config.schema import Recipe
-from samecurve.doctor import examination, hosts
+from samecurve.doctor import examination
 from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import read_hostfile
 from samecurve.planner import model_shape
@@ -80,7 +80,9 @@ def _hosts(arguments: argparse.Namespace) -> int:
     forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
     forwarded += ["--strategy", arguments.strategy] if arguments.strategy else []
     forwarded += ["--timeout_seconds", str(arguments.timeout_seconds)]
-    findings = hosts.examine(listed, forwarded, arguments.master_addr, arguments.master_port, arguments.timeout_seconds)
+    findings = examination.examine(
+        listed, forwarded, arguments.master_addr, arguments.master_port, arguments.timeout_seconds
+    )
     return examination.report(findings, arguments.json)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from samecurve.cli.commands import Work, add_trust_argument, require_positive
 from samecurve.data.formats import read_rows, read_text
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.specs.file_kinds import table_kind
+from samecurve.specs.data_names import table_kind
 
 TOP, BATCH = 5, 32
 

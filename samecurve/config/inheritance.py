@@ -7,7 +7,7 @@ layer, with a note in the header. Both in one layer are an error.
 from __future__ import annotations
 
 from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, merge_blocks
-from samecurve.specs.learning_rates import usual_rates
+from samecurve.specs.optimizers import usual_rates
 
 # Numbers of steps, and the keys that give the same in passes over the training rows.
 UNITS: tuple[tuple[KeyPath, KeyPath], ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from samecurve.config.documents import describe
 from samecurve.specs.tasks import TASKS
-from samecurve.storage.git_lfs import folder_problem
+from samecurve.storage.checksums import folder_problem
 from samecurve.storage.records import read_record
 
 Finding = tuple[str, str]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from samecurve.data.opening import CONVERT, LONGEST_ROW, lines_of, marked_encoding, too_long, unreadable
 from samecurve.errors import DataError
-from samecurve.specs.file_kinds import COMPRESSED, table_kind
-from samecurve.storage.git_lfs import POINTER_BYTES, pointer_problem
+from samecurve.specs.data_names import COMPRESSED, table_kind
+from samecurve.storage.checksums import POINTER_BYTES, pointer_problem
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Schema

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from samecurve.errors import DataError
-from samecurve.storage.git_lfs import POINTER_BYTES, pointer_problem
+from samecurve.storage.checksums import POINTER_BYTES, pointer_problem
 
 # UTF-32's little-endian mark begins with UTF-16's
 _MARKS = {

@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 from samecurve.data import hub
 from samecurve.errors import DataError
-from samecurve.specs.file_kinds import table_kind
+from samecurve.specs.data_names import table_kind
 from samecurve.storage.atomic import storage_errors
 
 SHOWN_PROBLEMS = 10

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.errors import DataError
-from samecurve.specs.file_kinds import is_text, table_kind
+from samecurve.specs.data_names import is_text, table_kind
 from samecurve.storage.cache import cache_folder, is_main_process
 from samecurve.storage.records import read_record
 

@@ -22,8 +22,7 @@ from samecurve.data.opening import unreadable
 from samecurve.data.row_checks import SHOWN_PROBLEMS, BadRow, BadRows, nearest, what_rows_are
 from samecurve.data.selection import WHOLE, Selection, folder_files
 from samecurve.errors import DataError, StorageError
-from samecurve.specs.data_names import BUILTIN, is_hub_name
-from samecurve.specs.file_kinds import table_kind
+from samecurve.specs.data_names import BUILTIN, is_hub_name, table_kind
 from samecurve.storage.atomic import write_text
 from samecurve.storage.cache import digest
 from samecurve.storage.checksums import file_sha256

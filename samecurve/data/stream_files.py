@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from samecurve.data import hub, sources
 from samecurve.data.opening import unreadable
 from samecurve.errors import DataError
-from samecurve.specs.data_names import Address, address
-from samecurve.specs.file_kinds import is_text, table_kind
+from samecurve.specs.data_names import Address, address, is_text, table_kind
 
 _VERSIONS = ("ETag", "etag", "blob_id", "mtime", "created")  # keys of the version in different file systems
 

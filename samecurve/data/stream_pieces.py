@@ -22,9 +22,9 @@ from samecurve.data.opening import LONGEST_ROW, lines_of, marked_encoding, too_l
 from samecurve.data.sampler import rows_in_steps
 from samecurve.data.stream_files import StreamFile
 from samecurve.errors import DataError
-from samecurve.specs.file_kinds import COMPRESSED, table_kind
+from samecurve.specs.data_names import COMPRESSED, table_kind
 from samecurve.storage.cache import digest
-from samecurve.storage.git_lfs import POINTER_BYTES
+from samecurve.storage.checksums import POINTER_BYTES
 
 _PIECES_PER_BLOCK = 16
 _FOOTERS_AT_ONCE = 16

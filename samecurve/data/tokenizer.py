@@ -21,7 +21,7 @@ from samecurve.specs.data_names import CHATML
 from samecurve.specs.tasks import TASKS
 from samecurve.storage import trusted_code
 from samecurve.storage.cache import build_once, cache_folder, digest
-from samecurve.storage.git_lfs import folder_problem
+from samecurve.storage.checksums import folder_problem
 from samecurve.storage.verified_files import NewEntry
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from samecurve.losses import chunkable, chunked_cross_entropy
 from samecurve.models import compilation
 from samecurve.specs import loss_chunks
-from samecurve.specs.compilation import COMPILED
+from samecurve.specs.precision import COMPILED
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.interfaces.engine import EngineDescription
-from samecurve.interfaces.memory import MemoryUsage
+from samecurve.interfaces.engine import EngineDescription, MemoryUsage
 
 
 def memory_usage(module: nn.Module, optimizer: object, described: EngineDescription) -> MemoryUsage:

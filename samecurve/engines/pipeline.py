@@ -33,8 +33,7 @@ from samecurve.engines.sharded_state import DTensorShards, Zero12Shards
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.errors import ConfigurationError
-from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
-from samecurve.interfaces.memory import MemoryUsage
+from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes

@@ -31,8 +31,7 @@ from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.engines.teacher import StagedTeacher
 from samecurve.engines.timed_stage import TimedStage
-from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
-from samecurve.interfaces.memory import MemoryUsage
+from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout
 from samecurve.models.hf_config import is_classifier

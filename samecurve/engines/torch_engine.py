@@ -36,8 +36,7 @@ from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.mesh import Mesh
 from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.step_sums import StepSums, step_result
-from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
-from samecurve.interfaces.memory import MemoryUsage
+from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import bf16_copies, bnb_4bit, compilation, dropout, fp32_weights, liger
 from samecurve.models.lora import trained_shapes

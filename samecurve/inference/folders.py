@@ -12,8 +12,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.storage import trusted_code
-from samecurve.storage.checksums import check_checksums
-from samecurve.storage.git_lfs import folder_problem
+from samecurve.storage.checksums import check_checksums, folder_problem
 from samecurve.storage.records import read_record
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -16,7 +16,6 @@ from samecurve.strategy.parallel_dims import DIMENSIONS, ParallelDims
 
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
-    from samecurve.interfaces.memory import MemoryUsage
     from samecurve.interfaces.sharded_state import State
 
 
@@ -233,3 +232,21 @@ class Engine(Evaluator, Protocol):
     shapes: dict[str, torch.Size]
     device: torch.device
     state: State
+
+
+@dataclass(frozen=True)
+class MemoryUsage:
+    """Bytes that this rank holds on device and host together; NVMe is not counted.
+
+    Attributes:
+        weights: parameters and buffers.
+        optimizer: moments, and fp32 master weights where they are separate from the working weights.
+        gradients: estimated bytes of gradients during a step (most strategies free them between steps). They have the
+            weights' dtype, or fp32 under DeepSpeed, and are whole on every rank unless the strategy shards them.
+        gradients_between_steps: part of `gradients` that stays allocated between steps.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    gradients_between_steps: int = 0

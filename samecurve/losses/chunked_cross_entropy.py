@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
-from samecurve.losses.liger_cross_entropy import liger_loss_sum
 from samecurve.losses.vocabulary_parallel import Columns, OutputHead, own_part
 from samecurve.specs import loss_chunks
 
@@ -294,3 +293,15 @@ def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str
     """Yield each chunk's slice and targets; at least one chunk, which is empty if no token is trained."""
     for at in slices(len(next(iter(wanted.targets.values()))), weight):
         yield at, {name: target[at] for name, target in wanted.targets.items()}
+
+
+def liger_loss_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """Compute token_loss_sum, an fp32 scalar, by Liger's kernel. `hidden` is (n, hidden_size) with n > 0.
+
+    Gradients of weight and bias are summed in fp32. Unlike in chunked_cross_entropy.py they are finally rounded to
+    hidden's dtype, like gradients of full logits.
+    """
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    measure = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32)
+    return measure(weight.to(hidden.dtype), hidden, labels, None if bias is None else bias.to(hidden.dtype))

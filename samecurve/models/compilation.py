@@ -21,7 +21,7 @@ from torch.utils._triton import has_triton
 
 from samecurve.models import bf16_copies, fp8, liger
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers
-from samecurve.specs.compilation import COMPILED
+from samecurve.specs.precision import COMPILED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from samecurve.errors import ConfigurationError
-from samecurve.storage.git_lfs import pointer_problem
+from samecurve.storage.checksums import pointer_problem
 from samecurve.storage.records import parse, read_record
 
 if TYPE_CHECKING:

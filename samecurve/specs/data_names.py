@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from samecurve.specs.file_kinds import is_text, table_kind
-
 # the hub's own revisions, such as refs/pr/1, contain slashes
 _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?")
 
@@ -60,3 +58,23 @@ def address(path: str) -> Address | None:
     if url is not None:
         return Address(url[1], url[2], (url[3] or "").strip("/"))
     return Address(path) if is_hub_name(path) else None
+
+
+TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
+TABLES |= {".arrow": "arrow"}  # what save_to_disk of datasets writes
+COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
+TEXTS = frozenset(".txt .text .md .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
+
+
+def table_kind(file: Path) -> str | None:
+    """Return the format of a table, also of a compressed one (`.jsonl.gz`); None for any other file."""
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return TABLES.get(suffixes[-1]) if suffixes else None
+
+
+def is_text(file: Path) -> bool:
+    """Whether the suffix is that of a text file, compressed or not."""
+    stem = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
+    return stem.suffix.lower() in TEXTS

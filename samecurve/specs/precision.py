@@ -23,3 +23,6 @@ def torch_dtype(precision: str) -> torch.dtype:
 def compute_dtype(precision: str) -> torch.dtype | None:
     """Return the dtype for mixed-precision computation; None for fp32, in which nothing is cast."""
     return None if precision == "fp32" else torch_dtype(precision)
+
+
+COMPILED = ("regional", "full")  # `auto` becomes one of the values before a model is built

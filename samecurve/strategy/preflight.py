@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from samecurve.config.hub_access import use_cache_without_hub
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
-from samecurve.specs.compilation import COMPILED
 from samecurve.specs.environment import version
+from samecurve.specs.precision import COMPILED
 from samecurve.strategy import build_supervisor, op_build_locks
 from samecurve.strategy.resolve import resolve_plan
 

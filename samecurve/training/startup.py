@@ -31,6 +31,7 @@ from samecurve.run.metadata import RunFacts, resume_identity
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import check_packing
+from samecurve.specs.precision import COMPILED
 from samecurve.storage import trusted_code
 from samecurve.storage.atomic import json_values
 from samecurve.storage.filesystem import LocalFileSystem, next_free

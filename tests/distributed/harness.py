@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.machine import commit, description
 from benchmarks.ports import free_port
-from samecurve.bench.strategy_variants import write_changed
+from samecurve.bench.step import write_changed
 from samecurve.config.overrides import latest_overrides
 from samecurve.storage.atomic import utc_timestamp
 

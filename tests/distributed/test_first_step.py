@@ -10,7 +10,7 @@ from harness import Workspace, launch_command, long
 from test_equal_curves import ENGINES, libaio_is_installed
 from test_router_curves import MODEL
 
-from samecurve.bench.strategy_variants import write_changed
+from samecurve.bench.step import write_changed
 
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8, "fsdp_tp_cp": 4}
 EVERY_DAY = ["fsdp", "zero3", "pipeline"]

@@ -11,7 +11,7 @@ from harness import SAVE_EVERY, largest_relative_difference, launch_command, lon
 from sharding_probe import STEPS
 from test_profile import ACCUMULATED, check_ledger, profiled
 
-from samecurve.bench.strategy_variants import write_changed
+from samecurve.bench.step import write_changed
 
 EXACT = 1e-5, 1e-4  # loss and gradient norm, as of every strategy that sums in fp32
 BF16 = 1e-3, 1e-2  # a gradient's sum is off by up to 2 ** -9; a loss or a norm averages that over many

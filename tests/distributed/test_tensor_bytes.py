@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import Workspace, launch_command, long
 
-from samecurve.bench.strategy_variants import write_changed
+from samecurve.bench.step import write_changed
 from samecurve.planner import memory
 from samecurve.planner.job import from_json
 from samecurve.planner.tensor_lines import MOMENTS

@@ -57,7 +57,6 @@ STRATEGIES_ELSEWHERE = {
     "bench.memory": ("deepspeed", _PACKAGE),
     "bench.memory_probe": ("deepspeed zero", "measures a process with it beside one without"),
     "bench.step": ("deepspeed", _PACKAGE),
-    "bench.strategy_variants": ("deepspeed", "changes keys of the strategy's two files"),
     "cli.bench.step": ("single", "the default of --strategy"),
     "cli.doctor": ("deepspeed", "reports the problems of the strategy's two files"),
     "cli.launch": ("deepspeed", _LAUNCHER),

@@ -14,17 +14,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from samecurve.bench import (
-    barrier,
-    collectives,
-    dataloader,
-    gemm_shapes,
-    matmul,
-    options,
-    printing,
-    strategy_variants,
-    timing,
-)
+from samecurve.bench import barrier, collectives, dataloader, gemm_shapes, matmul, options, printing, step, timing
 from samecurve.bench.gemm_shapes import Width
 from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant
 from samecurve.cli import commands
@@ -533,10 +523,10 @@ def test_verdicts_by_hand():
 def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     keys = ["zero_optimization.stage3_prefetch_bucket_size=1e4", "communication_data_type=bf16", "num_processes=4"]
-    assert all(map(strategy_variants.is_key, keys))
+    assert all(map(step.is_key, keys))
     recipes_own = ("compile=off", "optimizer.name=sgd", "checkpoint.keep=3", "steps=2", "no_such_key=1")
-    assert not any(map(strategy_variants.is_key, recipes_own))
-    path = strategy_variants.write_changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
+    assert not any(map(step.is_key, recipes_own))
+    path = step.write_changed(Path("configs/zero3.yaml"), keys, tmp_path / "new")
     found, before = read_files(str(path)), read_files("configs/zero3.yaml")
     assert Path(found.deepspeed.name) == tmp_path / "new" / "zero3.json" and path.name == "zero3.yaml"
     zero = before.deepspeed.content["zero_optimization"] | {"stage3_prefetch_bucket_size": 10_000}
@@ -546,6 +536,6 @@ def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
     block = before.accelerate.content["deepspeed_config"] | names
     assert found.accelerate.content == before.accelerate.content | {"num_processes": 4, "deepspeed_config": block}
     with pytest.raises(ConfigurationError, match="a key of a DeepSpeed JSON, but configs/fsdp.yaml has none"):
-        strategy_variants.write_changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
+        step.write_changed(Path("configs/fsdp.yaml"), keys[:1], tmp_path)
     bench = ["bench", "step", "recipes/quickstart.yaml", "--options", "none", "--variant", keys[0]]
     assert commands.main([*bench, "--output", str(tmp_path / "runs")]) == ConfigurationError.exit_code

@@ -15,7 +15,7 @@ from test_doctor import GPU, check, facts, problems  # noqa: F401  a fixture
 from benchmarks.ports import free_port
 from samecurve.cli.commands import main
 from samecurve.config.loader import load_recipe
-from samecurve.doctor import host, host_checks, hosts, ranks, shared_folder, world_checks
+from samecurve.doctor import examination, host, host_checks, ranks, shared_folder, world_checks
 from samecurve.doctor.findings import Finding
 from samecurve.launch import ssh
 from samecurve.launch.hosts import HostSlots
@@ -73,7 +73,7 @@ def test_gpus_are_read_from_the_driver(tmp_path, monkeypatch):
 )
 def test_a_host_that_ssh_does_not_reach(answer, problem, fix, monkeypatch):
     monkeypatch.setattr(ssh, "run", replies(answer))
-    found = hosts.examine([HostSlots("node2", 1)], [], None, 29500, 1.0)
+    found = examination.examine([HostSlots("node2", 1)], [], None, 29500, 1.0)
     assert [each.area for each in found] == ["ssh"] and found[0].exit_code in (2, 6)
     assert problem in found[0].problem and fix in found[0].fix, found
 
@@ -88,9 +88,9 @@ def test_a_host_that_ssh_does_not_reach(answer, problem, fix, monkeypatch):
     ],
 )
 def test_a_host_whose_doctor_fails(answer, problem, monkeypatch):
-    monkeypatch.setattr(hosts, "_reach", lambda host: Finding("ssh", "logs in", host=host.name))
+    monkeypatch.setattr(examination, "_reach", lambda host: Finding("ssh", "logs in", host=host.name))
     monkeypatch.setattr(ssh, "run", replies(answer))
-    _, found = hosts.examine([HostSlots("node2", 1)], [], None, 29500, 1.0)
+    _, found = examination.examine([HostSlots("node2", 1)], [], None, 29500, 1.0)
     assert found.level == "FAIL" and problem in found.problem
     assert answer is None or found.seen == "ImportError: no torch"
 

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 import samecurve.bench.dry_run
-from samecurve.bench.strategy_variants import write_changed
+from samecurve.bench.step import write_changed
 from samecurve.cli.commands import main
 
 pytestmark = pytest.mark.full  # each imports torch and transformers in a process of its own

@@ -86,7 +86,7 @@ from pathlib import Path
 import psutil, pyarrow, pyarrow.parquet
 from samecurve.data import formats
 from samecurve.errors import DataError
-from samecurve.specs.file_kinds import table_kind
+from samecurve.specs.data_names import table_kind
 
 folder, MIB = Path(sys.argv[1]), 1 << 20
 zstd = lambda data: pyarrow.compress(data, "zstd", asbytes=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from samecurve.bench.strategy_variants import write_changed
+from samecurve.bench.step import write_changed
 from samecurve.cli.commands import main
 from samecurve.planner import inputs, memory, plan_text, remedies, search, step_time, strategies
 from samecurve.planner.answers import Prediction

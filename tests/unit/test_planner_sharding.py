@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from test_planner_anatomy import LLAMA, a_job, named
 
-from samecurve.bench.strategy_variants import write_changed
+from samecurve.bench.step import write_changed
 from samecurve.config.documents import format_problems
 from samecurve.planner import inputs, ledger, memory, strategies
 from samecurve.planner.cluster import built_in

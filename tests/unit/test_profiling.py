@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from samecurve.config.schema import Profile
 from samecurve.data.batches import DATA_WAIT
 from samecurve.engines.memory_usage import memory_usage
-from samecurve.interfaces.memory import MemoryUsage
+from samecurve.interfaces.engine import MemoryUsage
 from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
 from samecurve.losses.cross_entropy import LOSS, token_loss_sum
 from samecurve.metrics.profiling import recorder

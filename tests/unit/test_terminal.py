@@ -14,7 +14,7 @@ import pytest
 
 from samecurve.cli import commands
 from samecurve.errors import DataError
-from samecurve.run import lifecycle, messages
+from samecurve.run import lifecycle
 from samecurve.storage import terminal
 from samecurve.storage.terminal import Stream, TextConsole, json_line, printable
 
@@ -86,7 +86,7 @@ def test_errors_are_printed_as_text(monkeypatch, capfd):
 
     assert lifecycle.exit_code(fail) == DataError.exit_code
     assert sys.stderr.getvalue().endswith(f"{SHOWN}\n")
-    messages.print_stderr_from_thread(f"{HOSTILE}\udcff")
+    lifecycle.print_stderr_from_thread(f"{HOSTILE}\udcff")
     assert capfd.readouterr().err == f"{SHOWN}\\udcff\n"
 
 

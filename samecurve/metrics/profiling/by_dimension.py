@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from samecurve.metrics.profiling.collectives import Call, Kernel
-from samecurve.metrics.profiling.intervals import Interval, covered
+from samecurve.metrics.profiling.waiting import Interval, covered
 
 _MICROSECONDS = 1e-6
 

@@ -20,7 +20,7 @@ from samecurve.strategy.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Profile
-    from samecurve.interfaces.memory import MemoryUsage
+    from samecurve.interfaces.engine import MemoryUsage
 
 _MOST_ALLOCATIONS = 200_000  # events of several KB each; PyTorch's default is no limit
 

@@ -13,7 +13,7 @@ from samecurve.metrics.profiling.trace import Breakdown
 from samecurve.metrics.profiling.waiting import Waiting
 
 if TYPE_CHECKING:
-    from samecurve.interfaces.memory import MemoryUsage
+    from samecurve.interfaces.engine import MemoryUsage
 
 NUM_OPERATORS = 15
 _MIB = 2**20

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from samecurve.metrics.profiling.intervals import covered
 from samecurve.strategy.timetables import Pass, ScheduleRun, order, timetable
 
 MICROSECONDS = 1e-6
@@ -72,3 +71,15 @@ def waiting(events: Iterable[dict], computing: Sequence[tuple[float, float]], on
 
 def _times(event: dict) -> tuple[float, float]:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+Interval = tuple[float, float]
+
+
+def covered(intervals: Iterable[Interval], start: float, end: float) -> float:
+    """Measure the part of a time range that is covered by intervals, which may overlap."""
+    covered, reached = 0.0, start
+    for first, last in sorted(intervals):
+        covered += max(0.0, min(last, end) - max(first, reached))
+        reached = max(reached, last)
+    return covered
