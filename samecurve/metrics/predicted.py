@@ -33,17 +33,17 @@ def compare_with_prediction(predicted: Mapping[str, Any], metrics: Iterable[Mapp
     Returns:
         A text for each quantity; {} without a record.
     """
-    found, metrics = {}, list(metrics)
+    misses, metrics = {}, list(metrics)
     for key, (name, unit) in QUANTITIES.items():
-        values = [each[key] for each in metrics if each.get(key)]
+        values = [record[key] for record in metrics if record.get(key)]
         if not values:
             continue
         measured = max(values) if key == "peak_memory_gib" else statistics.median(values[1:] or values)
         text = f"{measured:.3g} {unit}"
         if key in predicted:
             text += f"; predicted {_with_interval(predicted, key, unit)}, {_miss(predicted, key, measured)}"
-        found[name] = text
-    return found
+        misses[name] = text
+    return misses
 
 
 def of_session(facts: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from samecurve.specs import loss_chunks
 from samecurve.specs.compilation import COMPILED
 from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families, without_varlen
 from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.specs.precision import COMPILED
 from samecurve.specs.tasks import TASKS
 
 # Kinds of memory.activation_checkpointing that are counted as another one, and what to tell of it.

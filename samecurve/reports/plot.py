@@ -85,14 +85,14 @@ def plot(
         size: width and height in pixels.
     """
     width, height = size
-    values = [value for each in series for _, value in each.points if is_finite(value)]
+    values = [value for line in series for _, value in line.points if is_finite(value)]
     if not values:
         return ""
     ticks, logarithmic = _ticks(min(values), max(values), scale)
-    wide = any(each.run for each in series)
-    legend, rows = _legend([each for each in series if each.label and len(series) > 1], wide, width)
+    wide = any(line.run for line in series)
+    legend, rows = _legend([line for line in series if line.label and len(series) > 1], wide, width)
     top = TITLE_Y + 18 + LEGEND_HEIGHT * rows
-    numbers = [step for each in series for step, _ in each.points]
+    numbers = [step for line in series for step, _ in line.points]
     first, last = steps or (min(numbers), max(numbers))
     panel = Panel(Box(LEFT, width - RIGHT, top, height - BOTTOM), (first, last), ticks, logarithmic)
     named = f"{title} (logarithmic)" if logarithmic else title
@@ -104,7 +104,7 @@ def plot(
         *panel.frame(named, TITLE_Y, step_y=32),
         *legend,
         *_marks(panel, [mark for mark in marks if first <= mark.step <= last]),
-        *(line for each in series for line in _line(panel, each, wide)),
+        *(line for line in series for line in _line(panel, line, wide)),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -126,13 +126,13 @@ def _ticks(low: float, high: float, scale: Scale) -> tuple[list[float], bool]:
 def _legend(series: Sequence[Series], wide: bool, room: int) -> tuple[list[str], int]:
     """Draw the legend below the title and return it with its number of rows."""
     parts, x, row = [], float(LEFT), min(len(series), 1)
-    for each in series:
-        width = KEY_WIDTH + CHARACTER_WIDTH * len(each.label) + 14
+    for line in series:
+        width = KEY_WIDTH + CHARACTER_WIDTH * len(line.label) + 14
         if x + width > room and x > LEFT:
             x, row = float(LEFT), row + 1
         y = TITLE_Y + LEGEND_HEIGHT * row - 2
-        parts.append(f'<path d="M{x:.1f} {y}h18" {_stroke(each, wide)}/>')
-        parts.append(f'<text x="{x + KEY_WIDTH:.1f}" y="{y + 4}">{escape(each.label)}</text>')
+        parts.append(f'<path d="M{x:.1f} {y}h18" {_stroke(line, wide)}/>')
+        parts.append(f'<text x="{x + KEY_WIDTH:.1f}" y="{y + 4}">{escape(line.label)}</text>')
         x += width
     return parts, row
 

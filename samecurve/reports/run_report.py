@@ -75,7 +75,7 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
         yield f"<h2>Sessions{_of(index, runs)}</h2>\n{_sessions(run)}"
     known = [parts(run) for run in runs]
     for name in ("environment", "data"):
-        yield _folded(name.capitalize(), _side_by_side([each[name] for each in known]))
+        yield _folded(name.capitalize(), _side_by_side([facts[name] for facts in known]))
     for index, run in enumerate(runs):
         yield from _configuration(run, _of(index, runs))
     yield f'<p class="small">Written {utc_timestamp()}.</p>'
@@ -126,8 +126,8 @@ def _side_by_side(columns: Sequence[dict[str, str]]) -> str:
     """Build a table with one column per run. For two runs, rows that differ are highlighted."""
     if not any(columns):
         return f"<p>{NOT_KNOWN}</p>"
-    keys = dict.fromkeys(key for each in columns for key in each)
-    rows = [(key, *(each.get(key, "absent") for each in columns)) for key in keys]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [(key, *(column.get(key, "absent") for column in columns)) for key in keys]
     header = ("", *NAMES[: len(columns)]) if len(columns) > 1 else ()
     return html_table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
 
@@ -144,28 +144,28 @@ def _differences(first: Run, second: Run, distance: Distance) -> Iterator[str]:
             unknown = "either run" if here[name] == there[name] else "one of the runs"
             yield f"<p>{name.capitalize()}: not known for {unknown}.</p>"
             continue
-        found = differences(here[name], there[name])
-        same = len(here[name].keys() | there[name].keys()) - len(found)
-        yield f"<h3>{name.capitalize()}: {len(found)} of {same + len(found)} keys</h3>"
-        if found:
-            yield html_table(found, ("", *NAMES))
+        different = differences(here[name], there[name])
+        same = len(here[name].keys() | there[name].keys()) - len(different)
+        yield f"<h3>{name.capitalize()}: {len(different)} of {same + len(different)} keys</h3>"
+        if different:
+            yield html_table(different, ("", *NAMES))
 
 
 def _curves(runs: Sequence[Run], distance: Distance | None) -> Iterator[str]:
-    found, missing = [], []
+    figures, missing = [], []
     marks = [mark for index, run in enumerate(runs) for mark in session_marks(run.known, index)]
     numbers = [record["step"] for run in runs for record in run.history.records]
     steps = (min(numbers), max(numbers)) if numbers else None
     for name, series, scale in _plots(runs, distance):
-        drawn = plot(name, series, marks, scale, steps, SMALL if found else LARGE)
-        (found if drawn else missing).append(drawn or name)
-    if not found:
+        drawn = plot(name, series, marks, scale, steps, SMALL if figures else LARGE)
+        (figures if drawn else missing).append(drawn or name)
+    if not figures:
         yield "<p>No steps are recorded.</p>"
         return
     if marks:
         yield "<p>Dotted vertical lines mark where a session resumed, with its number in the list below.</p>"
     yield '<div class="plots">'
-    yield from (f"<figure>{drawn}</figure>" for drawn in found)
+    yield from (f"<figure>{drawn}</figure>" for drawn in figures)
     yield "</div>"
     yield f'<p class="small">{_NOTE}</p>'
     if missing:
