@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from samecurve.cli.commands import Work, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_trust_argument
 from samecurve.errors import ConfigurationError
 from samecurve.inference import generation
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     options = generation.GenerationOptions(arguments.max_new_tokens, arguments.temperature)
     piped = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if piped == "":
@@ -37,4 +37,4 @@ def run(arguments: argparse.Namespace) -> Work:
             f"standard input: found no prompt; try echo 'a question' | python -m samecurve chat {arguments.run}"
         )
     generation.find_generative_model(arguments.run)  # raises where there is none, before torch is loaded
-    return Work("samecurve.inference.chat", (arguments, options, piped))
+    return Subcommand("samecurve.inference.chat", (arguments, options, piped))

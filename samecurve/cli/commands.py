@@ -1,8 +1,8 @@
 """Dispatch of `python -m samecurve COMMAND`. Each command is a module of this package.
 
 A command's module has `add_arguments(parser)` and `run(arguments)`. The module does not import torch, so that help and
-argument errors appear at once. Work that needs torch is in a module of a lower layer; `run` returns a `Work` that names
-it. A command with subcommands (bench) is a package of them.
+argument errors appear at once. Work that needs torch is in a module of a lower layer; `run` returns a `Subcommand` that
+names it. A command with subcommands (bench) is a package of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMMANDS = {
 }
 
 
-class Work(NamedTuple):
+class Subcommand(NamedTuple):
     """The work of a command after its arguments are checked: `run(*arguments)` of `module`.
 
     The module may import torch. It is given by name, so that only the commands that need torch wait for its import.
@@ -107,23 +107,23 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
     arguments = _Parser(program, description=module.__doc__, formatter_class=_ParagraphFormatter, allow_abbrev=False)
     module.add_arguments(arguments)
     result = module.run(arguments.parse_intermixed_args(argv[1:]))
-    if isinstance(result, Work):
+    if isinstance(result, Subcommand):
         preflight.quiet_libraries()  # nearly all of them import transformers
         return do(result)
     return result
 
 
-def do(work: Work) -> int:
+def do(command: Subcommand) -> int:
     """Do the work of a command, then raise its failure, if it has one."""
     try:
-        code = importlib.import_module(work.module).run(*work.arguments)
+        code = importlib.import_module(command.module).run(*command.arguments)
     except SamecurveError as error:
-        if not work.failure:
+        if not command.failure:
             raise
         print(terminal.printable(str(error)), file=sys.stderr)
         code = error.exit_code
-    if work.failure:
-        raise work.failure
+    if command.failure:
+        raise command.failure
     return code
 
 

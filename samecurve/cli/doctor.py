@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Subcommand
 from samecurve.config import loader as recipes
 from samecurve.config.documents import format_problems
 from samecurve.config.schema import Recipe
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the findings as JSON; - for standard output alone")
 
 
-def run(arguments: argparse.Namespace) -> int | Work:
+def run(arguments: argparse.Namespace) -> int | Subcommand:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True) if arguments.recipe else None
     strategy = _strategy(arguments) if arguments.strategy else None
     if arguments.hostfile:
@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int | Work:
     needed = needed_bytes(recipe) if recipe else {}
     os.environ.update(slurm.variables(os.environ))
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        return Work("samecurve.doctor.ranks", (recipe, strategy, needed, arguments.timeout_seconds, arguments.json))
+        return Subcommand(
+            "samecurve.doctor.ranks", (recipe, strategy, needed, arguments.timeout_seconds, arguments.json)
+        )
     return examination.report(examination.one_host(recipe, strategy, needed), arguments.json)
 
 

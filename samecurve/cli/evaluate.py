@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from samecurve.cli.commands import Work, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_trust_argument
 from samecurve.config import loader as recipes
 from samecurve.config.documents import Document, format_problems
 from samecurve.config.overrides import apply_override
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     directory = folders.run_directory(arguments.run) or arguments.run
     run_recipe = folders.read_recipe(directory)
     trained = with_columns(run_recipe, arguments.data, arguments.columns)
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> Work:
     folders.base_path(folder)  # raises where an adapter has lost its model
     sources = run_recipe.data.sources()
     trained_on = any((arguments.data, trained.data.split) == (part.path, part.split) for part in sources)
-    return Work("samecurve.bench.evaluation", (arguments, directory, folder, recipe, trained_on))
+    return Subcommand("samecurve.bench.evaluation", (arguments, directory, folder, recipe, trained_on))
 
 
 def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Recipe:

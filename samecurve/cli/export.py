@@ -12,7 +12,7 @@ from pathlib import Path
 
 from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.checkpoint.resume import read_state
-from samecurve.cli.commands import Work, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_trust_argument
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
 from samecurve.export.model_card import ExportInfo
 from samecurve.inference import folders
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     directory = folders.run_directory(arguments.run)
     if directory is None:
         raise ConfigurationError(f"{arguments.run}: no run here (no run.json); give the output_dir of a run")
@@ -52,10 +52,10 @@ def run(arguments: argparse.Namespace) -> Work:
         saved = read_state(checkpoint)
         recipe = folders.with_code(folders.parse_recipe(saved, checkpoint / "state.json"), arguments.trust_remote_code)
         made = replace(made, step=saved["step"])
-        return Work("samecurve.export.convert", (directory, checkpoint, output, made, recipe))
+        return Subcommand("samecurve.export.convert", (directory, checkpoint, output, made, recipe))
     source = chosen or folders.model_folder(directory)
     made = replace(made, merged=_is_adapter(directory / "model") and not _is_adapter(source))
-    return Work("samecurve.export.convert", (directory, source, output, made, None))
+    return Subcommand("samecurve.export.convert", (directory, source, output, made, None))
 
 
 def _chosen(given: Path, directory: Path, checkpoint: str | None) -> Path | None:

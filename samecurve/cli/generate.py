@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Work, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_trust_argument
 from samecurve.inference import generation
 
 MAX_NEW_TOKENS = 120
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     options = generation.GenerationOptions(arguments.max_new_tokens, arguments.temperature)
     generation.find_generative_model(arguments.run)  # raises where there is none, before torch is loaded
-    return Work("samecurve.inference.sample", (arguments, options))
+    return Subcommand("samecurve.inference.sample", (arguments, options))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Work
+from samecurve.cli.commands import Subcommand
 from samecurve.config import loader as recipes
 from samecurve.config.hub_access import use_cache_without_hub
 from samecurve.errors import ConfigurationError
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write the output as an HTML page")
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True, schedule=False)
     if recipe.data.streaming:
         raise ConfigurationError(
@@ -39,6 +39,6 @@ def run(arguments: argparse.Namespace) -> Work:
     if line := use_cache_without_hub(recipe):
         print(line, flush=True)
     if arguments.leak_test:
-        return Work("samecurve.inference.leak_test", (recipe,))
+        return Subcommand("samecurve.inference.leak_test", (recipe,))
     title = f"{arguments.recipe}: {recipe.data.name}"
-    return Work("samecurve.reports.inspect_console", (recipe, title, arguments.samples, arguments.html))
+    return Subcommand("samecurve.reports.inspect_console", (recipe, title, arguments.samples, arguments.html))

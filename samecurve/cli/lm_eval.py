@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Work, add_trust_argument, require_positive
+from samecurve.cli.commands import Subcommand, add_trust_argument, require_positive
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     require_positive(arguments, "timeout_minutes")
     folder, recipe = folders.model_folder(arguments.run), folders.known_recipe(arguments.run)
-    return Work("samecurve.inference.lm_eval", (arguments, folder, folders.base_path(folder), recipe))
+    return Subcommand("samecurve.inference.lm_eval", (arguments, folder, folders.base_path(folder), recipe))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Work, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_trust_argument
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     folder = folders.model_folder(arguments.run)
     base = folders.base_path(folder)
     if base is None:
@@ -38,4 +38,4 @@ def run(arguments: argparse.Namespace) -> Work:
     output = arguments.output or arguments.run / f"merged{suffix}"
     if output.exists():
         raise StorageError(f"{output}: exists already; choose another folder with --output")
-    return Work("samecurve.inference.merge_lora", (arguments, folder, base, output))
+    return Subcommand("samecurve.inference.merge_lora", (arguments, folder, base, output))

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from samecurve.cli.commands import Work, require_positive, whole_number
+from samecurve.cli.commands import Subcommand, require_positive, whole_number
 from samecurve.errors import ConfigurationError, TopologyError
 from samecurve.launch.target import LAUNCHERS, check_launchers
 from samecurve.planner import (
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the predictions to this file")
 
 
-def run(arguments: argparse.Namespace) -> int | Work:
+def run(arguments: argparse.Namespace) -> int | Subcommand:
     """Run the command: 0, or the work of --dry_run, if a strategy fits. Raises TopologyError (6) if none does."""
     paths = _settle(arguments)
     if arguments.runs:
@@ -162,7 +162,7 @@ def _nothing_fits(first_line: str, choices: Sequence[Choice], shown: Choice) -> 
     return error
 
 
-def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int | None) -> Work:
+def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int | None) -> Subcommand:
     """Return the work of tracking a rank of a choice, with its micro-batch size and recomputation."""
     assert chosen.job and chosen.template and wanted.source.recipe
     _check_rank(chosen, rank or 0)
@@ -173,7 +173,7 @@ def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int | None
     kind = {} if kept else {"activation_checkpointing": chosen.job.checkpointing}
     memory_block = recipe.memory.model_copy(update=kind)
     recipe = recipe.model_copy(update={"batch": changed.batch, "memory": memory_block, "compile": "off"})
-    return Work("samecurve.bench.dry_run", (Plan(recipe, strategy, "", ()), chosen.job, rank))
+    return Subcommand("samecurve.bench.dry_run", (Plan(recipe, strategy, "", ()), chosen.job, rank))
 
 
 def _check_rank(chosen: Choice, rank: int) -> None:

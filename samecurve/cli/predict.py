@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from samecurve.cli.commands import Work, add_trust_argument, require_positive
+from samecurve.cli.commands import Subcommand, add_trust_argument, require_positive
 from samecurve.data.formats import read_rows, read_text
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import table_kind
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     require_positive(arguments, "top_k", "batch_size")
     sources = _sources(arguments)
     first = next(sources, None)  # read here, so that its errors come before torch is loaded
     if first is None:
         raise DataError(f"{arguments.file or 'standard input'}: no text found")
-    return Work("samecurve.inference.predictions", (arguments, chain([first], sources)))
+    return Subcommand("samecurve.inference.predictions", (arguments, chain([first], sources)))
 
 
 def _sources(arguments: argparse.Namespace) -> Iterator[tuple[str, str | dict]]:

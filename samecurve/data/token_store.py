@@ -27,7 +27,7 @@ from samecurve.errors import StorageError
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.cache import build_once, digest, is_main_process
 from samecurve.storage.terminal import TextConsole
-from samecurve.storage.verified_files import BLOCK_BYTES, DamagedEntryError, Entry, NewEntry
+from samecurve.storage.verified_files import BLOCK_BYTES, DamagedEntryError, FinishedEntry, NewEntry
 
 # Part of the cache key: raise it when the tokens written for the same input change.
 _VERSION = 7
@@ -92,7 +92,7 @@ class VerifiedTokens:
     Raises StorageError, when indexed, for a damaged block.
     """
 
-    def __init__(self, entry: Entry, name: str, dtype: np.dtype):
+    def __init__(self, entry: FinishedEntry, name: str, dtype: np.dtype):
         num_blocks = len(entry.hashes(name).blocks)
         self._entry, self._name, self._per_block = entry, name, BLOCK_BYTES // dtype.itemsize
         self._tokens = np.memmap(entry.folder / name, dtype=dtype, mode="r")
@@ -271,7 +271,7 @@ def _batches(documents: Iterator) -> Iterator[list]:
         yield batch
 
 
-def _open(entry: Entry, key: str) -> Corpus:
+def _open(entry: FinishedEntry, key: str) -> Corpus:
     """Map the files of a finished entry. Raises DamagedEntryError."""
     meta = json.loads(entry.read("meta.json"))
     train, held_out = (_map(entry, part, meta, key) for part in PARTS)
@@ -279,7 +279,7 @@ def _open(entry: Entry, key: str) -> Corpus:
     return Corpus(train, held_out, meta["empty_documents"], meta["counts"], columns, meta["bad_rows"], bad_rows)
 
 
-def _map(entry: Entry, part: str, meta: dict, key: str) -> TokenStream:
+def _map(entry: FinishedEntry, part: str, meta: dict, key: str) -> TokenStream:
     num_tokens = meta["num_tokens"][part]
     offsets = np.load(entry.path(f"{part}_offsets.npy"), mmap_mode="r")
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != num_tokens or (offsets[1:] < offsets[:-1]).any():
@@ -291,7 +291,7 @@ def _map(entry: Entry, part: str, meta: dict, key: str) -> TokenStream:
     return TokenStream(tokens, offsets, digest(key, part), **arrays)
 
 
-def _map_file(entry: Entry, name: str, dtype: np.dtype, num_tokens: int, most_bytes: float = math.inf) -> Any:
+def _map_file(entry: FinishedEntry, name: str, dtype: np.dtype, num_tokens: int, most_bytes: float = math.inf) -> Any:
     """Map a file with a value per token: VerifiedTokens if it has more than `most_bytes`, else an array."""
     size = entry.hashes(name).size
     if size != num_tokens * dtype.itemsize:

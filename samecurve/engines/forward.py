@@ -226,7 +226,7 @@ def _mask_facts(batch: MicroBatch) -> MaskFacts:
 
 
 def measure_of(task: Task) -> Callable[..., Tensor]:
-    """Return the task's loss: token_loss_sum itself if inherited, which Columns recognizes by identity."""
+    """Return the task's loss: token_loss_sum itself if inherited, which VocabularyColumns recognizes by identity."""
     inherited = getattr(task.loss, "__func__", None) is Task.loss
     return token_loss_sum if inherited else task.loss
 

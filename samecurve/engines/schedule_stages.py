@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from samecurve.data.micro_batch import position_ids
 from samecurve.errors import ConfigurationError
-from samecurve.losses.chunked_cross_entropy import Measure, OfHead, TokenSums
+from samecurve.losses.chunked_cross_entropy import HeadReduction, Measure, TokenSums
 from samecurve.losses.token_log_probabilities import LabelLogProbabilities
 from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead, last_scores
 from samecurve.specs.environment import dated
@@ -44,7 +44,7 @@ class HeadChunks:
     def has_sums(self) -> bool:
         return self.training is not None
 
-    def of(self, labels: Tensor, is_training: bool) -> OfHead:
+    def of(self, labels: Tensor, is_training: bool) -> HeadReduction:
         """Return what the head is to compute of a micro-batch."""
         measure = self.training if is_training else self.evaluation
         return LabelLogProbabilities(labels) if measure is None else TokenSums(measure, {"labels": labels})

@@ -15,7 +15,7 @@ from transformers.distributed.tensor_parallel import RowwiseParallel, TensorPara
 from samecurve.engines import expert_parallel, sequence_parallel
 from samecurve.errors import ConfigurationError
 from samecurve.models import lora
-from samecurve.models.dropout import Part
+from samecurve.models.dropout import SequenceShard
 from samecurve.optim.dtensor import all_reduce_sums, local_gradient
 from samecurve.specs.environment import dated
 from samecurve.specs.model_families import families
@@ -108,7 +108,7 @@ def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
     return [name for name, _ in model.named_parameters() if name in summed]
 
 
-def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, Part]:
+def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, SequenceShard]:
     """Return, by name, the modules with dropout on tensors of which this rank has a part only.
 
     These are attention modules, whose probabilities are divided by heads, and the dropout of adapters in row-parallel
@@ -120,12 +120,12 @@ def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, Part]:
     # Ulysses divides a rank's heads once more, over ranks that then have whole rows; no other exchange of rows allows
     # attention to drop (see context_parallel.check)
     own = mesh.dims.place(mesh.rank)["cp"]
-    heads = Part(1, index * mesh.dims.cp + own, count * mesh.dims.cp, of_chunks=mesh.dims.cp == 1)
+    heads = SequenceShard(1, index * mesh.dims.cp + own, count * mesh.dims.cp, of_chunks=mesh.dims.cp == 1)
     for name, style in _resolve(model, mesh.dims).items():
         if _is_by_head(name, style):
             found[name.rpartition(".")[0]] = heads
         elif style == "rowwise":
-            found[f"{name}.lora_dropout.{lora.NAME}"] = Part(axis=-1, index=index, count=count)
+            found[f"{name}.lora_dropout.{lora.NAME}"] = SequenceShard(axis=-1, index=index, count=count)
     return found
 
 

@@ -22,7 +22,7 @@ FORWARDED = ("NCCL_", "GLOO_", "CUDA_", "HF_", "OMP_", "SAMECURVE_", "PYTHON")  
 REACH_SECONDS = 30.0
 
 
-class Trouble(NamedTuple):
+class HostProblem(NamedTuple):
     """A host that cannot be used: what it said, the problem, the fix, and the class of the error."""
 
     seen: str
@@ -63,24 +63,24 @@ def forwarded(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
 
 
-def trouble(host: str) -> Trouble | None:
+def trouble(host: str) -> HostProblem | None:
     """Return why a host cannot be used: no login without a password, or no such clone or Python there; else None."""
     python, train = shlex.quote(sys.executable), shlex.quote(str(ROOT / "train.py"))
     try:
         # these commands end with 0 whatever they find, so that another code is ssh's own
         done = run(host, f"test -x {python} || echo python; test -f {train} || echo clone", REACH_SECONDS)
     except subprocess.TimeoutExpired:
-        return Trouble("", f"no answer in {REACH_SECONDS:.0f} s", f"try ssh {host} true", TopologyError)
+        return HostProblem("", f"no answer in {REACH_SECONDS:.0f} s", f"try ssh {host} true", TopologyError)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         fix = f"ssh-copy-id {host}" if "Permission denied" in said else f"try ssh -v {host} true"
-        return Trouble(said, "no login without a password", fix, TopologyError)
+        return HostProblem(said, "no login without a password", fix, TopologyError)
     lacking = done.stdout.split()
     if lacking:
         missing = {"python": sys.executable, "clone": str(ROOT)}
         problem = f"not there: {', '.join(missing[tool] for tool in lacking)}"
         fix = "put clone and .venv on a file system that all hosts mount, or at the same path on each"
-        return Trouble("logs in", problem, fix, ConfigurationError)
+        return HostProblem("logs in", problem, fix, ConfigurationError)
     return None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from samecurve.errors import ConfigurationError, SamecurveError, TopologyError
 from samecurve.launch import here, scripts, ssh, together
 from samecurve.launch.target import Target
-from samecurve.launch.together import Member
+from samecurve.launch.together import StartedProcess
 from samecurve.storage.atomic import storage_errors
 
 _APPLY = ["kubectl", "apply", "-f", "-"]
@@ -53,7 +53,7 @@ def run(launcher: str, target: Target) -> int:
     )
 
 
-def _over_ssh(host: str, words: list[str]) -> Member:
+def _over_ssh(host: str, words: list[str]) -> StartedProcess:
     """Start `here` on the host, which starts the words. ssh itself passes no signals on."""
     text = f"cd {shlex.quote(str(ssh.ROOT))} && exec {shlex.quote(sys.executable)} -m samecurve.launch.here"
     # a session of its own: Ctrl-C in the terminal would end ssh, and with it the connection
@@ -66,7 +66,7 @@ def _over_ssh(host: str, words: list[str]) -> Member:
         channel.flush()
 
     send_line(here.order(words, ssh.forwarded()))
-    return Member(process, lambda number: send_line(f"{signal.Signals(number).name}\n"))
+    return StartedProcess(process, lambda number: send_line(f"{signal.Signals(number).name}\n"))
 
 
 def _check(launcher: str, target: Target, away: list[str]) -> None:

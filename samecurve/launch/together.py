@@ -17,23 +17,23 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Member:
+class StartedProcess:
     """A started process. send: delivers a signal to what it stands for, which may run on another host."""
 
     process: subprocess.Popen
     send: Callable[[signal.Signals], None]
 
 
-def start(words: Sequence[str], environment: dict[str, str]) -> Member:
+def start(words: Sequence[str], environment: dict[str, str]) -> StartedProcess:
     """Start a process on this machine.
 
     It has a session of its own: a terminal would send Ctrl-C to it, too, and a second signal ends a run at once.
     """
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-    return Member(process, process.send_signal)
+    return StartedProcess(process, process.send_signal)
 
 
-def wait(starting: Iterable[Member], grace_seconds: float = GRACE_SECONDS) -> int:
+def wait(starting: Iterable[StartedProcess], grace_seconds: float = GRACE_SECONDS) -> int:
     """Wait for all members. Signals to this process are sent on to them, and are no reason to end before they do.
 
     Args:
@@ -43,7 +43,7 @@ def wait(starting: Iterable[Member], grace_seconds: float = GRACE_SECONDS) -> in
     Returns:
         0, or the exit code of the first member that failed; 128 and the number of the signal that killed it.
     """
-    members: list[Member] = []
+    members: list[StartedProcess] = []
     with _passed_on(members):
         try:
             members.extend(starting)
@@ -58,7 +58,7 @@ def wait(starting: Iterable[Member], grace_seconds: float = GRACE_SECONDS) -> in
     return failed if failed >= 0 else 128 - failed
 
 
-def _end(members: Sequence[Member], grace_seconds: float) -> None:
+def _end(members: Sequence[StartedProcess], grace_seconds: float) -> None:
     """End the members that still run."""
     deadline = time.monotonic() + grace_seconds
     for member in members:
@@ -72,13 +72,13 @@ def _end(members: Sequence[Member], grace_seconds: float) -> None:
             member.process.kill()
 
 
-def _send(member: Member, number: signal.Signals) -> None:
+def _send(member: StartedProcess, number: signal.Signals) -> None:
     with contextlib.suppress(OSError):  # it has just ended
         member.send(number)
 
 
 @contextlib.contextmanager
-def _passed_on(members: Sequence[Member]) -> Iterator[None]:
+def _passed_on(members: Sequence[StartedProcess]) -> Iterator[None]:
     def pass_on(number: int, _: object) -> None:
         for member in members:
             _send(member, signal.Signals(number))

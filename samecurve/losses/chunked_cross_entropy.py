@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, LOSS
-from samecurve.losses.vocabulary_parallel import Columns, OutputHead, own_part
+from samecurve.losses.vocabulary_parallel import OutputHead, VocabularyColumns, own_part
 from samecurve.specs import loss_chunks
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Measure = Callable[..., Tensor]
 
 
-class OfHead(Protocol):
+class HeadReduction(Protocol):
     """What the output head is to compute in place of logits, in chunks of tokens."""
 
     def computed(self, hidden: Tensor, head: OutputHead, kind: str = "chunked", compiles: bool = False) -> Tensor: ...
@@ -139,7 +139,7 @@ def place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
 def install_chunked_head(model: PreTrainedModel, kind: str = "chunked", compiles: bool = False) -> None:
     """Make `model(**inputs, sums=TokenSums(...))` return those sums instead of the model's output.
 
-    `sums` may also be another OfHead, such as LabelLogProbabilities.
+    `sums` may also be another HeadReduction, such as LabelLogProbabilities.
 
     The layers before the head run unchanged, and their output goes to the chunked head. Both run inside the model's own
     forward, where FSDP2 and ZeRO-3 have gathered the weights.
@@ -153,7 +153,7 @@ def install_chunked_head(model: PreTrainedModel, kind: str = "chunked", compiles
     whole, (parent, name), stand_in = model.forward, place(model, head), HeadInput(head)
     whole_logits = vars(head).get("forward", partial(nn.Linear.forward, head))  # tensor parallelism gathers the columns
 
-    def forward(*args, sums: OfHead | None = None, **inputs):
+    def forward(*args, sums: HeadReduction | None = None, **inputs):
         if sums is None:
             return whole(*args, **inputs)
         setattr(parent, name, stand_in)  # so that .logits is the input of the head
@@ -164,7 +164,7 @@ def install_chunked_head(model: PreTrainedModel, kind: str = "chunked", compiles
         # Some families upcast their logits. A module call, because ZeRO-3 gathers the head's weights in a hook.
         return head(hidden.to(stand_in.dtype), sums)
 
-    def head_forward(input: Tensor, sums: OfHead | None = None) -> Tensor:
+    def head_forward(input: Tensor, sums: HeadReduction | None = None) -> Tensor:
         return whole_logits(input) if sums is None else sums.computed(input, head, kind, compiles)
 
     model.forward, head.forward = forward, head_forward
@@ -180,7 +180,9 @@ def trained_positions(labels: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def prepared(hidden: Tensor, head: OutputHead) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Columns | None]]:
+def prepared(
+    hidden: Tensor, head: OutputHead
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, VocabularyColumns | None]]:
     """Yield (hidden, weight, bias, columns) without autocast, which would cast the weight anew in each chunk.
 
     Hidden states get autocast's dtype. Where the vocabulary is divided, weight and bias are this rank's part of it.
@@ -251,7 +253,7 @@ class HeadGradients(NamedTuple):
 class _SumWithGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: TokenSums, columns: Columns | None
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: TokenSums, columns: VocabularyColumns | None
     ) -> Tensor:
         """Compute the sum and its gradients chunk by chunk.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samecurve.losses.chunked_cross_entropy import HeadGradients, as_dtype_of, logits_of, prepared, slices
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.losses.vocabulary_parallel import Columns, OutputHead
+from samecurve.losses.vocabulary_parallel import OutputHead, VocabularyColumns
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def chunked_log_probabilities(hidden: Tensor, head: OutputHead, wanted: LabelLog
 class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, columns: Columns | None
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, columns: VocabularyColumns | None
     ) -> Tensor:
         """Compute (n,) of hidden (n, hidden_size); with `columns`, weight and bias are this rank's part."""
         computed, shift = as_dtype_of(hidden, weight, bias)
@@ -95,14 +95,14 @@ class _LogProbabilities(torch.autograd.Function):
         return *(None if gradient is None else gradient.to(like.dtype) for gradient, like in pairs), None, None
 
 
-def _own(labels: Tensor, logits: Tensor, columns: Columns | None) -> tuple[Tensor, Tensor]:
+def _own(labels: Tensor, logits: Tensor, columns: VocabularyColumns | None) -> tuple[Tensor, Tensor]:
     """Return a column of this rank for each label, (n,), and whether it is the label's; else its value is not used."""
     index = labels - (columns.start if columns else 0)
     is_own = (index >= 0) & (index < logits.shape[-1])
     return index.clamp(0, logits.shape[-1] - 1), is_own
 
 
-def _normalizers(logits: Tensor, columns: Columns | None) -> tuple[Tensor, Tensor]:
+def _normalizers(logits: Tensor, columns: VocabularyColumns | None) -> tuple[Tensor, Tensor]:
     """Return the greatest of all columns' logits, and the sum of the exponentials of all less that one, (n,) each."""
     greatest = logits.amax(dim=-1)
     if columns is not None:

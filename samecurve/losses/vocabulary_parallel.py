@@ -29,7 +29,7 @@ class HeadWeights(NamedTuple):
 OutputHead = nn.Linear | HeadWeights
 
 
-class Columns(NamedTuple):
+class VocabularyColumns(NamedTuple):
     """This rank's columns of the logits; all ranks have equally many.
 
     Attributes:
@@ -87,7 +87,7 @@ class Columns(NamedTuple):
         return loss, torch.where(trained[:, None], gradient, 0.0).to(logits.dtype)
 
 
-def own_part(weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Columns]:
+def own_part(weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabularyColumns]:
     """Return this rank's rows of an output head's weight and bias, with its columns of the logits.
 
     The gradients of both are placed like the parameters.
@@ -95,5 +95,5 @@ def own_part(weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor | Non
     mesh = weight.device_mesh
     even = weight.shape[0] % mesh.size() == 0  # the strategy refuses other vocabularies
     assert weight.placements == (Shard(0),) and even, f"unknown placements {weight.placements} of the output head"
-    columns = Columns(weight.shape[0] // mesh.size() * mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    columns = VocabularyColumns(weight.shape[0] // mesh.size() * mesh.get_local_rank(), mesh.size(), mesh.get_group())
     return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, columns

@@ -47,7 +47,7 @@ _NO_SEQUENCE = 2**62  # stands for values without a row; no sequence has such a 
 _NOISE = re.compile("jitter|noise|layerdrop|drop_path|stochastic")  # keys of a config
 
 
-class Part(NamedTuple):
+class SequenceShard(NamedTuple):
     """The `index`-th of `count` equal parts along `axis`, of the rank's chunks (`of_chunks`) or of whole sequences."""
 
     axis: int
@@ -87,7 +87,7 @@ class DropoutKeys:
         self._queued: list[Tensor] = []
         self._is_checked = False
 
-    def add(self, name: str, part: Part | None = None) -> DropoutPlace:
+    def add(self, name: str, part: SequenceShard | None = None) -> DropoutPlace:
         """Add a place by its unique name, where this rank has all values or a part of them."""
         self._sites.append(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
         return DropoutPlace(self, name, len(self._sites) - 1, part)
@@ -146,7 +146,7 @@ class DropoutKeys:
 class DropoutPlace:
     """A place of the model that drops values, by its unique name: the `index`-th of the keys."""
 
-    def __init__(self, keys: DropoutKeys, name: str, index: int, part: Part | None):
+    def __init__(self, keys: DropoutKeys, name: str, index: int, part: SequenceShard | None):
         self._keys, self._name, self._part = keys, name, part
         # a tensor, because torch.compile would compile a layer anew for each number
         self._index = torch.tensor([index], device=keys.device)
@@ -239,7 +239,7 @@ def install(
     seed: int,
     device: torch.device,
     chunks: tuple[int, ...] = (0,),
-    parts: Mapping[str, Part] = MappingProxyType({}),
+    parts: Mapping[str, SequenceShard] = MappingProxyType({}),
 ) -> DropoutKeys:
     """Replace all dropout of a model, in place, before anything wraps or compiles its layers.
 

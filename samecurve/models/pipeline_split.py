@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from samecurve.errors import ConfigurationError
-from samecurve.losses.chunked_cross_entropy import OfHead
+from samecurve.losses.chunked_cross_entropy import HeadReduction
 from samecurve.losses.vocabulary_parallel import HeadWeights, own_part
 from samecurve.models.hf_config import kind_of
 from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, PIPELINED
@@ -96,7 +96,7 @@ class HeadLayer(Layer):
         super().__init__(head=prefix)
         self.head = head
 
-    def forward(self, hidden: Tensor, sums: OfHead | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, sums: HeadReduction | None = None) -> Tensor:
         """Compute logits, or `sums` in their place."""
         if sums is None:
             return self.head(hidden)
@@ -110,7 +110,7 @@ class TiedHead(Layer):
         super().__init__()
         self.embedding = embedding
 
-    def forward(self, hidden: Tensor, sums: OfHead | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, sums: HeadReduction | None = None) -> Tensor:
         """Compute logits, or `sums` in their place."""
         if sums is None:
             return project(self.embedding, hidden)

@@ -30,7 +30,7 @@ SHOWN_ROWS = 6
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSample:
     """One text of the data, split by whether tokens are trained.
 
     Attributes:
@@ -72,7 +72,7 @@ class Findings:
 
     title: str
     sequence_length: int
-    samples: list[Sample]
+    samples: list[ShownSample]
     parts: list[PartStatistics]
     details: dict[str, str]
 
@@ -136,7 +136,7 @@ def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, trained
 
 
-def _sample(task: Task, rows: Rows, index: int) -> Sample:
+def _sample(task: Task, rows: Rows, index: int) -> ShownSample:
     label, lost, roles = "", 0, _roles(task.train.parts[0])
     role = roles[index % len(roles)] if roles else ""
     if isinstance(rows, TextRows):
@@ -155,7 +155,7 @@ def _sample(task: Task, rows: Rows, index: int) -> Sample:
         ids = [token for token, _ in group]
         # some tokenizers would drop spaces in front of punctuation, which the trained text has
         runs.append((task.tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
-    return Sample(runs, lost, label, role)
+    return ShownSample(runs, lost, label, role)
 
 
 def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -270,7 +270,7 @@ def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
         yield size, int((labels[start : start + size] >= 0).sum())
 
 
-def summary(sample: Sample) -> str:
+def summary(sample: ShownSample) -> str:
     trained = sum(count for _, mark, count in sample.runs if mark)
     total = sum(count for _, _, count in sample.runs)
     lost = f", {sample.lost} more cut off" if sample.lost else ""

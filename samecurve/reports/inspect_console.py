@@ -11,7 +11,7 @@ from rich.text import Text
 from samecurve.config.schema import Recipe
 from samecurve.errors import DataError
 from samecurve.interfaces.task import Task
-from samecurve.reports.data_inspection import Findings, PartStatistics, Sample, inspect, summary
+from samecurve.reports.data_inspection import Findings, PartStatistics, ShownSample, inspect, summary
 from samecurve.reports.html import html_document, html_table
 from samecurve.storage.atomic import write_text
 from samecurve.storage.terminal import TextConsole
@@ -74,7 +74,7 @@ def _load_also_few_rows(recipe: Recipe) -> tuple[Task, str]:
         return registry.load_task(recipe.model_copy(update={"batch": batch, "data": data})), str(error)
 
 
-def marked(sample: Sample, colours: bool) -> Text:
+def marked(sample: ShownSample, colours: bool) -> Text:
     """Mark trained text by colour, or by ⟦ and ⟧ if colours are not available."""
     text = Text()
     for piece, trained, _ in sample.runs:

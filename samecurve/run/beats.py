@@ -31,8 +31,8 @@ class Beat:
 
     Attributes:
         machine: equal for processes whose process ids can be compared, see `storage.host.machine`.
-        num_phases: number of calls of `Watchdog.phase`.
-        num_marks: number of calls of `Watchdog.progress` since the last call of `phase`.
+        num_phases: number of calls of `HangWatchdog.phase`.
+        num_marks: number of calls of `HangWatchdog.progress` since the last call of `phase`.
         idle_seconds: time since the last call of either.
         time: when this heartbeat was written, in seconds since 1970.
         reason, exit_code: describe a failure.

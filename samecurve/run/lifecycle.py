@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from samecurve.errors import HangError, NothingToDo, PeerError, Preempted, SamecurveError, StorageError
 from samecurve.run.signals import StopRequest
 from samecurve.run.status import refused_elsewhere
-from samecurve.run.watchdog import LAST_RESORT_SECONDS, Watchdog, last_resort
+from samecurve.run.watchdog import LAST_RESORT_SECONDS, HangWatchdog, last_resort
 from samecurve.storage import terminal
 from samecurve.storage.atomic import known_cause
 from samecurve.storage.file_lock import release_all
@@ -129,14 +129,14 @@ class RunSupervisor:
     Attributes:
         conclusion: the reason in status.json of a run that is done before its last step.
         deferred: see StopRequest.
-        phase, progress, local_progress: see Watchdog.
+        phase, progress, local_progress: see HangWatchdog.
     """
 
     def __init__(self, run: RunDirectory, launcher: str, timeout_seconds: float, interval: float):
         self._run = run
         self._began, self.conclusion = time.time(), ""
         self._ending = threading.Lock()  # acquired once: of several reasons to end, only the first is reported
-        self.watchdog = Watchdog(run.path, timeout_seconds, self._end, interval)
+        self.watchdog = HangWatchdog(run.path, timeout_seconds, self._end, interval)
         self.stop = StopRequest(self._end_stopped, self._print_request, self.watchdog.stacks.show, launcher)
         self.deferred = self.stop.deferred
         self.phase = self.watchdog.phase

@@ -29,7 +29,7 @@ REPORT_SECONDS = 15.0  # for another rank's heartbeat to say that it has reporte
 LAST_RESORT_SECONDS = 30.0  # for storage and stderr, see `last_resort`
 
 
-class Watchdog:
+class HangWatchdog:
     """Context manager that runs the watchdog thread. The training loop reports to it by `phase` and `progress`.
 
     Args:
@@ -58,7 +58,7 @@ class Watchdog:
         self.heartbeats = Heartbeats(folder / "heartbeats", self._beat, every, self._interval)
         self._closed = threading.Event()
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> HangWatchdog:
         self.stacks.register()
         if self.rank == 0:
             self.heartbeats.clear()

@@ -17,7 +17,7 @@ from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage.atomic import os_error, storage_error
 from samecurve.storage.file_lock import lock_folder
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder
-from samecurve.storage.verified_files import DamagedEntryError, Entry, NewEntry
+from samecurve.storage.verified_files import DamagedEntryError, FinishedEntry, NewEntry
 
 _BUILDING = ".building-"  # begins the names of folders that are being built, or were when their builder was killed
 _POLL_SECONDS = 0.2
@@ -45,7 +45,7 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def build_once(target: Path, build: Callable[[NewEntry], None], load: Callable[[Entry], T]) -> T:
+def build_once(target: Path, build: Callable[[NewEntry], None], load: Callable[[FinishedEntry], T]) -> T:
     """Return what `load` reads from the entry `target`; if it does not exist or is damaged, `build` fills it first.
 
     One process per machine builds (LOCAL_RANK 0), the others wait for the finished entry. No collective is used,
@@ -65,7 +65,7 @@ def build_once(target: Path, build: Callable[[NewEntry], None], load: Callable[[
     while True:
         wait = _POLL_SECONDS
         try:
-            return load(Entry(target))
+            return load(FinishedEntry(target))
         except FileNotFoundError:
             pass
         except DamagedEntryError as error:
@@ -85,7 +85,7 @@ def build_once(target: Path, build: Callable[[NewEntry], None], load: Callable[[
             "to another folder"
         ) from error
     try:
-        return load(Entry(target))
+        return load(FinishedEntry(target))
     except DamagedEntryError as error:
         raise StorageError(
             f"{target}: {error}, right after it was written; delete this folder, check the disk and the memory of this "
@@ -127,7 +127,7 @@ def _renamed(new: Path, target: Path) -> bool:
 def is_whole(target: Path) -> bool:
     """Whether there is an entry, and all of its files are what was written."""
     try:
-        Entry(target).verify()
+        FinishedEntry(target).verify()
     except (DamagedEntryError, OSError):
         return False
     return True

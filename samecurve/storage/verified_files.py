@@ -101,7 +101,7 @@ class HashedFile(io.BufferedIOBase):
             super().close()
 
 
-class Entry:
+class FinishedEntry:
     """A finished cache entry. Every method verifies the files that it names.
 
     Raises:

@@ -96,7 +96,7 @@ class Import(NamedTuple):
 def imports_of(module: str, text: str, modules: set[str]) -> Iterator[Import]:
     """Every import of the package's own modules, inside of functions and under TYPE_CHECKING, too.
 
-    What a command names as its `Work` counts like an import at the top: the dispatcher imports it.
+    What a command names as its `Subcommand` counts like an import at the top: the dispatcher imports it.
     """
     tree = ast.parse(text)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -110,7 +110,7 @@ def imports_of(module: str, text: str, modules: set[str]) -> Iterator[Import]:
             source = ".".join([*parts, *([node.module] if node.module else [])])
             wanted = [f"{source}.{alias.name}" for alias in node.names]
             names = [name if name in modules else source for name in wanted]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Work":
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Subcommand":
             names, hidden = [ast.literal_eval(node.args[0])], False
         else:
             continue
@@ -229,7 +229,7 @@ def test_what_commands_leave_to_do_is_where_they_say(own_imports):
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES}
     commands = [each for each in own_imports if package_of(each.module) == "cli"]
     assert [str(each) for each in commands if each.target not in names] == []
-    bad = 'def run(arguments):\n    return Work("samecurve.bench.gone", ())'
+    bad = 'def run(arguments):\n    return Subcommand("samecurve.bench.gone", ())'
     (found,) = imports_of("samecurve.cli.x", bad, names)
     assert found.target not in names and not found.hidden
 

@@ -14,14 +14,14 @@ from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage import cache, file_lock
 from samecurve.storage.cache import build_once, cache_folder, digest, is_main_process
 from samecurve.storage.filesystem import LocalFileSystem
-from samecurve.storage.verified_files import BLOCK_BYTES, Entry, NewEntry
+from samecurve.storage.verified_files import BLOCK_BYTES, FinishedEntry, NewEntry
 
 
 def write(entry: NewEntry) -> None:
     entry.write("a", b"made")
 
 
-def read(entry: Entry) -> bytes:
+def read(entry: FinishedEntry) -> bytes:
     return entry.read("a")
 
 
@@ -125,10 +125,10 @@ def test_what_is_written_in_pieces_is_hashed_by_blocks(tmp_path):
             file.write(content[start : start + 700_001])
     entry.write("empty", b"")
     entry.finish()
-    assert (tmp_path / "a").read_bytes() == Entry(tmp_path).read("a") == content
+    assert (tmp_path / "a").read_bytes() == FinishedEntry(tmp_path).read("a") == content
     blocks = [content[start : start + BLOCK_BYTES] for start in range(0, len(content), BLOCK_BYTES)]
-    assert Entry(tmp_path).hashes("a").blocks == [xxhash.xxh3_128_hexdigest(block) for block in blocks]
-    assert Entry(tmp_path).hashes("empty") == (0, [])
+    assert FinishedEntry(tmp_path).hashes("a").blocks == [xxhash.xxh3_128_hexdigest(block) for block in blocks]
+    assert FinishedEntry(tmp_path).hashes("empty") == (0, [])
 
 
 def test_location(monkeypatch, tmp_path):

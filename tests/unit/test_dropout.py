@@ -64,7 +64,7 @@ def test_parts_of_a_mask(shape, axis):
     whole = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, None).drop(torch.ones(3, *shape), 0.3)
     axis = axis + 1 if axis >= 0 else axis
     for index, expected in enumerate(whole.chunk(2, axis)):
-        place = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, dropout.Part(axis, index, 2))
+        place = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, dropout.SequenceShard(axis, index, 2))
         assert torch.equal(place.drop(torch.ones_like(expected), 0.3), expected), index
 
 
@@ -85,7 +85,7 @@ def test_parts_of_chunks_of_a_mask(chunks):
     whole, count = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, None).drop(values, 0.3), 2 * len(chunks)
     tokens = torch.cat([whole.chunk(count, dim=1)[chunk] for chunk in chunks], dim=1)
     for index, expected in enumerate(tokens.chunk(2, dim=-1)):
-        place = dropout.DropoutPlace(fixed_keys(3, chunks), "dropout", 0, dropout.Part(-1, index, 2))
+        place = dropout.DropoutPlace(fixed_keys(3, chunks), "dropout", 0, dropout.SequenceShard(-1, index, 2))
         assert torch.equal(place.drop(torch.ones_like(expected), 0.3), expected), index
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from samecurve.cli import commands
-from samecurve.cli.commands import Work, main
+from samecurve.cli.commands import Subcommand, main
 from samecurve.errors import ConfigurationError, TopologyError
 
 MODEL = "benchmarks/planner/llama_8b.json"
@@ -76,9 +76,9 @@ def test_a_dry_run_where_nothing_fits(refusal, monkeypatch, capsys):
 
 def test_work_without_a_failure_keeps_its_own_code(monkeypatch):
     monkeypatch.setattr(commands.importlib, "import_module", lambda _: SimpleNamespace(run=lambda: 3))
-    assert commands.do(Work("any", ())) == 3
+    assert commands.do(Subcommand("any", ())) == 3
     with pytest.raises(TopologyError):
-        commands.do(Work("any", (), TopologyError("nothing fits")))
+        commands.do(Subcommand("any", (), TopologyError("nothing fits")))
 
 
 @pytest.mark.parametrize("terminals", [(), ("stdout",), ("stdout", "stderr")])

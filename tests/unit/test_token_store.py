@@ -177,9 +177,11 @@ def test_large_files_are_verified_block_by_block(tmp_path, tokenizer, monkeypatc
         source, token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache"
     ).train.tokens
     checked = []
-    check = verified_files.Entry.check_block
+    check = verified_files.FinishedEntry.check_block
     monkeypatch.setattr(
-        verified_files.Entry, "check_block", lambda self, *block: checked.append(block[1]) or check(self, *block)
+        verified_files.FinishedEntry,
+        "check_block",
+        lambda self, *block: checked.append(block[1]) or check(self, *block),
     )
     whole = [7, 1, 2, 8, 7, 2, 3, 8, 7, 3, 1, 2, 8] * 5
     assert tokens[5:9].tolist() == whole[5:9] and tokens[np.array([[4], [13]])].tolist() == [[whole[4]], [whole[13]]]

@@ -310,7 +310,7 @@ def test_other_documents_do_not_compile_a_layer_again(kernels):
     for lengths in ((700,), (300, 400), (1, 299, 400), (9,) * 70 + (70,), (690, 10), (5,) * 140, (100, 600)):
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         longest = 1 << (max(lengths) - 1).bit_length()
-        documents = varlen.Documents.of(starts, longest, None)
+        documents = varlen.PackedDocuments.of(starts, longest, None)
         layer(query, query, query, varlen.VarlenMask(None, documents))
     assert len(graphs) == 2
 

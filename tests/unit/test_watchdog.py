@@ -20,7 +20,7 @@ from samecurve.run import heartbeat, watchdog
 from samecurve.run.beats import Beat, Peer, file_name, write_beat
 from samecurve.run.heartbeat import Heartbeats
 from samecurve.run.liveness import Liveness
-from samecurve.run.watchdog import Watchdog
+from samecurve.run.watchdog import HangWatchdog
 from samecurve.storage.host import machine
 
 STEP = "meet(watch)\nwatch.phase('step', 12)\nready()\nwait()\ntime.sleep(60)"
@@ -246,7 +246,7 @@ def test_rank_0_clears_what_an_earlier_session_left(tmp_path, monkeypatch):
     for rank in (1, 0):
         write_beat(tmp_path / "heartbeats", beat())
         monkeypatch.setenv("RANK", str(rank))
-        with Watchdog(tmp_path, 60, lambda _: None):
+        with HangWatchdog(tmp_path, 60, lambda _: None):
             assert list((tmp_path / "heartbeats").iterdir()) == ([] if rank == 0 else [tmp_path / ONE])
 
 
@@ -330,7 +330,7 @@ def test_a_rank_of_another_host_that_gets_on(idle, tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "last_resort", lambda code: threading.Timer(0, print))  # it would end the tests
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.1)
     busy, errors = beat(rank=2, machine="another", idle_seconds=idle), []
-    with Watchdog(tmp_path, 2, errors.append, interval=0.05) as watch:
+    with HangWatchdog(tmp_path, 2, errors.append, interval=0.05) as watch:
         watch.phase("save", 12)
         began, marks = time.monotonic(), 0
         while time.monotonic() - began < 3:
@@ -405,7 +405,7 @@ def test_nobody_is_accused_when_the_storage_does_not_answer():
 
 def test_whoever_gave_a_rank_up_says_why(tmp_path):
     """Its end makes launchers and collectives speak, which know less."""
-    watch = Watchdog(tmp_path, 60, lambda _: None)
+    watch = HangWatchdog(tmp_path, 60, lambda _: None)
     start = time.monotonic()
     watch.wait_if_ending()
     assert time.monotonic() - start < 1
@@ -430,7 +430,7 @@ def test_whoever_gave_a_rank_up_says_why(tmp_path):
 def test_a_rank_waits_for_a_report_or_for_its_turn(news, found, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 30 if any(found) else 1)
-    with Watchdog(tmp_path, 0, lambda _: None) as watch:
+    with HangWatchdog(tmp_path, 0, lambda _: None) as watch:
         watch.phase("step", 12)
         write_beat(watch.heartbeats.folder, beat(rank=0))  # lives
         pid = news.get("pid", os.getpid()) or ended_process()
@@ -444,7 +444,7 @@ def test_a_rank_waits_for_a_report_or_for_its_turn(news, found, tmp_path, monkey
 def test_the_last_word_is_read_before_a_death_is_told(state, tmp_path):
     errors = []
     other, now = beat(pid=ended_process()), time.monotonic()
-    with Watchdog(tmp_path, 0, errors.append, interval=0.05) as watch:
+    with HangWatchdog(tmp_path, 0, errors.append, interval=0.05) as watch:
         write_beat(watch.heartbeats.folder, replace(other, state=state))
         watch.heartbeats.peers[1] = Peer(other, now, ended=now - 10)
         time.sleep(0.5)

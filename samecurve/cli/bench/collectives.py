@@ -14,7 +14,7 @@ import argparse
 import re
 
 from samecurve.bench import printing
-from samecurve.cli.commands import Work, require_positive
+from samecurve.cli.commands import Subcommand, require_positive
 from samecurve.errors import ConfigurationError
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     printing.add_json_option(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     require_positive(arguments, "num_processes", "seconds")
     smallest, largest = (parse_size(f"--{name}", getattr(arguments, name)) for name in ("smallest", "largest"))
     sizes = message_sizes(smallest, largest, arguments.factor)
-    return Work("samecurve.bench.collectives", (arguments, sizes))
+    return Subcommand("samecurve.bench.collectives", (arguments, sizes))
 
 
 def parse_size(option: str, text: str) -> int:

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from samecurve.bench import printing
-from samecurve.cli.commands import Work, require_positive
+from samecurve.cli.commands import Subcommand, require_positive
 from samecurve.config import loader as recipes
 from samecurve.errors import ConfigurationError
 
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     printing.add_json_option(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides)
     if recipe.data.streaming:
         text = "found true, but streamed rows are read by one thread, whatever the number of workers"
         raise ConfigurationError(f"data.streaming: {text}; set data.streaming=false")
     require_positive(arguments, "data_parallel_size", "processes_per_node", "seconds", "needed")
-    return Work("samecurve.bench.dataloader", (arguments, recipe))
+    return Subcommand("samecurve.bench.dataloader", (arguments, recipe))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from samecurve.bench import printing
-from samecurve.cli.commands import Work, require_positive
+from samecurve.cli.commands import Subcommand, require_positive
 from samecurve.config import loader as recipes
 
 
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     printing.add_json_option(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     require_positive(arguments, "seconds")
     sizes = printing.parse_integers("--sizes", arguments.sizes, least=1)
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
-    return Work("samecurve.bench.matmul", (arguments, sizes, recipe))
+    return Subcommand("samecurve.bench.matmul", (arguments, sizes, recipe))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from samecurve.bench import printing
-from samecurve.cli.commands import Work, require_positive
+from samecurve.cli.commands import Subcommand, require_positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     printing.add_json_option(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     require_positive(arguments, "num_processes")
-    return Work("samecurve.bench.memory", (arguments,))
+    return Subcommand("samecurve.bench.memory", (arguments,))

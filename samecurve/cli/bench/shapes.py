@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from samecurve.bench import printing
-from samecurve.cli.commands import Work, require_positive
+from samecurve.cli.commands import Subcommand, require_positive
 from samecurve.specs.precision import MATMUL_PRECISIONS
 
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     printing.add_json_option(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     require_positive(arguments, "hidden_size", "width", "vocabulary_size", "tokens", "seconds")
     multiples = printing.parse_integers("--multiples", arguments.multiples, least=1)
-    return Work("samecurve.bench.gemm_shapes", (arguments, multiples))
+    return Subcommand("samecurve.bench.gemm_shapes", (arguments, multiples))

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from samecurve.bench import jobs, options, printing
-from samecurve.cli.commands import Work, repository_root, require_positive
+from samecurve.cli.commands import Subcommand, repository_root, require_positive
 from samecurve.config import loader as recipes
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     printing.add_json_option(parser)
 
 
-def run(arguments: argparse.Namespace) -> Work:
+def run(arguments: argparse.Namespace) -> Subcommand:
     repository_root()
     require_positive(arguments, "num_processes")
     if arguments.rounds < 1 or not 0 <= arguments.warmup_steps < arguments.steps:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> Work:
     (job,) = jobs.jobs([arguments.strategy], arguments.num_processes or jobs.default_processes())
     variants = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.options)
     variants += [options.Variant(text, tuple(text.split())) for text in arguments.variant]
-    return Work("samecurve.bench.step", (arguments, job, settings, variants))
+    return Subcommand("samecurve.bench.step", (arguments, job, settings, variants))
 
 
 def _variants(recipe: Recipe, given: str | None) -> list[options.Variant]:

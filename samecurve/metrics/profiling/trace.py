@@ -151,7 +151,7 @@ def _by_thread(events: Iterable[dict]) -> dict[tuple, list[dict]]:
 def _innermost(events: list[dict]) -> Iterator[Span]:
     """Split one thread's time where the innermost operator changes; time without work is left out.
 
-    Each event gets the key `work` (a Work or None), the classification of the kernels that it launched.
+    Each event gets the key `work` (an OperatorClass or None), the classification of the kernels that it launched.
     """
     stack: list[dict] = []
     cursor = 0.0

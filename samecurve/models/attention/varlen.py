@@ -40,10 +40,10 @@ class VarlenMask:
     """
 
     first: Tensor | None
-    documents: Documents | None
+    documents: PackedDocuments | None
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """Documents of a micro-batch whose rows are concatenated.
 
     Attributes:
@@ -58,7 +58,7 @@ class Documents(NamedTuple):
     window: int
 
     @classmethod
-    def of(cls, starts: Tensor, longest: int, window: int | None) -> Documents:
+    def of(cls, starts: Tensor, longest: int, window: int | None) -> PackedDocuments:
         return cls(starts, longest, -1 if window is None or window + 1 >= longest else window)
 
 
@@ -80,7 +80,7 @@ def visible_keys(
         return VarlenMask(None, documents)
     first = first_visible(batch_size, q_length, **arguments)
     # torch gives no type to a function under torch.compiler.disable
-    computed: Documents | None = _documents(first) if on_gpu else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    computed: PackedDocuments | None = _documents(first) if on_gpu else None  # pyright: ignore[reportArgumentType, reportAssignmentType]
     return VarlenMask(first[:, None, :, None], computed)
 
 
@@ -126,7 +126,7 @@ def _known(
     config: Any = None,
     use_vmap: bool = False,
     **_,
-) -> Documents | None:
+) -> PackedDocuments | None:
     """Return the documents that the data loader has found, without a read from the device; None if not applicable.
 
     Args:
@@ -136,17 +136,17 @@ def _known(
     facts, window = known(), None if local_size is None else local_size - 1
     if facts.starts is None or use_vmap or local_size not in (None, getattr(config, "sliding_window", None)):
         return None
-    return Documents.of(facts.starts.to(device, non_blocking=True), facts.longest, window)
+    return PackedDocuments.of(facts.starts.to(device, non_blocking=True), facts.longest, window)
 
 
 @torch.compiler.disable  # the number of documents depends on the data
-def _documents(first: Tensor) -> Documents:
+def _documents(first: Tensor) -> PackedDocuments:
     """Find the documents from `first`, (batch_size, sequence_length). Synchronizes with the device."""
     before = torch.arange(first.shape[1], device=first.device) - first
     begins = (before == 0).flatten().nonzero().flatten()
     starts = nn.functional.pad(begins, (0, 1), value=first.numel())  # a new tensor of it would wait once more
     longest, window = torch.stack([starts.diff().max(), before.max()]).tolist()
-    return Documents.of(starts.int(), longest, window)
+    return PackedDocuments.of(starts.int(), longest, window)
 
 
 def attention(
@@ -200,7 +200,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, visible_keys)
 
 
-def _of_torch(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:
+def _of_torch(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float) -> Tensor:
     """Call torch's varlen_attn, which takes (tokens, heads, width) with all rows concatenated."""
     starts, longest, window = documents
     if not _SHARES_HEADS:
