@@ -83,7 +83,11 @@ def evaluate_folder(
     engine = EvaluationEngine(model, task, recipe)
     with _progress_bar() as (start, advance):
         if task.has_reference:
-            _prepare(task, recipe, advance)
+            # prepare a task that compares with the run's initial model, which is rebuilt as training built it
+            plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
+            shape = build_skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
+            model = InitialModel(shape, plain, task)
+            task.prepare(InitialState(model, plain, shape, ControlGroup(), advance, validation_only=True))
         validation = Evaluation(task.validation, recipe.batch.micro_batch_size, engine.shard, advance)
         start(validation.num_micro_batches)
         metrics = validation.metrics(engine, task)
@@ -93,14 +97,6 @@ def evaluate_folder(
         "precision": recipe.precision,
     }
     return facts | {"device": factory.device_name(engine.accelerator), "versions": versions()}, metrics
-
-
-def _prepare(task: Task, recipe: Recipe, alive: Callable[[], None]) -> None:
-    """Prepare a task that compares with the run's initial model, which is rebuilt as training built it."""
-    plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
-    shape = build_skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
-    model = InitialModel(shape, plain, task)
-    task.prepare(InitialState(model, plain, shape, ControlGroup(), alive, validation_only=True))
 
 
 @contextmanager

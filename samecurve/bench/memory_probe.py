@@ -138,7 +138,16 @@ def train_step(device: torch.device, library: str = "") -> None:
     model = tiny_llama().to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     tokens = torch.zeros(1, 128, dtype=torch.long, device=device)
     if library == "deepspeed":
-        _deepspeed_step(model, tokens)
+        # train one step under ZeRO-2, with small buckets, which the planner counts among the tensors
+        import deepspeed
+
+        importlib.import_module("samecurve.engines.cpu_bridge").leave_out_shared_memory()
+        small = {"reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, **small}}
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        engine.backward(engine(input_ids=tokens).logits.sum())
+        engine.step()
         return
     if library:
         from torch.distributed.fsdp import fully_shard
@@ -147,19 +156,6 @@ def train_step(device: torch.device, library: str = "") -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=tokens).logits.sum().backward()
     optimizer.step()
-
-
-def _deepspeed_step(model: nn.Module, tokens: torch.Tensor) -> None:
-    """Train one step under ZeRO-2, with small buckets, which the planner counts among the tensors."""
-    import deepspeed
-
-    importlib.import_module("samecurve.engines.cpu_bridge").leave_out_shared_memory()
-    small = {"reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, **small}}
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    engine.backward(engine(input_ids=tokens).logits.sum())
-    engine.step()
 
 
 if __name__ == "__main__":

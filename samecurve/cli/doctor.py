@@ -48,7 +48,14 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True) if arguments.recipe else None
     strategy = _strategy(arguments) if arguments.strategy else None
     if arguments.hostfile:
-        return _hosts(arguments)
+        listed = read_hostfile(arguments.hostfile)
+        forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
+        forwarded += ["--strategy", arguments.strategy] if arguments.strategy else []
+        forwarded += ["--timeout_seconds", str(arguments.timeout_seconds)]
+        findings = examination.examine(
+            listed, forwarded, arguments.master_addr, arguments.master_port, arguments.timeout_seconds
+        )
+        return examination.report(findings, arguments.json)
     needed = needed_bytes(recipe) if recipe else {}
     os.environ.update(slurm.variables(os.environ))
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -75,17 +82,6 @@ def _strategy(arguments: argparse.Namespace) -> Strategy:
     ]:  # a run may have more processes than the doctor
         raise ConfigurationError(format_problems(problems))
     return strategy
-
-
-def _hosts(arguments: argparse.Namespace) -> int:
-    listed = read_hostfile(arguments.hostfile)
-    forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
-    forwarded += ["--strategy", arguments.strategy] if arguments.strategy else []
-    forwarded += ["--timeout_seconds", str(arguments.timeout_seconds)]
-    findings = examination.examine(
-        listed, forwarded, arguments.master_addr, arguments.master_port, arguments.timeout_seconds
-    )
-    return examination.report(findings, arguments.json)
 
 
 def needed_bytes(recipe: Recipe) -> dict[str, int]:

@@ -21,8 +21,20 @@ SLOW_LINK = 0.25  # of what the interface promises; one stream of gloo does not 
 def compare(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     """Yield the findings from a comparison of two or more hosts."""
     yield from _versions(hosts)
-    yield from _gpus(hosts)
-    yield from _variables(hosts)
+    have = {facts.host: f"{len(facts.gpus)} x {', '.join(sorted({gpu.name for gpu in facts.gpus}))}" for facts in hosts}
+    if any(facts.gpus for facts in hosts) and len(set(have.values())) > 1:
+        seen = "; ".join(f"{host}: {gpus}" for host, gpus in have.items())
+        fix = "give each host's number as slots= in the hostfile, or leave the odd host out"
+        yield Finding("gpus", seen, "the hosts have different GPUs, and the slowest sets the pace", fix)
+    # the two left out name a host's own devices and interfaces
+    names = sorted(
+        {name for facts in hosts for name in facts.variables} - {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"}
+    )
+    for name in names:
+        values = {facts.host: facts.variables.get(name, "not set") for facts in hosts}
+        if len(set(values.values())) > 1:
+            seen = f"{name}: " + ", ".join(f"{host} {value}" for host, value in values.items())
+            yield Finding("environment", seen, "it differs between hosts", "export the same value on each")
 
 
 def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -43,26 +55,6 @@ def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     drivers = different == ["driver"]
     fix = "install one driver on all hosts" if drivers else "pip install -r requirements.txt -c constraints.txt on each"
     yield failed("versions", table, f"{', '.join(different)} differ between hosts", fix, ConfigurationError)
-
-
-def _gpus(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    have = {facts.host: f"{len(facts.gpus)} x {', '.join(sorted({gpu.name for gpu in facts.gpus}))}" for facts in hosts}
-    if any(facts.gpus for facts in hosts) and len(set(have.values())) > 1:
-        seen = "; ".join(f"{host}: {gpus}" for host, gpus in have.items())
-        fix = "give each host's number as slots= in the hostfile, or leave the odd host out"
-        yield Finding("gpus", seen, "the hosts have different GPUs, and the slowest sets the pace", fix)
-
-
-def _variables(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    # the two left out name a host's own devices and interfaces
-    names = sorted(
-        {name for facts in hosts for name in facts.variables} - {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"}
-    )
-    for name in names:
-        values = {facts.host: facts.variables.get(name, "not set") for facts in hosts}
-        if len(set(values.values())) > 1:
-            seen = f"{name}: " + ", ".join(f"{host} {value}" for host, value in values.items())
-            yield Finding("environment", seen, "it differs between hosts", "export the same value on each")
 
 
 def clocks(offsets: Mapping[str, float]) -> Finding:

@@ -105,7 +105,11 @@ def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
     if source.is_dir():
         shutil.copytree(source, target)
     elif source.suffix == ".safetensors":
-        _cast(source, target, dtype)
+        tensors = load_file(source)
+        problems = [str(problem) for name, tensor in tensors.items() if (problem := out_of_range(name, tensor, dtype))]
+        if problems:
+            raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
+        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata={"format": "pt"})
     elif source.name == "config.json":
         write_json(target, {**_read(source), "dtype": dtype_name(dtype)})
     elif source.name.endswith(".safetensors.index.json"):

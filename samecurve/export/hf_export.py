@@ -170,15 +170,13 @@ class _FileWriter:
         if self._waiting.keys() >= set(group):
             members = {member: self._waiting.pop(member) for member in group}
             for stored, converted in self._layout.convert(members).items():
-                self._add(stored, converted.contiguous())
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        if self._shard and self._shard_size + tensor.nbytes > self._limit:
-            self._flush()
-        # Clone a view, which would be saved with all of its storage, or refused as shared.
-        self._shard[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-        self._shard_size += tensor.nbytes
-        self._total += tensor.nbytes
+                tensor = converted.contiguous()
+                if self._shard and self._shard_size + tensor.nbytes > self._limit:
+                    self._flush()
+                # Clone a view, which would be saved with all of its storage, or refused as shared.
+                self._shard[stored] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+                self._shard_size += tensor.nbytes
+                self._total += tensor.nbytes
 
     def finish(self) -> None:
         """Write the last file and the index. Raises the first problem's class with all problems in its message."""

@@ -91,7 +91,10 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
     if not problem and known[-1].facts["recipe"]["task"] not in TASKS:
         problem = f"recipe.task: no task {known[-1].facts['recipe']['task']}"
     if problem:  # the model is whole, whatever happened to the record of its training
-        return _bare_card(run, info, f"run.json cannot be used: {problem}")
+        entries = {"library_name": "transformers", **_license(info.license), "tags": ["samecurve"]}
+        text = yaml.safe_dump(entries, sort_keys=False)
+        why = f"run.json cannot be used: {problem}".replace(f"{run}/", "")
+        return f"---\n{text}---\n\n# {run.resolve().name}\n\n## Not known\n\nHow this model was trained: {why}.\n"
     facts = without_folders(known[-1].facts)
     parts = [
         f"---\n{yaml.safe_dump(metadata(known[-1].facts, info), sort_keys=False, allow_unicode=True)}---\n",
@@ -136,13 +139,6 @@ def metadata(facts: dict, info: ExportInfo) -> dict:
     entries["pipeline_tag"] = TASKS[recipe["task"]].hub_tag
     entries["tags"] = ["samecurve", recipe["task"], *([adapter] if adapter else [])]
     return entries
-
-
-def _bare_card(run: Path, info: ExportInfo, problem: str) -> str:
-    entries = {"library_name": "transformers", **_license(info.license), "tags": ["samecurve"]}
-    text = yaml.safe_dump(entries, sort_keys=False)
-    why = problem.replace(f"{run}/", "")
-    return f"---\n{text}---\n\n# {run.resolve().name}\n\n## Not known\n\nHow this model was trained: {why}.\n"
 
 
 def _license(given: str | None) -> dict:

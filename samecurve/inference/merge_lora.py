@@ -73,7 +73,10 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
     from peft import PeftModel  # noisy unless `load` ran before it
 
     assert isinstance(adapted, PeftModel)  # cli/merge.py refuses a folder without an adapter
-    rows = _rows(adapted)
+    # draw token ids from the whole vocabulary, (ROWS, LENGTH), or shorter for a model with fewer positions
+    positions = getattr(adapted.config, "max_position_embeddings", None) or LENGTH
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(adapted.config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
     base_logits, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)
@@ -85,7 +88,13 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
         merged.save_pretrained(output)
         if generation is not None:
             write_generation_config(generation, tokenizer, output)
-        _copy_the_rest(folder, output)
+        # Copy the tokenizer and the task's own files from the adapter's folder. Raises as `check_links`.
+        check_links(folder)
+        for path in folder.iterdir():
+            skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)
+            if skipped or (output / path.name).exists():
+                continue
+            shutil.copytree(path, output / path.name) if path.is_dir() else shutil.copyfile(path, output / path.name)
     del adapted, merged  # the merged model is read back without them in memory
     merged_logits = _logits(loading.load_model(str(output), head, trust_remote_code=trust_remote_code), rows)
     difference, effect = ((other - expected).abs().max().item() for other in (merged_logits, base_logits))
@@ -98,13 +107,6 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
     if not difference <= limit:
         raise NumericError(f"the merged model differs from the adapted one and was deleted: {text}")
     return text
-
-
-def _rows(model: PreTrainedModel) -> Tensor:
-    """Draw token ids from the whole vocabulary, (ROWS, LENGTH), or shorter for a model with fewer positions."""
-    positions = getattr(model.config, "max_position_embeddings", None) or LENGTH
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
 
 
 def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:
@@ -124,13 +126,3 @@ def _without_matrices(model: PreTrainedModel, rows: Tensor) -> Tensor:
     for layer in layers:
         layer.enable_adapters(True)
     return logits
-
-
-def _copy_the_rest(folder: Path, output: Path) -> None:
-    """Copy the tokenizer and the task's own files from the adapter's folder. Raises as `check_links`."""
-    check_links(folder)
-    for path in folder.iterdir():
-        skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)
-        if skipped or (output / path.name).exists():
-            continue
-        shutil.copytree(path, output / path.name) if path.is_dir() else shutil.copyfile(path, output / path.name)

@@ -266,7 +266,10 @@ class _SumWithGradients(torch.autograd.Function):
             logits = logits_of(states, computed, shift)
             with record_function(LOSS):
                 if columns is None:
-                    loss, gradient = _sum_and_gradient(wanted.measure, logits, targets)
+                    with torch.enable_grad():
+                        loss = wanted.measure(logits.requires_grad_(), **targets)
+                        (gradient,) = torch.autograd.grad(loss, logits)
+                    loss = loss.detach()
                 else:
                     loss, gradient = columns.sum_and_gradient(wanted.measure, logits, targets)
             total += loss
@@ -282,13 +285,6 @@ class _SumWithGradients(torch.autograd.Function):
     def backward(ctx, factor: Tensor) -> tuple[Tensor | None, ...]:
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *((None if g is None else (g * factor).to(dtype)) for g, dtype in gradients), None, None
-
-
-def _sum_and_gradient(measure: Measure, logits: Tensor, targets: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        loss = measure(logits.requires_grad_(), **targets)
-        (gradient,) = torch.autograd.grad(loss, logits)
-    return loss.detach(), gradient
 
 
 def _chunks(wanted: TokenSums, weight: Tensor) -> Iterator[tuple[slice, dict[str, Tensor]]]:

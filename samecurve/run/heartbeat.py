@@ -62,7 +62,10 @@ class Heartbeats:
         self._own = describe()
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._local = _local_ranks(self._own.rank)
+        names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")  # torchrun's and deepspeed's
+        num_local = int(next((os.environ[name] for name in names if name in os.environ), "1"))
+        first = self._own.rank - int(os.environ.get("LOCAL_RANK", "0"))
+        self._local = range(first, first + num_local)
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         is_large = num_ranks > MOST_FILES and len(self._local) < num_ranks
         self._relay = Relay(folder, self._own.rank, self._local, STALE_BEATS * every) if is_large else None
@@ -184,13 +187,6 @@ class Heartbeats:
         for peer in list(self.peers.values()):
             if peer.runs and peer.ended is None and self.is_local(peer.beat) and not exists(peer.beat.pid):
                 peer.ended = time.monotonic()
-
-
-def _local_ranks(rank: int) -> range:
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")  # torchrun's and deepspeed's
-    num_local = int(next((os.environ[name] for name in names if name in os.environ), "1"))
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
-    return range(first, first + num_local)
 
 
 def exists(pid: int) -> bool:

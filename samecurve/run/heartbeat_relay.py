@@ -46,7 +46,10 @@ class Relay:
         if self._rank == 0:
             beats = [beat for path in self._folder.glob("host_*.json") if path != self._host for beat in self._of(path)]
         elif self._rank == self._local.start:
-            beats = self._down = self._of_world()
+            content, is_fresh = self._read(self._folder / WORLD, _WORLD_SCHEMA)
+            beats = _beats(content, "beats")
+            # if stale, rank 0's own: it is the one that does not write any more
+            beats = self._down = beats if is_fresh else beats[:1]
         else:
             content, is_fresh = self._read(self._host)
             beats = _beats(content, "down") if is_fresh else []
@@ -78,11 +81,6 @@ class Relay:
         first = beats[0].rank
         beats = [read_beat(self._folder / file_name(rank)) for rank in range(first, first + content["num_ranks"])]
         return [beat for beat in beats if beat]
-
-    def _of_world(self) -> list[Beat]:
-        content, is_fresh = self._read(self._folder / WORLD, _WORLD_SCHEMA)
-        beats = _beats(content, "beats")
-        return beats if is_fresh else beats[:1]  # rank 0's own: it is the one that does not write any more
 
     def _read(self, path: Path, schema: Any = _HOST_SCHEMA) -> tuple[dict, bool]:
         """Return a file's content, {} if there is none yet, and whether it changed lately."""

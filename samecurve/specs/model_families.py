@@ -267,7 +267,12 @@ def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int)
             "would read each other, and nothing would show it; set data.packing to false (and data.group_by_length to "
             "true)"
         )
-    limit = _longrope_limit(config)
+    # longrope chooses its angles by the largest position of a micro-batch
+    # (transformers.modeling_rope_utils.dynamic_rope_update)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sections = [parameters, *(by_layer for by_layer in parameters.values() if isinstance(by_layer, dict))]
+    limits = [one["original_max_position_embeddings"] for one in sections if one.get("rope_type") == "longrope"]
+    limit = min(limits, default=None)
     if limit is not None and sequence_length > limit:
         raise ConfigurationError(
             f"data.packing: found true, but a {config.model_type} with rope_type longrope chooses its rotary angles by "
@@ -275,14 +280,3 @@ def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int)
             f"original_max_position_embeddings ({limit}), so the curve would depend on the micro-batch; set "
             f"data.packing to false, or batch.sequence_length to at most {limit}"
         )
-
-
-def _longrope_limit(config: PreTrainedConfig) -> int | None:
-    """Return the length in tokens above which longrope uses its other angles; None for other rotary embeddings.
-
-    The choice is made by the largest position of a micro-batch (transformers.modeling_rope_utils.dynamic_rope_update).
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sections = [parameters, *(by_layer for by_layer in parameters.values() if isinstance(by_layer, dict))]
-    limits = [one["original_max_position_embeddings"] for one in sections if one.get("rope_type") == "longrope"]
-    return min(limits, default=None)

@@ -71,7 +71,8 @@ def build_once(target: Path, build: Callable[[NewEntry], None], load: Callable[[
         except DamagedEntryError as error:
             wait = _DAMAGED_POLL_SECONDS
             if is_builder:
-                _print(f"{target}: {error}; this entry of the cache is built again")
+                with suppress(OSError):  # a full or closed output
+                    print(f"{target}: {error}; this entry of the cache is built again", flush=True)
         if is_builder:
             break
         time.sleep(wait)
@@ -93,15 +94,14 @@ def build_once(target: Path, build: Callable[[NewEntry], None], load: Callable[[
         ) from error
 
 
-def _print(line: str) -> None:
-    with suppress(OSError):  # a full or closed output
-        print(line, flush=True)
-
-
 def _build_and_rename(target: Path, build: Callable[[NewEntry], None]) -> None:
     make_durable_folder(target.parent)
     with _locked_folder(target) as work:
-        _sweep(work)
+        # remove what killed builds left beside `work`, which this process has locked, as each live builder has its own
+        for folder in work.parent.glob(f"{_BUILDING}*"):
+            # locked by a live builder, just removed, or of a user whose files stay
+            with suppress(ConfigurationError, OSError), lock_folder(folder):
+                shutil.rmtree(folder)
         new = work / "new"
         new.mkdir()
         entry = NewEntry(new)
@@ -148,11 +148,3 @@ def _locked_folder(target: Path) -> Iterator[Path]:
                     break
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         yield work
-
-
-def _sweep(work: Path) -> None:
-    """Remove what killed builds left beside `work`, which this process has locked, as each live builder has its own."""
-    for folder in work.parent.glob(f"{_BUILDING}*"):
-        # locked by a live builder, just removed, or of a user whose files stay
-        with suppress(ConfigurationError, OSError), lock_folder(folder):
-            shutil.rmtree(folder)

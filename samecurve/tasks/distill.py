@@ -16,8 +16,6 @@ from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 from samecurve.tasks import causal_lm, sft
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from samecurve.config.schema import Recipe
     from samecurve.interfaces.engine import EvalResult
 
@@ -90,14 +88,9 @@ def load_task(recipe: Recipe) -> DistillTask:
         DataError: see `sft.load`.
     """
     task = sft.load_task(recipe)
-    _check_vocabulary(task.tokenizer, recipe)
-    return DistillTask(task.tokenizer, task.splits, task.details, recipe=recipe)
-
-
-def _check_vocabulary(ours: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     teacher = recipe.distill.teacher
     assert teacher is not None  # a rule of the configuration
-    known = ours.get_vocab()
+    known = task.tokenizer.get_vocab()
     theirs = tokenizer.load_pretrained_tokenizer(teacher, recipe.model.trust_remote_code).get_vocab()
     differing = sorted(token for token in known.keys() | theirs.keys() if known.get(token) != theirs.get(token))
     if differing:
@@ -107,3 +100,4 @@ def _check_vocabulary(ours: PreTrainedTokenizerFast, recipe: Recipe) -> None:
             f"{theirs.get(token)} for {token!r}, which the student has as {known.get(token)}; use a teacher with the "
             "student's tokenizer, or set tokenizer.path to the teacher's"
         )
+    return DistillTask(task.tokenizer, task.splits, task.details, recipe=recipe)
