@@ -194,7 +194,7 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
         yield "base model's fingerprint", facts["adapter"].get("base_model", UNKNOWN)
     yield "parameters", f"{facts['num_parameters']:,}, {facts['num_trained_parameters']:,} of them trained"
     mixture = recipe["data"].get("mixture") or ()
-    yield "data", recipe["data"]["path"] or ", ".join(f"{each['path']} (weight {each['weight']:g})" for each in mixture)
+    yield "data", recipe["data"]["path"] or ", ".join(f"{part['path']} (weight {part['weight']:g})" for part in mixture)
     for name in ("hub", "evaluated_on", "rows", "bad_rows", "evaluation_bad_rows"):
         if name in facts["data"]:
             dropped = " dropped, because they could not be used" if name.endswith("bad_rows") else ""

@@ -69,7 +69,7 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
     from transformers.pytorch_utils import Conv1D
 
     chosen, whole = settings.target_modules, whole_modules(model)
-    parts = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{each}.") for each in whole)]
+    parts = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{prefix}.") for prefix in whole)]
     config = LoraConfig(
         revision=revision,
         r=settings.rank,
@@ -188,8 +188,8 @@ def initial_magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tupl
 
     The magnitudes are the norms of the weight's rows, because B starts at 0.
     """
-    prefix, found, last = name.rpartition(_BASE)
-    module: Any = model.get_submodule(prefix) if found and last == "weight" else None  # a layer of peft
+    prefix, separator, last = name.rpartition(_BASE)
+    module: Any = model.get_submodule(prefix) if separator and last == "weight" else None  # a layer of peft
     if module is None or NAME not in module.lora_magnitude_vector:
         return None
     rows = weight.T if module.fan_in_fan_out else weight

@@ -54,7 +54,7 @@ class GpuRow:
 @lru_cache(maxsize=1)
 def rows() -> tuple[GpuRow, ...]:
     """Read the table."""
-    numbers = {each.name: {"float": float, "int": int}.get(str(each.type), str) for each in fields(GpuRow)}
+    numbers = {field.name: {"float": float, "int": int}.get(str(field.type), str) for field in fields(GpuRow)}
     with Path(__file__).with_name("gpus.csv").open(newline="", encoding="utf-8") as file:
         return tuple(
             GpuRow(
