@@ -105,7 +105,8 @@ def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
     if source.is_dir():
         shutil.copytree(source, target)
     elif source.suffix == ".safetensors":
-        tensors = load_file(source)
+        stored = header(source)
+        tensors = read(stored, stored)
         problems = [str(problem) for name, tensor in tensors.items() if (problem := out_of_range(name, tensor, dtype))]
         if problems:
             raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
@@ -124,15 +125,6 @@ def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 def _read(path: Path, schema: Any = dict) -> dict:
     return read_record(path, schema).require(CheckpointError, "export the model again from a checkpoint (--checkpoint)")
-
-
-def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
-    stored = header(source)
-    tensors = read(stored, stored)
-    problems = [str(found) for name, tensor in tensors.items() if (found := out_of_range(name, tensor, dtype))]
-    if problems:
-        raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata={"format": "pt"})
 
 
 def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path, made: ExportInfo) -> None:

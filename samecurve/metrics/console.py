@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from samecurve.metrics.batch_lines import batch_lines
+from samecurve.config.schema_training import Batch
 from samecurve.metrics.predicted import QUANTITIES, announced, compare_with_prediction, is_shown
 from samecurve.storage.jsonl import EvenlySpaced
 from samecurve.storage.terminal import TextConsole

@@ -257,9 +257,9 @@ def install(
         ConfigurationError: the model has dropout, and its layers do not keep the rows of a batch on the first axis;
             or noise that cannot be drawn by row.
     """
-    found = rates(model.config)
-    if found and model.config.model_type in families("tokens_first"):
-        listed = ", ".join(f"{key}: {rate}" for key, rate in found.items())
+    positive_rates = rates(model.config)
+    if positive_rates and model.config.model_type in families("tokens_first"):
+        listed = ", ".join(f"{key}: {rate}" for key, rate in positive_rates.items())
         raise ConfigurationError(
             f"model.config: a {model.config.model_type} does not keep the rows of a batch on the first axis, so its "
             f"dropout ({listed}) cannot be drawn by row; set these rates to 0 in model.config, or use another family"
@@ -306,7 +306,7 @@ def sdpa_with_dropout(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' "sdpa" attention_with_dropout, with the dropout of `module.dropout_place` if there is one.
+    """Compute transformers' "sdpa" attention, with the dropout of `module.dropout_place` if there is one.
 
     Other functions are replaced by a TorchFunctionMode; here torch.compile would break the graph (torch 2.13).
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"  # the latter is jetmoe's
 _TOP_K = "num_experts_per_tok", "moe_k"  # the latter is ernie4_5_moe's
+# Forwards that multiply a router's input by noise, as Mixtral's, or draw among the best experts, as PhiMoE's.
+_NOISY = re.compile(r"\.uniform_\(|\bsparsemixer\(")
+_MOST_DRAWS = 6  # in one forward; seen: 5
 
 
 @dataclass(frozen=True)

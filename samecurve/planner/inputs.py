@@ -20,7 +20,6 @@ from samecurve.planner import model_shape
 from samecurve.planner.hardware import Gpu
 from samecurve.planner.model_shape import ModelShape
 from samecurve.specs import loss_chunks
-from samecurve.specs.compilation import COMPILED
 from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families, without_varlen
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.precision import COMPILED

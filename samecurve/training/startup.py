@@ -28,7 +28,6 @@ from samecurve.models.lora import is_adapted, trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.parameter_groups import roles_of
 from samecurve.run.metadata import RunFacts, resume_identity
-from samecurve.specs.compilation import COMPILED
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import check_packing
 from samecurve.specs.precision import COMPILED
@@ -336,7 +335,7 @@ def _introduce(session: Session) -> None:
         precision_warning=warning,
         allocator=factory.allocator(accelerator),
         cudnn_attention=cudnn.describe(accelerator.device),
-        attention_choice=measured.describe(recipe, accelerator.device),
+        attention_choice=choice.describe_choice(recipe, accelerator.device),
         optimizer_groups=roles_of(built.skeleton).describe(recipe.optimizer, trained_shapes(built.skeleton)),
         router_loss=routers.describe(recipe.model.router_loss, built.skeleton),
         num_fp8_modules=fp8.count(built.skeleton, recipe.fp8),

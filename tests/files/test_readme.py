@@ -23,9 +23,8 @@ from samecurve.interfaces.engine import EvalResult, StepResult
 from samecurve.metrics.meter import Machine, Meter
 from samecurve.models.compilation import Recompilations
 from samecurve.optim.factory import num_bytes_per_parameter
-from samecurve.specs.learning_rates import usual_rates
 from samecurve.specs.model_families import PIPELINED, families
-from samecurve.specs.optimizers import OPTIMIZERS
+from samecurve.specs.optimizers import OPTIMIZERS, usual_rates
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy.accelerate_keys import ACCELERATE, Rejected
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, ZERO
