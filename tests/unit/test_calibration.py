@@ -323,7 +323,7 @@ def test_a_folder_without_a_run_and_a_damaged_file(tmp_path, cache, capsys):
     ("key", "value", "found"),
     [
         ("time_interval", 3, "time_interval: found 3"),
-        ("memory_interval", [0.1, "x"], "memory_interval: found a list"),
+        ("memory_interval", [0.1, "x"], 'memory_interval[1]: found "x"'),
         ("memory_interval", [0.1, 0.2], "memory_interval: found [0.1, 0.2]"),
         ("process_gib", {"torch": "x"}, 'process_gib.torch: found "x"'),
         ("time", {"computing": 2}, "time.computing: found 2"),
