@@ -8,12 +8,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BEGIN_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
-# The model is trained on the text inside `generation`.
+# The model is trained on the text inside `generation`. ChatML itself has no tools: they are written between the tags of
+# Hermes and Qwen, which inference servers parse.
 CHAT_TEMPLATE = """\
-{{ bos_token }}{% for message in messages %}
+{{ bos_token }}
+{%- set system = tools and messages and messages[0]['role'] == 'system' %}
+{%- if tools %}
+{{- '<|im_start|>system\\n' + (messages[0]['content'] + '\\n\\n' if system else '') }}
+{{- 'Functions that can be called:\\n<tools>\\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}
+{{- '</tools>\\nTo call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in (messages[1:] if system else messages) %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
 {%- if message['role'] == 'assistant' %}
-{%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{%- generation %}
+{{- message['content'] or '' }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '\\n' if message['content'] or not loop.first else '' }}
+{{- '<tool_call>\\n' + {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}
+{{- '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}
+{%- endgeneration %}
 {%- else %}
 {{- message['content'] + '<|im_end|>' }}
 {%- endif %}

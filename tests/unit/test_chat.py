@@ -218,9 +218,22 @@ def test_the_date_of_a_template(make):
 
 
 def test_an_end_of_turn_behind_the_mark_is_trained_too(make):
-    template = CHAT_TEMPLATE.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+    end, mark = "{{- '<|im_end|>' }}", "{%- endgeneration %}"
+    template = CHAT_TEMPLATE.replace(f"{end}\n{mark}", f"{mark}\n{end}")
     assert template != CHAT_TEMPLATE
     assert trained_text(make(template), TURNS[-2:]) == ["4<|im_end|>"]
+
+
+def test_chatml_writes_tools_and_trains_calls(make):
+    """Of LLaMA-Factory's roles: a call by the model, and what the function returned."""
+    turns = [("system", "be brief"), ("human", "add 1"), ("function_call", '{"name": "add", "arguments": {"a": 1}}')]
+    turns += [("observation", "2"), ("gpt", "2")]
+    row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    row["tools"] = json.dumps([{"name": "add", "parameters": {"type": "object"}}])
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert trained_text(make(), row, messages="conversations") == [call, "2<|im_end|>"]
+    text = make().decode(encode(make(), row, messages="conversations")[0])
+    assert text.count("<|im_start|>system") == 1 and "be brief\n\nFunctions" in text and '"name": "add"' in text
 
 
 def test_all_turns_by_option(make):
@@ -351,9 +364,9 @@ ERRORS = [
         TURNS,
         ("here", "marks no text", "no token would be trained", "{% generation %}"),
     ),
-    (CHAT_TEMPLATE, TOOL_CALL, ("here", "tool_calls", "does not render", "tokenizer.chat_template")),
+    (UNMARKED, TOOL_CALL, ("here", "tool_calls", "does not render", "tokenizer.chat_template")),
     (
-        CHAT_TEMPLATE,
+        UNMARKED,
         {"messages": TURNS, "tools": json.dumps([{"name": "f"}])},
         ("here", "tools", "does not render", "tokenizer.chat_template"),
     ),
