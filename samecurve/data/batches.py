@@ -123,10 +123,10 @@ class StepBatches:
         rank, size = self.shard
         if not self.batch.rows_per_rank(size)[rank]:
             whole = whole.without_labels(1)
-        found = whole.split(self.batch.micro_batch_size)
-        missing = self.batch.accumulation_steps(size) - len(found)
-        found += whole.without_labels(1).split(1) * missing
-        return found if self._count is None else [self._examined(batch, self._count) for batch in found]
+        micro_batches = whole.split(self.batch.micro_batch_size)
+        missing = self.batch.accumulation_steps(size) - len(micro_batches)
+        micro_batches += whole.without_labels(1).split(1) * missing
+        return micro_batches if self._count is None else [self._examined(batch, self._count) for batch in micro_batches]
 
     @staticmethod
     def _examined(batch: MicroBatch, count: Callable[..., int]) -> MicroBatch:
@@ -141,8 +141,8 @@ class StepBatches:
         # Split into micro-batches later, so that workers send few large tensors instead of many small ones.
         rank, size = self.shard
         together = self.rows_of(step) if rows is None else rows
-        found, allowed = self.rows.most_reads(together)
-        assert found <= allowed, f"step {step} reads a row {found} times, {allowed} at most are needed"
+        most, allowed = self.rows.most_reads(together)
+        assert most <= allowed, f"step {step} reads a row {most} times, {allowed} at most are needed"
         shares = self.batch.rows_per_rank(size)
         first = sum(shares[:rank])
         mine = slice(first, first + shares[rank]) if shares[rank] else slice(1)  # one row to copy, if there is none
@@ -183,11 +183,11 @@ class StepBatches:
         wholes = self._guarded(upcoming, self._by_workers(upcoming)) if self.num_workers else here
 
         def make() -> list[MicroBatch]:
-            found = self._micro_batches(next(wholes))
+            own = self._micro_batches(next(wholes))
             if self._count is None or self._start_sum is None:
-                return found
-            sums = self._start_sum(Counts.of_step(found, self._count))
-            return [replace(each, facts=each.facts and each.facts._replace(step_sums=sums)) for each in found]
+                return own
+            sums = self._start_sum(Counts.of_step(own, self._count))
+            return [replace(batch, facts=batch.facts and batch.facts._replace(step_sums=sums)) for batch in own]
 
         # one thread, because every rank has to start the sums in the order of the steps
         with ThreadPoolExecutor(1, thread_name_prefix="step-batches") as pool:
@@ -288,10 +288,10 @@ class EvaluationBatches(Sequence[MicroBatch]):
         indices = np.arange(first, first + self.micro_batch_size)
         exists = indices < len(self.rows)
         rows = np.where(exists, indices, 0)
-        found = self.rows[rows]
-        labels = found.labels.copy()
+        read = self.rows[rows]
+        labels = read.labels.copy()
         labels[~exists] = IGNORE_INDEX
-        arrays = RowArrays(found.inputs, found.targets | {"labels": labels})
+        arrays = RowArrays(read.inputs, read.targets | {"labels": labels})
         (micro_batch,) = _pinned(_whole(arrays, self.rows.width(rows))).split(self.micro_batch_size)
         return micro_batch
 

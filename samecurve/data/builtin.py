@@ -73,20 +73,20 @@ def _corrupted(prompt: str, body: str, other: str) -> str:
     """
     # Seeded by the function itself, so that the result is always the same.
     draw = random.Random(f"{prompt}\0{body}")
-    lines, names = body.split("\n"), [found.span() for found in re.finditer(r"\b[A-Za-z_]{2,}\b", body)]
-    found = [other]
+    lines, names = body.split("\n"), [match.span() for match in re.finditer(r"\b[A-Za-z_]{2,}\b", body)]
+    corruptions = [other]
     if len(lines) > 1:
         kept = sorted(draw.sample(range(len(lines)), len(lines) - _third(lines)))
-        found.append("\n".join(lines[index] for index in kept))
-        found.append("\n".join(draw.sample(lines, len(lines))))
+        corruptions.append("\n".join(lines[index] for index in kept))
+        corruptions.append("\n".join(draw.sample(lines, len(lines))))
     if len(names) > 1:
         words, changed = [body[start:end] for start, end in names], body
         # from the end, so that the spans before stay valid
         for start, end in sorted(draw.sample(names, _third(names)), reverse=True):
             changed = changed[:start] + draw.choice(words) + changed[end:]
-        found.append(changed)
-    draw.shuffle(found)
-    return next((text.strip() for text in found if text.strip() not in ("", body)), f"{body}\npass")
+        corruptions.append(changed)
+    draw.shuffle(corruptions)
+    return next((text.strip() for text in corruptions if text.strip() not in ("", body)), f"{body}\npass")
 
 
 def _third(things: list) -> int:

@@ -121,15 +121,15 @@ class ChatEncoder(ConversationEncoder):
     def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
         rendered = [self.render(document) for document in documents]
         encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        found = []
+        encoded = []
         for document, encoding, (_, spans) in zip(documents, encodings, rendered, strict=True):
             offsets = np.array(encoding.offsets)
-            found.append(Encoded(encoding.ids, overlap(offsets, spans)))
+            encoded.append(Encoded(encoding.ids, overlap(offsets, spans)))
             inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
             self.counts["answers_begun_inside_a_token"] += inside
             special = (any(token in message["content"] for token in self._special) for message in document.messages)
             self.counts["messages_with_special_tokens"] += sum(special)
-        return found
+        return encoded
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the rendered text and its trained character ranges."""

@@ -65,12 +65,12 @@ class TextEncoder(ConversationEncoder):
     def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
         rendered = [self.render(document) for document in documents]
         encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        found = []
+        encoded = []
         for encoding, (_, spans) in zip(encodings, rendered, strict=True):
             begin, end = np.zeros(len(self._begin), dtype=bool), np.ones(len(self._end), dtype=bool)
             marks = [begin, overlap(np.array(encoding.offsets), spans), end]
-            found.append(Encoded([*self._begin, *encoding.ids, *self._end], np.concatenate(marks)))
-        return found
+            encoded.append(Encoded([*self._begin, *encoding.ids, *self._end], np.concatenate(marks)))
+        return encoded
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return prompt and completion as one text, and its trained character range."""

@@ -172,8 +172,8 @@ def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> Datas
         return newest
     # the cache of datasets has the folders OWNER___NAME/CONFIG/VERSION/COMMIT
     versions = Path(newest.cache_dir).parents[1]
-    found = [] if commit is None else sorted(versions.glob(f"*/{commit}"))
-    if not found:
+    folders = [] if commit is None else sorted(versions.glob(f"*/{commit}"))
+    if not folders:
         asked = f"revision {revision or 'main'}" + (f" (commit {commit})" if commit not in (None, revision) else "")
         others = sorted(folder.name for folder in versions.glob("*/*") if _COMMIT.fullmatch(folder.name))
         raise DataError(
@@ -184,7 +184,7 @@ def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> Datas
         dataset_name=newest.dataset_name,
         repo_id=name,
         config_name=newest.config.name,
-        version=found[-1].parent.name,
+        version=folders[-1].parent.name,
         hash=commit,
     )
 

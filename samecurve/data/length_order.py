@@ -36,13 +36,13 @@ class LengthOrder:
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the rows read at the given positions, see `sampler.rows_at`."""
         epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), len(self.sizes))
-        found = np.empty_like(places)
+        rows = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             starts = self._layout(epoch).starts
             groups = np.where(epochs == epoch, np.searchsorted(starts, places, side="right") - 1, -1)
             for group in np.unique(groups[groups >= 0]).tolist():
-                found[groups == group] = self._group(epoch, group)[places[groups == group] - starts[group]]
-        return found
+                rows[groups == group] = self._group(epoch, group)[places[groups == group] - starts[group]]
+        return rows
 
     def _group(self, epoch: int, group: int) -> np.ndarray:
         """Return a group's rows in reading order."""

@@ -37,8 +37,8 @@ class Counts(NamedTuple):
     @classmethod
     def of_step(cls, micro_batches: Iterable[MicroBatch], count: Callable[..., int]) -> Counts:
         """Add up the counts of micro-batches, which need not be examined yet."""
-        each = [batch.facts.counts if batch.facts else cls.of(batch, count) for batch in micro_batches]
-        return cls(*map(sum, zip(*each, strict=True)))
+        counts = [batch.facts.counts if batch.facts else cls.of(batch, count) for batch in micro_batches]
+        return cls(*map(sum, zip(*counts, strict=True)))
 
 
 class Documents(NamedTuple):

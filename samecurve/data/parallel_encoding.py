@@ -43,11 +43,11 @@ def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterat
 
     def first() -> tuple[list, list[Encoded | BadRow]]:
         documents, future = waiting.popleft()
-        found, counts = future.result()
+        results, counts = future.result()
         # the worker has counted in its own copy of the encoder
         for name, count in counts.items():
             encoder.counts[name] += count
-        return documents, found
+        return documents, results
 
     try:
         for documents in batches:
@@ -73,21 +73,21 @@ def _encode(documents: list) -> tuple[list[Encoded | BadRow], dict[str, int]]:
     encoder = _worker_encoder
     assert encoder is not None  # _begin ran when this process started
     before = dict(encoder.counts)
-    found = _encode_with(encoder, documents)
-    return found, {name: count - before[name] for name, count in encoder.counts.items()}
+    results = _encode_with(encoder, documents)
+    return results, {name: count - before[name] for name, count in encoder.counts.items()}
 
 
 def _encode_with(encoder: Encoder, entries: list) -> list[Encoded | BadRow]:
     before, documents = dict(encoder.counts), [entry for entry in entries if not isinstance(entry, BadRow)]
     try:
-        found: list[Encoded | BadRow] = [*encoder.encode(documents)] if documents else []
+        results: list[Encoded | BadRow] = [*encoder.encode(documents)] if documents else []
     except DataError:  # of one of them: which ones?
         encoder.counts.update(before)
-        found = []
+        results = []
         for document in documents:
             try:
-                found += encoder.encode([document])
+                results += encoder.encode([document])
             except DataError as error:
-                found.append(BadRow.of(document.place, error))
-    following = iter(found)
+                results.append(BadRow.of(document.place, error))
+    following = iter(results)
     return [entry if isinstance(entry, BadRow) else next(following) for entry in entries]

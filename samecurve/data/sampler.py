@@ -122,10 +122,10 @@ def rows_in_steps(positions: np.ndarray, num_rows: int, seed: int, steps: Bounds
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
     order = _order(num_rows, seed, steps)
-    found = np.empty_like(places)
+    rows = np.empty_like(places)
     for epoch in np.unique(epochs).tolist():
-        found[epochs == epoch] = order.rows(epoch, places[epochs == epoch])
-    return found
+        rows[epochs == epoch] = order.rows(epoch, places[epochs == epoch])
+    return rows
 
 
 class _EpochOrder:
@@ -141,13 +141,13 @@ class _EpochOrder:
         """Return the rows at the given places of an epoch."""
         if epoch < self._first or self.origin(epoch) != epoch:
             return self._end(epoch, places)
-        found, (before, after) = self._plain(epoch, places), self._around(epoch)
+        rows, (before, after) = self._plain(epoch, places), self._around(epoch)
         moved = places < before + after
         if before and moved.any():
             last = self._end(epoch - 1, np.arange(self._num_rows - before, self._num_rows))
             begin = _put_off(self._plain(epoch, np.arange(before + after)), after, last)
-            found[moved] = begin[places[moved]]
-        return found
+            rows[moved] = begin[places[moved]]
+        return rows
 
     def origin(self, epoch: int) -> int:
         """Return the epoch whose order this epoch has.
@@ -159,9 +159,9 @@ class _EpochOrder:
         nth = epoch
         while nth >= self._first and nth != known and self._repeats(nth):
             nth -= 1
-        found = origin if nth == known else nth
-        self._known = (epoch, found)  # later epochs need not look further back
-        return found
+        root = origin if nth == known else nth
+        self._known = (epoch, root)  # later epochs need not look further back
+        return root
 
     def _repeats(self, epoch: int) -> bool:
         """Whether the steps at both ends of the epoch need more rows than there are."""

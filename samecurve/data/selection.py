@@ -76,32 +76,32 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
         return saved
     listed = sorted(_listed(root, pattern))
     listed = [f for f in listed if not any(part.startswith(".") for part in f.relative_to(root).parts)]
-    found, left_out = _without_runs(listed, root, own)
-    tables = [file for file in found if table_kind(file)]
-    texts = [file for file in found if is_text(file)]
+    files, left_out = _without_runs(listed, root, own)
+    tables = [file for file in files if table_kind(file)]
+    texts = [file for file in files if is_text(file)]
     if left_out:
         _say_left_out(name, tuple(sorted(left_out.items())))
     without = f" ({sum(left_out.values())} files that runs of samecurve wrote are left out)" if left_out else ""
     if pattern:
-        if not found:
+        if not files:
             raise DataError(
                 f"{name}: no file matches data.pattern={pattern!r}{without}; use **/*.ext to search sub-folders too"
             )
-        return tuple(found)
+        return tuple(files)
     if tables and texts:
         raise DataError(
             f"{name}: the folder has {len(tables)} table files ({tables[0].name}, ...) and {len(texts)} text files "
             f"({texts[0].name}, ...); select one kind, for example with data.pattern='**/*{tables[0].suffix}'"
         )
     if not tables and not texts:
-        if left_out and not found:
+        if left_out and not files:
             written = f"runs of samecurve wrote all {sum(left_out.values())} files of this folder"
             raise DataError(f"{name}: {written}; set data.path to the folder of your data")
-        suffixes = ", ".join(suffix or "(none)" for suffix, _ in Counter(f.suffix for f in found).most_common(5))
+        suffixes = ", ".join(suffix or "(none)" for suffix, _ in Counter(f.suffix for f in files).most_common(5))
         raise DataError(
-            f"{name}: none of the folder's {len(found)} files is a text or a table{without} (suffixes: {suffixes}); "
+            f"{name}: none of the folder's {len(files)} files is a text or a table{without} (suffixes: {suffixes}); "
             "set data.pattern to read them as text"
-            if found
+            if files
             else f"{name}: the folder is empty; set data.path to the folder of your data"
         )
     _check_one_split(name, root, tables)
@@ -142,12 +142,12 @@ def _listed(root: Path, pattern: str | None) -> Iterable[Path]:
             "it, or select other files with data.pattern"
         ) from error
 
-    found = []
+    paths = []
     # os.walk, because Path.glob silently skips folders without read permission, and their files would be missing.
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found += [file for name in names if _is_file(file := Path(folder, name))]
-    return found
+        paths += [file for name in names if _is_file(file := Path(folder, name))]
+    return paths
 
 
 def _is_file(file: Path) -> bool:

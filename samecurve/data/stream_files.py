@@ -49,23 +49,23 @@ def find_stream_files(
     """
     where = address(name)
     if where is not None and not pattern and not where.is_file:
-        found = _of_split(where, selection)
+        files = _of_split(where, selection)
     elif where is not None and "://" not in name:
-        found = _listed(f"hf://datasets/{name}" + (f"@{selection.revision}" if selection.revision else ""), pattern)
+        files = _listed(f"hf://datasets/{name}" + (f"@{selection.revision}" if selection.revision else ""), pattern)
     elif "://" in name and not name.startswith("file://"):
-        found = _listed(name, pattern)
+        files = _listed(name, pattern)
     else:
         name = name.removeprefix("file://")
         root = Path(name).expanduser()
         below = root if root.is_dir() else root.parent
-        found = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).local_files]
-    whole = [file.name for file in found if table_kind(Path(file.name)) in ("json", "csv", "tsv", "arrow")]
+        files = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).local_files]
+    whole = [file.name for file in files if table_kind(Path(file.name)) in ("json", "csv", "tsv", "arrow")]
     if whole:
         raise DataError(
             f"{whole[0]}: data.streaming reads only text, jsonl (also compressed) and parquet; convert the file, "
             "choose other files with data.pattern, or set data.streaming=false"
         )
-    return tuple(found)
+    return tuple(files)
 
 
 def _local(file: Path, below: Path) -> StreamFile:
@@ -108,19 +108,19 @@ def _listed(url: str, pattern: str | None) -> list[StreamFile]:
     try:
         system, root = url_to_fs(url)
         if system.isfile(root):
-            found = {root: system.info(root)}
+            entries = {root: system.info(root)}
         elif pattern:
-            found = system.glob(f"{root}/{pattern}", detail=True)
+            entries = system.glob(f"{root}/{pattern}", detail=True)
         else:
-            found = system.find(root, detail=True)
+            entries = system.find(root, detail=True)
     except (MemoryError, ImportError) as error:
         raise unreadable(url, error) from error
     except Exception as error:  # each kind of file system raises its own errors
         raise DataError(f"{url}: could not be listed: {error}; correct data.path, or check the access") from error
     # a single file is named relative to its folder, as a local one is
-    below = root if len(found) != 1 or root not in found else os.path.dirname(root)
+    below = root if len(entries) != 1 or root not in entries else os.path.dirname(root)
     files = []
-    for name, facts in sorted(found.items()):
+    for name, facts in sorted(entries.items()):
         # a pattern selects files of any suffix; those without a known one are read as text
         wanted = pattern or table_kind(Path(name)) or is_text(Path(name))
         if facts["type"] == "file" and wanted:

@@ -197,8 +197,8 @@ def _write(files: NewEntry, source: DataSource, encoder: Encoder, validation_fra
         bad = BadRows(source.name, source.selection.drop_bad_rows, bad_rows)
         writers = {part: stack.enter_context(_Writer(files, part, encoder)) for part in PARTS}
         advance = stack.enter_context(reading("tokenising", source))
-        for entries, found in encoded(encoder, _batches(source.entries()), source.num_bytes):
-            for entry, one in zip(entries, found, strict=True):
+        for entries, results in encoded(encoder, _batches(source.entries()), source.num_bytes):
+            for entry, one in zip(entries, results, strict=True):
                 if isinstance(one, BadRow):
                     bad.add(one)
                 elif not len(one.tokens):

@@ -128,9 +128,9 @@ class SplitRows(Rows):
         """Yield (part, indices within the part, their places among the given indices) for each part that has any."""
 
     def _gather(self, indices: np.ndarray, read: Callable[[Rows, np.ndarray, np.ndarray], RowArrays]) -> RowArrays:
-        found = [(inside, read(part, own, inside)) for part, own, inside in self._split(indices)]
-        inputs = [(inside, arrays.inputs) for inside, arrays in found]
-        return RowArrays(_merge(inputs), _merge([(inside, arrays.targets) for inside, arrays in found]))
+        arrays_of_parts = [(inside, read(part, own, inside)) for part, own, inside in self._split(indices)]
+        inputs = [(inside, arrays.inputs) for inside, arrays in arrays_of_parts]
+        return RowArrays(_merge(inputs), _merge([(inside, arrays.targets) for inside, arrays in arrays_of_parts]))
 
 
 class JoinedRows(SplitRows):
@@ -179,13 +179,13 @@ class MixedRows(JoinedRows):
 
     def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
         sources, counts = self._turns.at(positions)
-        found = np.empty_like(sources)
+        rows = np.empty_like(sources)
         for source in np.unique(sources).tolist():
             inside = sources == source
             own_steps = None if steps is None else SourceSteps(steps, self._turns, source)
             own = self.parts[source].at_positions(counts[inside], seed + source, own_steps)
-            found[inside] = self._starts[source] + own
-        return found
+            rows[inside] = self._starts[source] + own
+        return rows
 
 
 def _merge(parts: list[tuple[np.ndarray, dict[str, np.ndarray]]]) -> dict[str, np.ndarray]:

@@ -63,11 +63,11 @@ class RetrievalRows(Rows):
         """Return a text id per candidate, int64 (rows, num_sequences - 1), positives first. Equal texts share one."""
         known: dict[bytes, int] = {}
         spans = zip(self._starts[:, 1:].ravel(), self._lengths[:, 1:].ravel(), strict=True)
-        found = [
+        text_ids = [
             known.setdefault(np.asarray(self.stream.tokens[start : start + length]).tobytes(), len(known))
             for start, length in spans
         ]
-        return np.array(found, dtype=np.int64).reshape(len(self), -1)
+        return np.array(text_ids, dtype=np.int64).reshape(len(self), -1)
 
 
 class GroupedRetrievalRows(LengthGroups, RetrievalRows):
