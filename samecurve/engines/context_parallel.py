@@ -73,8 +73,8 @@ class SequencePart:
         positions, pins = trained_positions(targets["labels"]), torch.cuda.is_available()  # as the loader has done
         positions = positions.pin_memory() if pins and positions is not None else positions
         facts = batch.facts and batch.facts._replace(positions=positions)
-        found = replace(batch, inputs=inputs, targets=targets, facts=facts)
-        return found.pin_memory() if pins else found
+        part = replace(batch, inputs=inputs, targets=targets, facts=facts)
+        return part.pin_memory() if pins else part
 
     def cut_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Cut a model's inputs, (rows, tokens) each, to this rank's tokens; see `cut`."""
@@ -135,20 +135,20 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
     Raises:
         ConfigurationError: the family is untested, heads do not divide, or a rank cannot draw its dropout.
     """
-    config, size, found = model.config, strategy.dims.cp, []
+    config, size, problems = model.config, strategy.dims.cp, []
     if config.model_type not in families("context_parallel"):
         known = ", ".join(sorted(families("context_parallel")))
-        found.append(f"{config.model_type} has not been tested under context parallelism; use {known}")
+        problems.append(f"{config.model_type} has not been tested under context parallelism; use {known}")
     elif strategy.context_parallel == context.Ulysses.name and config.num_attention_heads // strategy.dims.tp % size:
         heads = config.num_attention_heads // strategy.dims.tp
-        sizes = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+        sizes = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
         share = f", {heads} on a rank of tensor parallelism" if strategy.dims.tp > 1 else ""
         text = f"the model's num_attention_heads is {config.num_attention_heads}{share}, which {size} does not divide"
         text += ", and each rank needs as many"
-        found.append(f"{text} heads; use a size that divides it: {sizes}; configs/fsdp_cp.yaml takes any")
+        problems.append(f"{text} heads; use a size that divides it: {sizes}; configs/fsdp_cp.yaml takes any")
     if config._attn_implementation == "eager":
         text = "the model uses transformers' eager attention, which context parallelism cannot replace"
-        found.append(f"{text}; set model.attention to sdpa, or use a family that has it")
+        problems.append(f"{text}; set model.attention to sdpa, or use a family that has it")
     # A rank can draw consecutive values of a mask only. Among the probabilities (heads, queries, keys) of a sequence,
     # these are whole heads of rows without padding.
     by_heads = strategy.context_parallel == context.Ulysses.name and not recipe.data.group_by_length
@@ -158,9 +158,9 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
         named = ", ".join(f"{key} {rate}" for key, rate in rates.items())
         text = f"attention has dropout ({named}), which a rank can draw for whole heads only"
         fix = f"set it to 0 in model.config, or use configs/fsdp_ulysses.yaml on rows of one multiple of {size} tokens"
-        found.append(f"{text}; {fix}")
-    if found:
-        lines = (f"{strategy.path}: {strategy.context_key}: found {size}, but {text}" for text in found)
+        problems.append(f"{text}; {fix}")
+    if problems:
+        lines = (f"{strategy.path}: {strategy.context_key}: found {size}, but {text}" for text in problems)
         raise ConfigurationError("\n".join(f"{line}, or use configs/fsdp.yaml" for line in lines))
 
 
@@ -179,20 +179,20 @@ def config_of(skeleton: PreTrainedModel, strategy: Strategy, mesh: Mesh) -> PreT
 def attention_of(model: nn.Module) -> context.ContextAttention | None:
     """Return the context-parallel attention that a transformers model calls; None if it calls another."""
     config = model.config
-    found = AttentionInterface().get(getattr(config, "_attn_implementation", None) or "")
-    return found if isinstance(found, context.ContextAttention) else None
+    attention = AttentionInterface().get(getattr(config, "_attn_implementation", None) or "")
+    return attention if isinstance(attention, context.ContextAttention) else None
 
 
 def cut_rotary_angles(model: PreTrainedModel, part: SequencePart) -> None:
     """Make the model compute the rotary angles of its own tokens alone from the position_ids of whole rows."""
-    found = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
-    assert found, f"no rotary embedding in {type(model).__name__}"
-    for module in found:
+    modules = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    assert modules, f"no rotary embedding in {type(model).__name__}"
+    for module in modules:
         module.register_forward_hook(partial(_own_angles, part))
 
 
 def _own_angles(part: SequencePart, module: nn.Module, inputs: Any, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(part.own(each) for each in angles)
+    return tuple(part.own(angle) for angle in angles)
 
 
 def cut_within(model: PreTrainedModel, part: SequencePart, mesh: Mesh) -> None:

@@ -71,10 +71,10 @@ def check(accelerator: Accelerator, strategy: Strategy) -> None:
     expected = DistributedType.FSDP if strategy.shards_model else DistributedType.MULTI_CPU
     if strategy.deepspeed is not None:
         expected = DistributedType.DEEPSPEED
-    expected, found = expected if strategy.distributed else DistributedType.NO, accelerator.distributed_type
+    expected, actual = expected if strategy.distributed else DistributedType.NO, accelerator.distributed_type
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
-    if found != expected or (backend != "gloo" and strategy.distributed):
+    if actual != expected or (backend != "gloo" and strategy.distributed):
         raise TopologyError(
-            f"strategy {strategy.name}: on a CPU this version of Accelerate made {found} over {backend} of it, "
+            f"strategy {strategy.name}: on a CPU this version of Accelerate made {actual} over {backend} of it, "
             f"not {expected} over gloo; use the version in constraints.txt"
         )

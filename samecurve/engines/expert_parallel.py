@@ -161,12 +161,12 @@ class Dispatch:
 
     def _own_outputs(self, states: Tensor, numbers: Tensor) -> Tensor:
         """Compute one expert for each state: (tokens, width). `numbers` are int64, (tokens,)."""
-        found = len(states)
-        if not found:  # a row of zeros, so that the backward pass of this rank exchanges and reduces with the others
+        num_rows = len(states)
+        if not num_rows:  # a row of zeros, so that the backward pass of this rank exchanges and reduces with the others
             states, numbers = states.sum(dim=0, keepdim=True), numbers.new_zeros(1)
         with _local_weights(self._module):
             # weights of 1: the sender multiplies by the router's, so that their gradient stays there
-            return self._compute(states, numbers[:, None], states.new_ones(len(states), 1))[:found]
+            return self._compute(states, numbers[:, None], states.new_ones(len(states), 1))[:num_rows]
 
 
 @contextmanager
@@ -196,6 +196,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output

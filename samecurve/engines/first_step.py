@@ -134,16 +134,16 @@ class FirstStep:
             counts.index_add_(0, places[:size], torch.ones(len(places[:size]), dtype=torch.float64))
         return counts / self.readers
 
-    def _clipping_problem(self, result: StepResult, unclipped: float, found: float, updates: float) -> list[str]:
+    def _clipping_problem(self, result: StepResult, unclipped: float, actual: float, updates: float) -> list[str]:
         limit = self.plan.recipe.optimizer.max_grad_norm
         expected = unclipped * min(1.0, limit / (result.grad_norm + 1e-6))  # as the engines and DeepSpeed clip
         if not updates:
             return ["optimizer: its step was not called"]
-        if math.isclose(found, expected, rel_tol=NORM_TOLERANCE, abs_tol=1e-12):
+        if math.isclose(actual, expected, rel_tol=NORM_TOLERANCE, abs_tol=1e-12):
             return []
         return [
             f"optimizer.max_grad_norm: {limit:g} makes a gradient norm of {expected:.4g} out of {unclipped:.4g}, but "
-            f"the optimizer read {found:.4g}"
+            f"the optimizer read {actual:.4g}"
         ]
 
 

@@ -98,8 +98,8 @@ class Forward:
 
     def _positions(self, batch: MicroBatch) -> Tensor | None:
         """The trained tokens of a micro-batch that is still on the host, on the device; None: all tokens."""
-        found = batch.facts.positions if batch.facts else trained_positions(batch.labels)
-        return None if found is None else found.to(self.accelerator.device, non_blocking=True)
+        positions = batch.facts.positions if batch.facts else trained_positions(batch.labels)
+        return None if positions is None else positions.to(self.accelerator.device, non_blocking=True)
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
         """Compute what the task's loss takes for logits, of this rank's tokens; return it with the targets, see Task.
@@ -119,10 +119,10 @@ class Forward:
         Where labels are per row instead of per token, the logits of whole rows are gathered.
         """
         own, targets = self._on_device(self.part.cut(batch) if self.part.count > 1 else batch)
-        found = self.task.outputs(self._run(own))
+        logits = self.task.outputs(self._run(own))
         if not batch.is_by_token:
-            return self._gathered(found, batch), targets
-        return found, self._with_sum(targets)
+            return self._gathered(logits, batch), targets
+        return logits, self._with_sum(targets)
 
     def _with_sum(self, targets: dict[str, Tensor]) -> dict[str, Any]:
         """Add `sum_parts` to the targets of a task that needs it, see Task."""
@@ -204,9 +204,9 @@ class Forward:
     def features(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """See Engine.features."""
         self.model.eval()
-        found = self._features(micro_batches)
+        features = self._features(micro_batches)
         self.model.train()
-        return found.cpu()
+        return features.cpu()
 
     def _features(self, micro_batches: Iterable[MicroBatch], padded_rows: int = 0) -> Tensor:
         """Features gathered over all ranks."""

@@ -74,7 +74,7 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh, whole: C
 def _layers(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
     """List the modules that fsdp_auto_wrap_policy makes units of their own, inner ones first."""
     # experts that are spread over ranks are units already
-    inner_first = [each for each in model.modules() if each is not model and not isinstance(each, FSDPModule)][::-1]
+    inner_first = [part for part in model.modules() if part is not model and not isinstance(part, FSDPModule)][::-1]
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         least = plugin.min_num_params or math.inf
         # Shard gathers these in units of their own. Their parents stay in the root's unit, which the model calls last.

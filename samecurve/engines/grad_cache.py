@@ -31,12 +31,12 @@ def features(task: Task, forward: Forward, micro_batches: Iterable[MicroBatch], 
         (rows, n), fp32.
     """
     assert task.features is not None  # only tasks with features come here
-    found = []
+    features_of_batches = []
     for batch in micro_batches:
         logits, targets = forward(batch)
         rows = task.features(logits, **targets).float()
-        found.append(functional.pad(rows, (0, 0, 0, max(padded_rows - len(rows), 0))))
-    return torch.cat(found)
+        features_of_batches.append(functional.pad(rows, (0, 0, 0, max(padded_rows - len(rows), 0))))
+    return torch.cat(features_of_batches)
 
 
 def contexts(
@@ -55,13 +55,13 @@ def contexts(
     most, count = padded_rows(rows), len(rows[0])
     real = [nth * most + row for nth, size in enumerate(chain(*rows)) for row in range(size)]
     places = torch.tensor(real).to(features.device, non_blocking=True)  # a list as an index would wait for the device
-    found: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    by_batch: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for name, value in task.context(features[places]).items():
         whole = value.new_zeros(len(features), *value.shape[1:])
         whole[places] = value
-        for context, part, size in zip(found, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
+        for context, part, size in zip(by_batch, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
             context[name] = part if padded else part[: max(size, 1)]  # a micro-batch without rows reads a padding row
-    return found
+    return by_batch
 
 
 def padded_rows(rows: Sequence[Sequence[int]]) -> int:

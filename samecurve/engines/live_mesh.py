@@ -66,7 +66,7 @@ def _placement(weight: Tensor) -> str:
     if not isinstance(weight, DTensor):
         return "whole"
     names = weight.device_mesh.mesh_dim_names or ("",) * weight.device_mesh.ndim
-    return ", ".join(f"{name} {_named(each)}" for name, each in zip(names, weight.placements, strict=True))
+    return ", ".join(f"{name} {_named(placement)}" for name, placement in zip(names, weight.placements, strict=True))
 
 
 def _named(placement: Placement) -> str:

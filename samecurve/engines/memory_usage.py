@@ -37,10 +37,10 @@ def _kept_gradients(module: nn.Module, optimizers: list[Any], gradients: int) ->
     kept = [parameter.grad for parameter in module.parameters()]
     # offloaded optimizers keep the gradients of their update
     kept += [parameter.grad for group in optimizers[-1].param_groups for parameter in group["params"]]
-    for each in optimizers:
+    for optimizer in optimizers:
         # flat buffers of ZeRO-3 and of DeepSpeed's bf16 optimizer under a pipeline
-        kept.append(getattr(each, "grad_partitions_flat_buffer", None))
-        kept += getattr(each, "fp32_groups_gradients_flat", None) or []
+        kept.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
+        kept += getattr(optimizer, "fp32_groups_gradients_flat", None) or []
     return sum(storage.nbytes() for storage in _storages(tensor for tensor in kept if tensor is not None))
 
 
@@ -51,8 +51,8 @@ def _gradients(module: nn.Module, described: EngineDescription) -> int:
     if described.zero_stage >= 2:
         return -(-described.num_trained_parameters // described.dims.dp) * fp32
     by_deepspeed = described.zero_stage or described.dims.pp > 1
-    trained = [_local(each) for each in module.parameters() if each.requires_grad]
-    return sum(each.numel() * (fp32 if by_deepspeed else each.element_size()) for each in trained)
+    trained = [_local(parameter) for parameter in module.parameters() if parameter.requires_grad]
+    return sum(weight.numel() * (fp32 if by_deepspeed else weight.element_size()) for weight in trained)
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

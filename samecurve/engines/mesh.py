@@ -29,7 +29,7 @@ class Mesh:
         self.dims, self.rank, self.device = dims, rank, device
         self.shard = dims.index(rank, *BATCH), dims.size(*BATCH)
         self._same_rows = dims.world_size // self.shard[1]
-        self._found: dict[tuple[str, ...], tuple[int, dist.ProcessGroup | None]] = {}
+        self._known_ranks: dict[tuple[str, ...], tuple[int, dist.ProcessGroup | None]] = {}
 
     @cached_property
     def devices(self) -> DeviceMesh:
@@ -82,9 +82,9 @@ class Mesh:
         bucket: list[Tensor] = []
         for index, tensor in enumerate(tensors):
             bucket.append(tensor)
-            if index + 1 == len(tensors) or sum(each.nbytes for each in bucket) > _BUCKET_BYTES:
-                for each, total in zip(bucket, all_reduce_sums(bucket, self.group(*over)), strict=True):
-                    each.copy_(total)
+            if index + 1 == len(tensors) or sum(waiting.nbytes for waiting in bucket) > _BUCKET_BYTES:
+                for summand, total in zip(bucket, all_reduce_sums(bucket, self.group(*over)), strict=True):
+                    summand.copy_(total)
                 bucket = []
 
     @cached_property
@@ -104,14 +104,14 @@ class Mesh:
         """The process group of the ranks that differ in these dimensions only."""
         size, part = self._ranks(dimensions)
         assert size > 1, f"{dimensions} have one rank"
-        found = part or dist.group.WORLD
-        assert found is not None, "a run of several processes has a group"
-        return found
+        group = part or dist.group.WORLD
+        assert group is not None, "a run of several processes has a group"
+        return group
 
     def _ranks(self, dimensions: tuple[str, ...]) -> tuple[int, dist.ProcessGroup | None]:
         """Number and process group of the ranks that differ in these dimensions; None: one rank or all of them."""
-        if dimensions not in self._found:
+        if dimensions not in self._known_ranks:
             size = self.dims.size(*dimensions)
             part = 1 < size < self.dims.world_size
-            self._found[dimensions] = size, self.devices[dimensions]._flatten().get_group() if part else None
-        return self._found[dimensions]
+            self._known_ranks[dimensions] = size, self.devices[dimensions]._flatten().get_group() if part else None
+        return self._known_ranks[dimensions]

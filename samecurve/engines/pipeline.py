@@ -204,10 +204,10 @@ class PipelineEngine:
 
         Returns (all ranks' rows, n), fp64, the same on every rank, with rank 0's rows first.
         """
-        found: list[Tensor] = []
+        values: list[Tensor] = []
 
         def keep(logits: Tensor, **targets: Tensor) -> Tensor:
-            found.append(measure(logits, **targets).double())
+            values.append(measure(logits, **targets).double())
             return logits.new_zeros(())
 
         self._last_stage = keep
@@ -223,11 +223,11 @@ class PipelineEngine:
         rank, size = self.shard
         # only the last stage of each pipeline has values, so a sum over all ranks distributes them
         rows, width = (
-            int(n) // size for n in sum_over_ranks([*torch.cat(found).shape] if found else [0, 0], self.device)
+            int(n) // size for n in sum_over_ranks([*torch.cat(values).shape] if values else [0, 0], self.device)
         )
         everything = torch.zeros(size, rows, width, dtype=torch.float64, device=self.device)
-        if found:
-            everything[rank] = torch.cat(found)
+        if values:
+            everything[rank] = torch.cat(values)
         dist.all_reduce(everything)
         return everything.flatten(0, 1)
 
@@ -270,8 +270,8 @@ class PipelineEngine:
         return self._last_stage(logits, **dict(zip(self._target_names, targets, strict=True)))
 
     def _weighted_loss(self, logits: Tensor, **targets: Tensor) -> Tensor:
-        loss, found = self._task.step_loss(logits, **targets)
-        self._sums += found
+        loss, statistics = self._task.step_loss(logits, **targets)
+        self._sums += statistics
         return loss * self._loss_factor
 
     def _write(self, name: str, value: Tensor) -> None:

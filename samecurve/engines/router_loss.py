@@ -47,7 +47,7 @@ class RouterLoss:
         self._num_sequences, self._trained = counts.sequences, counts.trained
         self._places = counts.tokens * self._recorder.num_routers
         self._counts = self._global_counts(micro_batches, forward) if self._settings.kind == "batch" else None
-        self._found: list[Tensor] = []
+        self._sums_of_batches: list[Tensor] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -61,20 +61,20 @@ class RouterLoss:
         The value is 0 so that the reported loss stays the task's. The share is multiplied by the step's trained tokens,
         because the engine divides it by them, together with the task's loss.
         """
-        found, settings = self._routing(batch), self._settings
+        routing, settings = self._routing(batch), self._settings
         if self._counts is None:
-            balance = router.sum_over_sequences(found) / self._num_sequences
+            balance = router.sum_over_sequences(routing) / self._num_sequences
         else:
-            balance = router.share_of_batch(found, self._counts, self._places)
-        z_loss = found.squares / self._places
+            balance = router.share_of_batch(routing, self._counts, self._places)
+        z_loss = routing.squares / self._places
         sums = torch.stack([balance, z_loss]).detach().double()
-        self._found.append(torch.cat([sums, found.counts.double().sum(dim=1).flatten()]))
+        self._sums_of_batches.append(torch.cat([sums, routing.counts.double().sum(dim=1).flatten()]))
         whole = (settings.coefficient * balance + settings.z_coefficient * z_loss) * self._trained
         return whole - whole.detach()
 
     def sums(self) -> Tensor:
         """Return this rank's sums for `metrics`, 1-D fp64 on the device. Call after the step's last forward pass."""
-        return torch.stack(self._found).sum(dim=0)
+        return torch.stack(self._sums_of_batches).sum(dim=0)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float | list[float]]:
         """Compute the values of the step's line of metrics.jsonl from the `sums` of all ranks."""
@@ -88,13 +88,13 @@ class RouterLoss:
 
     def _global_counts(self, micro_batches: Sequence[MicroBatch], forward: Callable[[MicroBatch], object]) -> Tensor:
         """Count the tokens of the whole step that choose an expert: fp64, (experts,)."""
-        found = []
+        counts = []
         with torch.no_grad():
             for batch in micro_batches:
                 with self._recorder.recording():
                     forward(batch)
-                found.append(self._routing(batch).counts.double().sum(dim=(0, 1)))
-        return self._mesh.total(torch.stack(found).sum(dim=0))
+                counts.append(self._routing(batch).counts.double().sum(dim=(0, 1)))
+        return self._mesh.total(torch.stack(counts).sum(dim=0))
 
     def _routing(self, batch: MicroBatch) -> router.Routing:
         logits = self._recorder.take()

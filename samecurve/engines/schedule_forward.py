@@ -62,9 +62,9 @@ class ScheduleForward:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See Engine.evaluate."""
 
-        def measure(found: Tensor, **targets: Tensor) -> Tensor:
+        def measure(output: Tensor, **targets: Tensor) -> Tensor:
             has_sums = self.chunks is not None and self.chunks.has_sums
-            return (found if has_sums else evaluation_sums(self.task, found, **targets))[None]
+            return (output if has_sums else evaluation_sums(self.task, output, **targets))[None]
 
         tokens = self.count(micro_batches)
         if self.task.context is not None:
@@ -88,17 +88,17 @@ class ScheduleForward:
         Returns:
             (rows of all micro-batches, n), fp64, the same on every rank of the pipeline.
         """
-        found = []
+        values_of_batches = []
         for nth, batch in enumerate(micro_batches):
             batch = self.with_teacher(batch.to(self.mesh.device))
             if drops:
                 self.dropout.use(nth)
             output = self._run(batch, batch.labels if self.chunks else None, drops)
             if output is not None:
-                found.append(measure(output, **self.targets(batch)).double())
-        own = torch.cat(found) if found else torch.zeros(0, 0, device=self.mesh.device)
+                values_of_batches.append(measure(output, **self.targets(batch)).double())
+        own = torch.cat(values_of_batches) if values_of_batches else torch.zeros(0, 0, device=self.mesh.device)
         shape = [int(size) for size in self.mesh.sum(torch.tensor(own.shape), over=("pp",))]
-        values = own if found else own.new_zeros(shape, dtype=torch.float64)
+        values = own if values_of_batches else own.new_zeros(shape, dtype=torch.float64)
         self.mesh.add([values], over=("pp",))  # only the last stage has values
         return values
 
@@ -120,6 +120,6 @@ class ScheduleForward:
 
     def _run(self, batch: MicroBatch, labels: Tensor | None = None, drops: bool = False) -> Tensor | None:
         self.module.train(drops)
-        found = self.stages.forward(batch, self.skeleton.config.hidden_size, labels)
+        output = self.stages.forward(batch, self.skeleton.config.hidden_size, labels)
         self.module.train()
-        return found
+        return output

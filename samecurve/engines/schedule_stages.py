@@ -117,8 +117,8 @@ class LocalStages:
         self.layers_per_stage = tuple(map(len, stages))
         self.owner: dict[str, int] = {}
         names = [dict(pair for layer in stage for pair in layer.named_weights()).keys() for stage in stages]
-        for stage, found in enumerate(names):
-            for name in found:
+        for stage, names_of_stage in enumerate(names):
+            for name in names_of_stage:
                 self.owner.setdefault(name, stage)
         apart = self.rank_of(0) != self.rank_of(self.count - 1)
         shared = names[0] & names[-1]
@@ -204,7 +204,7 @@ class LocalStages:
                     dist.send(hidden.float().contiguous(), self.peers[after], group=self.group)
         for module in self.modules.values():
             if isinstance(module, FSDPModule):  # gathered weights would outlive an update
-                for unit in (each for each in module.modules() if isinstance(each, FSDPModule)):
+                for unit in (part for part in module.modules() if isinstance(part, FSDPModule)):
                     unit.reshard()
         return self.read_out(hidden, batch) if self.has_last else None
 

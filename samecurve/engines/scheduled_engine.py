@@ -218,7 +218,10 @@ class ScheduledEngine:
         self._dropout.queue(rows)
         self._dropout.use_next()  # the schedule also runs the first rows once to find out shapes
         contexts = self._contexts(rows)
-        return [replace(each, targets=each.targets | more) for each, more in zip(rows, contexts, strict=True)]
+        return [
+            replace(micro_batch, targets=micro_batch.targets | more)
+            for micro_batch, more in zip(rows, contexts, strict=True)
+        ]
 
     def _forward_backward(self, rows: Sequence[MicroBatch], weight: float) -> Tensor:
         """Run the schedule over the prepared rows. The gradients are those of the loss's sum x `weight`.
@@ -230,7 +233,7 @@ class ScheduledEngine:
         input_ids, position_ids = map(torch.cat, zip(*map(schedule_stages.inputs, rows), strict=True))
         inputs = (input_ids,) if stages.has_first else ()
         last = {"target": torch.arange(len(rows))} if stages.has_last else {}
-        of_last = {"labels": torch.cat([each.labels for each in rows])} if self._chunks else {}
+        of_last = {"labels": torch.cat([batch.labels for batch in rows])} if self._chunks else {}
         schedule = self._schedule(input_ids.shape, len(rows))
         with self._step_loss.of(rows, weight) as sums, self._dropout.check_draws():
             schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)

@@ -37,13 +37,13 @@ def share_inputs(blocks: Iterable[nn.Module], mesh: DeviceMesh, is_cut: bool) ->
         mesh: the tensor-parallel ranks.
         is_cut: whether each rank has its part of the tokens, else all ranks have all.
     """
-    found = Shard(_SEQUENCE) if is_cut else Replicate()
+    placement = Shard(_SEQUENCE) if is_cut else Replicate()
 
     def share(_block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if not is_cut and not torch.is_grad_enabled():  # nothing to gather, and no gradient to sum
             return args, kwargs
         states = args[0] if args else kwargs["hidden_states"]
-        whole = _moved(states, mesh, found, Replicate())
+        whole = _moved(states, mesh, placement, Replicate())
         return ((whole, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": whole})
 
     for block in blocks:
@@ -58,7 +58,7 @@ def cut_sequence(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     Returns:
         The names of the parameters whose gradients have to be summed over the ranks, because each has its own tokens.
     """
-    found, cut_tokens, all_tokens = layers(model), Shard(_SEQUENCE), Replicate()
+    blocks, cut_tokens, all_tokens = layers(model), Shard(_SEQUENCE), Replicate()
     norm = model.base_model.get_submodule("norm")
 
     def cut(_layer: nn.Module, args: tuple) -> tuple:
@@ -73,10 +73,10 @@ def cut_sequence(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     def join(_norm: nn.Module, _args: tuple, states: Tensor) -> Tensor:
         return _moved(states, mesh, cut_tokens, all_tokens).to_local()
 
-    found[0].register_forward_pre_hook(cut)
+    blocks[0].register_forward_pre_hook(cut)
     norm.register_forward_hook(join)
     setattr(norm, _MARK, True)
-    inside = {id(parameter) for module in (*found, norm) for parameter in module.parameters()}
+    inside = {id(parameter) for module in (*blocks, norm) for parameter in module.parameters()}
     return [n for n, p in model.named_parameters() if id(p) in inside and not isinstance(p, DTensor)]
 
 
@@ -85,6 +85,6 @@ def cuts_sequence(model: nn.Module) -> bool:
     return any(hasattr(module, _MARK) for module in model.modules())
 
 
-def _moved(states: Tensor, mesh: DeviceMesh, found: Placement, wanted: Placement) -> DTensor:
+def _moved(states: Tensor, mesh: DeviceMesh, current: Placement, wanted: Placement) -> DTensor:
     """Change where the tokens of (rows, tokens, features) are; the gradient goes the other way."""
-    return DTensor.from_local(states, mesh, [found], run_check=False).redistribute(placements=[wanted])
+    return DTensor.from_local(states, mesh, [current], run_check=False).redistribute(placements=[wanted])

@@ -102,5 +102,5 @@ def factor_placed(
     if shape[0] != parameter.shape[0]:
         return Region(0, math.prod(shape)), replica
     row = parameter.numel() // parameter.shape[0]
-    each = math.prod(shape[1:])
-    return Region(start // row * each, (stop - start) // row * each), among
+    row_numel = math.prod(shape[1:])
+    return Region(start // row * row_numel, (stop - start) // row * row_numel), among

@@ -84,7 +84,7 @@ class DTensorShards:
 
     def _ranges(self, name: str) -> list[tuple[ShardRange, str]]:
         """List this rank's regions of a parameter and of its factors, each with the factor's key in the optimizer."""
-        parameter, found = self._parameters[name], []
+        parameter, ranges = self._parameters[name], []
         parts = [(name, "", *self._placed[name])]
         for key in self._keys.get(name, ()):
             factor = f"{name}.{key}"
@@ -92,8 +92,8 @@ class DTensorShards:
         for label, key, region, replica in parts:
             if region.numel:
                 saved = region.split(*replica) if name in self._saved else range(0)
-                found.append((ShardRange(label, region, saved), key))
-        return found
+                ranges.append((ShardRange(label, region, saved), key))
+        return ranges
 
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer, updates)
@@ -125,13 +125,13 @@ class Zero12Shards:
         self.kinds = with_weight(states)
 
     def ranges(self) -> list[ShardRange]:
-        found = []
+        ranges = []
         for name, parameter in self._parameters.items():
             if parameter._hp_mapping is not None:
                 place = parameter._hp_mapping.lp_fragment_address
                 saved = range(place.numel if name in self._saved else 0)
-                found.append(ShardRange(name, Region(place.start, place.numel), saved))
-        return found
+                ranges.append(ShardRange(name, Region(place.start, place.numel), saved))
+        return ranges
 
     def visit(self, writing: bool = False) -> Visit:
         # Reads the flat groups instead of DeepSpeed's fragments of the optimizer state. DeepSpeed 0.19 links those

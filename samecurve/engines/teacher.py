@@ -59,21 +59,21 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         is_cut, meta = strategy.dims.cp > 1, torch.device("meta")
         model = context_parallel.build(skeleton, recipe, strategy, mesh) if is_cut else _frozen(skeleton, meta)
         fp32_weights.store_frozen_in_bf16(model.requires_grad_(False), recipe, everywhere=True)
-        found = fsdp.shard(accelerator, model, mesh)
+        teacher = fsdp.shard(accelerator, model, mesh)
     elif plan and plan.strategy.zero_stage == 3:
-        found = _partitioned(accelerator, skeleton)
+        teacher = _partitioned(accelerator, skeleton)
     elif plan and plan.strategy.backend == "deepspeed":
         # DeepSpeed computes in the dtype of the weights
-        found = _frozen(skeleton, torch.device(accelerator.device))
-        found.to(torch_dtype(recipe.precision))  # pyright: ignore[reportArgumentType]  # transformers hides the signature
+        teacher = _frozen(skeleton, torch.device(accelerator.device))
+        teacher.to(torch_dtype(recipe.precision))  # pyright: ignore[reportArgumentType]  # transformers hides the signature
     else:
         alone = _frozen(skeleton, torch.device(accelerator.device))
         # single and ddp compute without autocast in training; tp and evaluations use autocast
         fp32_weights.store_frozen_in_bf16(alone, recipe, everywhere=plan is not None and computes_in_copies(plan))
-        found = accelerator.prepare_model(alone, evaluation_mode=True)
-    _fill(found, skeleton, recipe)
-    found.eval()  # DeepSpeed's method returns None
-    return found
+        teacher = accelerator.prepare_model(alone, evaluation_mode=True)
+    _fill(teacher, skeleton, recipe)
+    teacher.eval()  # DeepSpeed's method returns None
+    return teacher
 
 
 class StagedTeacher:
@@ -164,8 +164,8 @@ def _partitioned(accelerator: Accelerator, skeleton: PreTrainedModel) -> nn.Modu
 
 
 @torch.no_grad()
-def _fill(found: nn.Module, skeleton: PreTrainedModel, recipe: Recipe) -> None:
-    module = getattr(found, "module", found)
+def _fill(teacher: nn.Module, skeleton: PreTrainedModel, recipe: Recipe) -> None:
+    module = getattr(teacher, "module", teacher)
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
     def write(name: str, full: Tensor) -> None:

@@ -43,7 +43,7 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     Raises:
         ConfigurationError: the family is untested, sizes do not divide, or its plan excludes sequence parallelism.
     """
-    config, size, found = model.config.get_text_config(), strategy.dims.tp, []
+    config, size, problems = model.config.get_text_config(), strategy.dims.tp, []
     family, spreads = model.config.model_type, strategy.dims.ep > 1
     known = families("expert_and_tensor_parallel") if spreads else families("tensor_parallel")
     if family not in known:
@@ -59,15 +59,15 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
         counts |= {"intermediate_size": config.intermediate_size}
     for name, count in counts.items():
         if count % size:
-            sizes = [each for each in range(1, count + 1) if all(other % each == 0 for other in counts.values())]
+            sizes = [ranks for ranks in range(1, count + 1) if all(other % ranks == 0 for other in counts.values())]
             text = f"the model's {name} is {count}, which {size} does not divide"
             fix = f"use a size that divides all of its sizes: {', '.join(map(str, sizes[:12]))}"
-            found.append(f"found {size}, but {text}; {fix}")
+            problems.append(f"found {size}, but {text}; {fix}")
     if strategy.tp_sequence_parallel and not any(style == "rowwise" for style in plan.values()):
         text = f"found true, but the plan of {family} in {dated('transformers')} gathers whole activations in layers"
         raise ConfigurationError(f"{strategy.path}: {SEQUENCE_KEY}: {text}; set it to false")
-    if found:
-        raise ConfigurationError("\n".join(f"{strategy.path}: {KEY}: {text}" for text in found))
+    if problems:
+        raise ConfigurationError("\n".join(f"{strategy.path}: {KEY}: {text}" for text in problems))
 
 
 def _why_not(model: PreTrainedModel, dims: ParallelDims) -> str:
@@ -116,17 +116,17 @@ def parts(model: PreTrainedModel, mesh: Mesh) -> dict[str, SequenceShard]:
     """
     if mesh.dims.tp == 1:
         return {}
-    index, count, found = mesh.dims.place(mesh.rank)["tp"], mesh.dims.tp, {}
+    index, count, sharded = mesh.dims.place(mesh.rank)["tp"], mesh.dims.tp, {}
     # Ulysses divides a rank's heads once more, over ranks that then have whole rows; no other exchange of rows allows
     # attention to drop (see context_parallel.check)
     own = mesh.dims.place(mesh.rank)["cp"]
     heads = SequenceShard(1, index * mesh.dims.cp + own, count * mesh.dims.cp, of_chunks=mesh.dims.cp == 1)
     for name, style in _resolve(model, mesh.dims).items():
         if _is_by_head(name, style):
-            found[name.rpartition(".")[0]] = heads
+            sharded[name.rpartition(".")[0]] = heads
         elif style == "rowwise":
-            found[f"{name}.lora_dropout.{lora.NAME}"] = SequenceShard(axis=-1, index=index, count=count)
-    return found
+            sharded[f"{name}.lora_dropout.{lora.NAME}"] = SequenceShard(axis=-1, index=index, count=count)
+    return sharded
 
 
 def _is_by_head(name: str, style: str) -> bool:
@@ -153,19 +153,19 @@ def _with_adapters(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> di
     a row-parallel layer A is row-parallel, too, and its products are summed over the ranks; B is replicated.
     """
     ALL_PARALLEL_STYLES.register(_WHOLE, _Whole())  # pyright: ignore[reportArgumentType]  # typed as a function
-    found = {}
+    styles = {}
     for name, style in plan.items():
         if not hasattr(modules.get(name), "base_layer"):
-            found[name] = style
+            styles[name] = style
             continue
         adapted = {"base_layer": style, f"lora_A.{lora.NAME}": style}
         if style.startswith("colwise"):
             adapted |= {f"lora_A.{lora.NAME}": _WHOLE, f"lora_B.{lora.NAME}": style}
         for inner, its_style in adapted.items():
             weights = modules[f"{name}.{inner}"].named_parameters(recurse=False)
-            found |= {f"{name}.{inner}.{weight}": its_style for weight, _ in weights}
-            found[f"{name}.{inner}"] = its_style
-    return found
+            styles |= {f"{name}.{inner}.{weight}": its_style for weight, _ in weights}
+            styles[f"{name}.{inner}"] = its_style
+    return styles
 
 
 class _Whole(TensorParallelLayer):
@@ -203,12 +203,12 @@ def sum_gradients(weights: Sequence[Tensor], mesh: Mesh) -> None:
 
 def groups_by_mesh(groups: list[dict]) -> list[dict]:
     """Divide an optimizer's parameter groups, because one fused update takes the weights of one mesh only."""
-    found = []
+    divided = []
     for group in groups:
         lists = {key: group[key] for key in ("params", "names") if key in group}  # one entry for each weight
         by_mesh: dict[object, list[int]] = {}
         for place, weight in enumerate(group["params"]):
             by_mesh.setdefault(weight.device_mesh if isinstance(weight, DTensor) else None, []).append(place)
         for places in by_mesh.values():
-            found.append({**group, **{key: [values[place] for place in places] for key, values in lists.items()}})
-    return found
+            divided.append({**group, **{key: [values[place] for place in places] for key, values in lists.items()}})
+    return divided

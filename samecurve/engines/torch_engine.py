@@ -188,8 +188,8 @@ class TorchEngine:
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
             reduces = is_last or not fsdp.reduces_once(self.plan)
             with nullcontext() if reduces else self.accelerator.no_sync(self.model):
-                loss, found = forward.loss(batch, context)
-                sums.add(loss, found)
+                loss, statistics = forward.loss(batch, context)
+                sums.add(loss, statistics)
                 gate = sums.gate() if is_last else 1.0
                 (loss * weight * scale * gate).backward()
 

@@ -162,8 +162,8 @@ class ZeroEngine:
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
             # DeepSpeed counts micro-batches in `step`, which is called once for all of them
             self.model.set_gradient_accumulation_boundary(is_last)
-            loss, found = forward.loss(batch, context)
-            sums.add(loss, found)
+            loss, statistics = forward.loss(batch, context)
+            sums.add(loss, statistics)
             gate = sums.gate() if is_last else 1.0
             self.model.backward(loss * weight * gate, scale_wrt_gas=False)
         read = sums.start_read()
