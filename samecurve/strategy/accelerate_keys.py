@@ -86,7 +86,7 @@ def one_of(*choices: Any) -> ValueRule:
 
 
 def only(value: bool, reason: str) -> ValueRule:
-    return ValueRule(f"{str(value).lower()}: {reason}", lambda found: found is value)
+    return ValueRule(f"{str(value).lower()}: {reason}", lambda setting: setting is value)
 
 
 def optional(kind: ValueRule) -> ValueRule:

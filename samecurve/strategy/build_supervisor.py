@@ -79,8 +79,8 @@ def end(session: int, folder: Path) -> None:
     The folder tells them from those of another program: the system reuses the number of a session that has ended.
     """
     deadline = time.monotonic() + END_SECONDS
-    while (found := list(_builders(session, folder))) and time.monotonic() < deadline:
-        for pid in found:
+    while (pids := list(_builders(session, folder))) and time.monotonic() < deadline:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS / 10)
@@ -144,5 +144,5 @@ def _runs(pid: int) -> bool:
 
 if __name__ == "__main__":
     # not this folder, whose modules have names that packages may import
-    sys.path[:] = [each for each in sys.path if Path(each).resolve() != Path(__file__).resolve().parent]
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     sys.exit(main(sys.argv[1:]))

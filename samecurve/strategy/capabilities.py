@@ -100,16 +100,16 @@ def problems(value: Callable[[str], Any], strategy: Strategy, key: str) -> Itera
     Raises:
         InvalidValue: the recipe has no valid value of the key.
     """
-    found = value(key)
-    if found in (None, False) and key in ("fp8", "compile"):
-        found = "off"  # YAML reads a bare off as false
+    written = value(key)
+    if written in (None, False) and key in ("fp8", "compile"):
+        written = "off"  # YAML reads a bare off as false
     for cell in CELLS:
-        if cell.key != key or not cell.refuses(found) or (cell.tasks and value("task") not in cell.tasks):
+        if cell.key != key or not cell.refuses(written) or (cell.tasks and value("task") not in cell.tasks):
             continue
         for mode, why in cell.modes.items():
             if mode.applies(strategy):
                 fix = cell.fix or f"use {joined(map(_as_typed, cell.allowed))}, or {mode.instead}"
-                yield f"found {_as_typed(found)}, but {why}; {fix}"
+                yield f"found {_as_typed(written)}, but {why}; {fix}"
 
 
 def _as_typed(value: Any) -> str:

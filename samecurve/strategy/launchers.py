@@ -89,13 +89,13 @@ def running_ancestors() -> list[Ancestor]:
     """This process's parents, nearest first, as far as the system shows them."""
     import psutil
 
-    found = []
+    ancestors = []
     for process in psutil.Process().parents():
         try:
-            found.append(Ancestor(tuple(process.cmdline()), process.cwd()))
+            ancestors.append(Ancestor(tuple(process.cmdline()), process.cwd()))
         except (psutil.Error, OSError):
             continue  # another user's, or ended by now
-    return found
+    return ancestors
 
 
 def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:

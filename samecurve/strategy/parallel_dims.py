@@ -84,8 +84,8 @@ class ParallelDims:
 
     def groups(self, *names: str) -> list[list[int]]:
         """List all groups of ranks that differ in the named dimensions only."""
-        found: dict[int, list[int]] = {}
+        ranks_by_place: dict[int, list[int]] = {}
         for rank in range(self.world_size):
             others = self.index(rank, *(name for name in DIMENSIONS if name not in names))
-            found.setdefault(others, []).append(rank)
-        return list(found.values())
+            ranks_by_place.setdefault(others, []).append(rank)
+        return list(ranks_by_place.values())

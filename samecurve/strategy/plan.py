@@ -109,7 +109,7 @@ class Strategy:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether the optimizer's states are outside of the device."""
-        return any(each.startswith("optimizer:") for each in self.offload)
+        return any(target.startswith("optimizer:") for target in self.offload)
 
     @property
     def replicate_size(self) -> int:

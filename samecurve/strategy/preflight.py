@@ -94,7 +94,7 @@ def prepare_environment() -> None:
 def supervise_builds() -> None:
     """Put our own `ninja` before the real one, so that a build ends with this process; see build_supervisor.py."""
     folder = str(build_supervisor.SUPERVISED)
-    others = [each for each in os.environ["PATH"].split(os.pathsep) if each != folder]
+    others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
     os.environ["PATH"] = os.pathsep.join([folder, *others])
     os.environ |= {"SAMECURVE_PYTHON": sys.executable, build_supervisor.RANK: str(os.getpid())}
 
@@ -121,8 +121,8 @@ def prepare_allocator(environ: MutableMapping[str, str] = os.environ, devices: P
 
 def allocator_settings(environ: Mapping[str, str] = os.environ) -> str:
     """Return the user's allocator settings with their variables; "" without any. All versions prefer the first name."""
-    found = (f"{environ[name]} ({name})" for name in ALLOCATOR_VARIABLES if name in environ)
-    return ", ".join(found)
+    settings = (f"{environ[name]} ({name})" for name in ALLOCATOR_VARIABLES if name in environ)
+    return ", ".join(settings)
 
 
 def check_machine(plan: Plan, environ: Mapping[str, str] = os.environ) -> None:
@@ -166,11 +166,11 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
 def environment_problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """List why this machine cannot run the strategy, each with the fix; [] if it can. precision: the recipe's."""
     accelerator = has_accelerator(environ)
-    found = [] if accelerator else list(_needs_accelerator(strategy, precision))
-    found += _tools(strategy, environ, accelerator)
+    problems = [] if accelerator else list(_needs_accelerator(strategy, precision))
+    problems += _tools(strategy, environ, accelerator)
     for path in sorted(set(strategy.nvme_paths)):
-        found += _folder(path)
-    return [f"strategy {strategy.name}: {text}" for text in found]
+        problems += _folder(path)
+    return [f"strategy {strategy.name}: {text}" for text in problems]
 
 
 def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
@@ -190,9 +190,9 @@ def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, s
         ("loss.implementation", recipe.loss.implementation, "auto"),
     )
     asked += [entry for entry in ligers if accelerator and entry[1] == "liger"]  # refused elsewhere
-    for key, found, instead in asked:
+    for key, value, instead in asked:
         yield (
-            f"{key}: {found} needs a {language} compiler, but {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
+            f"{key}: {value} needs a {language} compiler, but {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
             f"or {key}={instead}"
         )
 
@@ -260,8 +260,8 @@ def prebuilt_operators() -> set[str]:
     build = Path(package.origin).with_name("git_version_info_installed.py") if package and package.origin else None
     if build is None or not build.is_file():
         return set()
-    found = re.search(r"^installed_ops\s*=\s*(\{.*\})", build.read_text(), re.MULTILINE)
-    return {name for name, built in ast.literal_eval(found.group(1)).items() if built} if found else set()
+    match = re.search(r"^installed_ops\s*=\s*(\{.*\})", build.read_text(), re.MULTILINE)
+    return {name for name, built in ast.literal_eval(match.group(1)).items() if built} if match else set()
 
 
 def links_libaio(compiler: list[str], environ: Mapping[str, str]) -> bool:

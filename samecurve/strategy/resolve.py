@@ -57,8 +57,8 @@ def resolve_plan(
     """
     # parse_args refuses overrides on both sides of an option
     arguments = command_line().parse_intermixed_args(argv)
-    found = launchers.detect_launch(environ, arguments.local_rank, ancestors)
-    launch = launchers.own_processes(found, arguments.num_processes, environ)
+    detected = launchers.detect_launch(environ, arguments.local_rank, ancestors)
+    launch = launchers.own_processes(detected, arguments.num_processes, environ)
     problems: list[ConfigProblem] = []
     chosen = _choose(arguments.strategy, launch, environ, problems)
     files = read_files(chosen)
@@ -121,22 +121,24 @@ def checkpoint_names(run: Path) -> str:
 
 def _resume_problems(arguments: argparse.Namespace, source: RecipeSource) -> list[ConfigProblem]:
     """List the problems of --resume and --fresh, after a checkpoint's name in `arguments` has become its path."""
-    found, problems = arguments.resume, []
-    if found in ("auto", "none"):
+    checkpoint, problems = arguments.resume, []
+    if checkpoint in ("auto", "none"):
         return problems
     run = Path()
     with contextlib.suppress(InvalidValue):
         run = Path(source.value("output_dir"))
-    found = arguments.resume = str(named_checkpoint(run, found))
-    if not os.path.isdir(found):
-        why = "no best checkpoint (checkpoint.best)" if found == "best" else f"no such folder: {found}"
+    checkpoint = arguments.resume = str(named_checkpoint(run, checkpoint))
+    if not os.path.isdir(checkpoint):
+        why = "no best checkpoint (checkpoint.best)" if checkpoint == "best" else f"no such folder: {checkpoint}"
         text = f"{why}; give auto, none or a checkpoint such as RUN/checkpoints/step_00000040{checkpoint_names(run)}"
         problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
-    elif inside := [path for name in (f"checkpoints/{_STEP}", _STEP) for path in Path(found).glob(name)]:
-        text = f"found {found}, which holds checkpoints but is none; give one of them, for example {max(inside)}"
+    elif inside := [path for name in (f"checkpoints/{_STEP}", _STEP) for path in Path(checkpoint).glob(name)]:
+        text = f"found {checkpoint}, which holds checkpoints but is none; give one of them, for example {max(inside)}"
         problems.append(ConfigProblem(COMMAND_LINE, "--resume", text))
     if arguments.fresh:
-        problems.append(ConfigProblem(COMMAND_LINE, "--fresh", f"conflicts with --resume {found}; keep one of them"))
+        problems.append(
+            ConfigProblem(COMMAND_LINE, "--fresh", f"conflicts with --resume {checkpoint}; keep one of them")
+        )
     return problems
 
 
@@ -179,12 +181,12 @@ def command_line() -> argparse.ArgumentParser:
 
 def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], problems: list[ConfigProblem]) -> str | None:
     """Return the strategy's file: --strategy, or accelerate launch's config file. If given, both must be the same."""
-    found = launch.config_file
-    if given and found and os.path.realpath(given) != os.path.realpath(found):
-        text = f"found {given}, but accelerate launch uses {found}; give both the same file, or omit --strategy"
+    config_file = launch.config_file
+    if given and config_file and os.path.realpath(given) != os.path.realpath(config_file):
+        text = f"found {given}, but accelerate launch uses {config_file}; give both the same file, or omit --strategy"
         problems.append(ConfigProblem(COMMAND_LINE, "--strategy", text))
-    if given or found:
-        return given or found
+    if given or config_file:
+        return given or config_file
     switches = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
     switched = [name for name in switches if environ.get(name, "false").lower() in ("true", "1", "yes")]
     if switched:
@@ -293,8 +295,8 @@ def _schedule(files: Files, backend: str) -> str:
         return "deepspeed" if "pipeline" in files.deepspeed.content else ""
     if files.accelerate.get("distributed_type") not in ("MULTI_GPU", "FSDP") or _size(files, "pp") == 1:
         return ""
-    found = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
-    return found if found in SCHEDULES else "1F1B"
+    schedule = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
+    return schedule if schedule in SCHEDULES else "1F1B"
 
 
 def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:

@@ -31,8 +31,8 @@ def variables(environ: Mapping[str, str], first_host: Callable[[str], str] | Non
 
 def _tasks_here(environ: Mapping[str, str], tasks: int) -> int:
     """Return the number of the step's tasks on this node. SLURM writes those of all nodes as 4(x2),3."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = [int(count) for count, times in found for _ in range(int(times or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, times in groups for _ in range(int(times or 1))]
     node = int(environ.get("SLURM_NODEID", "0"))
     if node < len(counts):
         return counts[node]

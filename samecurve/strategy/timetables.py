@@ -33,8 +33,8 @@ class Pass(NamedTuple):
 
     @classmethod
     def of_range(cls, name: str) -> Pass | None:
-        found = re.fullmatch(r"stage (\d+): ([FBIW]) (\d+)", name)
-        return cls(int(found[1]), found[2], int(found[3])) if found else None
+        match = re.fullmatch(r"stage (\d+): ([FBIW]) (\d+)", name)
+        return cls(int(match[1]), match[2], int(match[3])) if match else None
 
 
 class ScheduleRun(NamedTuple):
@@ -52,8 +52,8 @@ class ScheduleRun(NamedTuple):
 
     @classmethod
     def of_range(cls, name: str) -> ScheduleRun | None:
-        found = re.fullmatch(r"(\w+): rank (\d+) of (\d+), (\d+) micro-batches", name)
-        return cls(found[1], *map(int, found.groups()[1:])) if found else None
+        match = re.fullmatch(r"(\w+): rank (\d+) of (\d+), (\d+) micro-batches", name)
+        return cls(match[1], *map(int, match.groups()[1:])) if match else None
 
 
 Entry = tuple[Pass, ...]
@@ -92,10 +92,10 @@ class _Order:
 
     def weights(self, stage: int | None = None) -> None:
         """Append W of the oldest I that waits for it, of one stage if given; nothing if none waits."""
-        found = next((each for each in self._cut if stage in (None, each[0])), None)
-        if found:
-            self._cut.remove(found)
-            self.entries.append((Pass(found[0], "W", found[1]),))
+        oldest = next((cut for cut in self._cut if stage in (None, cut[0])), None)
+        if oldest:
+            self._cut.remove(oldest)
+            self.entries.append((Pass(oldest[0], "W", oldest[1]),))
 
     def passed(self, kind: str, stage: int) -> int:
         return self._passed[stage, kind == "F"]
@@ -239,19 +239,19 @@ def timetable(schedule: str, ranks: int, micro_batches: int) -> Timetable:
         rank = runnable.popleft()
         while len(ends[rank]) < len(orders[rank]):
             entry = orders[rank][len(ends[rank])]
-            inputs = [each for work in entry if (each := needed(work, last))]
-            missing = next((each for each in inputs if each not in done), None)
+            inputs = [source for work in entry if (source := needed(work, last))]
+            missing = next((source for source in inputs if source not in done), None)
             if missing:
                 waiting[missing].append(rank)
                 break
-            start = max([*ends[rank][-1:], *(done[each] for each in inputs), 0])
+            start = max([*ends[rank][-1:], *(done[source] for source in inputs), 0])
             ends[rank].append(start + sum(COSTS[work.kind] for work in entry))
             for work in entry:
                 if work.kind != "W":
                     key = output(work)
                     done[key] = ends[rank][-1]
                     runnable.extend(waiting.pop(key, ()))
-    assert all(len(found) == len(entries) for found, entries in zip(ends, orders, strict=True)), schedule
+    assert all(len(ends_of_rank) == len(entries) for ends_of_rank, entries in zip(ends, orders, strict=True)), schedule
     busy = tuple(sum(COSTS[work.kind] for entry in entries for work in entry) for entries in orders)
     return Timetable(tuple(map(tuple, ends)), busy)
 
@@ -283,17 +283,17 @@ def micro_batches_kept(
     Returns micro-batches with activations, from F to W or B, and those between I and W; one of two stages counts half.
     """
     kept, chunks = _kept_stages(schedule, rank, ranks, micro_batches), SCHEDULES[schedule].stages_per_rank
-    held, between = max(kept, key=lambda each: each[0] + cut_share * each[1])
+    held, between = max(kept, key=lambda counts: counts[0] + cut_share * counts[1])
     return held / chunks, between / chunks
 
 
 @lru_cache(maxsize=512)
 def _kept_stages(schedule: str, rank: int, ranks: int, micro_batches: int) -> set[tuple[int, int]]:
     """Return the most that a rank keeps: micro-batches of a stage from F to W or B, by those from I to W."""
-    held, between, found = 0, 0, dict[int, int]()
+    held, between, most_by_between = 0, 0, dict[int, int]()
     for entry in order(schedule, rank, ranks, micro_batches):
         for work in entry:
             held += {"F": 1, "I": 0}.get(work.kind, -1)
             between += {"I": 1, "W": -1}.get(work.kind, 0) if work.stage else 0
-            found[between] = max(held, found.get(between, 0))
-    return {(most, between) for between, most in found.items()}
+            most_by_between[between] = max(held, most_by_between.get(between, 0))
+    return {(most, between) for between, most in most_by_between.items()}

@@ -73,11 +73,11 @@ def _find_json(accelerate: Document) -> tuple[Document, tuple[str, ...]]:
     elif isinstance(named, str) and accelerate.get("distributed_type") == "DEEPSPEED":
         path = Path(named).expanduser()
         folders = [Path(), *Path(accelerate.name).absolute().parents]
-        found = next((file for folder in folders if (file := folder / path).is_file()), None)
-        if found is not None:
-            accelerate.content[_JSON[0]][_JSON[1]] = str(found)
-            notes = (f"{named} of {accelerate.place(_JSON)} is {found}",) if found != path else ()
-            return read_document(str(found)), notes
+        file_path = next((file for folder in folders if (file := folder / path).is_file()), None)
+        if file_path is not None:
+            accelerate.content[_JSON[0]][_JSON[1]] = str(file_path)
+            notes = (f"{named} of {accelerate.place(_JSON)} is {file_path}",) if file_path != path else ()
+            return read_document(str(file_path)), notes
         text = f"no such file: {path.absolute()}, nor from the folders around {accelerate.name}"
         accelerate.unreadable(_JSON, f"{text}; give a path relative to the working directory")
     return Document(""), ()
@@ -231,14 +231,14 @@ class _Reading:
 
     def _compare_json(self, key: str, value: Any) -> None:
         path = INLINE[key]
-        found = self.deepspeed.get(*path)
-        if found == "auto" or (found is None and path[-1] == "classes"):
+        other = self.deepspeed.get(*path)
+        if other == "auto" or (other is None and path[-1] == "classes"):
             self._set_json(key, value)
-        elif found == value or (path[-1] == "classes" and isinstance(found, list) and value == ",".join(found)):
+        elif other == value or (path[-1] == "classes" and isinstance(other, list) and value == ",".join(other)):
             self.no_effect[f"deepspeed_config.{key}"] = "the DeepSpeed JSON says the same"
         else:
             place = self.deepspeed.place(path)
-            text = f"found {describe(value)}, but {'.'.join(path)} is {describe(found)} ({place}); make the two equal"
+            text = f"found {describe(value)}, but {'.'.join(path)} is {describe(other)} ({place}); make the two equal"
             self.accelerate.problem(("deepspeed_config", key), f"{text}, or remove this one")
 
     def unused_stages(self) -> None:

@@ -89,15 +89,15 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem
     if not isinstance(said, int) or said == world or (launch.counted and not many_machines):
         return
     place = accelerate.place(("num_processes",))
-    found = f"found {world}, but {place} says num_processes: {said}"
+    difference = f"found {world}, but {place} says num_processes: {said}"
     if launch.launcher == "python" and world == 1:
-        found = f"plain python starts one process, but {place} says num_processes: {said}"
+        difference = f"plain python starts one process, but {place} says num_processes: {said}"
         fix = f"start it with accelerate launch --config_file {accelerate.name}, or add --num_processes {said}"
     elif many_machines:
         fix = f"start {said} processes in total on the {machines} machines, or correct the file"
     else:
         fix = "make the two equal"
-    yield _world_size(launch, f"{found}; {fix}")
+    yield _world_size(launch, f"{difference}; {fix}")
 
 
 def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
