@@ -68,12 +68,12 @@ def called_here(key: str) -> str:
     return f"; use {ours}" if ours else ""
 
 
-def block_as_value(key: str, found: Any, fields: list[str]) -> str:
+def block_as_value(key: str, value: Any, fields: list[str]) -> str:
     """The hint for a value given in place of a block, such as `model=runs/sft/model`. fields: the keys of the block."""
     main = next((name for name in _MAIN_KEYS if name in fields), None)
-    if main is None or isinstance(found, (dict, list)) or found is None:
+    if main is None or isinstance(value, (dict, list)) or value is None:
         return ""
-    return f"; did you mean {key}.{main}={found}?"
+    return f"; did you mean {key}.{main}={value}?"
 
 
 def near_option(message: str, parser: argparse.ArgumentParser) -> str:

@@ -152,7 +152,7 @@ def _text_fields(document: Document) -> Iterator[KeyPath]:
 
 
 def _explain(detail: ErrorDetails, path: KeyPath) -> str:
-    kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         asked = tuple(ANY_ITEM if part.isdecimal() else part for part in path)
         # The keys of a list's items are no advice for a key elsewhere, and the reverse.
@@ -165,21 +165,21 @@ def _explain(detail: ErrorDetails, path: KeyPath) -> str:
     if kind == "missing":
         return "missing; add it"
     if kind == "value_error":
-        return f"found {describe(found)}, {context['error']}"
+        return f"found {describe(given)}, {context['error']}"
     if kind not in _EXPECTED:
-        return f"found {describe(found)}: {detail['msg']}"
+        return f"found {describe(given)}: {detail['msg']}"
     limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in context.items()}
     expected = _EXPECTED[kind].format(**limits, s="" if limits.get("min_length") == 1 else "s")
-    hint = _number_hint(found) if kind in ("int_type", "float_type") else ""
+    hint = _number_hint(given) if kind in ("int_type", "float_type") else ""
     if kind == "model_type":
         fields = [known[-1] for known in schema_paths(Recipe) if known[:-1] == path]
-        hint = block_as_value(".".join(path), found, fields)
-    return f"found {describe(found)}, expected {expected}{hint}"
+        hint = block_as_value(".".join(path), given, fields)
+    return f"found {describe(given)}, expected {expected}{hint}"
 
 
-def _number_hint(found: Any) -> str:
-    if not isinstance(found, str):
-        return f"; write {int(found)}" if isinstance(found, float) and found.is_integer() else ""
+def _number_hint(value: Any) -> str:
+    if not isinstance(value, str):
+        return f"; write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
     with contextlib.suppress(ValueError):
-        return "; remove the quotes" if math.isfinite(float(found)) else ""
+        return "; remove the quotes" if math.isfinite(float(value)) else ""
     return ""

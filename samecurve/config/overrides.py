@@ -50,15 +50,15 @@ def latest_overrides(overrides: Sequence[str]) -> list[str]:
 
     An override replaces earlier ones of its key and of keys inside it, and its part of an earlier block around it.
     """
-    found: dict[KeyPath, str] = {}
+    latest: dict[KeyPath, str] = {}
     for argument in overrides:
         dotted, _, text = argument.partition("=")
         path = tuple(dotted.split("."))
-        found = {known: value for known, value in found.items() if known[: len(path)] != path}
-        for around in [known for known in found if path[: len(known)] == known]:
-            found[around] = _without(found[around], path[len(around) :])
-        found[path] = text
-    return [f"{'.'.join(path)}={text}" for path, text in found.items()]
+        latest = {known: value for known, value in latest.items() if known[: len(path)] != path}
+        for around in [known for known in latest if path[: len(known)] == known]:
+            latest[around] = _without(latest[around], path[len(around) :])
+        latest[path] = text
+    return [f"{'.'.join(path)}={text}" for path, text in latest.items()]
 
 
 def _value(text: str) -> tuple[Any, list[str]]:

@@ -52,12 +52,12 @@ def meanings(section: type[Section]) -> dict[str, str]:
     """The text below each key of a section's class, in one line. A key without one is absent."""
     (tree,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    text_by_key = {}
     for statements in zip(tree.body, tree.body[1:], strict=False):
         match statements:
             case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[key] = " ".join(text.split())
-    return found
+                text_by_key[key] = " ".join(text.split())
+    return text_by_key
 
 
 def tables(section: type[Section], prefix: str) -> Iterator[str]:
@@ -70,12 +70,12 @@ def tables(section: type[Section], prefix: str) -> Iterator[str]:
         if sections == [field.annotation]:  # a block itself; a list of blocks is also a key
             below.append((sections[0], f"{prefix}{key}."))
             continue
-        below += [(each, f"{prefix}{key}[].") for each in sections]
+        below += [(block, f"{prefix}{key}[].") for block in sections]
         default = "*required*" if field.is_required() else f"`{json.dumps(field.default)}`"
         yield f"| `{prefix}{key}` | {_type(schema['properties'][key], sections)} | {default} | {texts[key]} |"
     yield ""
-    for each, name in below:
-        yield from tables(each, name)
+    for block, name in below:
+        yield from tables(block, name)
 
 
 def render_yaml() -> str:
@@ -109,13 +109,13 @@ def _sections(annotation: Any) -> list[type[Section]]:
     """The sections that an annotation names, at any depth: of a list of them, too."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [found for each in get_args(annotation) for found in _sections(each)]
+    return [section for argument in get_args(annotation) for section in _sections(argument)]
 
 
 def _type(schema: dict[str, Any], sections: list[type[Section]]) -> str:
     """The JSON schema of a key in words."""
     if "anyOf" in schema:
-        return " or ".join(_type(each, sections) for each in schema["anyOf"])
+        return " or ".join(_type(variant, sections) for variant in schema["anyOf"])
     if "$ref" in schema:
         return "mapping"
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])

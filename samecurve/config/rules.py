@@ -107,11 +107,11 @@ def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key has no effect because the task does not use it."""
-    task, found, tasks = value("task"), value(key), readers(key)
+    task, given, tasks = value("task"), value(key), readers(key)
     # at its default a key asks for nothing
-    if task not in tasks and found != _default(key):
+    if task not in tasks and given != _default(key):
         which = f"task {tasks[0]} uses" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} use"
-        yield key, f"found {describe(found)}, but only {which} this key and task is {task}; remove it"
+        yield key, f"found {describe(given)}, but only {which} this key and task is {task}; remove it"
 
 
 def _default(key: str) -> Any:

@@ -141,12 +141,12 @@ def _vocabulary_of_stream(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _part_of_the_hub(block: str, key: str, default: str | None, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key that selects part of a Hub data set has no effect."""
-    path, found = value(f"{block}.path"), value(f"{block}.{key}")
+    path, given = value(f"{block}.path"), value(f"{block}.{key}")
     # what _in_place_of_mixture, _idle_without_split or _another_split reports
     others_rule = value("data.mixture") is not None if block == "data" else block == "evaluate" and path is None
-    if found == default or others_rule:
+    if given == default or others_rule:
         return
-    where, shown = None if path is None else address(path), f"found {describe(found)}"
+    where, shown = None if path is None else address(path), f"found {describe(given)}"
     if path is None or where is None:
         why = "data.path is not given" if path is None else f"{path} is not a data set of the Hub"
         yield f"{block}.{key}", f"{shown}, but {why}; remove it"
@@ -169,9 +169,9 @@ def _no_split(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _idle_without_split(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    found = value(f"evaluate.{key}")
-    if value("evaluate.path") is None and value("evaluate.split") is None and found is not None:
-        yield f"evaluate.{key}", f"found {describe(found)}, but evaluate.split is not given; set that, or remove this"
+    given = value(f"evaluate.{key}")
+    if value("evaluate.path") is None and value("evaluate.split") is None and given is not None:
+        yield f"evaluate.{key}", f"found {describe(given)}, but evaluate.split is not given; set that, or remove this"
 
 
 def _another_split(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -203,7 +203,7 @@ def _measured_as_trained(value: Callable[[str], Any]) -> Iterator[Finding]:
     config = value("evaluate.config") or inherited.get("config") or "default"
     revision = value("evaluate.revision") or inherited.get("revision") or measured.revision or "main"
     mixture = value("data.mixture")
-    sources = {"data": data} if mixture is None else {f"data.mixture.{nth}": each for nth, each in enumerate(mixture)}
+    sources = {"data": data} if mixture is None else {f"data.mixture.{nth}": part for nth, part in enumerate(mixture)}
     for block, source in sources.items():
         trained = address(source["path"] or "")
         if trained is None or trained.name != measured.name or trained.is_file or source.get("pattern"):
@@ -232,15 +232,15 @@ def _within_output_dir(key: str, value: Callable[[str], Any]) -> Iterator[Findin
 
 
 def pattern(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    found = value(key)
-    if found and (".." in Path(found).parts or Path(found).is_absolute()):
+    glob = value(key)
+    if glob and (".." in Path(glob).parts or Path(glob).is_absolute()):
         other = f"{key.removesuffix('pattern')}path"
-        yield key, f"found {describe(found)}, which leaves {other}; set {other} to the folder of the files"
+        yield key, f"found {describe(glob)}, which leaves {other}; set {other} to the folder of the files"
 
 
 RULES = (
     *(_path_and_mixture, _mixture_by_length),
-    *(partial(_in_place_of_mixture, *each) for each in ({"pattern": None, "max_samples": None} | _HUB_KEYS).items()),
+    *(partial(_in_place_of_mixture, *pair) for pair in ({"pattern": None, "max_samples": None} | _HUB_KEYS).items()),
     *(
         _format,
         _number_of_rows,
@@ -254,6 +254,6 @@ RULES = (
     *(partial(pattern, "data.pattern"), _no_split, _another_split, _measured_as_trained),
     *(partial(_within_output_dir, key) for key in ("data.path", "evaluate.path")),
     *(partial(_idle_without_split, key) for key in ("config", "revision")),
-    *(partial(_part_of_the_hub, "data", *each) for each in _HUB_KEYS.items()),
+    *(partial(_part_of_the_hub, "data", *pair) for pair in _HUB_KEYS.items()),
     *(partial(_part_of_the_hub, "evaluate", key, None) for key in _HUB_KEYS),
 )

@@ -13,9 +13,9 @@ Finding = tuple[str, str]
 
 
 def _idle(key: str, reader: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    kind, found = value("memory.activation_checkpointing"), value(f"memory.{key}")
-    if kind != reader and found != Memory.model_fields[key].default:
-        text = f"found {found}, but only {reader} uses it and memory.activation_checkpointing is {kind}"
+    kind, given = value("memory.activation_checkpointing"), value(f"memory.{key}")
+    if kind != reader and given != Memory.model_fields[key].default:
+        text = f"found {given}, but only {reader} uses it and memory.activation_checkpointing is {kind}"
         yield f"memory.{key}", f"{text}; remove it"
 
 

@@ -78,9 +78,9 @@ def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
-    found = value(f"adapter.{key}")
-    if value("adapter.name") is None and found != Adapter.model_fields[key].default:
-        text = f"found {describe(found)}, but adapter.name is null; set that to lora, or remove this key"
+    given = value(f"adapter.{key}")
+    if value("adapter.name") is None and given != Adapter.model_fields[key].default:
+        text = f"found {describe(given)}, but adapter.name is null; set that to lora, or remove this key"
         yield f"adapter.{key}", text
 
 
@@ -137,14 +137,14 @@ def hidden_layers(source: RecipeSource) -> int | None:
     """The number of decoder layers, or None where the model would have to be loaded to know."""
     with contextlib.suppress(InvalidValue):
         fields = architecture(source.value)
-        found = [fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields]
-        return found[0] if found and isinstance(found[0], int) else None
+        counts = [fields[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in fields]
+        return counts[0] if counts and isinstance(counts[0], int) else None
     return None
 
 
 def model_type(source: RecipeSource) -> str | None:
     """The model_type of transformers, or None where the model would have to be loaded to know."""
     with contextlib.suppress(InvalidValue):
-        found = architecture(source.value).get("model_type")
-        return found if isinstance(found, str) else None
+        name = architecture(source.value).get("model_type")
+        return name if isinstance(name, str) else None
     return None

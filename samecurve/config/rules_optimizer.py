@@ -24,13 +24,13 @@ def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key has no effect because the optimizer does not use it."""
-    name, found = value("optimizer.name"), value(f"optimizer.{key}")
+    name, given = value("optimizer.name"), value(f"optimizer.{key}")
     default = Optimizer.model_fields[key].default
     # YAML has lists where the schema's defaults are tuples
-    if key not in OPTIMIZERS[name].reads and (tuple(found) if isinstance(found, list) else found) != default:
+    if key not in OPTIMIZERS[name].reads and (tuple(given) if isinstance(given, list) else given) != default:
         readers = [other for other, spec in OPTIMIZERS.items() if key in spec.reads]
         use = f"{joined(readers, 'and')} {'use' if len(readers) > 1 else 'uses'}"
-        text = f"found {describe(found)}, but only {use} it and optimizer.name is {name}; remove it"
+        text = f"found {describe(given)}, but only {use} it and optimizer.name is {name}; remove it"
         yield f"optimizer.{key}", text
 
 

@@ -23,8 +23,8 @@ def _refused(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
         return
     refused, reason = TASKS[task].refuses[key]
     if value(key) == refused:
-        found = "missing;" if refused is None else f"found {describe(refused)}, but"
-        yield key, f"{found} task {task} {reason}"
+        observed = "missing;" if refused is None else f"found {describe(refused)}, but"
+        yield key, f"{observed} task {task} {reason}"
 
 
 def _one_positive(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -38,26 +38,26 @@ class RecipeSource(NamedTuple):
         path = tuple(dotted.split("."))
         if any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.invalid):
             raise InvalidValue(dotted)
-        found: Any = self.document.get()
+        node: Any = self.document.get()
         model: type[BaseModel] | None = Recipe
         for key in path:
-            if isinstance(found, (list, tuple)):
-                found = found[int(key)]
+            if isinstance(node, (list, tuple)):
+                node = node[int(key)]
                 continue
             assert model is not None, dotted  # no rule asks for a key below one that is not a block
             info = model.model_fields[key]
-            if key not in found and self.document.incomplete:
+            if key not in node and self.document.incomplete:
                 raise InvalidValue(dotted)
-            found = found[key] if key in found else info.get_default(call_default_factory=True)
+            node = node[key] if key in node else info.get_default(call_default_factory=True)
             model = next((block for _, block in _blocks_of(model, key)), None)
             # a default block is a model, one from a file a dict
-            found = found.model_dump() if isinstance(found, BaseModel) else found
-        return found
+            node = node.model_dump() if isinstance(node, BaseModel) else node
+        return node
 
     def length(self, dotted: str) -> int:
         """Return the length of a list as it is written, whatever its items are; 0 if there is no list."""
-        found = self.document.get(*dotted.split("."))
-        return len(found) if isinstance(found, list) else 0
+        items = self.document.get(*dotted.split("."))
+        return len(items) if isinstance(items, list) else 0
 
     def cite(self, dotted: str) -> str:
         """`key is value (file:line)`, for a message about another file."""
