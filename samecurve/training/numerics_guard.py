@@ -139,7 +139,7 @@ class Guard:
         replicas = ((label, tensor.detach().contiguous().cpu()) for label, tensor in engine.state.replicas())
         # of the bytes, because numpy has no bf16
         own = {
-            label: hashlib.sha256(each.view(-1).view(torch.uint8).numpy().data).hexdigest() for label, each in replicas
+            label: hashlib.sha256(copy.view(-1).view(torch.uint8).numpy().data).hexdigest() for label, copy in replicas
         }
         differing = self._world.conclude(own, _differing)
         if differing:

@@ -142,14 +142,14 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
         DoesNotFit: not even the smallest size fits.
     """
     sizes = candidates(plan.recipe.batch.rows_per_rank(plan.strategy.dims.dp)[0], plan.strategy)
-    found: tuple[Plan, list[RehearsedStage] | None] | None = None
+    largest: tuple[Plan, list[RehearsedStage] | None] | None = None
     first, last = 0, len(sizes) - 1
     while first <= last:
         middle = (first + last) // 2
         batch = plan.recipe.batch.model_copy(update={"micro_batch_size": sizes[middle]})
         tried = replace(plan, recipe=plan.recipe.model_copy(update={"batch": batch}))
         try:
-            found = tried, run_stages(tried, ranks)
+            largest = tried, run_stages(tried, ranks)
             text = "fits"
             first = middle + 1
         except DoesNotFit as error:
@@ -158,12 +158,12 @@ def _largest_that_fits(plan: Plan, ranks: Sequence[Mapping[str, str]]) -> tuple[
             text = f"does not fit: {str(error).splitlines()[0]}"
             last = middle - 1
         else:
-            if found[1] is None:
+            if largest[1] is None:
                 break
         if _has_main(ranks):
             print(f"batch.micro_batch_size {sizes[middle]} {text}", flush=True)
-    assert found is not None  # the smallest size is tried before anything else is given up
-    return found
+    assert largest is not None  # the smallest size is tried before anything else is given up
+    return largest
 
 
 def candidates(num_rows: int, strategy: Strategy) -> list[int]:
