@@ -152,10 +152,10 @@ def _together(conclude: Conclude, own: _Outcome, work: Callable[[list], Any]) ->
     """Do `work` on rank 0 with the results of all ranks. A failure on any rank raises the same class on all ranks."""
 
     def attempt(outcomes: list[_Outcome]) -> _Outcome:
-        if not any(each.failure for each in outcomes):
-            outcomes = [_attempt(lambda: work([each.result for each in outcomes]))]
-        failures = [f"rank {rank}: {each.failure}" for rank, each in enumerate(outcomes) if each.failure]
-        return _Outcome(None, "; ".join(failures), any(each.is_numeric for each in outcomes))
+        if not any(outcome.failure for outcome in outcomes):
+            outcomes = [_attempt(lambda: work([outcome.result for outcome in outcomes]))]
+        failures = [f"rank {rank}: {outcome.failure}" for rank, outcome in enumerate(outcomes) if outcome.failure]
+        return _Outcome(None, "; ".join(failures), any(outcome.is_numeric for outcome in outcomes))
 
     concluded = conclude(own._replace(error=None), attempt)
     if concluded.failure:

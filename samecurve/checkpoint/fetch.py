@@ -123,7 +123,7 @@ def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> P
         StorageError: the store does not answer.
     """
     files, directory = LocalFileSystem(), run / FOLDER
-    good = [each for each in list_checkpoints(files, directory) if not check_files(files, each, small_only=True)]
+    good = [path for path in list_checkpoints(files, directory) if not check_files(files, path, small_only=True)]
     newest = step_of(good[0]) if good else -1
     rejected = []
     for name in committed(store):
@@ -162,9 +162,9 @@ def verify(store: ObjectStore, name: str, folder: Path) -> None:
     _, records = read_manifest(LocalFileSystem(), folder)
     sizes = store.sizes(f"{FOLDER}/{name}")
     for record in records:
-        found = sizes.get(record.name)
-        if found != record.size:
-            there = "no such object" if found is None else f"{found} bytes"
+        num_bytes = sizes.get(record.name)
+        if num_bytes != record.size:
+            there = "no such object" if num_bytes is None else f"{num_bytes} bytes"
             raise DamagedManifest(record.name, f"{record.size} bytes", there)
         store.download(f"{FOLDER}/{name}/{record.name}", folder / record.name, record.size)
     for damage in check_files(LocalFileSystem(), folder):

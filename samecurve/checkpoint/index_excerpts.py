@@ -40,14 +40,14 @@ def _excerpts(folder: Path, shapes: Mapping[str, Iterable[int]], of_all: Iterabl
     content = read_index(folder)
     CheckpointReader(folder, content).check_names(shapes)
     entries = {name: _Entries(item["ranges"]) for name, item in content.items()}
-    found = []
+    excerpts = []
     for wanted in of_all:
         ranges: dict[str, list] = {}
         for name, region in wanted:
             known = ranges.setdefault(name, [])
             known += [entry for entry in entries[name].near(region) if entry not in known]
-        found.append({name: {"shape": content[name]["shape"], "ranges": near} for name, near in ranges.items()})
-    return found
+        excerpts.append({name: {"shape": content[name]["shape"], "ranges": near} for name, near in ranges.items()})
+    return excerpts
 
 
 class _Entries:

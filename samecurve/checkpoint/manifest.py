@@ -27,10 +27,10 @@ class FileDamage(NamedTuple):
 
     file: str
     expected: str
-    found: str
+    actual: str
 
     def __str__(self) -> str:
-        return f"{self.file}: expected {self.expected}, found {self.found}"
+        return f"{self.file}: expected {self.expected}, found {self.actual}"
 
 
 class DamagedManifest(Exception):

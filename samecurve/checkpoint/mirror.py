@@ -271,5 +271,5 @@ def local_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     """List the files among `names` of a folder, and all files in the folders among them."""
     for name in names:
         path = folder / name
-        found = sorted(path.rglob("*")) if path.is_dir() else [path]
-        yield from (each for each in found if each.is_file())
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        yield from (file for file in files if file.is_file())

@@ -106,7 +106,7 @@ def test_every_damage_of_every_file_is_found(checkpoint, name, damage):
     damage(checkpoint / name)
     problems = check_files(DISK, checkpoint)
     assert [problem.file for problem in problems] == [name]
-    assert problems[0].expected and problems[0].found and str(problems[0]).startswith(problems[0].file)
+    assert problems[0].expected and problems[0].actual and str(problems[0]).startswith(problems[0].file)
 
 
 def test_some_of_the_files_are_checked(checkpoint):

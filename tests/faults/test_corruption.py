@@ -93,7 +93,7 @@ def test_damage_is_named_and_the_older_one_is_taken(name, how, directory):
     write_result(record)
     assert len(problems) == 1
     assert problems[0].file == name or {problems[0].file, name} <= PAIR
-    assert problems[0].expected and problems[0].found and problems[0].expected != problems[0].found
+    assert problems[0].expected and problems[0].actual and problems[0].expected != problems[0].actual
     told: list[str] = []
     assert selector(directory, told).select("auto") == directory / "step_00000010"
     assert f"step_00000015/{problems[0]}" in told[0]
