@@ -63,8 +63,8 @@ def affinity_advice(seats: Sequence[CpuBinding | None], launcher: str, on_gpu: b
         on_gpu: whether the ranks train on GPUs, to which launchers can bind them.
     """
     hosts: dict[str, list[CpuBinding]] = defaultdict(list)
-    for each in filter(None, seats):
-        hosts[each.machine].append(each)
+    for seat in filter(None, seats):
+        hosts[seat.machine].append(seat)
     shared = (local for local in hosts.values() if len(local) > 1)
     return next(filter(None, (_crossing(local, launcher, on_gpu) or _crowded(local) for local in shared)), "")
 

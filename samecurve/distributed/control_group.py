@@ -127,9 +127,9 @@ class ControlGroup:
         Raises:
             SamecurveError: `answers` raised it; raised on all ranks.
         """
-        values, found = self._gather(value), []
-        self.on_main(lambda: found.extend(answers(values)))
-        return self.scatter(found if self.is_main else None)
+        values, answers_by_rank = self._gather(value), []
+        self.on_main(lambda: answers_by_rank.extend(answers(values)))
+        return self.scatter(answers_by_rank if self.is_main else None)
 
     def start_sum(self, values: Sequence[int]) -> Future[list[Tensor]]:
         """Start to add up each value over the ranks, in the background. Collective.

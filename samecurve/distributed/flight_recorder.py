@@ -39,7 +39,7 @@ def gloo_calls(since_ns: int) -> list[GroupCall]:
     entries = json.loads(dump()).get("entries", [])
     thread = str(threading.get_ident())
     return [
-        GroupCall(each["time_created_ns"], each["profiling_name"], each["process_group"][0])
-        for each in entries
-        if each["thread_id"] == thread and each["time_created_ns"] >= since_ns
+        GroupCall(entry["time_created_ns"], entry["profiling_name"], entry["process_group"][0])
+        for entry in entries
+        if entry["thread_id"] == thread and entry["time_created_ns"] >= since_ns
     ]

@@ -47,17 +47,17 @@ def choose_interface(environ: MutableMapping[str, str] = os.environ) -> None:
     addresses = interfaces()
     if not addresses:
         return  # loopback alone is up: what the launcher counts as hosts is this machine (a rehearsal in a container)
-    found = addresses.get(source_address(master)) or addresses.get(source_address(_ELSEWHERE))
+    interface = addresses.get(source_address(master)) or addresses.get(source_address(_ELSEWHERE))
     names = sorted(set(addresses.values()))
-    if found is None and len(names) != 1 and is_loopback(master):
+    if interface is None and len(names) != 1 and is_loopback(master):
         return  # a rehearsal: gloo listens where this machine's own name leads
-    if found is None and len(names) != 1:
+    if interface is None and len(names) != 1:
         raise TopologyError(
             f"{VARIABLE}: not set, and the master address {master!r} does not say over which of this host's network "
             f"interfaces ({', '.join(names)}) the other hosts can be reached; export {VARIABLE}=... on "
             "every host"
         )
-    environ[VARIABLE] = found or names[0]
+    environ[VARIABLE] = interface or names[0]
 
 
 def _spans_hosts(environ: Mapping[str, str]) -> bool:
@@ -144,6 +144,6 @@ def _addresses() -> dict[str, str]:
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     families = (socket.AF_INET, socket.AF_INET6)
-    found = ((each, name) for name, all_ in psutil.net_if_addrs().items() if name in up for each in all_)
+    addresses = ((address, name) for name, all_ in psutil.net_if_addrs().items() if name in up for address in all_)
     # psutil appends the interface to link-local IPv6 addresses (fe80::1%eth0), getsockname does not
-    return {each.address.partition("%")[0]: name for each, name in found if each.family in families}
+    return {address.address.partition("%")[0]: name for address, name in addresses if address.family in families}
