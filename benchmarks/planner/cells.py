@@ -65,8 +65,8 @@ def answered(outcomes: Sequence[Case]) -> Case:
     What fits at the upper end of its memory interval comes before what is tight.
     """
     choices = [_choice(case) for case in outcomes]
-    cases = {id(choice.found): case for choice, case in zip(choices, outcomes, strict=True)}
-    return cases[id(search.ranked(choices)[0].found)]
+    cases = {id(choice.prediction): case for choice, case in zip(choices, outcomes, strict=True)}
+    return cases[id(search.ranked(choices)[0].prediction)]
 
 
 def order(found: Iterable[Case]) -> list[tuple[float, float, int, float]]:
@@ -99,7 +99,7 @@ def _choice(case: Case) -> Choice:
         case.predicted_seconds, case.seconds_interval,
     )  # fmt: skip
     tokens = job.micro_batch * job.seq * job.grad_accum * job.layout.dp
-    return Choice(_strategy(job), job=job, found=found, tokens=tokens)
+    return Choice(_strategy(job), job=job, prediction=found, tokens=tokens)
 
 
 def _strategy(job: Job) -> str:

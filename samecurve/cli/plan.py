@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
         print("\n".join(notes), end="\n" if notes else "")  # what was learnt is written already
         raise ConfigurationError("\n".join(f"{choice.name}: {choice.reason}" for choice in choices))
     order = search.ranked(choices)
-    best = order[0] if order[0].found and order[0].found.fits else None
+    best = order[0] if order[0].prediction and order[0].prediction.fits else None
     if arguments.json:
         plans = [plan_text.record(choice) for choice in choices]
         _write(
@@ -249,7 +249,7 @@ def _write(path: Path, content: dict) -> None:
 
 def _print_table(choices: Sequence[Choice], arguments: argparse.Namespace) -> None:
     everything = arguments.strategy or arguments.why
-    rows = [choice for choice in choices if choice.found and (everything or choice.found.fits)]
+    rows = [choice for choice in choices if choice.prediction and (everything or choice.prediction.fits)]
     if rows:
         few = rows if everything else plan_text.at_most(SHOWN_SIZES, rows)
         print(plan_text.table(few[: arguments.rows or ROWS]))

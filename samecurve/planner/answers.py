@@ -83,22 +83,22 @@ class _Cells:
     def number(self, name: str, default: float = 0) -> float:
         text = self.text(name)
         try:
-            found = float(text) if text else default
+            value = float(text) if text else default
         except ValueError:
             raise ValueError(f"column {name}: {text!r} is not a number") from None
-        if not math.isfinite(found) or found < 0:
-            told = "a finite number" if found > 0 or math.isnan(found) else "no negative number"
+        if not math.isfinite(value) or value < 0:
+            told = "a finite number" if value > 0 or math.isnan(value) else "no negative number"
             raise ValueError(f"column {name}: found {text!r}, expected {told}; leave the cell empty if it is unknown")
-        return found
+        return value
 
     def count(self, name: str, default: int = 1) -> int:
         return int(self.number(name, default)) or default
 
     def size(self, name: str, default: float = 0) -> int:
-        found = int(self.number(name, default))
-        if found < 1:
+        value = int(self.number(name, default))
+        if value < 1:
             raise ValueError(f"column {name}: found {self.text(name)!r}, expected a positive number")
-        return found
+        return value
 
     def flag(self, name: str) -> bool:
         return bool(self.number(name))
@@ -231,8 +231,8 @@ def interval(
         known: whether the value was predicted with constants of the job's own stack; None: as shipped.
     """
     *similar, unknown = situations(job, known)
-    found = [residuals[key] for key in similar if key in residuals] or [residuals.get(unknown, DEFAULT_WIDTHS)]
-    low, high = min(low for low, _ in found), max(high for _, high in found)
+    widths = [residuals[key] for key in similar if key in residuals] or [residuals.get(unknown, DEFAULT_WIDTHS)]
+    low, high = min(low for low, _ in widths), max(high for _, high in widths)
     strange = _is_new(job) or job.offload or job.shape.experts or job.layout.cp > 1
     wider = UNMEASURED if strange else 1
     # all residuals of a situation may have one sign, yet the interval has to contain the prediction
@@ -274,7 +274,7 @@ def hold(job: Job) -> Held:
     classes = memory.anatomy(job)
     shown = fullest_gib(job, classes)
     # what fits is judged by all that a GPU holds, whichever counter `shown` is of
-    fullest = max(classes, key=lambda each: each.peak)
+    fullest = max(classes, key=lambda rank_class: rank_class.peak)
     total = memory.counted(fullest, "nvidia_smi") / GIB
     return Held(shown, _interval(shown, job, "memory"), total, total <= job.memory_gib, fullest.binding)
 
@@ -282,7 +282,7 @@ def hold(job: Job) -> Held:
 def fullest_gib(job: Job, classes: Sequence[memory.Anatomy]) -> float:
     """Return the GiB that the job's counter shows of the rank with the most; in nanotron's grid of the first stage."""
     shown = classes[:1] if job.stack in BY_COST else classes
-    return max(memory.counted(each, job.memory_kind) for each in shown) / GIB
+    return max(memory.counted(rank_class, job.memory_kind) for rank_class in shown) / GIB
 
 
 def answer(row: dict[str, str], learnt: Calibration | None = None) -> dict:
@@ -291,20 +291,20 @@ def answer(row: dict[str, str], learnt: Calibration | None = None) -> dict:
         job = job_of_row(row)
         if learnt and learnt.kind == canonical(job.gpu_kind):
             job = replace(job, calibration=learnt)
-        found = predict(job)
+        predicted = predict(job)
     except (ValueError, ZeroDivisionError, OverflowError) as error:
         # one strange row must not end the answers of a whole table
         return {"id": row["id"], "unsupported": str(error)}
-    low, high = found.seconds_interval
-    least, most = found.memory_interval
+    low, high = predicted.seconds_interval
+    least, most = predicted.memory_interval
     return {
         "id": row["id"],
-        "step_seconds": found.seconds,
+        "step_seconds": predicted.seconds,
         "step_seconds_low": low,
         "step_seconds_high": high,
-        "peak_memory_gib": found.memory_gib,
+        "peak_memory_gib": predicted.memory_gib,
         "peak_memory_gib_low": least,
         "peak_memory_gib_high": most,
-        "fits": found.fits,
-        "binding": found.binding,
+        "fits": predicted.fits,
+        "binding": predicted.binding,
     }

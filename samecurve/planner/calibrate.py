@@ -83,10 +83,12 @@ def _communication(content: Mapping[str, Any], kind: str, card: Gpu) -> tuple[Ca
     over = links.link(links.levels_of(card, per_node, DEFAULT_NODE_GBIT), per_node, ranks, 1, 1.0, 0.0)
     ratios, rates = [], []
     for name, volume in VOLUMES.items():
-        timings = sorted((each for each in content["timings"] if each["name"] == name), key=itemgetter("num_bytes"))
-        for each in timings[-LARGEST:]:
-            ratios.append(each["seconds"] / links.collective_seconds(volume(each["num_bytes"], ranks), ranks, over))
-            rates.append(each["bus_gb_per_second"])
+        timings = sorted(
+            (timing for timing in content["timings"] if timing["name"] == name), key=itemgetter("num_bytes")
+        )
+        for timing in timings[-LARGEST:]:
+            ratios.append(timing["seconds"] / links.collective_seconds(volume(timing["num_bytes"], ranks), ranks, over))
+            rates.append(timing["bus_gb_per_second"])
     factor = statistics.geometric_mean(ratios)
     text = f"bus bandwidth up to {max(rates):.3g} GB/s over the {over.level}, assumed {over.bus_gb_per_s:.3g}"
     return Calibration(kind, time={"communication": factor}), text
@@ -115,14 +117,16 @@ def held_text(process_gib: Mapping[str, float]) -> str:
 
 def together(kind: str, results: Sequence[BenchResult]) -> Calibration:
     """Average the factors of each group, and the memory of each library."""
-    learnt = [each.learnt for each in results]
-    time = _averaged([each.time for each in learnt], statistics.geometric_mean)
-    return Calibration(kind, time=time, process_gib=_averaged([each.process_gib for each in learnt], statistics.fmean))
+    learnt = [result.learnt for result in results]
+    time = _averaged([factors.time for factors in learnt], statistics.geometric_mean)
+    return Calibration(
+        kind, time=time, process_gib=_averaged([factors.process_gib for factors in learnt], statistics.fmean)
+    )
 
 
-def _averaged(found: Sequence[Mapping[str, float]], mean: Callable[[Sequence[float]], float]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in found for name in each)
-    return {name: mean([each[name] for each in found if name in each]) for name in names}
+def _averaged(tables: Sequence[Mapping[str, float]], mean: Callable[[Sequence[float]], float]) -> dict[str, float]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: mean([table[name] for table in tables if name in table]) for name in names}
 
 
 # Learns efficiencies and slack of a machine from finished runs. The formulas stay as they are.
@@ -199,16 +203,16 @@ def from_paths(paths: Sequence[Path]) -> tuple[Calibration, str]:
     Raises:
         ConfigurationError: a path teaches nothing, or is a calibration file beside others.
     """
-    found = {path: read_bench(path) for path in paths if path.is_file()}
-    runs = [read_run(each) for each in paths if each not in found]
+    bench_by_path = {path: read_bench(path) for path in paths if path.is_file()}
+    runs = [read_run(folder) for folder in paths if folder not in bench_by_path]
     # a file that bench has not written is a calibration
-    for path in (path for path, bench in found.items() if not bench):
+    for path in (path for path, bench in bench_by_path.items() if not bench):
         learnt = calibration.read(path)
         if learnt and len(paths) == 1:
             return learnt, ""
         told = "the file is empty" if learnt is None else "a calibration file cannot be combined with other paths"
         raise ConfigurationError(f"--calibrate {path}: {told}; give runs and results of bench, or one calibration file")
-    benches = [each for each in found.values() if each]
+    benches = [result for result in bench_by_path.values() if result]
     learnt = learn(runs, benches)
     path = calibration.default_path(learnt.kind)
     calibration.write(learnt, path)
@@ -226,7 +230,7 @@ def learn(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] = ()) -> C
         benches: measurements of the hardware, from whose factors those of the runs stray with caution. Memory that a
             run measured replaces that of its library: it also counts what a whole run keeps, such as its data.
     """
-    kinds = sorted({*(canonical(each.job.gpu_kind) for each in runs), *(each.learnt.kind for each in benches)})
+    kinds = sorted({*(canonical(run.job.gpu_kind) for run in runs), *(bench.learnt.kind for bench in benches)})
     if len(kinds) != 1:
         raise ConfigurationError(f"--calibrate: the runs are of different hardware: {', '.join(kinds)}; give one kind")
     facts = runs[-1].facts if runs else benches[-1].facts
@@ -236,8 +240,8 @@ def learn(runs: Sequence[FinishedRun], benches: Sequence[BenchResult] = ()) -> C
         "processor": facts.get("hardware", {}).get("processor") if runs else facts["device"],
         "versions": facts.get("versions", {}),
         "date": utc_timestamp(),
-        "runs": [str(each.folder) for each in runs],
-        "bench": [str(each.path) for each in benches],
+        "runs": [str(run.folder) for run in runs],
+        "bench": [str(bench.path) for bench in benches],
     }
     left_out = errors_left_out(runs, benches)
     return replace(
@@ -283,13 +287,13 @@ def _interval(left_out: Sequence[float]) -> tuple[float, float] | None:
 
 def _fitted(runs: Sequence[FinishedRun], measured: Calibration) -> Calibration:
     time, stack_time = _time_factors(runs, measured.time)
-    found = replace(measured, time=time, stack_time=stack_time)
+    fitted = replace(measured, time=time, stack_time=stack_time)
     # the counter is the process's resident memory, of which Python and libraries are a fixed amount
-    if found.kind == "cpu":
+    if fitted.kind == "cpu":
         of_runs = _by_library(runs, _process_gib, statistics.fmean)
-        return replace(found, process_gib={**found.process_gib, **of_runs})
+        return replace(fitted, process_gib={**fitted.process_gib, **of_runs})
     ratios = _by_library(runs, lambda run: math.exp(_memory_error(run, None)), statistics.geometric_mean)
-    return replace(found, memory=ratios)
+    return replace(fitted, memory=ratios)
 
 
 def _time_factors(
@@ -312,9 +316,9 @@ def _time_factors(
         return missed + sum(caution * moves[name] ** 2 for name, caution in cautions.items())
 
     cautions = {**dict.fromkeys(GROUPS, CAUTION), **dict.fromkeys(libraries, LIBRARY_CAUTION)}
-    found = minimize(cost, dict.fromkeys(("all", *cautions), 0.0))
-    of_parts = {name: measured.get(name, 1) * math.exp(found["all"] + found[name]) for name in GROUPS}
-    return of_parts, {name: math.exp(found[name]) for name in libraries}
+    optimum = minimize(cost, dict.fromkeys(("all", *cautions), 0.0))
+    of_parts = {name: measured.get(name, 1) * math.exp(optimum["all"] + optimum[name]) for name in GROUPS}
+    return of_parts, {name: math.exp(optimum[name]) for name in libraries}
 
 
 def minimize(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float]) -> dict[str, float]:
@@ -325,8 +329,8 @@ def minimize(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, f
         for name in best:
             for step in (move, -move):
                 tried = {**best, name: best[name] + step}
-                if (found := cost(tried)) < least - 1e-12:  # rounding errors are no progress
-                    best, least, better = tried, found, True
+                if (tried_cost := cost(tried)) < least - 1e-12:  # rounding errors are no progress
+                    best, least, better = tried, tried_cost, True
         move = move if better else move / 2
     return best
 
@@ -349,8 +353,8 @@ def _by_library(
 ) -> dict[str, float]:
     """Average a value over the runs of each library, and over all libraries under ""."""
     names = sorted({run.job.library for run in runs})
-    found = {name: mean([value(run) for run in runs if run.job.library == name]) for name in names}
-    return {**found, "": mean([*found.values()])}
+    means = {name: mean([value(run) for run in runs if run.job.library == name]) for name in names}
+    return {**means, "": mean([*means.values()])}
 
 
 def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[BenchResult] = ()) -> str:
@@ -360,7 +364,9 @@ def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[B
     rows = [header]
     for index, run in enumerate(runs):
         # log(measured / predicted), shown as the error of the prediction
-        shown = [[f"{math.expm1(-each[index][part]):+.0%}" if each else "-" for each in columns] for part in (0, 1)]
+        shown = [
+            [f"{math.expm1(-column[index][part]):+.0%}" if column else "-" for column in columns] for part in (0, 1)
+        ]
         strategy = str(run.facts.get("strategy", ""))
         rows.append([str(run.folder), strategy, f"{run.seconds:.3f}", *shown[0], f"{run.memory_gib:.2f}", *shown[1]])
     factors = ", ".join(f"{name} {value:.3f}" for name, value in learnt.time.items())
@@ -370,4 +376,4 @@ def report(runs: Sequence[FinishedRun], learnt: Calibration, benches: Sequence[B
     named = {"time": factors, "whole step": stacks, "process without tensors": beside, "tensors": slack}
     lines = [f"{name}: {text}" for name, text in named.items() if text]
     tables = ["predicted against measured:", plan_text.aligned(rows), ""] if runs else []
-    return "\n".join([*(f"{each.path}: {each.note}" for each in benches), *tables, "learnt:", *lines])
+    return "\n".join([*(f"{bench.path}: {bench.note}" for bench in benches), *tables, "learnt:", *lines])

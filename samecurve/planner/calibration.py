@@ -71,16 +71,16 @@ class Calibration:
 
     def warnings(self, kind: str, processor: str, versions: Mapping[str, str | None]) -> list[str]:
         """List how the machine and the libraries that are planned for differ from those of the runs."""
-        found = []
+        differences = []
         if kind != self.kind:
-            found.append(f"measured on {self.kind}, not on {kind}: its factors are not used")
+            differences.append(f"measured on {self.kind}, not on {kind}: its factors are not used")
         elif kind == "cpu" and self.origin.get("processor", processor) != processor:
-            found.append(f"measured on {self.origin['processor']}, this is {processor}")
+            differences.append(f"measured on {self.origin['processor']}, this is {processor}")
         measured = self.origin.get("versions", {})
         for name in ("torch", "deepspeed", "accelerate"):
             if name in measured and measured[name] != versions.get(name):
-                found.append(f"measured with {name} {measured[name]}, here is {versions.get(name) or 'none'}")
-        return found
+                differences.append(f"measured with {name} {measured[name]}, here is {versions.get(name) or 'none'}")
+        return differences
 
 
 def default_path(kind: str) -> Path:
@@ -89,10 +89,10 @@ def default_path(kind: str) -> Path:
     return cache_folder(None) / "planner" / f"{safe}.json"
 
 
-def write(found: Calibration, path: Path) -> None:
+def write(learnt: Calibration, path: Path) -> None:
     """Write the calibration. Raises StorageError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {key: value for key, value in asdict(found).items() if key != "path"})
+    write_json(path, {key: value for key, value in asdict(learnt).items() if key != "path"})
 
 
 _FACTORS = {"*": float}
@@ -119,17 +119,17 @@ def read(path: Path) -> Calibration | None:
     problems = [] if content.get("kind") else ["kind: missing, expected a kind of GPU or cpu"]
     for key in ("time", "stack_time", "memory", "process_gib"):
         legal = f"expected a factor from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}"
-        found = content.get(key, {}).items()
+        factors = content.get(key, {}).items()
         problems += [
             f"{key}.{name}: found {value}, {legal}"
-            for name, value in found
+            for name, value in factors
             if not 1 / LARGEST_FACTOR <= value <= LARGEST_FACTOR
         ]
     for key in ("time_interval", "memory_interval"):
-        found = content.get(key)
-        if found is not None and not (len(found) == 2 and -WIDEST <= found[0] <= 0 <= found[1] <= WIDEST):
+        interval = content.get(key)
+        if interval is not None and not (len(interval) == 2 and -WIDEST <= interval[0] <= 0 <= interval[1] <= WIDEST):
             legal = f"expected [low, high] with -{WIDEST:g} <= low <= 0 <= high <= {WIDEST:g}"
-            problems.append(f"{key}: found {found}, {legal}")
+            problems.append(f"{key}: found {interval}, {legal}")
     if problems:
-        raise ConfigurationError("\n".join(f"{path}: {each}; {_FIX}" for each in problems))
+        raise ConfigurationError("\n".join(f"{path}: {problem}; {_FIX}" for problem in problems))
     return Calibration(**content, path=str(path))

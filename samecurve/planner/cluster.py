@@ -143,7 +143,7 @@ KEYS = ("gpu", "device", "nodes", "gpus_per_node", "links", "host", "reserved_gi
 DEVICE = ("memory_gib", "peak_tflops", "hbm_gb_per_s")
 PEAKS = ("bf16", "fp8", "fp32")
 LINK = ("level", "size", "bus_gb_per_s", "gbit_per_s_per_node", "latency_us")
-HOST = tuple(each.name for each in fields(Host))
+HOST = tuple(key.name for key in fields(Host))
 UNITS = {
     "_gib": "GiB", "tflops": "TFLOP/s", "gb_per_s": "GB/s", "gb_per_s_per_node": "GB/s of a node",
     "gbit_per_s_per_node": "Gbit/s of a node", "_us": "us",
@@ -155,10 +155,10 @@ def read_cluster(text: str) -> Cluster:
     if not is_file(text):
         return built_in(text)
     document = read_document(text)
-    found = None if document.problems else _Reader(document).cluster()
-    if document.problems or found is None:
+    cluster = None if document.problems else _Reader(document).cluster()
+    if document.problems or cluster is None:
         raise ConfigurationError(format_problems(document.problems))
-    return found
+    return cluster
 
 
 class _Reader:
@@ -183,7 +183,7 @@ class _Reader:
             if reserved >= card.memory_gib:
                 text = f"found {reserved:g}, expected less than the memory of the GPU, {card.memory_gib:g} GiB"
                 self.document.problem(("reserved_gib",), f"{text}; the rest is for the job")
-        outer = [each.node_gbit for each in levels[1:] if each.node_gbit]
+        outer = [level.node_gbit for level in levels[1:] if level.node_gbit]
         return Cluster(kind, card, nodes, per_node, min(outer, default=nominal), tuple(levels), host, reserved)
 
     def _block(self, path: KeyPath) -> Any:
@@ -201,7 +201,7 @@ class _Reader:
             return
         for key in block.keys() - set(legal):
             self.document.problem(
-                (*path, key), "unknown key" + suggest((*path, key), ((*path, each) for each in legal))
+                (*path, key), "unknown key" + suggest((*path, key), ((*path, name) for name in legal))
             )
 
     def _number(
@@ -213,17 +213,17 @@ class _Reader:
         kinds_ = (int,) if whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds_) or not least <= value < math.inf:
             expected = "a positive whole number" if whole else "a positive number"
-            found = "missing" if value is None else f"found {describe(value)}"
-            self.document.problem(path, f"{found}, expected {expected}")
+            observed = "missing" if value is None else f"found {describe(value)}"
+            self.document.problem(path, f"{observed}, expected {expected}")
             return default
         return Constant(value, _unit(path), FILE, str(self.document.place(path)))
 
-    def _derived(self, value: float, found: float, text: str) -> Constant:
+    def _derived(self, value: float, base: float, text: str) -> Constant:
         """Give a value the origin of the number that it was computed from; that of a peak is assumed."""
-        assert isinstance(found, Constant)
-        is_peak = found.unit == UNITS["tflops"]
-        unit, origin = (found.unit, ASSUMED) if is_peak else (UNITS["gb_per_s"], found.origin)
-        return Constant(value, unit, origin, f"{found.source}, {text}")
+        assert isinstance(base, Constant)
+        is_peak = base.unit == UNITS["tflops"]
+        unit, origin = (base.unit, ASSUMED) if is_peak else (UNITS["gb_per_s"], base.origin)
+        return Constant(value, unit, origin, f"{base.source}, {text}")
 
     def _card(self) -> tuple[str, Gpu]:
         name, device = self.document.get("gpu"), self.document.get("device")
@@ -233,9 +233,9 @@ class _Reader:
             return "device", self._device()
         card = known_gpu(name) if isinstance(name, str) else None
         if not card:
-            found = "missing" if name is None else f"found {describe(name)}"
+            observed = "missing" if name is None else f"found {describe(name)}"
             known = ", ".join(known_names())
-            text = f"{found}, expected a GPU with known rates: {known}; describe another one under device"
+            text = f"{observed}, expected a GPU with known rates: {known}; describe another one under device"
             self.document.problem(("gpu",), text)
             # any card, so that the other keys are checked in the same report
             return "", gpu("A100-80GB")
@@ -247,8 +247,8 @@ class _Reader:
 
         def peak(kind: str, optional: bool = True) -> float:
             # the file has the data sheet's peak, `Gpu` what products reach
-            found = self._number(("device", "peak_tflops", kind), 0, optional)
-            return found and self._derived(MEASURED_SHARE * found, found, f"{MEASURED_SHARE:g} (assumed) of the peak")
+            rated = self._number(("device", "peak_tflops", kind), 0, optional)
+            return rated and self._derived(MEASURED_SHARE * rated, rated, f"{MEASURED_SHARE:g} (assumed) of the peak")
 
         memory, hbm = (self._number(("device", key), 1) for key in ("memory_gib", "hbm_gb_per_s"))
         # no NVLink is known: without `links`, the GPUs of a node communicate over PCIe
@@ -266,7 +266,7 @@ class _Reader:
             levels = [Level("node", per_node, ((1, card.bus_gb_per_s),))]
         if len(levels) == 1:
             levels.append(Level("network", 0, node_gbit=nominal))
-        sizes = [each.size for each in levels[:-1]]
+        sizes = [level.size for level in levels[:-1]]
         if sizes != sorted(set(sizes)) or sizes[0] != per_node:
             text = f"found sizes {sizes}, expected the first to be gpus_per_node ({per_node}) and each to be larger"
             self.document.problem(("links",), text)
@@ -323,7 +323,7 @@ def cluster_text(machines: Cluster) -> str:
     content |= {"nodes": machines.nodes, "gpus_per_node": machines.gpus_per_node}
     content["gbit_per_s_per_node"] = plain(machines.node_gbit)
     if machines.levels:
-        content["links"] = [_level_content(each) for each in machines.levels]
+        content["links"] = [_level_content(level) for level in machines.levels]
         # `Cluster.scaled` may have shrunk the node, whose size the first level must have
         content["links"][0]["size"] = machines.gpus_per_node
     content["host"] = {key: plain(getattr(machines.host, key)) for key in HOST}

@@ -55,7 +55,7 @@ class Beside:
 
     @property
     def seconds(self) -> float:
-        return sum(each.seconds for each in self.transfers)
+        return sum(transfer.seconds for transfer in self.transfers)
 
     @property
     def exposed(self) -> float:
@@ -76,8 +76,10 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
         constants: of the strategy's stack.
         one: seconds of one layer's forward and backward, behind which communication may hide.
     """
-    found = beside(job, stage, constants, one)
-    exposed = {when: sum(each.exposed for each in found if each.when == when) for when in ("each", "last", "others")}
+    groups = beside(job, stage, constants, one)
+    exposed = {
+        when: sum(group.exposed for group in groups if group.when == when) for when in ("each", "last", "others")
+    }
     return exposed["each"] + exposed["others"], exposed["last"] - exposed["others"]
 
 
@@ -94,7 +96,7 @@ def beside(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list[Bes
     if job.sharding.gathers_once:
         return [Beside("last", gathers, *alone), Beside("last", reduces, *backward)]
     if job.layout.zero == 3:  # of each layer, hidden behind the layer before
-        again = [each for each in (gathered_again(job, stage, gathers, constants),) if each]
+        again = [gather for gather in (gathered_again(job, stage, gathers, constants),) if gather]
         forward = Beside("each", gathers, "forward pass", layers * one.forward, share)
         if not job.sharding.reduces_once:
             return [forward, Beside("each", [*again, *reduces], *backward)]

@@ -115,11 +115,11 @@ def _check(target: Target, launchers: Sequence[str]) -> None:
     # the data may be on the planned machines only; any path that exists stands for them
     here = [f"{key}=." for key in sorted(elsewhere)]
     target = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
-    found = []
+    resolved = []
     for launcher in launchers:
         plan = read_back(launcher, target, command(launcher, target))
-        found.append((plan.recipe, plan.strategy.sharding, plan.strategy.dims, plan.strategy.deepspeed))
-    if any(each != found[0] for each in found):
+        resolved.append((plan.recipe, plan.strategy.sharding, plan.strategy.dims, plan.strategy.deepspeed))
+    if any(other != resolved[0] for other in resolved):
         raise ConfigurationError(f"{target.folder}: the launchers {', '.join(launchers)} resolve to different plans")
 
 
@@ -168,13 +168,13 @@ def _stale(directory: Path, digests: Mapping[str, str]) -> list[Path]:
     """Return the files of an earlier plan that this one does not have. Raises ConfigurationError for changed ones."""
     earlier = _earlier(directory)
     names = dict.fromkeys([*digests, *(name for name in earlier or () if name != RECIPE)])
-    found = {name: _digest((directory / name).read_bytes()) for name in names if (directory / name).exists()}
-    changed = [name for name, digest in found.items() if digest not in (digests.get(name), (earlier or {}).get(name))]
+    present = {name: _digest((directory / name).read_bytes()) for name in names if (directory / name).exists()}
+    changed = [name for name, digest in present.items() if digest not in (digests.get(name), (earlier or {}).get(name))]
     changed += [RECORD] if earlier is None else []
     if changed:
         told = f"--output {directory}: {', '.join(changed)}: not written by an earlier plan, or changed since"
         raise ConfigurationError(f"{told}; move what you need away, or give another folder")
-    return [directory / name for name in found if name not in digests]
+    return [directory / name for name in present if name not in digests]
 
 
 def _earlier(directory: Path) -> dict[str, str] | None:

@@ -49,11 +49,11 @@ def plain(value: float) -> float:
 def flat(name: str, value: Any) -> Iterator[tuple[str, Constant]]:
     """Generate the constants in nested mappings and tuples, with dotted names. What is absent, such as 0, has none."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from flat(f"{name}.{key or 'others'}", each)
+        for key, inner in value.items():
+            yield from flat(f"{name}.{key or 'others'}", inner)
     elif isinstance(value, tuple):
-        for index, each in enumerate(value):
-            yield from flat(f"{name}.{index}", each)
+        for index, inner in enumerate(value):
+            yield from flat(f"{name}.{index}", inner)
     elif isinstance(value, Constant):
         yield name, value
 
@@ -129,13 +129,13 @@ CPU = Gpu(
 @lru_cache(maxsize=1)
 def rows() -> dict[str, Gpu]:
     """Return the GPUs by the regular expression of their names; the first that matches counts."""
-    found = {}
+    known = {}
     for row in gpus.rows():
         memory = Constant(row.gib, "GiB", MEASURED, "as torch reports it") if row.gib else labelled(row.label)
         hbm = Constant(row.hbm, "GB/s", DATA_SHEET, "memory bandwidth")
         best, fp8, fp32 = _product(row.best, row.half), _product(row.best_fp8, row.fp8), _product(0, row.fp32)
-        found[row.pattern] = Gpu(best, fp8, hbm, LINKS[row.link], memory, row.generation or "other", fp32, row.sms)
-    return {**found, r"^cpu$": CPU}
+        known[row.pattern] = Gpu(best, fp8, hbm, LINKS[row.link], memory, row.generation or "other", fp32, row.sms)
+    return {**known, r"^cpu$": CPU}
 
 
 def _product(measured: float, peak: float) -> float:
@@ -181,8 +181,8 @@ def is_unknown(kind: str) -> bool:
 def _pattern(kind: str) -> str | None:
     """Find the row of a kind. None: there is none, or only that of another variant, such as a laptop's GPU."""
     name, _ = split_name(kind)
-    found = (pattern for pattern in rows() if re.search(pattern, name, re.IGNORECASE))
-    return None if is_variant(kind) else next(found, None)
+    patterns = (pattern for pattern in rows() if re.search(pattern, name, re.IGNORECASE))
+    return None if is_variant(kind) else next(patterns, None)
 
 
 def known_names() -> list[str]:
@@ -213,13 +213,13 @@ def split_name(kind: str) -> tuple[str, float]:
 
     The name ends with these GB, wherever they were, and a bare number such as 3090 is a GeForce RTX.
     """
-    found = _MEMORY.search(kind)
+    match = _MEMORY.search(kind)
     name = _MEMORY.sub("", kind, count=1).strip()
     name = re.sub(r"^(?:GeForce\W*)?(?=\d{4}(?!\d))", "RTX ", name, flags=re.IGNORECASE)
-    if not found:
+    if not match:
         return name, 0
-    name = f"{name} {found[1]}GB"
-    return name, float(found[1]) / (2 if _DIES.search(name) else 1)
+    name = f"{name} {match[1]}GB"
+    return name, float(match[1]) / (2 if _DIES.search(name) else 1)
 
 
 def is_variant(kind: str) -> bool:
@@ -268,7 +268,7 @@ class Profile:
     logits_bytes: float = 12.0
 
 
-CONSTANTS = tuple(each.name for each in fields(Profile))
+CONSTANTS = tuple(field.name for field in fields(Profile))
 SUSTAINED = {
     generation: Constant(share, "share of the best product's rate", ASSUMED, "under a power limit, for minutes")
     for generation, share in {"ampere": 1.0, "hopper": 0.88, "blackwell": 0.8, "other": 0.7, "cpu": 1.0}.items()

@@ -67,33 +67,33 @@ def _without_adapter(adapter: Adapter) -> list[str]:
 
 def left_out(recipe: Recipe, card: Gpu) -> list[str]:
     """List what the prediction for a GPU does not count, for the reader."""
-    found: list[str] = []
+    uncounted: list[str] = []
     if recipe.precision == "fp32":
         slower = "products are counted at bf16 rates, for want of others (device.peak_tflops.fp32 of a cluster file)"
         smaller = "activations of models without gated MLPs are counted in 16 bits"
         told = smaller if card.fp32_tflops else f"{slower}, and {smaller}"
         more = "more memory" if card.fp32_tflops else "more memory and time"
-        found.append(f"precision fp32. {told[0].upper()}{told[1:]}: expect {more}")
+        uncounted.append(f"precision fp32. {told[0].upper()}{told[1:]}: expect {more}")
     if not TASKS[recipe.task].predicts_next_token:
-        found.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
+        uncounted.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
     if recipe.task == "dpo" and recipe.dpo.has_reference:
-        found.append(
+        uncounted.append(
             "task dpo. The reference's log-probabilities, computed once before the first step, are not counted"
         )
     if kind := APPROXIMATED.get(_kind(recipe.memory)):
         asked = f"memory.activation_checkpointing {recipe.memory.activation_checkpointing}"
-        found.append(f"{asked}. It is counted as {kind[1]}")
+        uncounted.append(f"{asked}. It is counted as {kind[1]}")
     if recipe.optimizer.name == "adamw_bf16":
-        found.append("optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory")
+        uncounted.append("optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory")
     if recipe.fp8 != "off" and not card.fp8_tflops:
-        found.append(f"fp8 {recipe.fp8}. Products are those of bf16, because no rate of this GPU is known")
+        uncounted.append(f"fp8 {recipe.fp8}. Products are those of bf16, because no rate of this GPU is known")
     if recipe.model.kernels == "liger":
-        found.append("model.kernels liger. Norms, rotary positions and gated activations are counted as PyTorch's")
+        uncounted.append("model.kernels liger. Norms, rotary positions and gated activations are counted as PyTorch's")
     if recipe.loss.implementation == "liger":
-        found.append("loss.implementation liger. It is counted as chunked, head and loss a few tokens at a time")
+        uncounted.append("loss.implementation liger. It is counted as chunked, head and loss a few tokens at a time")
     if recipe.compile == "auto":
-        found.append("compile auto. The layers are counted uncompiled; a run that compiles them needs less")
-    return found
+        uncounted.append("compile auto. The layers are counted uncompiled; a run that compiles them needs less")
+    return uncounted
 
 
 def checkpointing(memory: Memory) -> str:
@@ -255,14 +255,14 @@ def read(name: str, overrides: Sequence[str]) -> Wanted:
 
 def data_elsewhere(source: RecipeSource) -> set[str]:
     """Return the keys of data that are not here: they may lie on the machines that are planned for."""
-    keys = {each.key for each in source.document.problems} & {"data.path", "evaluate.path"}
+    keys = {problem.key for problem in source.document.problems} & {"data.path", "evaluate.path"}
     return keys if source.recipe else set()
 
 
 def _recipe(name: str, overrides: Sequence[str]) -> RecipeSource:
     source = loader.read_recipe(name, overrides)
     elsewhere = data_elsewhere(source)
-    problems = [each for each in source.document.problems if each.key not in elsewhere]
+    problems = [problem for problem in source.document.problems if problem.key not in elsewhere]
     if problems:
         raise ConfigurationError(format_problems(problems))
     assert source.recipe is not None

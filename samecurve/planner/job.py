@@ -219,7 +219,7 @@ class Job:
     @property
     def updates_on_host(self) -> bool:
         """Whether the optimizer's states and update are on the host."""
-        return any(each.startswith("optimizer:") for each in self.offload)
+        return any(target.startswith("optimizer:") for target in self.offload)
 
     @property
     def keeps_products(self) -> bool:
@@ -300,5 +300,5 @@ def from_json(content: Mapping[str, Any]) -> Job:
     # JSON has lists in place of tuples, and a job must equal the one that was recorded
     shape = {key: tuple(value) if isinstance(value, list) else value for key, value in content["shape"].items()}
     parts = {name: kind(**({**content, "shape": shape}[name])) for name, kind in _PARTS.items()}
-    levels = tuple(Level(**{**each, "measured": tuple(map(tuple, each["measured"]))}) for each in content["levels"])
+    levels = tuple(Level(**{**level, "measured": tuple(map(tuple, level["measured"]))}) for level in content["levels"])
     return Job(**{**content, **parts, "levels": levels, "offload": tuple(content["offload"])})

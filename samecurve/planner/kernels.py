@@ -141,11 +141,11 @@ def _products(job: Job, constants: Profile) -> tuple[float, float]:
     width, experts = shape.hidden, max(shape.top_k, 1)
     queries = shape.attention_width * (1 + 2 * shape.kv_share) / split
     rows = tokens * experts  # of all experts together
-    each = rows / max(shape.experts / job.layout.ep, 1) if shape.experts else rows
-    calls = rows / each
+    expert_rows = rows / max(shape.experts / job.layout.ep, 1) if shape.experts else rows
+    calls = rows / expert_rows
     inner = shape.ffn / job.mlp_split
-    up = product_seconds(job, each, width, inner * (2 if shape.gated else 1), constants)
-    down = product_seconds(job, each, inner, width, constants)
+    up = product_seconds(job, expert_rows, width, inner * (2 if shape.gated else 1), constants)
+    down = product_seconds(job, expert_rows, inner, width, constants)
     attention = product_seconds(job, tokens, width, queries, constants)
     attention += product_seconds(job, tokens, shape.attention_width / split, width, constants)
     return attention, calls * (up + down)

@@ -41,24 +41,24 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
     """
     if job.layout.gpus == 1:
         return []
-    found = [*_numbers(job)]
+    exchanges = [*_numbers(job)]
     if job.layout.tp > 1:
-        found += _tensor_parallel(job, stage, trained_tokens)
+        exchanges += _tensor_parallel(job, stage, trained_tokens)
     if job.layout.cp > 1:
-        found += _context_parallel(job)
+        exchanges += _context_parallel(job)
     if job.layout.ep > 1:
-        found.append(_dispatch(job))
+        exchanges.append(_dispatch(job))
     if job.layout.schedule in SCHEDULES:
-        found += _scheduled(job, stage)
+        exchanges += _scheduled(job, stage)
     elif job.layout.pp > 1:
-        found += _pipeline(job, stage)
+        exchanges += _pipeline(job, stage)
     elif job.stack == "fsdp2":
-        found += _fully_sharded(job)
+        exchanges += _fully_sharded(job)
     elif job.stack == "deepspeed":
-        found += _zero3(job) if job.layout.zero == 3 else _zero(job)
+        exchanges += _zero3(job) if job.layout.zero == 3 else _zero(job)
     elif job.layout.dp > 1:
-        found.append(Exchange("dp", "all_reduce", "gradients", FP32 * _elements(job, job.shape.weights)))
-    return [each for each in found if each.num_bytes]
+        exchanges.append(Exchange("dp", "all_reduce", "gradients", FP32 * _elements(job, job.shape.weights)))
+    return [exchange for exchange in exchanges if exchange.num_bytes]
 
 
 def ledgers(job: Job) -> dict[str, list[Exchange]]:
@@ -151,7 +151,7 @@ def _zero(job: Job) -> list[Exchange]:
     """ZeRO-1 reduces once per step, ZeRO-2 after every micro-batch; both gather two groups of updated weights."""
     count = job.grad_accum if job.layout.zero == 2 else 1
     aligned = FLAT_ALIGNMENT * job.layout.dp
-    groups = [[each for each in job.shape.weights if (each[1] > 1) == decayed] for decayed in (True, False)]
+    groups = [[weight for weight in job.shape.weights if (weight[1] > 1) == decayed] for decayed in (True, False)]
     gathered = sum(-(-_elements(job, group) // aligned) * aligned for group in groups)
     return [
         Exchange("dp", "all_reduce", "gradients", count * FP32 * _elements(job, job.shape.weights)),
@@ -210,14 +210,14 @@ def _context_parallel(job: Job) -> list[Exchange]:
     """
     shape, layout = job.shape, job.layout
     forwards = 2 if job.repeats_layers else 1
-    each = job.grad_accum * shape.layers * job.element_bytes * round(job.tokens)
+    bytes_per_feature = job.grad_accum * shape.layers * job.element_bytes * round(job.tokens)
     width = shape.attention_width // layout.tp
     keys = width * shape.kv_heads // shape.heads
     if layout.exchange == "ulysses":
         repeated = keys * (layout.cp // math.gcd(shape.kv_heads // layout.tp, layout.cp))  # so that cp divides them
-        sent = each * 2 * (width + repeated)
+        sent = bytes_per_feature * 2 * (width + repeated)
         return [Exchange("cp", "all_to_all", "heads for sequence", (forwards + 1) * sent)]
-    block = each * 2 * keys
+    block = bytes_per_feature * 2 * keys
     if layout.exchange == "ring":
         blocks, gradients = (forwards + 1) * block, block * FP32 // job.element_bytes
         return [
@@ -256,7 +256,7 @@ def _scheduled(job: Job, stage: Stage) -> list[Exchange]:
     """
     shape, layout, schedule = job.shape, job.layout, SCHEDULES[job.layout.schedule]
     hidden = FP32 * job.grad_accum * round(job.tokens) * shape.hidden
-    ranks = [schedule.rank(each, layout.pp) for each in range(schedule.num_stages(layout.pp))]
+    ranks = [schedule.rank(number, layout.pp) for number in range(schedule.num_stages(layout.pp))]
     apart = [pair for pair in pairwise(ranks) if pair[0] != pair[1]]
     crossed = sum(stage.index in pair for pair in apart)  # each sends one way and receives the other
     shares = shape.tied and stage.embedding != stage.head
@@ -292,7 +292,7 @@ def _zero3_elements(job: Job) -> tuple[int, int, int]:
     if shape.parameters <= job.sharding.prefetched:
         distance = math.inf
     passes = 3 if job.repeats_layers else 2  # that later weights make between the two uses
-    sizes = [math.prod(each) for each in shape.weights]
+    sizes = [math.prod(weight) for weight in shape.weights]
     small = large = gathered = 0
     following = sum(sizes) + (shape.head_parameters if shape.tied else 0)
     for index, size in enumerate(sizes):  # in their order of use

@@ -88,7 +88,7 @@ def link(
         step_seconds: of a ring step where the level has no latency.
     """
     span = (ranks - 1) * stride + 1
-    level = next((each for each in levels[:-1] if each.size >= span), levels[-1])
+    level = next((candidate for candidate in levels[:-1] if candidate.size >= span), levels[-1])
     if level is levels[0] and span <= (level.size or gpus_per_node):
         is_host = level.name == "host"
         inside = CPU_STEP_SECONDS if is_host else NODE_STEP_SECONDS

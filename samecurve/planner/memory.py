@@ -92,7 +92,7 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
     held = 0 if resident else WORKSPACE_GIB * GIB
     workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", WORKSPACE_GIB.origin)
     kept, source = reserved(job)
-    found = []
+    rank_classes = []
     for stage in chosen or stages(job, job.stack in BY_COST):
         activations = tensor_lines.activations(job, stage)
         loss = tensor_lines.loss_lines(job, constants) if stage.head else []
@@ -105,8 +105,8 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
         if factor != 1:  # what runs on these machines measured is more, or less, than the other lines
             end, middle, update = ((factor - 1) * sum(getattr(line, moment) for line in lines) for moment in MOMENTS)
             lines.append(Line("measured slack", end, middle, update, f"{factor:.3f} x the lines above", "calibration"))
-        found.append(Anatomy(stage, tuple(lines), kept, source, job.layout.gpus, gaps))
-    return found
+        rank_classes.append(Anatomy(stage, tuple(lines), kept, source, job.layout.gpus, gaps))
+    return rank_classes
 
 
 def reserved(job: Job) -> tuple[float | None, str]:
@@ -148,17 +148,17 @@ def offloaded_gib(job: Job, device: str) -> float:
 
 def _bytes_per_parameter(job: Job, device: str) -> float:
     """Return the bytes of each parameter on a device, as DeepSpeed 0.19.8 and FSDP2 allocate them."""
-    found = float(STATES) if f"optimizer:{device}" in job.offload else 0.0
+    num_bytes = float(STATES) if f"optimizer:{device}" in job.offload else 0.0
     if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates
-        return found
+        return num_bytes
     if f"param:{device}" in job.offload:
-        found += job.element_bytes
+        num_bytes += job.element_bytes
     if device == "cpu" and job.updates_on_host:
         if job.layout.zero == 3:
-            return found + SUMS
+            return num_bytes + SUMS
         # new weights on their way back, and sums of micro-batches' gradients
-        found += job.element_bytes * (2 if job.grad_accum > 1 else 1)
-    return found
+        num_bytes += job.element_bytes * (2 if job.grad_accum > 1 else 1)
+    return num_bytes
 
 
 def _disk_buffers(job: Job) -> float:
@@ -174,18 +174,18 @@ def offload_buffer(job: Job) -> float:
     if not (job.stack == "deepspeed" and job.layout.zero < 3 and job.updates_on_host):
         return 0
     shape = job.shape
-    return job.element_bytes * max(math.prod(each) for each in [*shape.embedding_weights, *shape.layer_weights])
+    return job.element_bytes * max(math.prod(weight) for weight in [*shape.embedding_weights, *shape.layer_weights])
 
 
-def overhead(each: Anatomy) -> list[Line]:
+def overhead(rank_class: Anatomy) -> list[Line]:
     """List what a GPU holds beside tensors: the allocator's rounding and gaps, the CUDA context and NCCL's buffers."""
-    share = BLOCK_ROUNDING * (1 + each.gaps) - 1
-    end, middle, update = (each.total(moment) * share for moment in MOMENTS)
-    fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", each.gaps.origin)
-    if each.reserved_gib is not None:
-        held = each.reserved_gib * GIB
-        return [fragmentation, Line("reserved", held, held, held, "context and libraries", each.reserved_source)]
-    context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if each.gpus > 1 else 0
+    share = BLOCK_ROUNDING * (1 + rank_class.gaps) - 1
+    end, middle, update = (rank_class.total(moment) * share for moment in MOMENTS)
+    fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", rank_class.gaps.origin)
+    if rank_class.reserved_gib is not None:
+        held = rank_class.reserved_gib * GIB
+        return [fragmentation, Line("reserved", held, held, held, "context and libraries", rank_class.reserved_source)]
+    context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if rank_class.gpus > 1 else 0
     return [
         fragmentation,
         Line("context", context, context, context, "CUDA context with torch's kernels", CONTEXT_GIB.origin),
@@ -193,9 +193,9 @@ def overhead(each: Anatomy) -> list[Line]:
     ]
 
 
-def counted(each: Anatomy, memory_kind: str) -> float:
+def counted(rank_class: Anatomy, memory_kind: str) -> float:
     """Return the peak in bytes that a counter shows: torch_allocated, torch_active, torch_reserved or nvidia_smi."""
     if memory_kind in ("", "torch_allocated", "torch_active"):
-        return each.peak * BLOCK_ROUNDING
-    lines = overhead(each)[:1] if memory_kind == "torch_reserved" else overhead(each)
-    return each.peak + sum(getattr(line, each.moment) for line in lines)
+        return rank_class.peak * BLOCK_ROUNDING
+    lines = overhead(rank_class)[:1] if memory_kind == "torch_reserved" else overhead(rank_class)
+    return rank_class.peak + sum(getattr(line, rank_class.moment) for line in lines)

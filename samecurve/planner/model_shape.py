@@ -206,18 +206,18 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
     Raises:
         ConfigurationError: a needed field is missing or no positive whole number.
     """
-    found = {"vocab": vocab} if vocab else {}
+    dims = {"vocab": vocab} if vocab else {}
     for key, names in NAMES.items():
-        given = next((fields[each] for each in names if fields.get(each) is not None), None)
-        if given is not None and key not in found:
-            found[key] = given
-    problems = [f"{name}: {' or '.join(NAMES[key][:2])} is missing; give it" for key in NEEDED if key not in found]
+        given = next((fields[alias] for alias in names if fields.get(alias) is not None), None)
+        if given is not None and key not in dims:
+            dims[key] = given
+    problems = [f"{name}: {' or '.join(NAMES[key][:2])} is missing; give it" for key in NEEDED if key not in dims]
     problems += [
         f"{name}: {key}: the formulas do not cover {kind}" for key, kind in OTHER_LAYERS.items() if fields.get(key)
     ]
     problems += [
         f"{name}: {NAMES[key][0]}: found {value!r}, expected a positive whole number"
-        for key, value in found.items()
+        for key, value in dims.items()
         if isinstance(value, bool) or not isinstance(value, int) or value < (key in NEEDED)  # others may be 0
     ]
     if problems:
@@ -225,20 +225,20 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
     family = fields.get("model_type")
     gated = family not in TWO_MATRICES
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
-        found["kv_heads"] = 1  # Falcon's and GPTBigCode's configs also count heads that it makes one
-    found.setdefault("kv_heads", found["heads"])
-    found.setdefault("ffn", 4 * found["hidden"])
-    found.setdefault("head_dim", HEAD_DIMS.get(str(family), 0))
-    if not found["head_dim"] and found["hidden"] % found["heads"]:
-        wide, heads = (next(each for each in NAMES[key] if fields.get(each)) for key in ("hidden", "heads"))
-        near = max(round(found["hidden"] / found["heads"]), 1) * found["heads"]
-        told = f"{name}: {wide}: found {found['hidden']}, expected a multiple of {heads}, {found['heads']}"
+        dims["kv_heads"] = 1  # Falcon's and GPTBigCode's configs also count heads that it makes one
+    dims.setdefault("kv_heads", dims["heads"])
+    dims.setdefault("ffn", 4 * dims["hidden"])
+    dims.setdefault("head_dim", HEAD_DIMS.get(str(family), 0))
+    if not dims["head_dim"] and dims["hidden"] % dims["heads"]:
+        wide, heads = (next(alias for alias in NAMES[key] if fields.get(alias)) for key in ("hidden", "heads"))
+        near = max(round(dims["hidden"] / dims["heads"]), 1) * dims["heads"]
+        told = f"{name}: {wide}: found {dims['hidden']}, expected a multiple of {heads}, {dims['heads']}"
         raise ConfigurationError(f"{told}, such as {near}; or give head_dim, the width of a head")
     tied = fields.get("tie_word_embeddings", family in TIED)
     has_norms = {fact: family in families(fact) for fact in ("head_norms", "post_norms", "fp32_norms")}
     kept = FAMILIES.get(str(family), NOT_KNOWN)
     score_bytes, mlp_bytes = kept.score_bytes or ModelShape.score_bytes, kept.mlp_bytes or ModelShape.mlp_bytes
-    return ModelShape(**found, gated=gated, tied=bool(tied), **has_norms, score_bytes=score_bytes, mlp_bytes=mlp_bytes)
+    return ModelShape(**dims, gated=gated, tied=bool(tied), **has_norms, score_bytes=score_bytes, mlp_bytes=mlp_bytes)
 
 
 def read(path: str, source: str = "") -> dict[str, Any]:

@@ -135,13 +135,13 @@ def ratios(job: Job, constants: Profile | None = None) -> list[Ratio]:
     constants = constants or profile(job.stack)
     whole = step_time.breakdown(job, constants)
     classes = stages(job, job.stack in BY_COST)
-    stage = next(each for each in classes if step_time.stage_time(job, each, constants) == replace(whole, bubble=0))
+    stage = next(kind for kind in classes if step_time.stage_time(job, kind, constants) == replace(whole, bubble=0))
     inner = {"tp": _tensor_parallel, "cp": _context_parallel, "ep": _expert_parallel, "pp": _pipeline}
-    found = [*_data_parallel(job, stage, constants)]
+    exchanges = [*_data_parallel(job, stage, constants)]
     for axis, describe in inner.items():
         if getattr(job.layout, axis) > 1:
-            found += describe(job, stage, constants, whole)
-    return found
+            exchanges += describe(job, stage, constants, whole)
+    return exchanges
 
 
 def flops_rate(job: Job) -> float:
@@ -160,39 +160,41 @@ def _data_parallel(job: Job, stage: Stage, constants: Profile) -> Iterator[Ratio
         times = group.times(job.grad_accum)
         if not times or not group.seconds:
             continue
-        for each in group.transfers:
-            seconds = learnt * times * each.seconds
-            sent = Sent(each.volume_bytes, each.width, each.ranks, each.over, each.seconds)
+        for transfer in group.transfers:
+            seconds = learnt * times * transfer.seconds
+            sent = Sent(transfer.volume_bytes, transfer.width, transfer.ranks, transfer.over, transfer.seconds)
             yield Ratio(
-                f"data parallel, {each.content}",
+                f"data parallel, {transfer.content}",
                 "data_parallel",
                 # where nothing is computed meanwhile, the ratio is that to the backward pass
                 group.seconds / (group.behind or stage.layers * one.backward),
                 seconds,
                 seconds * group.exposed / group.seconds,
                 group.share > 0 and group.behind > 0,
-                sent.inputs(job, f"x {times} a step", _described(group, each), _data_formula(job, sent, each, group)),
+                sent.inputs(
+                    job, f"x {times} a step", _described(group, transfer), _data_formula(job, sent, transfer, group)
+                ),
             )
 
 
-def _described(group: Beside, each: Transfer) -> str:
+def _described(group: Beside, transfer: Transfer) -> str:
     if not group.behind:
-        return f"{each.seconds:.3g} s with nothing beside"
+        return f"{transfer.seconds:.3g} s with nothing beside"
     together = f" ({group.seconds:.3g} s together)" if len(group.transfers) > 1 else ""
     relation = "beside" if group.share else "after"
-    return f"{each.seconds:.3g} s{together} {relation} {group.behind:.3g} s of {group.computation}"
+    return f"{transfer.seconds:.3g} s{together} {relation} {group.behind:.3g} s of {group.computation}"
 
 
-def _data_formula(job: Job, sent: Sent, each: Transfer, group: Beside) -> str:
+def _data_formula(job: Job, sent: Sent, transfer: Transfer, group: Beside) -> str:
     """Give the textbook's ratio to the 2 T P FLOPs of a forward pass, or to the 4 T P of a backward pass."""
     rates, once = sent.rates(job), group.when == "last"
     tokens, name = (job.tokens * job.grad_accum, "T") if once else (job.tokens, "s b")
     one_way = textbook_data_parallel(tokens, sent.ranks, *rates)
-    if each.content == "all-reduce of gradients":
+    if transfer.content == "all-reduce of gradients":
         return f"e (n - 1) / n F / (2 {name} B) = {textbook_data_parallel(tokens, sent.ranks, *rates):.3g}"
     if group.computation == "forward pass":
         return f"e (n - 1) / n F / (2 {name} B) = {one_way:.3g}"
-    if "replicas" in each.content:  # both ways, of one shard
+    if "replicas" in transfer.content:  # both ways, of one shard
         return f"e (n - 1) / n F / (2 {name} B x shards) = {one_way / max(job.layout.shard, 1):.3g}"
     return f"e (n - 1) / n F / (4 {name} B) = {one_way / 2:.3g}"
 

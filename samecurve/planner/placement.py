@@ -196,11 +196,11 @@ def resolve(wanted: Wanted, dims: ParallelDims) -> list[Rank]:
     starts = [0]
     for share in shares:
         starts.append(starts[-1] + share)
-    found = []
+    ranks = []
     for number in range(dims.world_size):
         place, reader = dims.place(number), dims.index(number, *BATCH)
-        found.append(Rank(number, place, (starts[reader], starts[reader + 1]), tuple(micro_batches[reader])))
-    return found
+        ranks.append(Rank(number, place, (starts[reader], starts[reader + 1]), tuple(micro_batches[reader])))
+    return ranks
 
 
 def report(wanted: Wanted, template: Template, sizes: dict[str, int], job: Job, shown: int = 0) -> tuple[str, bool]:
@@ -212,9 +212,9 @@ def report(wanted: Wanted, template: Template, sizes: dict[str, int], job: Job, 
     Returns:
         The text to print, and whether nothing is wrong; what is uneven or slow is no error.
     """
-    strategy, found = describe(wanted, template, sizes, job.layout.gpus)
+    strategy, problems = describe(wanted, template, sizes, job.layout.gpus)
     ranks = resolve(wanted, strategy.dims)
-    wrong = [f"{each.key}: {each.text}" for each in found]
+    wrong = [f"{problem.key}: {problem.text}" for problem in problems]
     used = " x ".join(f"{name} {size}" for name, size in strategy.dims.sizes.items() if size > 1) or "one process"
     used += f", experts over {strategy.dims.ep} of dp_shard" if strategy.dims.ep > 1 else ""
     rank = ranks[min(shown, len(ranks) - 1)]
@@ -223,7 +223,7 @@ def report(wanted: Wanted, template: Template, sizes: dict[str, int], job: Job, 
     batches = ", ".join(f"{count} x {size}" for size, count in Counter(rank.micro_batches).items())
     lines = [f"{len(ranks):,} ranks resolved: {used}; {wanted.batch.global_batch_size} rows per step"]
     lines.append(f"rank {rank.number}: {place}; {rows} of each step, micro-batches {batches} rows")
-    lines += [f"wrong: {each}" for each in wrong]
+    lines += [f"wrong: {text}" for text in wrong]
     uneven = uneven_rows(wanted.batch.global_batch_size, job)
-    lines += [f"note: {each}" for each in [*uneven, *complaints(job, ORDER)]]
+    lines += [f"note: {text}" for text in [*uneven, *complaints(job, ORDER)]]
     return "\n".join(lines), not wrong

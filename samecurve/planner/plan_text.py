@@ -47,16 +47,18 @@ def short_seconds(value: float) -> str:
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
-def anatomy_table(each: Anatomy, gpu_gib: float) -> str:
+def anatomy_table(rank_class: Anatomy, gpu_gib: float) -> str:
     """Format one class of ranks: GiB of every line at every moment, its formula and source, and a bar of the peak."""
-    rows = [[f"{each.stage.name} stage, GiB", *MOMENTS]]
-    shown = [line for line in (*each.lines, *overhead(each)) if any(getattr(line, moment) for moment in MOMENTS)]
+    rows = [[f"{rank_class.stage.name} stage, GiB", *MOMENTS]]
+    shown = [
+        line for line in (*rank_class.lines, *overhead(rank_class)) if any(getattr(line, moment) for moment in MOMENTS)
+    ]
     rows += [[line.name, *(f"{getattr(line, moment) / GIB:.2f}" for moment in MOMENTS)] for line in shown]
     rows.append(["total", *(f"{sum(getattr(line, moment) for line in shown) / GIB:.2f}" for moment in MOMENTS)])
     texts = aligned(rows).splitlines()
     notes = ["", *(f"{line.formula} ({line.source})" for line in shown), ""]
     described = [f"{text}  {note}".rstrip() for text, note in zip(texts, notes, strict=True)]
-    parts = [(line.name, getattr(line, each.moment) / GIB) for line in shown]
+    parts = [(line.name, getattr(line, rank_class.moment) / GIB) for line in shown]
     return "\n".join([*described, bar(parts, max(gpu_gib, sum(value for _, value in parts)), f"of {gpu_gib:.0f} GiB")])
 
 
@@ -75,15 +77,18 @@ def bar(parts: Sequence[tuple[str, float]], whole: float, label: str) -> str:
 
 def step_table(time: StepTime) -> str:
     """Format the parts of a step in seconds, with a bar."""
-    parts = [(each.name.replace("_", " "), getattr(time, each.name)) for each in fields(time)]
+    parts = [(field.name.replace("_", " "), getattr(time, field.name)) for field in fields(time)]
     rows = [["step, s", ""], *([name, f"{value:.4f}"] for name, value in parts if value)]
     return aligned([*rows, ["total", f"{time.total:.4f}"]]) + "\n" + bar(parts, time.total, f"of {time.total:.3f} s")
 
 
 def ledger_table(stage: str, exchanges: Sequence[Exchange]) -> str:
     """Format the bytes that a rank of a stage exchanges per step."""
-    rows = [(each.axis, each.collective, f"{each.num_bytes / MIB:,.3f}", each.content) for each in exchanges]
-    total = sum(each.num_bytes for each in exchanges) / MIB
+    rows = [
+        (exchange.axis, exchange.collective, f"{exchange.num_bytes / MIB:,.3f}", exchange.content)
+        for exchange in exchanges
+    ]
+    total = sum(exchange.num_bytes for exchange in exchanges) / MIB
     header = (f"{stage} stage, per rank and step", "collective", "MiB", "content")
     return aligned([header, *rows, ("total", "", f"{total:,.3f}", "")])
 
@@ -129,16 +134,16 @@ def answer(best: Choice, others: int) -> str:
     Args:
         others: number of choices that are as fast as this one, as far as can be predicted.
     """
-    assert best.job and best.found
-    job, found = best.job, best.found
+    assert best.job and best.prediction
+    job, prediction = best.job, best.prediction
     slow, fast = best.tokens_per_s_interval
-    low, high = found.seconds_interval
+    low, high = prediction.seconds_interval
     least, most = best.memory_interval
     shape = f"{sizes(job.layout)}, micro-batch {batch(job)}, recompute {job.checkpointing}"
     speed = f"{rate(best.tokens_per_s)} tokens/s ({rate(slow)} to {rate(fast)})"
     shown = short_seconds
-    step = f"a step in {shown(found.seconds)} s ({shown(low)} to {shown(high)})"
-    held = f"{found.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
+    step = f"a step in {shown(prediction.seconds)} s ({shown(low)} to {shown(high)})"
+    held = f"{prediction.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
     learnt = job.calibration
     origin = f"80 % intervals; {learnt.describe() if learnt else PUBLIC}"
     idle = f"; {best.idle_ranks:,} of {job.layout.dp:,} data-parallel ranks get no row" if best.idle_ranks else ""
@@ -158,9 +163,9 @@ def job_size(wanted: Wanted) -> str:
 def at_most(count: int, choices: Sequence[Choice]) -> list[Choice]:
     """Keep the first sizes of each strategy."""
     kept: list[Choice] = []
-    for each in choices:
-        if sum(other.name == each.name for other in kept) < count:
-            kept.append(each)
+    for choice in choices:
+        if sum(other.name == choice.name for other in kept) < count:
+            kept.append(choice)
     return kept
 
 
@@ -169,15 +174,15 @@ def table(choices: Sequence[Choice]) -> str:
 
 
 def _row(choice: Choice) -> list[str]:
-    assert choice.found and choice.job
-    found = choice.found
-    low, high = map(_step_seconds, found.seconds_interval)
+    assert choice.prediction and choice.job
+    prediction = choice.prediction
+    low, high = map(_step_seconds, prediction.seconds_interval)
     least, most = choice.memory_interval
     verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
     return [
         choice.name, sizes(choice.job.layout), batch(choice.job), choice.job.checkpointing,
-        rate(choice.tokens_per_s), _step_seconds(found.seconds), f"{low}-{high}",
-        f"{found.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", verdict, found.binding,
+        rate(choice.tokens_per_s), _step_seconds(prediction.seconds), f"{low}-{high}",
+        f"{prediction.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", verdict, prediction.binding,
     ]  # fmt: skip
 
 
@@ -192,14 +197,14 @@ def rejection(choice: Choice, more: tuple[Choice, str] | None) -> str:
     Args:
         more: the choice on the fewest GPUs on which it does, and what else has to change (`remedies.more_gpus`).
     """
-    if not (choice.job and choice.found):
+    if not (choice.job and choice.prediction):
         return f"{choice.name}: {choice.reason}"
-    fullest = max(memory.anatomy(choice.job), key=lambda each: each.peak)
-    line = next(each for each in fullest.lines if each.name == fullest.binding)
+    fullest = max(memory.anatomy(choice.job), key=lambda rank_class: rank_class.peak)
+    line = next(candidate for candidate in fullest.lines if candidate.name == fullest.binding)
     held = getattr(line, fullest.moment) / GIB
     helps = f"it {elsewhere(more)}" if more else "more GPUs do not help"
     return (
-        f"{choice.name} ({sizes(choice.job.layout)}): {choice.found.total_memory_gib:.0f} GiB of "
+        f"{choice.name} ({sizes(choice.job.layout)}): {choice.prediction.total_memory_gib:.0f} GiB of "
         f"{choice.job.memory_gib:.0f}, {fullest.binding} {held:.0f}; {helps}"
     )
 
@@ -217,9 +222,9 @@ def record(choice: Choice) -> dict:
     `peak_memory_gib` is all that the fullest GPU holds, by which `verdict` judges. In `plan --runs` and run.json the
     key is what a counter shows, by default torch_allocated: tensors alone.
     """
-    if not (choice.job and choice.found):
+    if not (choice.job and choice.prediction):
         return {"strategy": choice.name, "verdict": choice.verdict, "reason": choice.reason}
-    job, found = choice.job, choice.found
+    job, prediction = choice.job, choice.prediction
     layout = job.layout
     # The model's own FLOPs, without recomputed ones: their share of the data sheet's peak is the MFU.
     model_flops = step_flops(job.shape, choice.tokens / job.seq, job.seq)
@@ -233,15 +238,15 @@ def record(choice: Choice) -> dict:
         "activation_checkpointing": job.checkpointing,
         "tokens_per_second": choice.tokens_per_s,
         "tokens_per_second_interval": choice.tokens_per_s_interval,
-        "tflops_per_gpu": model_flops / (found.seconds * layout.gpus * 1e12),
-        "step_seconds": found.seconds,
-        "step_seconds_interval": found.seconds_interval,
-        "peak_memory_gib": found.total_memory_gib,
+        "tflops_per_gpu": model_flops / (prediction.seconds * layout.gpus * 1e12),
+        "step_seconds": prediction.seconds,
+        "step_seconds_interval": prediction.seconds_interval,
+        "peak_memory_gib": prediction.total_memory_gib,
         "peak_memory_gib_interval": choice.memory_interval,
         "verdict": choice.verdict,
         "tie": choice.tie,
-        "binding": found.binding,
-        "ledger": {stage: [asdict(each) for each in listed] for stage, listed in ledger.ledgers(job).items()},
+        "binding": prediction.binding,
+        "ledger": {stage: [asdict(exchange) for exchange in listed] for stage, listed in ledger.ledgers(job).items()},
     }
 
 
@@ -273,18 +278,18 @@ FORMULAS = (hardware, links, kernels, step_time, memory, tensor_lines, activatio
 
 def constants(machines: Cluster) -> dict[str, Constant]:
     """Return the constants by dotted names, for example gpu.hbm_gb_per_s or kernels.COMPILED_FLOOR."""
-    found = dict(_of_machines(machines))
+    by_name = dict(_of_machines(machines))
     for module in FORMULAS:
         name = module.__name__.rpartition(".")[2]
         # names with an underscore are parts of others
         named = {key: value for key, value in vars(module).items() if key.isupper() and key[0] != "_"}
-        found |= flat(name, named)
-    return found
+        by_name |= flat(name, named)
+    return by_name
 
 
 def _of_machines(machines: Cluster) -> Iterator[tuple[str, Constant]]:
     for name, part in (("gpu", machines.card), ("host", machines.host)):
-        yield from flat(name, {each.name: getattr(part, each.name) for each in fields(part)})
+        yield from flat(name, {field.name: getattr(part, field.name) for field in fields(part)})
     yield from flat("network", {"gbit_per_s_per_node": machines.node_gbit})
     for index, level in enumerate(machines.levels):  # names as in a cluster file
         rates = {str(ranks): rate for ranks, rate in level.measured}
@@ -316,8 +321,8 @@ def _learnt(machines: Cluster) -> dict[str, Any]:
 def constants_record(machines: Cluster) -> dict[str, dict[str, Any]]:
     """Return the constants as JSON: value, unit, origin and source by name."""
     return {
-        name: {"value": float(each), "unit": each.unit, "origin": each.origin, "source": each.source}
-        for name, each in constants(machines).items()
+        name: {"value": float(constant), "unit": constant.unit, "origin": constant.origin, "source": constant.source}
+        for name, constant in constants(machines).items()
     }
 
 
@@ -332,13 +337,13 @@ def inputs_line(machines: Cluster, job: Job | None) -> str:
     near = machines.levels[0].measured[-1][1] if machines.levels else card.bus_gb_per_s
     shown = [("products", card.matmul_tflops), ("GPU memory", card.hbm_gb_per_s), ("links in a node", near)]
     if machines.nodes > 1:
-        far = [each.measured[-1][1] if each.measured else each.node_gbit for each in outer] or [machines.node_gbit]
-        names = [each.name for each in outer] or ["network"]
+        far = [level.measured[-1][1] if level.measured else level.node_gbit for level in outer] or [machines.node_gbit]
+        names = [level.name for level in outer] or ["network"]
         shown += list(zip(names, far, strict=True))
-    by_origin: dict[str, list[str]] = {each: [] for each in ORIGINS}
-    for name, each in shown:
-        assert isinstance(each, Constant)
-        by_origin[each.origin].append(f"{name} {each:,.4g} {each.unit}")
+    by_origin: dict[str, list[str]] = {origin: [] for origin in ORIGINS}
+    for name, constant in shown:
+        assert isinstance(constant, Constant)
+        by_origin[constant.origin].append(f"{name} {constant:,.4g} {constant.unit}")
     by_origin[FITTED].append("efficiencies, latencies, overlap")
     held = [("CUDA context", memory.CONTEXT_GIB), ("NCCL", memory.NCCL_GIB)]
     given, learnt = machines.reserved_gib, machines.calibration
@@ -348,8 +353,8 @@ def inputs_line(machines: Cluster, job: Job | None) -> str:
         held = []
         by_origin[CALIBRATED].append("reserved memory")
     gaps = memory.RESIDENT_GAPS if machines.kind == "cpu" else memory.FRAGMENTATION
-    for name, each in (*held, ("fragmentation", gaps)):
-        by_origin[each.origin].append(name)
+    for name, constant in (*held, ("fragmentation", gaps)):
+        by_origin[constant.origin].append(name)
     if learnt and (learnt.time or learnt.memory):
         by_origin[CALIBRATED].append("factors of all these")
-    return "Inputs: " + "; ".join(f"{', '.join(names)} ({each})" for each, names in by_origin.items() if names)
+    return "Inputs: " + "; ".join(f"{', '.join(names)} ({origin})" for origin, names in by_origin.items() if names)

@@ -38,7 +38,7 @@ def more_gpus(
     """
     hungry = []
     every = Tried(wanted, templates, as_written=as_written)
-    for tried in [replace(every, good=each) for each in GOOD]:
+    for tried in [replace(every, good=verdicts) for verdicts in GOOD]:
         least = fewest_gpus(tried, machines, more_than)
         if not least:
             continue
@@ -65,10 +65,10 @@ def rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster, as_writt
         whole: the cluster.
         as_written: whether only the files' own sizes count.
     """
-    chosen = {each.name for each in choices if each.found and each.found.fits}
+    chosen = {choice.name for choice in choices if choice.prediction and choice.prediction.fits}
     lines = []
-    for name in dict.fromkeys(each.name for each in choices if each.name not in chosen):
-        first, more = next(each for each in choices if each.name == name), None
+    for name in dict.fromkeys(choice.name for choice in choices if choice.name not in chosen):
+        first, more = next(choice for choice in choices if choice.name == name), None
         if first.job and first.template:
             more = more_gpus(wanted, whole, [first.template], first.job.layout.gpus, as_written)
         lines.append(plan_text.rejection(first, more))
@@ -101,15 +101,15 @@ class Tried:
         for choice, verdict in self._verdicts(machines):
             if verdict in self.good and not (self.fed and choice.idle_ranks):
                 assert choice.job
-                return replace(choice, found=predict(choice.job))
+                return replace(choice, prediction=predict(choice.job))
         return None
 
     def _verdicts(self, machines: Cluster) -> Iterator[Judged]:
         known, left = self.judged.setdefault(machines.gpus, ([], self._judge(machines)))
         yield from known
-        for each in left:
-            known.append(each)
-            yield each
+        for judged in left:
+            known.append(judged)
+            yield judged
 
     def _judge(self, machines: Cluster) -> Iterator[Judged]:
         for template in self.templates:
@@ -131,8 +131,8 @@ class Tried:
             return False
         if key not in self.hopeless:
             most = machines.scaled(MOST_GPUS)
-            jobs = [each.job for each in _smallest(self.wanted, most, template, sizes) if each.job]
-            peaks = [max(each.peak for each in memory.anatomy(job)) / GIB > job.memory_gib for job in jobs]
+            jobs = [choice.job for choice in _smallest(self.wanted, most, template, sizes) if choice.job]
+            peaks = [max(rank_class.peak for rank_class in memory.anatomy(job)) / GIB > job.memory_gib for job in jobs]
             self.hopeless[key] = bool(peaks) and all(peaks)
         return self.hopeless[key]
 
@@ -146,14 +146,14 @@ def fewest_gpus(tried: Tried, machines: Cluster, more_than: int) -> int | None:
     """
     node = machines.gpus_per_node
     counts = [*range(1, node), *range(node, MOST_GPUS + 1, node)]
-    counts = [each for each in counts if each > more_than]
+    counts = [count for count in counts if count > more_than]
 
     def fit(gpus: int) -> bool:
         return tried.first(machines.scaled(gpus)) is not None
 
     # No number up to counts[low - 1] is known to fit. Only numbers are tried that parallel sizes divide.
     low, high = 0, 0
-    for high in [index for index, each in enumerate(counts, start=1) if _is_round(each, node) or each == counts[-1]]:
+    for high in [index for index, count in enumerate(counts, start=1) if _is_round(count, node) or count == counts[-1]]:
         if fit(counts[high - 1]):
             break
         low = high
@@ -163,9 +163,9 @@ def fewest_gpus(tried: Tried, machines: Cluster, more_than: int) -> int | None:
         middle = (low + high) // 2
         # many numbers fail only because parallel sizes do not divide them, which would mislead the bisection
         near = range(middle, max(low, middle - 8), -1)
-        middle = next((each for each in near if counts[each - 1] % 8 == 0), middle)
+        middle = next((place for place in near if counts[place - 1] % 8 == 0), middle)
         low, high = (low, middle) if fit(counts[middle - 1]) else (middle, high)
-    return next(each for each in counts[low:high] if fit(each))
+    return next(count for count in counts[low:high] if fit(count))
 
 
 def _is_round(gpus: int, node: int) -> bool:
@@ -205,14 +205,14 @@ def smallest_change(
         shipped: all that there are.
     """
     as_written = templates is not shipped  # files that were asked for are not searched
-    found = [_setting(wanted, machines, templates, shipped)]
-    if not found[0] and wanted.attention == "auto":  # sdpa on a GPU, whose masks grow with the square of a row's length
+    fixes = [_setting(wanted, machines, templates, shipped)]
+    if not fixes[0] and wanted.attention == "auto":  # sdpa on a GPU, whose masks grow with the square of a row's length
         other = replace(wanted, attention="varlen")
-        found = [_setting(other, machines, templates, shipped, ("model.attention=varlen",))]
+        fixes = [_setting(other, machines, templates, shipped, ("model.attention=varlen",))]
     more = more_gpus(wanted, whole, templates, machines.gpus, as_written)
     if more:
-        found.append(f"{more[0].name} {plan_text.elsewhere(more)}")
-    return ", or ".join(filter(None, found)) or _shorter(wanted, machines, shipped)
+        fixes.append(f"{more[0].name} {plan_text.elsewhere(more)}")
+    return ", or ".join(filter(None, fixes)) or _shorter(wanted, machines, shipped)
 
 
 def _setting(

@@ -25,7 +25,7 @@ LEAST_CONTEXT = 8192  # tokens of a row from which splitting it is worth a look
 
 
 def divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def powers(limit: int) -> list[int]:
@@ -40,19 +40,21 @@ def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Siz
     # For short rows one size of context parallelism, the file's own, is enough to compare.
     parts = CONTEXT_SIZES[1:] if wanted.batch.sequence_length >= LEAST_CONTEXT else ()
     choices = {
-        "pp": [each for each in divisors(gpus) if 1 < each <= min(most, LONGEST_PIPELINE)],
-        "dp_replicate": [each for each in divisors(gpus) if each in (*powers(gpus), machines.nodes) and each > 1],
-        "cp": [each for each in parts if gpus % each == 0 and heads % each == 0],
-        "tp": [each for each in divisors(gpus) if 1 < each <= machines.gpus_per_node],
-        "ep": [each for each in divisors(math.gcd(gpus, wanted.shape.experts)) if 1 < each <= machines.gpus_per_node],
-        "hpz": [each for each in divisors(machines.gpus_per_node) if 1 < each < gpus],
+        "pp": [ranks for ranks in divisors(gpus) if 1 < ranks <= min(most, LONGEST_PIPELINE)],
+        "dp_replicate": [ranks for ranks in divisors(gpus) if ranks in (*powers(gpus), machines.nodes) and ranks > 1],
+        "cp": [ranks for ranks in parts if gpus % ranks == 0 and heads % ranks == 0],
+        "tp": [ranks for ranks in divisors(gpus) if 1 < ranks <= machines.gpus_per_node],
+        "ep": [
+            ranks for ranks in divisors(math.gcd(gpus, wanted.shape.experts)) if 1 < ranks <= machines.gpus_per_node
+        ],
+        "hpz": [ranks for ranks in divisors(machines.gpus_per_node) if 1 < ranks < gpus],
         "tp_sequence": [False, True],
     }
     # Where a number of GPUs has no legal size, the file's own one lets its check say why.
     own = {axis: [size] if (size := template.size(axis)) else [] for axis in template.axes}
     yield from (
-        dict(zip(template.axes, found, strict=True))
-        for found in product(*(choices[axis] or own[axis] for axis in template.axes))
+        dict(zip(template.axes, combination, strict=True))
+        for combination in product(*(choices[axis] or own[axis] for axis in template.axes))
     )
 
 
@@ -90,7 +92,7 @@ class Choice:
         name: of the strategy.
         template: its files.
         sizes: of the axes that the files set.
-        job, found: absent where `reason` says why it cannot run on these GPUs.
+        job, prediction: absent where `reason` says why it cannot run on these GPUs.
         invalid: whether that is wrong on any number of GPUs.
         tokens: of a step, over all ranks.
         tie: whether it is as fast as the fastest one, as far as can be predicted.
@@ -100,7 +102,7 @@ class Choice:
     template: Template | None = None
     sizes: Sizes | None = None
     job: Job | None = None
-    found: Prediction | None = None
+    prediction: Prediction | None = None
     reason: str = ""
     invalid: bool = False
     tokens: int = 0
@@ -108,32 +110,32 @@ class Choice:
 
     @property
     def tokens_per_s(self) -> float:
-        assert self.found
-        return self.tokens / self.found.seconds
+        assert self.prediction
+        return self.tokens / self.prediction.seconds
 
     @property
     def tokens_per_s_interval(self) -> tuple[float, float]:
-        assert self.found
-        low, high = self.found.seconds_interval
+        assert self.prediction
+        low, high = self.prediction.seconds_interval
         return self.tokens / high, self.tokens / low
 
     @property
     def uncertainty(self) -> float:
         """Ratio of the ends of the step time's interval, in whole thousandths."""
-        assert self.found
-        low, high = self.found.seconds_interval
+        assert self.prediction
+        low, high = self.prediction.seconds_interval
         return round(high / low, 3)
 
     @property
     def memory_interval(self) -> tuple[float, float]:
         """80 % interval of all that a GPU holds, in GiB."""
-        assert self.found
-        return self.found.total_interval
+        assert self.prediction
+        return self.prediction.total_interval
 
     @property
     def verdict(self) -> str:
         """fits, tight or too large (see `Held.verdict`), or cannot run."""
-        return self.found.verdict(self.job.memory_gib) if self.job and self.found else "cannot run"
+        return self.prediction.verdict(self.job.memory_gib) if self.job and self.prediction else "cannot run"
 
     @property
     def idle_ranks(self) -> int:
@@ -144,17 +146,17 @@ class Choice:
     @property
     def order(self) -> tuple:
         """Return the sort key of ties: few moving parts, no recomputation, small groups, then memory headroom."""
-        assert self.job and self.found
+        assert self.job and self.prediction
         layout = self.job.layout
         parts = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep)) + layout.sequence_parallel
         recomputes, ranks = self.job.checkpointing != "none", layout.tp * layout.pp * layout.cp
-        return simplicity(self.name), parts, recomputes, ranks, self.found.total_memory_gib
+        return simplicity(self.name), parts, recomputes, ranks, self.prediction.total_memory_gib
 
 
 def evaluate(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
     """Predict the strategies exactly as their files and the recipe say, in the order given."""
     exact = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
-    return [sized(exact, machines, each, each.own_sizes) for each in templates]
+    return [sized(exact, machines, template, template.own_sizes) for template in templates]
 
 
 def search(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
@@ -162,12 +164,12 @@ def search(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> 
 
     Of what a strategy's own check refuses, one choice with the reason remains.
     """
-    found: list[Choice] = []
+    kept: list[Choice] = []
     for template in templates:
         tried = [sized(wanted, machines, template, sizes) for sizes in sizes(template, wanted, machines)]
-        runnable = [each for each in tried if each.found]
-        found += runnable or tried[:1] or [Choice(template.name, template, reason="none of its sizes suits these GPUs")]
-    return ranked(found)
+        runnable = [choice for choice in tried if choice.prediction]
+        kept += runnable or tried[:1] or [Choice(template.name, template, reason="none of its sizes suits these GPUs")]
+    return ranked(kept)
 
 
 def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -> Choice:
@@ -185,9 +187,11 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
     strategy, problems = strategies.describe(wanted, template, sizes, machines.gpus)
     if problems:
         # lists of reasons begin with the strategy's name, which may be that of a block
-        reason = "; ".join(each.text if each.key == template.name else f"{each.key}: {each.text}" for each in problems)
+        reason = "; ".join(
+            problem.text if problem.key == template.name else f"{problem.key}: {problem.text}" for problem in problems
+        )
         # a wrong topology may be right on another number of GPUs; other problems stay
-        invalid = not all(each.topology for each in problems)
+        invalid = not all(problem.topology for problem in problems)
         return Choice(template.name, template, sizes, reason=reason, invalid=invalid)
     ranks = strategy.dims.dp
 
@@ -237,11 +241,11 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
     tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
     if fast or tight:
         timed = [(job, held, step_time.breakdown(job).total) for job, held in fast.values() or tight]
-        job, held, seconds = min(timed, key=lambda each: each[2])
+        job, held, seconds = min(timed, key=lambda trial: trial[2])
     else:
-        job, held = min(large, key=lambda each: each[1].total_memory_gib)
+        job, held = min(large, key=lambda trial: trial[1].total_memory_gib)
         seconds = step_time.breakdown(job).total
-    return Choice("", job=job, found=prediction(job, held, seconds), tokens=tokens)
+    return Choice("", job=job, prediction=prediction(job, held, seconds), tokens=tokens)
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:
@@ -254,18 +258,18 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
     choices = list(choices)
     result: list[Choice] = []
     for verdict, idle in product(("fits", "tight"), (False, True)):
-        alike = [each for each in choices if each.verdict == verdict and (each.idle_ranks > 0) == idle]
-        group = sorted(alike, key=lambda each: -each.tokens_per_s)
-        first = sorted((each for each in group if _may_be_fastest(each, group)), key=lambda each: each.order)
-        others = [each for each in group if each not in first]
-        faster = [each for each in others if each.tokens_per_s >= first[0].tokens_per_s]
+        alike = [choice for choice in choices if choice.verdict == verdict and (choice.idle_ranks > 0) == idle]
+        group = sorted(alike, key=lambda choice: -choice.tokens_per_s)
+        first = sorted((choice for choice in group if _may_be_fastest(choice, group)), key=lambda choice: choice.order)
+        others = [choice for choice in group if choice not in first]
+        faster = [choice for choice in others if choice.tokens_per_s >= first[0].tokens_per_s]
         # what comes after a better group cannot be as good as the answer
         is_tie = len(first) + len(faster) > 1 and not result
-        result += [replace(each, tie=is_tie) for each in [*first, *faster]]
+        result += [replace(choice, tie=is_tie) for choice in [*first, *faster]]
         result += others[len(faster) :]
-    large = [each for each in choices if each.verdict == "too large"]
-    result += sorted(large, key=lambda each: each.found.total_memory_gib if each.found else 0)
-    return result + [each for each in choices if each.verdict == "cannot run"]
+    large = [choice for choice in choices if choice.verdict == "too large"]
+    result += sorted(large, key=lambda choice: choice.prediction.total_memory_gib if choice.prediction else 0)
+    return result + [choice for choice in choices if choice.verdict == "cannot run"]
 
 
 def _may_be_fastest(choice: Choice, group: Sequence[Choice]) -> bool:
@@ -276,7 +280,7 @@ def _may_be_fastest(choice: Choice, group: Sequence[Choice]) -> bool:
     alike, so that its ratios are known better than the times themselves.
     """
     fastest, limit = group[0], choice.tokens_per_s * math.exp(COMPARED)
-    if any(each.tokens_per_s > limit and each.uncertainty <= choice.uncertainty for each in group):
+    if any(other.tokens_per_s > limit and other.uncertainty <= choice.uncertainty for other in group):
         return False
     is_comparable = _stack(fastest) == _stack(choice) and fastest.uncertainty <= choice.uncertainty
     return is_comparable or choice.tokens_per_s >= fastest.tokens_per_s_interval[0]

@@ -138,20 +138,20 @@ def _widths(job: Job) -> Iterator[str]:
 
 
 def _fill(job: Job) -> Iterator[str]:
-    for each in products(job):
-        if each.waves > 1 and each.wave_efficiency < GOOD:
-            waves = f"{each.tiles} tiles on {each.sms} SMs need {each.waves} waves"
-            yield f"{each.name}: {waves}, {each.wave_efficiency:.0%} full"
-        if each.tile_efficiency < GOOD:
-            yield f"{each.name}: tiles of {TILE_ROWS} x {TILE_COLUMNS} are {each.tile_efficiency:.0%} full"
+    for product in products(job):
+        if product.waves > 1 and product.wave_efficiency < GOOD:
+            waves = f"{product.tiles} tiles on {product.sms} SMs need {product.waves} waves"
+            yield f"{product.name}: {waves}, {product.wave_efficiency:.0%} full"
+        if product.tile_efficiency < GOOD:
+            yield f"{product.name}: tiles of {TILE_ROWS} x {TILE_COLUMNS} are {product.tile_efficiency:.0%} full"
 
 
 def table(job: Job) -> list[list[str]]:
     """Return the header and a row for each product; on a CPU without the columns of tiles and waves."""
     header = ["forward product", "rows x inputs x outputs", "tiles", "waves", "tile eff.", "wave eff."]
     rows = [
-        [each.name, f"{each.rows} x {each.inputs} x {each.outputs}", f"{each.tiles}", f"{each.waves}",
-         f"{each.tile_efficiency:.0%}", f"{each.wave_efficiency:.0%}"]
-        for each in products(job)
+        [product.name, f"{product.rows} x {product.inputs} x {product.outputs}", f"{product.tiles}", f"{product.waves}",
+         f"{product.tile_efficiency:.0%}", f"{product.wave_efficiency:.0%}"]
+        for product in products(job)
     ]  # fmt: skip
     return [row[:2] if _has_no_tiles(job) else row for row in (header, *rows)]

@@ -272,7 +272,7 @@ def offload_seconds(job: Job, shard: float) -> float:
         total += UPDATE_BYTES * shard * job.gpus_per_node / (CORE_GB_PER_S * 1e9 * job.host.cpu_cores)
     if "optimizer:nvme" in job.offload:
         total += 2 * 12 * shard / disk  # master weight and moments, read and written
-    if any(each.startswith("param:") for each in job.offload):
+    if any(target.startswith("param:") for target in job.offload):
         rate = disk if "param:nvme" in job.offload else lanes
         total += 2 * job.grad_accum * 2 * shard / rate  # a rank's part of the weights, for forward and backward
     return total

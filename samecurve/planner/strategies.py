@@ -61,8 +61,8 @@ class Template:
     def axes(self) -> tuple[str, ...]:
         """The sizes that the files set, and `tp_sequence` beside tensor parallelism."""
         places = {axis: self.place(axis) for axis in AXES}
-        found = [axis for axis, (file, key) in places.items() if getattr(self.files, file).get(*key) is not None]
-        return tuple(dict.fromkeys([*found, *(["tp_sequence"] if "tp" in found else [])]))
+        present = [axis for axis, (file, key) in places.items() if getattr(self.files, file).get(*key) is not None]
+        return tuple(dict.fromkeys([*present, *(["tp_sequence"] if "tp" in present else [])]))
 
     @property
     def own_sizes(self) -> dict[str, int]:
@@ -94,10 +94,10 @@ class Template:
     def size(self, axis: str) -> int:
         """The files' own size of an axis; 0 where they do not say a positive whole number, False for a switch."""
         file, key = self.place(axis)
-        found = getattr(self.files, file).get(*key)
+        value = getattr(self.files, file).get(*key)
         if axis == "tp_sequence":
-            return found is True
-        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+            return value is True
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
     def sized(self, sizes: Mapping[str, int]) -> Files:
         """Return the files with other parallel sizes."""
@@ -158,7 +158,7 @@ def describe(
     if not known:
         known = _describe(wanted, template, sizes, gpus)
         # what a file's sizes cannot be is so on any number of GPUs
-        stays = any(each.key.startswith("parallelism_config.") and not each.topology for each in known[1])
+        stays = any(problem.key.startswith("parallelism_config.") and not problem.topology for problem in known[1])
         wanted.known[of_sizes if stays else (*of_sizes, gpus)] = known
     return known
 
@@ -200,13 +200,13 @@ def _family_problems(wanted: Wanted, template: Template, strategy: Strategy) -> 
         "cp": families("context_parallel"),
         "ep": families("expert_parallel") if spreads else (),
     }
-    found = []
+    problems = []
     for axis, names in known.items():
         if family and names and dims.size(axis) > 1 and family not in names:
             file, key = template.place(axis)
             text = f"found {dims.size(axis)}, but a {family} is not among the families {', '.join(sorted(names))}"
-            found.append(ConfigProblem(getattr(template.files, file).place(key), ".".join(key), text))
-    return found
+            problems.append(ConfigProblem(getattr(template.files, file).place(key), ".".join(key), text))
+    return problems
 
 
 def _experts_problem(shape: ModelShape, document: Document, size: int) -> list[ConfigProblem]:
@@ -301,7 +301,7 @@ def _states(strategy: Strategy, wanted: Wanted) -> StateBytes:
     states = replace(states, optimizer=wanted.optimizer_bytes)
     if strategy.offloads_optimizer:
         states = replace(states, master=0, optimizer=0)
-    if any(each.startswith("param:") for each in strategy.offload):
+    if any(target.startswith("param:") for target in strategy.offload):
         states = replace(states, weights=0)
     return states
 
@@ -352,8 +352,8 @@ def _deepspeed(strategy: Strategy, precision: str, hidden: int) -> Sharding:
     keys: Mapping[str, Any] = content.get("zero_optimization", {})
 
     def number(key: str, default: float) -> float:
-        found = keys.get(key, default)
-        return AUTO[key](hidden) if found == "auto" else found
+        value = keys.get(key, default)
+        return AUTO[key](hidden) if value == "auto" else value
 
     weights, states = (keys.get(f"offload_{part}") or {} for part in ("param", "optimizer"))
     is_16_bit = precision != "fp32"

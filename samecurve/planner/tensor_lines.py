@@ -142,9 +142,13 @@ def loss_lines(job: Job, constants: Profile) -> list[Line]:
     columns = job.shape.vocab / (1 if job.flow and not job.chunked_loss else job.layout.tp)
     count = job.grad_accum if job.layout.schedule == "GPipe" and job.layout.pp > 1 else 1
     if not (job.flow and job.chunked_loss):
-        each, source = (FULL_LOSS, "losses/cross_entropy.py") if job.flow else (constants.logits_bytes, "fitted")
-        logits = job.tokens * columns * each / (8 if job.chunked_loss else 1)
-        return [Line("logits and loss", count * logits, (count - 1) * logits, 0, f"{each:g} B per logit", source)]
+        bytes_per_logit, source = (
+            (FULL_LOSS, "losses/cross_entropy.py") if job.flow else (constants.logits_bytes, "fitted")
+        )
+        logits = job.tokens * columns * bytes_per_logit / (8 if job.chunked_loss else 1)
+        return [
+            Line("logits and loss", count * logits, (count - 1) * logits, 0, f"{bytes_per_logit:g} B per logit", source)
+        ]
     source = "losses/chunked_cross_entropy.py"
     is_cpu = job.card.generation == "cpu"
     tokens = loss_chunks.on_cpu(columns) if is_cpu else loss_chunks.on_gpu(columns, job.memory_gib * GIB)
@@ -233,7 +237,7 @@ def _zero3_gathered(job: Job, loss: float) -> list[Line]:
     """
     shape, layout = job.shape, job.layout
     all_weights, ahead = shape.parameters / layout.tp, job.sharding.prefetched
-    largest = max(math.prod(each) for each in [*shape.embedding_weights, *shape.layer_weights]) / layout.tp
+    largest = max(math.prod(weight) for weight in [*shape.embedding_weights, *shape.layer_weights]) / layout.tp
     whole = job.gather_bytes * max(largest, min(job.live_elements + ahead, all_weights))
     # the last buffer of the forward pass is gone before the loss is computed
     buffer = max(0.0, job.gather_bytes * min(ahead, all_weights) - loss)
@@ -294,7 +298,7 @@ def is_scheduled(job: Job) -> bool:
 def outputs(job: Job, stage: Stage) -> float:
     """Count the bytes that a micro-batch's outputs of a rank's stages keep until its backward pass, in fp32."""
     schedule, ranks = SCHEDULES[job.layout.schedule], job.layout.pp
-    sends = [each for each in schedule.stages(stage.index, ranks) if each + 1 < schedule.num_stages(ranks)]
+    sends = [number for number in schedule.stages(stage.index, ranks) if number + 1 < schedule.num_stages(ranks)]
     return 4 * job.tokens * job.shape.hidden * len(sends)
 
 
@@ -310,10 +314,12 @@ def kept_until_next_step(job: Job, stage: Stage) -> tuple[float, float, float]:
     """
     schedule, ranks, count = SCHEDULES[job.layout.schedule], job.layout.pp, job.grad_accum
     own, hidden = schedule.stages(stage.index, ranks), 4 * job.tokens * job.shape.hidden
-    neighbours = [each + side for each in own for side in (-1, 1) if 0 <= each + side < schedule.num_stages(ranks)]
+    neighbours = [
+        number + side for number in own for side in (-1, 1) if 0 <= number + side < schedule.num_stages(ranks)
+    ]
     cut = _cut_micro_batches(job.layout.schedule, stage.index, ranks, count) if schedule.folded else ()
     before = count - in_flight(job, stage)[0]
-    arrived = [each for each in cut if each < before]
+    arrived = [micro_batch for micro_batch in cut if micro_batch < before]
     return len(neighbours) * count * hidden, len(arrived) * hidden, len(cut) * hidden
 
 

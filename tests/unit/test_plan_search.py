@@ -112,7 +112,7 @@ def test_expert_parallelism_is_for_models_with_experts(wanted, tmp_path):
     path.write_text(json.dumps(mixture | {"num_hidden_layers": 8, "vocab_size": 8192}))
     kept = ["memory.activation_checkpointing=none"]
     found = search.search(inputs.read(str(path), kept), machines, templates)
-    held = {each.job.layout.ep: each.found.memory_gib for each in found if each.job and each.found}
+    held = {each.job.layout.ep: each.prediction.memory_gib for each in found if each.job and each.prediction}
     assert held.keys() == {2, 4, 8} and held[8] < held[4] < held[2]  # of gathered layers fewer experts
 
 
@@ -143,7 +143,7 @@ def test_switches_and_second_copies_are_searched(wanted):
         search.sized(exact, machines, read("configs/fsdp_tp.yaml"), {"tp": 8, "tp_sequence": on})
         for on in (False, True)
     )
-    assert plain.found and cut.found and cut.found.memory_gib < plain.found.memory_gib
+    assert plain.prediction and cut.prediction and cut.prediction.memory_gib < plain.prediction.memory_gib
 
 
 def test_a_switch_that_a_file_sets_is_evaluated_as_it_stands(wanted, tmp_path):
@@ -159,7 +159,7 @@ def test_a_host_without_the_memory_cannot_offload(wanted):
     """8.03e9 parameters, 22 bytes each, are 164.5 GiB on a node."""
     machines, templates = read_cluster("h100x8"), [read("configs/zero3_offload.yaml")]
     small = replace(machines, host=replace(machines.host, memory_gib=164))
-    assert search.evaluate(wanted, machines, templates)[0].found
+    assert search.evaluate(wanted, machines, templates)[0].prediction
     assert search.evaluate(wanted, small, templates)[0].reason.startswith(
         "offloading needs 165 GiB of host memory per node, which has 164"
     )
@@ -211,7 +211,7 @@ def choice(wanted, name: str, seconds: float, gib: float = 40.0, high: float = 4
     layout = Layout(8, zero=3, shard=8)
     job = strategies.describe_job(wanted, layout, machines, strategies.TORCH_STATES, stack)
     found = Prediction(gib, (gib, high), gib, gib <= 79.1, "weights", seconds, (0.9 * seconds, 1.4 * seconds))
-    return Choice(name, job=job, found=found, tokens=256 * 4096)
+    return Choice(name, job=job, prediction=found, tokens=256 * 4096)
 
 
 def test_ties_are_ordered_by_simplicity_then_headroom(wanted):
@@ -220,10 +220,10 @@ def test_ties_are_ordered_by_simplicity_then_headroom(wanted):
     simple, large = choice(wanted, "ddp", 1.06), choice(wanted, "fsdp", 1.04, gib=50)
     small, slow = choice(wanted, "fsdp", 1.04, gib=30), choice(wanted, "ddp", 1.25)
     found = search.ranked([slow, fast, large, small, simple])
-    assert [(each.name, each.found.seconds, each.tie) for each in found if each.found] == [
+    assert [(each.name, each.prediction.seconds, each.tie) for each in found if each.prediction] == [
         ("ddp", 1.06, True), ("fsdp", 1.04, True), ("fsdp", 1.04, True), ("hsdp", 1.0, True), ("ddp", 1.25, False),
     ]  # fmt: skip
-    assert found[1].found == small.found
+    assert found[1].prediction == small.prediction
     assert 1.05 < 2.71828**COMPARED < 1.1
 
 
@@ -235,7 +235,7 @@ def test_of_equally_simple_ties_the_one_with_smaller_groups_comes_first(wanted):
         for each, size in ((pair, 2), (eight, 8))
         if each.job
     )
-    assert [each.found for each in search.ranked([eight, pair])] == [pair.found, eight.found]
+    assert [each.prediction for each in search.ranked([eight, pair])] == [pair.prediction, eight.prediction]
 
 
 def test_ranks_without_a_row_come_last_and_are_counted(wanted):
@@ -243,7 +243,7 @@ def test_ranks_without_a_row_come_last_and_are_counted(wanted):
     fed, twin = choice(wanted, "fsdp", 2.0), choice(wanted, "hsdp", 2.0)
     assert fed.job and fed.idle_ranks == 0
     layout = replace(fed.job.layout, dp=300, shard=300)
-    idle = replace(fed, name="ddp", job=replace(fed.job, layout=layout), found=choice(wanted, "", 1.0).found)
+    idle = replace(fed, name="ddp", job=replace(fed.job, layout=layout), prediction=choice(wanted, "", 1.0).prediction)
     found = search.ranked([idle, replace(idle, name="zero1"), fed, twin])
     assert [(each.name, each.tie) for each in found] == [
         ("fsdp", True), ("hsdp", True), ("ddp", False), ("zero1", False),
@@ -254,9 +254,9 @@ def test_ranks_without_a_row_come_last_and_are_counted(wanted):
 
 
 def with_interval(each: Choice, low: float, high: float) -> Choice:
-    assert each.found
-    ends = each.found.seconds * low, each.found.seconds * high
-    return replace(each, found=replace(each.found, seconds_interval=ends))
+    assert each.prediction
+    ends = each.prediction.seconds * low, each.prediction.seconds * high
+    return replace(each, prediction=replace(each.prediction, seconds_interval=ends))
 
 
 def test_another_stack_is_a_tie_within_the_interval_of_a_less_certain_one(wanted):
@@ -295,8 +295,8 @@ def test_what_is_faster_than_the_answer_is_a_tie(wanted):
         for seconds in (0.91, 0.995, 1.2)
     )
     found = search.ranked([slow, worse, answer, best])
-    assert [(each.found, each.tie) for each in found] == [
-        (answer.found, True), (best.found, True), (worse.found, True), (slow.found, False),
+    assert [(each.prediction, each.tie) for each in found] == [
+        (answer.prediction, True), (best.prediction, True), (worse.prediction, True), (slow.prediction, False),
     ]  # fmt: skip
 
 
@@ -379,7 +379,7 @@ def test_a_family_that_an_engine_does_not_take_is_not_planned(family, strategy, 
     (tmp_path / "config.json").write_text(json.dumps(fields))
     wanted = inputs.read(str(tmp_path / "config.json"), [])
     found = search.evaluate(wanted, read_cluster("h100x8").scaled(64), [read(f"configs/{strategy}.yaml")])
-    assert not found[0].found and f"{axis}_size: found" in found[0].reason
+    assert not found[0].prediction and f"{axis}_size: found" in found[0].reason
     assert f"a {family} is not among the families" in found[0].reason
 
 
