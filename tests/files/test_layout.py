@@ -323,6 +323,36 @@ def test_modules_and_functions_stay_small():
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
 
 
+def empty_names(tree: ast.AST) -> list[str]:
+    """List the variables, arguments and attributes whose name does not say what they hold, as LINE NAME."""
+    bound = []
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "ctx", None), ast.Store):
+            bound.append((node, getattr(node, "id", getattr(node, "attr", ""))))
+        elif isinstance(node, ast.arg | ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            bound.append((node, node.arg if isinstance(node, ast.arg) else node.name))
+    return [f"{node.lineno} {name}" for node, name in bound if name in ("each", "found")]
+
+
+def test_variables_say_what_they_hold():
+    assert [f"{path}: {name}" for path in MODULES for name in empty_names(ast.parse(path.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "empty"),
+    [
+        ("[each for each in rows]", ["1 each"]),
+        ("def f(found): pass", ["1 found"]),
+        ("while found := read(): pass", ["1 found"]),
+        ("class A:\n    found: str", ["2 found"]),
+        ("try: pass\nexcept OSError as found: pass", ["2 found"]),
+        ("values.found(each, found=rows, each_row=1)", []),
+    ],
+)
+def test_an_empty_name_is_seen(line, empty):
+    assert empty_names(ast.parse(line)) == empty
+
+
 def test_test_files_have_names_of_their_own():
     """pytest collects two files of one name only where folders are packages; apart, both run."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
