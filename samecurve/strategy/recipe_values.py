@@ -68,12 +68,35 @@ def conflicts(source: RecipeSource, files: Files, data_parallel_size: int) -> It
             continue
         with contextlib.suppress(InvalidValue):  # reported by the recipe's rules
             if statement.by == ACCUMULATION:
-                text = _wrong_accumulation(source, statement, data_parallel_size)
+                text = (
+                    ""
+                    if _says_nothing(statement, files)
+                    else _wrong_accumulation(source, statement, data_parallel_size)
+                )
             else:
                 text = _difference(source, statement)
             if text:
                 place = statement.document.place(statement.path)
                 yield ConfigProblem(place, ".".join(statement.path), f"found {describe(statement.written)}, but {text}")
+
+
+def unheeded(source: RecipeSource, files: Files, data_parallel_size: int) -> dict[str, str]:
+    """Return the reason why a number of accumulation steps does not count, by its dotted key; {} if it does."""
+    return {
+        ".".join(statement.path): "1 is what tools write by themselves, and the recipe's batch divides otherwise"
+        for statement in files.statements
+        if statement.by == ACCUMULATION
+        and _says_nothing(statement, files)
+        and _wrong_accumulation(source, statement, data_parallel_size)
+    }
+
+
+def _says_nothing(statement: Statement, files: Files) -> bool:
+    """Whether it is 1 accumulation step, the default of Accelerate and DeepSpeed, without the other parts of a batch.
+
+    However the recipe's rows of a step are divided, their loss is the same.
+    """
+    return statement.values[0] == 1 and not any(other.by in (_ROWS, _MICRO) for other in files.statements)
 
 
 def _difference(source: RecipeSource, statement: Statement) -> str:

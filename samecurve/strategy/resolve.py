@@ -31,7 +31,7 @@ from samecurve.strategy.launchers import Ancestor, Launch
 from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Files, Plan, Strategy
-from samecurve.strategy.recipe_values import fill_recipe
+from samecurve.strategy.recipe_values import fill_recipe, unheeded
 from samecurve.strategy.restarts import continues_own_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +81,7 @@ def resolve_plan(
         raise error
     assert source.recipe is not None  # a recipe that cannot be built is one of the problems above
     no_effect = files.no_effect | launchers.unread_keys(launch, files.accelerate)
+    no_effect |= unheeded(source, files, strategy.dims.dp)
     plan = Plan(
         recipe=source.recipe,
         strategy=strategy,

@@ -288,10 +288,18 @@ BOTH = [  # the file's keys, the recipe's key, its value there, what the recipe 
     ({"bf16": {"enabled": True}}, "precision", '"fp32" (r.yaml:7)', "precision=bf16"),
     ({"train_batch_size": 32}, "batch.global_batch_size", "16 (r.yaml:6)", "batch.global_batch_size=32"),
     ({"train_micro_batch_size_per_gpu": 4}, "batch.micro_batch_size", "2 (r.yaml:6)", "batch.micro_batch_size=4"),
-    ({"gradient_accumulation_steps": 1}, "batch.global_batch_size", "4 on 2 data-parallel ranks", "batch.global_batch_size=4"),
+    ({"gradient_accumulation_steps": 2}, "batch.global_batch_size", "4 on 2 data-parallel ranks", "batch.global_batch_size=8"),
     ({"scheduler": {"params": {"total_num_steps": 20, "warmup_type": "linear"}}}, "steps", "10 (r.yaml:2)", "steps=20"),
 ]
 # fmt: on
+
+
+def test_one_accumulation_step_is_a_default_of_tools(tmp_path, monkeypatch):
+    """`accelerate config` writes it without asking; the recipe's rows of a step stay, and the header says so."""
+    keys = {"gradient_accumulation_steps": 1, "zero_optimization": ZERO2}
+    plan = resolved(tmp_path, monkeypatch, "mine.json", keys, recipe=TYPED)
+    assert plan.recipe.batch.global_batch_size == 16 and "gradient_accumulation_steps" in plan.no_effect
+    assert any("without effect here: gradient_accumulation_steps" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(("keys", "owner", "value", "remedy"), BOTH, ids=[case[1] for case in BOTH])
