@@ -75,6 +75,8 @@ class Document:
         typed: the text of values given on the command line. Only the schema knows whether `123` is a number.
         notes: decisions made while reading that are printed for the user, see inheritance.py.
         rate_from_scratch: the place of a learning rate that was for a model which a later layer's model.path replaced.
+        scratch_files: the files of a model.config which a later layer's model.path replaced. Their other values were
+            for that model, so those of a strategy's file count before them.
         incomplete: a file that it is made of could not be read, so an absent key may stand there.
     """
 
@@ -85,6 +87,7 @@ class Document:
     typed: dict[KeyPath, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     rate_from_scratch: Place | None = None
+    scratch_files: set[str] = field(default_factory=set)
     incomplete: bool = False
 
     def place(self, path: KeyPath) -> Place:

@@ -45,6 +45,7 @@ def merge_over_base(below: Document, document: Document) -> Document:
         below.problems + document.problems,
         notes=[*below.notes, *document.notes, *notes],
         rate_from_scratch=below.rate_from_scratch,
+        scratch_files=below.scratch_files,
         incomplete=below.incomplete or document.incomplete,
     )
 
@@ -79,6 +80,8 @@ def _replace(document: Document, given: set[KeyPath]) -> list[str]:
         if new not in given or old in given or document.get(*old) is None:
             continue
         notes.append(f"{'.'.join(new)} replaces {'.'.join(old)} of {document.place(old).file}")
+        if (new, old) == ALTERNATIVES[0]:
+            document.scratch_files |= {place.file for path, place in document.places.items() if path[:2] == old}
         block = document.get(*old[:-1])
         del block[old[-1]]
         document.places = {path: place for path, place in document.places.items() if path[: len(old)] != old}

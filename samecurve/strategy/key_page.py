@@ -21,7 +21,8 @@ others write them. A key is
 
 - *used*: it does here what it does there;
 - *recipe*: it means what that key of the recipe means. Where the recipe does not give the key, the file's value counts,
-  and a line of the header says so. Where both give it, they must agree; `"auto"` leaves the value to the recipe;
+  and a line of the header says so; also where a base file or `recipes/sft.yaml` gives it for its small model from
+  scratch, which `model.path` replaces. Where both give it, they must agree; `"auto"` leaves the value to the recipe;
 - *no effect*: known, and changes nothing here. A line of the header lists those that a file has;
 - *refused*: it would change the run and is not built. A value that enables nothing, such as `false`, has no effect.
 

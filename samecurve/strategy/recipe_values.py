@@ -1,6 +1,7 @@
 """Brings what strategy files say about keys of the recipe together with the recipe.
 
-Where the recipe gives no value of its own, the file's counts. Where both do and differ, that is a problem.
+Where the recipe gives no value of its own, the file's counts; also where its value was for a small model from scratch,
+which `model.path` replaces. Where both give one and differ, that is a problem.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def fill_recipe(recipe: Document, files: Files, data_parallel_size: int) -> dict
         return taken
     for statement in files.statements:
         by = statement.by
-        if by != ACCUMULATION and not _is_given(recipe, by) and _default(by) not in statement.values:
+        if by != ACCUMULATION and not _is_given(recipe, by) and _value(recipe, by) not in statement.values:
             _set(recipe, by, statement.values[0], statement, taken)
     for statement in files.statements:
         if statement.by == ACCUMULATION:
@@ -51,13 +52,13 @@ def _fill_batch(recipe: Document, statement: Statement, ranks: int, taken: dict[
     steps = statement.values[0]
     if not isinstance(rows, (int, type(None))) or not isinstance(micro, (int, type(None))):
         return  # reported by the recipe's rules, or auto
-    if rows is None:
-        rows = (micro or _default(_MICRO)) * steps * ranks
-        if rows != _default(_ROWS):
+    if rows is None or (_is_given(recipe, _MICRO) and not _is_given(recipe, _ROWS)):
+        rows = _value(recipe, _MICRO) * steps * ranks
+        if rows != _value(recipe, _ROWS):
             _set(recipe, _ROWS, rows, statement, taken)
-    elif micro is None and rows > 0:
+    elif not _is_given(recipe, _MICRO) and rows > 0:
         micro = math.ceil(math.ceil(rows / ranks) / steps)
-        if micro != _default(_MICRO):
+        if micro != _value(recipe, _MICRO):
             _set(recipe, _MICRO, micro, statement, taken)
 
 
@@ -130,9 +131,19 @@ def _wrong_accumulation(source: RecipeSource, statement: Statement, ranks: int) 
 
 
 def _is_given(recipe: Document, by: str) -> bool:
+    return any(recipe.place(key).file not in recipe.scratch_files for key in _standing(recipe, by))
+
+
+def _standing(recipe: Document, by: str) -> list[KeyPath]:
+    """Those of the key and its alternatives that have a value."""
     path = tuple(by.split("."))
     others = [old for new, old in ALTERNATIVES if new == path and old[0] in ("epochs", "schedule")]
-    return any(recipe.get(*key) is not None for key in (path, *others))
+    return [key for key in (path, *others) if recipe.get(*key) is not None]
+
+
+def _value(recipe: Document, by: str) -> Any:
+    value = recipe.get(*by.split("."))
+    return _default(by) if value is None else value
 
 
 def _default(by: str) -> Any:
@@ -144,12 +155,18 @@ def _default(by: str) -> Any:
 
 def _set(recipe: Document, by: str, value: Any, statement: Statement, taken: dict[str, str]) -> None:
     path: KeyPath = tuple(by.split("."))
+    standing = _standing(recipe, by)
+    for key in standing:
+        if (there := recipe.place(key)) != recipe.rate_from_scratch:  # which has a note
+            recipe.notes.append(f"{'.'.join(key)}: {recipe.get(*key)} of {there} was for a model from scratch")
     block = recipe.content
     for name in path[:-1]:
         if not isinstance(block.get(name), (dict, type(None))):
             return  # the schema reports it
         block[name] = dict(block.get(name) or {})
         block = block[name]
+    for key in standing:
+        del recipe.get(*key[:-1])[key[-1]]
     block[path[-1]] = value
     place = statement.document.place(statement.path)
     recipe.places[path] = place

@@ -375,3 +375,33 @@ def test_rules_of_the_tables_have_reasons():
     seen = list(rows(YAML_KEYS)) + list(rows(DEEPSPEED))
     assert len(seen) > 200 and all(row.meaning for row in seen)
     assert {row.kind for row in seen} == {"used", "recipe", "no effect", "refused"}
+
+
+PATH = "base: small.yaml\nmodel: {path: of/others}\n"
+# of a recipe on TYPED: what it has of the file below
+YIELD = [
+    (PATH, {"precision": "bf16", "batch.micro_batch_size": 8, "schedule.warmup_steps": 3}),
+    (PATH + "batch: {micro_batch_size: 1}", {"precision": "bf16", "batch.global_batch_size": 2}),
+    (PATH + "batch: {global_batch_size: 4}", {"precision": "bf16", "batch.global_batch_size": None}),
+    (PATH + "schedule: {warmup_steps: 3}", {"precision": "bf16", "schedule.warmup_steps": None}),
+    (PATH + "precision: fp32", "fp32"),
+    ("base: small.yaml", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "taken"), YIELD)
+def test_values_for_a_replaced_model_yield_to_the_file(recipe, taken, tmp_path, monkeypatch):
+    """Those of a base file; what the recipe itself gives is kept."""
+    (tmp_path / "small.yaml").write_text(TYPED + "task: sft\nschedule: {warmup_ratio: 0.5}\n")
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
+    content = zero(ZERO2, gradient_accumulation_steps=1, bf16={"enabled": True}, scheduler=scheduler)
+    found = resolved(tmp_path, monkeypatch, "mine.json", content, recipe=recipe)
+    if taken == "fp32":
+        assert isinstance(found, tuple) and 'precision is "fp32"' in found[0]
+        return
+    assert isinstance(found, Plan), found[0]
+    for key, value in taken.items():
+        block, _, name = key.rpartition(".")
+        assert (key in found.from_strategy) == (value is not None), key
+        assert value in (None, getattr(getattr(found.recipe, block) if block else found.recipe, name)), key
+    assert "precision: fp32 of small.yaml:7 was for a model from scratch" in found.notes
