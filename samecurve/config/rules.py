@@ -105,6 +105,19 @@ def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.group_by_length", "found true, but packed rows have equal lengths; set it or data.packing to false"
 
 
+def _nothing_truncated(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """data.truncation where documents are continued in the next row, or are not known before training."""
+    found, task = value("data.truncation"), value("task")
+    if found == _default("data.truncation") or task not in readers("data.truncation"):
+        return
+    if task in readers("data.streaming") and value("data.packing"):
+        text = f"found {found}, but packed documents of task {task} continue in the next row and none is too long; "
+        yield "data.truncation", f"{text}remove it, or set data.packing to false"
+    elif value("data.streaming"):
+        text = f"found {found}, but data.streaming does not know the lengths of all documents; set it to right"
+        yield "data.truncation", text
+
+
 def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key has no effect because the task does not use it."""
     task, given, tasks = value("task"), value(key), readers(key)
@@ -310,7 +323,7 @@ def in_steps(recipe: Recipe, num_rows: int, step: int = 0, samples: int = 0) -> 
 
 RULES: tuple[Rule, ...] = (
     *(_no_data, partial(_readable, "data.path"), partial(_readable, "evaluate.path")),
-    *(_sorted_and_packed, _not_packed),
+    *(_sorted_and_packed, _not_packed, _nothing_truncated),
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
     *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),

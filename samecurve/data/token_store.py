@@ -179,6 +179,27 @@ def load_corpus_into(
     return corpus
 
 
+def place_of(source: DataSource, encoder: Encoder, part: str, validation_fraction: float, index: int) -> str:
+    """Return where a document of a corpus is in its source, for a message. Tokenises the documents before it again.
+
+    Args:
+        source: the documents.
+        encoder: turns a document into token ids.
+        part: "train" or "held_out".
+        validation_fraction: fraction of the documents that is held out, in [0, 1).
+        index: index of the document in that part.
+    """
+    for entries, found in encoded(encoder, _batches(source.entries()), source.num_bytes):
+        for entry, one in zip(entries, found, strict=True):
+            if isinstance(one, BadRow) or not len(one.tokens):
+                continue
+            if is_held_out(str(entry), validation_fraction) == (part == "held_out"):
+                if index == 0:
+                    return getattr(entry, "place", f"{source.name}: the document that begins with {str(entry)[:40]!r}")
+                index -= 1
+    return source.name  # the files have changed meanwhile
+
+
 def training_texts(source: DataSource, validation_fraction: float) -> Iterator[str]:
     """Yield the texts of all training documents. A tokenizer may learn from these only."""
     validation_fraction = fraction_of_one(source, validation_fraction)

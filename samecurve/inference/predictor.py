@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,7 +187,8 @@ class Scorer(Predictor):
             source = {self.schema.prompt or "prompt": self.prompt, "completion": source}
         turns = conversation.conversation(place, source, self.schema)
         (encoded,) = self.encoder.encode([turns])
-        return self._truncate(str(turns.messages[-1].get("content")), encoded.tokens)
+        text = self._truncate(str(turns.messages[-1].get("content")), encoded.tokens)
+        return replace(text, tokens=encoded.tokens[-self.length :]) if self.data.truncation == "left" else text
 
     def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         return [{"score": score} for score in output.logits.float().flatten().tolist()]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samecurve.data.datasets.base import PackedRows, Rows, SampleRows
+from samecurve.data.datasets.base import PackedRows, Rows, SampleRows, TruncatedRows, truncate
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.datasets.preference import PairRows
 from samecurve.data.datasets.retrieval import RetrievalRows
@@ -52,7 +52,7 @@ class PartStatistics:
 
     Attributes:
         counts: value by name.
-        lengths: histogram of document lengths in tokens: (from, below, documents, truncated documents) per bin.
+        lengths: histogram of document lengths in tokens: (from, below, documents, documents longer than a row) per bin.
         rows: for each of the first rows, (tokens, trained tokens) of each of its documents; [] if rows are cut from a
             stream.
         ends: number of documents by text of their last trained token, most frequent first; {} if the task does not
@@ -136,6 +136,12 @@ def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, trained
 
 
+def _kept(rows: SampleRows, length: int) -> slice:
+    """Return the tokens that a row holds of a document; the last one is only a target."""
+    skipped, kept = truncate(np.array([length]), rows.limit, rows.truncation)
+    return slice(int(skipped[0]), int(skipped[0] + kept[0]))
+
+
 def _sample(task: Task, rows: Rows, index: int) -> ShownSample:
     label, lost, roles = "", 0, _roles(task.train.parts[0])
     role = roles[index % len(roles)] if roles else ""
@@ -146,10 +152,11 @@ def _sample(task: Task, rows: Rows, index: int) -> ShownSample:
             label = task.names[rows[np.array([index])].labels[0]]
     else:
         tokens, trained = _document(rows, index)
-        # a document's last token is only a target, so a row of n places shows n + 1 tokens
-        kept = len(tokens) if not isinstance(rows, SampleRows) else min(len(tokens), rows.sequence_length + 1)
-        lost = len(tokens) - kept
-        tokens, trained = tokens[:kept], trained[:kept]
+        if isinstance(rows, SampleRows):
+            span = _kept(rows, len(tokens))
+            lost = len(tokens) - (span.stop - span.start)
+            tokens, trained = tokens[span], trained[span]
+            trained[:1] = False
     runs = []
     for mark, group in groupby(zip(tokens.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in group]
@@ -176,7 +183,7 @@ def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> PartStat
         dropped = _share(rows.num_dropped, _num_documents(rows))
         counts = {
             "pairs": f"{len(rows):,}",
-            "dropped pairs": f"{dropped}: nothing is left to compare",
+            "dropped pairs": f"{dropped}: {_why_dropped(rows, 'compare')}",
             **counts,
         }
     packing = [list(_members(shown, row)) for row in range(min(SHOWN_ROWS, len(shown)))]
@@ -198,7 +205,7 @@ def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray)
     if isinstance(rows, SampleRows):
         counts |= {
             "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
-            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: nothing is left to train",
+            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: {_why_dropped(rows, 'train')}",
         }
     offsets = np.asarray(rows.stream.offsets)
     seen = {hash(rows.stream.tokens[a:b].tobytes()) for a, b in zip(offsets[:-1], offsets[1:], strict=True)}
@@ -211,6 +218,10 @@ def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray)
     return counts
 
 
+def _why_dropped(rows: TruncatedRows, verb: str) -> str:
+    return f"{'too long, or ' if rows.truncation == 'drop' else ''}nothing is left to {verb}"
+
+
 def _share(part: int, whole: int) -> str:
     return f"{part:,} ({part / max(whole, 1):.1%})"
 
@@ -220,12 +231,12 @@ def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     if isinstance(rows, TextRows):
         return {}
     counts: Counter[str] = Counter()
-    limit = rows.sequence_length if isinstance(rows, SampleRows) else None
     names: dict[int, str] = {}
     for index in range(_num_documents(rows)):
         tokens, trained = _document(rows, index)
         places = np.flatnonzero(trained)
-        if not len(places) or (limit is not None and places[-1] > limit):
+        span = _kept(rows, len(tokens)) if isinstance(rows, SampleRows) else slice(0, len(tokens))
+        if not len(places) or not span.start < places[-1] < span.stop:
             counts[""] += 1
             continue
         token = int(tokens[places[-1]])
@@ -239,7 +250,7 @@ def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int
     """Build a histogram of document lengths whose bins double in width."""
     if not len(lengths):
         return []
-    limit = rows.sequence_length + 1 if isinstance(rows, SampleRows) else int(lengths.max())
+    limit = rows.limit if isinstance(rows, SampleRows) else int(lengths.max())
     edges = 1 << np.arange(int(lengths.min()).bit_length() - 1, int(lengths.max()).bit_length() + 1)
     bins = []
     for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):

@@ -94,10 +94,10 @@ def lines(part: PartStatistics, sequence_length: int) -> Iterator[str]:
         yield f"  {'last trained token':<{LABEL_WIDTH}}{', '.join(ends)}"
     yield "  tokens per document"
     most = max((count for _, _, count, _ in part.lengths), default=1)
-    for low, high, count, truncated in part.lengths:
+    for low, high, count, too_long in part.lengths:
         bar = "█" * round(40 * count / max(most, 1))
         yield f"  {f'{low:,}-{high - 1:,}':>{LABEL_WIDTH - 2}}  {bar} {count:,}" + (
-            f" ({truncated:,} truncated)" if truncated else ""
+            f" ({too_long:,} too long)" if too_long else ""
         )
     yield f"  the first {len(part.rows)} rows, {sequence_length} tokens wide"
     for index, members in enumerate(part.rows):
@@ -138,8 +138,8 @@ def _part(part: PartStatistics, sequence_length: int) -> Iterator[str]:
         yield f"<tr><th>last trained token<td>{ends}"
     yield "</table>\n<h3>Tokens per document</h3>\n<table>"
     most = max((count for _, _, count, _ in part.lengths), default=1)
-    for low, high, count, truncated in part.lengths:
-        note = f" ({truncated:,} truncated)" if truncated else ""
+    for low, high, count, too_long in part.lengths:
+        note = f" ({too_long:,} too long)" if too_long else ""
         bar = f'<div style="width: {count / max(most, 1) * 20:.2f}rem"></div>'
         yield f'<tr><th>{low:,}-{high - 1:,}<td class="bar">{bar} {count:,}{note}'
     yield "</table>\n<h3>The first rows</h3>\n<p>A block is a document; green is the share that is trained.</p>"

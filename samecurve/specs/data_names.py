@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # the hub's own revisions, such as refs/pr/1, contain slashes
 _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?")
@@ -18,6 +18,7 @@ _FILE = re.compile(r"\.[A-Za-z]\w{0,7}$")  # `owner/name.jsonl` means a file, `o
 # the lengths at which it fails (models/attention/cudnn.py).
 WIDTH_MULTIPLE = 128
 
+Truncation = Literal["right", "left", "drop", "error"]  # values of data.truncation
 BAD_ROWS = "bad_rows.jsonl"  # rows that data.bad_rows=drop leaves out, in the run directory
 CHATML = "chatml"  # value of tokenizer.chat_template
 

@@ -81,8 +81,11 @@ BETTER = {
     **dict.fromkeys(("eval_accuracy", "eval_f1", "eval_margin", "eval_rewards_chosen"), "higher"),
     **dict.fromkeys(("eval_accuracy_at_1", "eval_accuracy_at_5", "eval_mrr_at_10"), "higher"),
 }
-_TEXTS = ("data.text_column", "data.mixture", "data.streaming", "evaluate.samples")
-_CHAT = ("data.format", "data.prompt_column", "data.chat", "tokenizer.chat_template", "tokenizer.template_date")
+_TEXTS = ("data.text_column", "data.mixture", "data.streaming", "data.truncation", "evaluate.samples")
+_CHAT = (
+    *("data.format", "data.prompt_column", "data.chat", "data.truncation"),
+    *("tokenizer.chat_template", "tokenizer.template_date"),
+)
 _CONVERSATIONS = ("data.messages_column", "data.completion_column", "data.train_on", "evaluate.samples", *_CHAT)
 _OF_PAIRS = ("eval_loss", "eval_accuracy", "eval_margin", "eval_rewards_chosen", "eval_rewards_rejected")
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)

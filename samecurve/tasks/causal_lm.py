@@ -97,4 +97,6 @@ def load_tokenizer(recipe: Recipe, find_source: Callable[[Data], sources.DataSou
 
 def document_rows(recipe: Recipe, stream: token_store.TokenStream, padding_token: int) -> DocumentRows:
     """Return rows of one document each, grouped by length if the recipe sets data.group_by_length."""
-    return splits.padded_rows(recipe, (DocumentRows, GroupedDocumentRows), stream, padding_token)
+    return splits.padded_rows(
+        recipe, (DocumentRows, GroupedDocumentRows), stream, padding_token, recipe.data.truncation
+    )

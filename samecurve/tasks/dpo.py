@@ -121,4 +121,5 @@ def _of_answers(logits: Tensor, labels: Tensor, sum_parts: SumParts | None) -> t
 
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
-    return splits.padded_rows(recipe, (AnswerRows, GroupedAnswerRows), stream, splits.token_id(tokenizer, "eos"))
+    padding_token, truncation = splits.token_id(tokenizer, "eos"), recipe.data.truncation
+    return splits.padded_rows(recipe, (AnswerRows, GroupedAnswerRows), stream, padding_token, truncation)

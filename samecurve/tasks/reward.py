@@ -66,4 +66,5 @@ def load_task(recipe: Recipe) -> RewardTask:
 
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> ScoredRows:
-    return splits.padded_rows(recipe, (ScoredRows, GroupedScoredRows), stream, splits.token_id(tokenizer, "pad"))
+    padding_token, truncation = splits.token_id(tokenizer, "pad"), recipe.data.truncation
+    return splits.padded_rows(recipe, (ScoredRows, GroupedScoredRows), stream, padding_token, truncation)

@@ -34,7 +34,7 @@ def load_task(recipe: Recipe) -> causal_lm.CausalTask:
         padding_token = splits.token_id(chat_tokenizer, "eos")
         if not recipe.data.packing:
             return causal_lm.document_rows(recipe, stream, padding_token)
-        return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token)
+        return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token, recipe.data.truncation)
 
     encoder = chat_encoder.encoder(chat_tokenizer, schema, recipe.tokenizer.template_date)
     task = causal_lm.load_causal_task(recipe, chat_tokenizer, encoder, find_source, make_rows)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from samecurve.config.schema import Data, Recipe
 from samecurve.data import sources, token_store, tokenizer
-from samecurve.data.datasets.base import Rows, SampleRows
-from samecurve.data.datasets.preference import PairRows
+from samecurve.data.datasets.base import Rows, TruncatedRows
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder, vocabulary_size
 from samecurve.data.row_checks import first_bad_rows
@@ -135,6 +134,7 @@ def load_splits(
     described, bad_rows = describe_reading([training], evaluated)
     counts = training.counts | described | origins
     splits = Splits(make_rows(training.train), validation, training.empty_documents, counts, bad_rows)
+    refuse_long_documents(recipe, splits, encoder, find_source, fraction)
     num_wanted, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
     # each step would read some row twice
     if len(splits.train) < num_wanted:
@@ -225,10 +225,11 @@ def explain_lost_documents(rows: Rows, training: token_store.Corpus, validation_
     total = counts["documents"] + training.empty_documents + num_held_out
     reasons, fixes = [], []
     if counts.get("dropped_documents"):
-        reasons.append(
-            f"{counts['dropped_documents']} of {total} documents dropped: no trained token of them is within "
-            f"batch.sequence_length={rows.sequence_length}"
-        )
+        assert isinstance(rows, TruncatedRows)  # only they count what is dropped
+        length = f"batch.sequence_length={rows.sequence_length}"
+        is_whole = rows.truncation == "drop"
+        why = f"longer than {length}, or not trained" if is_whole else f"no trained token of them is within {length}"
+        reasons.append(f"{counts['dropped_documents']} of {total} documents dropped: {why}")
         fixes.append("raise it")
     if num_held_out:
         reasons.append(
@@ -241,6 +242,33 @@ def explain_lost_documents(rows: Rows, training: token_store.Corpus, validation_
         return ""
     fixes += ["give more data", "lower batch.global_batch_size"]
     return f" ({'; '.join(reasons)}); {', or '.join(fixes)}"
+
+
+def refuse_long_documents(
+    recipe: Recipe,
+    loaded: Splits[Rows],
+    encoder: Encoder,
+    find_source: Callable[[Data], sources.DataSource],
+    validation_fraction: float,
+) -> None:
+    """Raise one DataError that names the first document of each source that data.truncation=error does not allow."""
+    training = [(data, "train", validation_fraction) for data in recipe.data.sources()]
+    held_out = [(data, "held_out", validation_fraction) for data in recipe.data.sources()]
+    measured = held_out if recipe.evaluation is None else [(recipe.evaluation, "train", 0.0)]
+    problems = []
+    for blocks, rows in ((training, loaded.train), (measured, loaded.validation)):
+        parts = () if rows is None else zip(blocks, rows.parts, strict=True)
+        for (data, part, fraction), own in parts:
+            if not isinstance(own, TruncatedRows) or own.truncation != "error" or not len(own.too_long):
+                continue
+            place = token_store.place_of(find_source(data), encoder, part, fraction, int(own.too_long[0]))
+            problems.append(
+                f"{place}: longer than the {own.limit} tokens that batch.sequence_length={own.sequence_length} holds, "
+                f"and the first of {len(own.too_long)} such of {len(own.stream.offsets) - 1} documents; raise "
+                "batch.sequence_length, or set data.truncation to right, left or drop"
+            )
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def check_validation(splits: Splits, recipe: Recipe) -> None:
@@ -279,7 +307,7 @@ def _counts_of(rows: Rows) -> dict[str, int]:
     counts = {"rows": len(rows), "documents": len(rows.stream.offsets) - 1, "tokens": len(rows.stream.tokens)}
     if rows.targets_are_tokens:
         counts["trained_tokens"] = rows.num_targets
-    if isinstance(rows, (SampleRows, PairRows)):
+    if isinstance(rows, TruncatedRows):
         counts |= {
             "dropped_documents": rows.num_dropped,
             "truncated_documents": rows.num_truncated,

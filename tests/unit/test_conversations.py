@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import string
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,34 @@ def test_two_formats_that_fit_are_an_error_until_a_key_decides(tmp_path):
     for schema in ({"format": "prompt-completion"}, {"prompt": "prompt"}):
         (found,) = read(path, "messages", **schema)
         assert [message["content"] for message in found.messages] == ["p", "c"]
+
+
+LONG = {"messages": [*GOOD["messages"], {"role": "user", "content": string.ascii_letters * 2}, *GOOD["messages"][1:]]}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_conversation_that_is_too_long_is_named(tmp_path, packing):
+    rows = [{"messages": [{"role": "user", "content": f"{n}"}, *GOOD["messages"][1:]]} for n in range(20)]
+    path, data = jsonl(tmp_path / "a.jsonl", *rows, LONG, LONG), {"truncation": "error", "packing": packing}
+    # whichever part the long one is in, with 6 or 7 rows of the other before it
+    for held_out in (0.0, 0.3, 0.7):
+        recipe = make_recipe(tmp_path, path, data={"path": str(path), "validation_fraction": held_out, **data})
+        with pytest.raises(DataError) as caught:
+            registry.load_task(recipe)
+        check_message(str(caught.value), f"{path}:21", "64", "first of 2", "data.truncation", "right, left or drop")
+    short = jsonl(tmp_path / "b.jsonl", *rows)
+    sources = [{"path": str(short), "weight": 1.0}, {"path": str(path), "weight": 1.0}]
+    with pytest.raises(DataError, match=r"a.jsonl:21: longer than .* of 22 documents"):
+        registry.load_task(make_recipe(tmp_path, path, data={"path": None, "mixture": sources, **data}))
+    with pytest.raises(DataError, match=r"a.jsonl:21: longer than"):
+        evaluate = {"path": str(path), "every_steps": 1}
+        registry.load_task(make_recipe(tmp_path, short, data={"path": str(short), **data}, evaluate=evaluate))
+    dropped = registry.load_task(make_recipe(tmp_path, path, data={"path": str(path), **data, "truncation": "drop"}))
+    assert dropped.describe()["train"]["dropped_documents"] == 2
+    assert registry.load_task(make_recipe(tmp_path, short, data={"path": str(short), **data})).train.num_dropped == 0
+    only = jsonl(tmp_path / "c.jsonl", LONG)
+    with pytest.raises(DataError, match="1 of 1 documents dropped: longer than batch.sequence_length=64"):
+        registry.load_task(make_recipe(tmp_path, only, data={"path": str(only), **data, "truncation": "drop"}))
 
 
 def test_a_row_is_what_it_says_and_not_where_it_stands(tmp_path):

@@ -51,7 +51,17 @@ def test_samples_and_counts_by_hand(recipe_file, capsys):
     assert values["exact duplicates"] == "1 (33.3%)"
     assert values["last trained token"] == "'<|im_end|>' 2, cut off 1"
     assert values["answers begun inside a token"] == "0"
-    assert "64-127  ████████████████████ 1 (1 truncated)" in out
+    assert "64-127  ████████████████████ 1 (1 too long)" in out
+
+
+@pytest.mark.parametrize(
+    ("truncation", "sample", "ends"),
+    [("left", "71 tokens, 8 trained, 20 more", "'<|im_end|>' 3"), ("drop", "0 tokens, 0 trained, 91", "2, cut off 1")],
+)
+def test_other_truncations(recipe_file, capsys, truncation, sample, ends):
+    assert commands.main(["inspect", recipe_file, "--samples", "2", f"data.truncation={truncation}"]) == 0
+    out = capsys.readouterr().out
+    assert f"sample 2: {sample}" in out and ends in out
 
 
 def test_inspect_has_no_schedule(recipe_file, capsys):

@@ -74,6 +74,29 @@ def test_truncation_and_what_it_leaves_nothing_of():
 
 
 @pytest.mark.parametrize("rows_class", [PackedSampleRows, DocumentRows])
+@pytest.mark.parametrize(
+    ("truncation", "kept", "labels", "counts"),
+    [
+        ("right", [[1, 2, 3], [11, 12, 13]], [3, 4, 8, 14], (2, 3, 1)),
+        ("left", [[3, 4, 5], [12, 13, 14]], [4, 6, 8, 14, 15], (2, 3, 1)),  # TRL's keep_end: tokens[-4:]
+        ("drop", [], [8], (0, 0, 3)),
+        ("error", [[1, 2, 3], [11, 12, 13]], [3, 4, 8, 14], (2, 3, 1)),
+    ],
+)
+def test_each_truncation_by_hand(rows_class, truncation, kept, labels, counts):
+    """Rows of 3 places, so 4 tokens: 2 and 1 tokens too many; [9, 10] trains nothing."""
+    samples = stream([1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15], [7, 8], [9, 10], trained="001101 00011 01 00")
+    rows = rows_class(samples, 3, PAD, truncation)
+    input_ids, _, found = in_order(all_rows(rows))
+    assert sorted(row for row in input_ids.tolist() if row[0] != 7) == kept
+    assert sorted(found[found != X].tolist()) == labels
+    assert (rows.num_truncated, rows.num_truncated_tokens, rows.num_dropped) == counts
+    assert rows.too_long.tolist() == [0, 1]
+    same = rows.fingerprint == rows_class(samples, 3, PAD).fingerprint
+    assert same is (truncation in ("right", "error"))
+
+
+@pytest.mark.parametrize("rows_class", [PackedSampleRows, DocumentRows])
 @pytest.mark.parametrize("sequence_length", [3, 17, 40])
 def test_every_marked_token_that_fits_is_a_target_once(rows_class, sequence_length):
     samples = random_stream(200, longest=30)

@@ -22,6 +22,8 @@ from transformers import (
 )
 
 from samecurve.cli import commands
+from samecurve.config.schema import Data
+from samecurve.inference import predictor
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 NAMES = {0: "cold", 1: "mild", 2: "warm"}
@@ -112,6 +114,15 @@ def test_a_score_is_of_the_whole_conversation(folders, tmp_path, capsys):
     file.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"prompt": "is it?", "completion": "yes"}))
     scores = [each["score"] for each in predicted(capsys, folders["reward"], "--file", file)]
     assert scores == pytest.approx([found[0]["score"]] * 2, rel=1e-5)
+
+
+def test_a_score_of_the_end_where_training_kept_it(folders, monkeypatch):
+    scorer = predictor.load_predictor(folders["reward"], prompt="is it?")
+    right = scorer.encode("", "a" * 60)
+    monkeypatch.setattr(predictor.Scorer, "data", Data(truncation="left"))
+    left = scorer.encode("", "a" * 60)
+    whole = made_tokenizer()(f"<user>is it?<assistant>{'a' * 60}<pad>", add_special_tokens=False)["input_ids"]
+    assert (list(right.tokens), list(left.tokens)) == (whole[:40], whole[-40:]) and left.truncated
 
 
 def test_vectors_and_their_table(folders, capsys, monkeypatch):

@@ -164,6 +164,27 @@ def test_what_a_cut_leaves_nothing_to_compare_of_is_dropped_and_counted():
     assert scored[np.array([1])].inputs["input_ids"][0].tolist() == [[1, 2, 3, 4], [1, 2, 9, 0]]
 
 
+@pytest.mark.parametrize(
+    ("truncation", "kept", "counts"),
+    [
+        ("left", [[[1, 2], [1, 2, 4]], [[3, 4, 5, 6], [1, 2]]], (2, 5, 1)),  # TRL's keep_end: ids[-5:]
+        ("drop", [[[1, 2], [1, 2, 4]]], (0, 0, 2)),
+    ],
+)
+def test_the_end_or_nothing_of_long_pairs(truncation, kept, counts):
+    """Rows of 4 places, so 5 tokens: the second pair's chosen answer has 7; the third one's differ in their beginnings."""
+    pairs = ([1, 2, 3], [1, 2, 4, 5]), ([1, 2, 3, 4, 5, 6, 7], [1, 2, 9]), ([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6])
+    rows = AnswerRows(stream(*pairs), 4, 0, truncation)
+    arrays = rows[np.arange(len(rows))]
+    assert arrays.inputs["input_ids"].tolist() == [[ids + [0] * (4 - len(ids)) for ids in pair] for pair in kept]
+    assert (rows.num_truncated, rows.num_truncated_tokens, rows.num_dropped) == counts
+    if truncation == "left":
+        assert arrays.labels[1].tolist() == [[4, 5, 6, 7], [-100, 9, -100, -100]]
+        scored = ScoredRows(stream(*pairs), 4, 0, truncation)  # 4 tokens
+        assert scored[np.array([1])].inputs["input_ids"][0].tolist() == [[4, 5, 6, 7], [1, 2, 9, 0]]
+    assert rows.fingerprint != AnswerRows(stream(*pairs), 4, 0).fingerprint
+
+
 def test_pairs_of_like_length_go_together_and_fill_up_pairs_count_nowhere():
     pairs = [(list(range(3 + n % 40)), list(range(1, 5 + n % 40))) for n in range(64)]
     rows = GroupedAnswerRows(stream(*pairs), 64, 0, global_batch_size=4)

@@ -13,7 +13,7 @@ import numpy as np
 from samecurve.data.length_order import LengthOrder
 from samecurve.data.sampler import Bounds, Steps, rows_at, rows_in_steps
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.specs.data_names import WIDTH_MULTIPLE
+from samecurve.specs.data_names import WIDTH_MULTIPLE, Truncation
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
@@ -187,27 +187,71 @@ class PackedRows(Rows):
         return starts[np.searchsorted(starts, places, side="right") - 1]
 
 
-class SampleRows(Rows):
+def truncate(lengths: np.ndarray, limit: int, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
+    """Truncate sequences to at most `limit` tokens.
+
+    `right` keeps the first tokens (TRL's keep_start), `left` the last ones (keep_end), whatever they are. `drop` keeps
+    nothing of a longer sequence. `error` is `right`: `splits.refuse_long_documents` has reported longer ones.
+
+    Returns:
+        (tokens before the first kept one, kept tokens) of each sequence.
+    """
+    kept = np.where(lengths > limit, 0 if truncation == "drop" else limit, lengths)
+    return lengths - kept if truncation == "left" else np.zeros_like(lengths), kept
+
+
+class TruncatedRows(Rows):
+    """Rows of whole documents; those with a sequence that is longer than a row are truncated or left out.
+
+    Attributes:
+        truncation: `data.truncation`.
+        too_long: indices of the documents with a sequence of more than `limit` tokens.
+        num_truncated: number of documents that were truncated.
+        num_truncated_tokens: number of tokens that truncation removed.
+        num_dropped: number of documents that are left out, because they are too long or nothing is left to train.
+    """
+
+    ahead = 0  # tokens beyond a sequence's inputs that are read as its targets
+    num_dropped: int
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, truncation: Truncation = "right"):
+        super().__init__(stream, sequence_length, padding_token)
+        self.truncation: Truncation = truncation
+        if truncation in ("left", "drop"):  # where nothing is too long, rows of `error` are those of `right`
+            self.fingerprint = digest(self.fingerprint, truncation)
+
+    @property
+    def limit(self) -> int:
+        """Number of tokens of the longest sequence that is not truncated."""
+        return self.sequence_length + self.ahead
+
+    def _truncate(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `truncate` of the sequences of each document, (documents, sequences), and count what is removed."""
+        skipped, kept = truncate(lengths, self.limit, self.truncation)
+        self.too_long = np.flatnonzero((lengths > self.limit).any(axis=1))
+        self.num_truncated = 0 if self.truncation == "drop" else len(self.too_long)
+        self.num_truncated_tokens = 0 if self.truncation == "drop" else int((lengths - kept).sum())
+        return skipped, kept
+
+
+class SampleRows(TruncatedRows):
     """Rows of documents that are each truncated to one row, instead of continued in the next.
 
     The last token of a document is only a target, so a document of n tokens takes n - 1 places of a row.
 
     Attributes:
         sizes: places that each document takes in a row.
-        num_truncated: number of documents that were truncated.
-        num_truncated_tokens: number of tokens that truncation removed.
-        num_dropped: number of documents without a trained token after truncation, which are left out.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
-        super().__init__(stream, sequence_length, padding_token)
-        lengths = np.diff(stream.offsets)
-        sizes = np.clip(lengths - 1, 0, sequence_length)
-        kept = self._count_trained(stream.offsets[:-1], sizes) > 0
-        self.num_dropped = int((~kept).sum())
-        self.num_truncated = int((lengths > sequence_length + 1).sum())
-        self.num_truncated_tokens = int(np.maximum(lengths - 1 - sequence_length, 0).sum())
-        self._starts, self.sizes = stream.offsets[:-1][kept], sizes[kept]
+    ahead = 1
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, truncation: Truncation = "right"):
+        super().__init__(stream, sequence_length, padding_token, truncation)
+        skipped, kept = (counts[:, 0] for counts in self._truncate(np.diff(stream.offsets)[:, None]))
+        starts, sizes = stream.offsets[:-1] + skipped, np.maximum(kept - 1, 0)
+        is_trained = self._count_trained(starts, sizes) > 0
+        self.num_dropped = int((~is_trained).sum())
+        self._starts, self.sizes = starts[is_trained], sizes[is_trained]
 
     @cached_property
     def num_targets(self) -> int:

@@ -11,6 +11,7 @@ from samecurve.data.packing import best_fit_decreasing
 
 if TYPE_CHECKING:
     from samecurve.data.token_store import TokenStream
+    from samecurve.specs.data_names import Truncation
 
 
 class PackedSampleRows(SampleRows):
@@ -19,8 +20,8 @@ class PackedSampleRows(SampleRows):
     The assignment of documents to rows is a pure function of their lengths. position_ids restart at each document.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
-        super().__init__(stream, sequence_length, padding_token)
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, truncation: Truncation = "right"):
+        super().__init__(stream, sequence_length, padding_token, truncation)
         self.members, self.row_offsets = best_fit_decreasing(self.sizes, sequence_length)
         self._loads = np.diff(np.concatenate([[0], np.cumsum(self.sizes[self.members])])[self.row_offsets])
 

@@ -4,46 +4,41 @@ from __future__ import annotations
 
 import numpy as np
 
-from samecurve.data.datasets.base import DocumentRows, LengthGroups, RowArrays, Rows, causal_arrays, range_sums
+from samecurve.data.datasets.base import DocumentRows, LengthGroups, RowArrays, TruncatedRows, causal_arrays, range_sums
 from samecurve.data.token_store import TokenStream
+from samecurve.specs.data_names import Truncation
 
 
-class PairRows(Rows):
+class PairRows(TruncatedRows):
     """Rows of one pair each. Arrays are (rows, 2, sequence_length).
 
     Each document of the stream is a pair: segment 0 is the chosen answer, segment 1 the rejected one. Each answer is
-    truncated and padded to the row's length.
+    truncated and padded to the row's length. A pair is left out if truncation makes both sequences equal, or leaves one
+    without a trained token.
 
     Attributes:
         sizes: length of the longer answer of each pair.
-        num_truncated: number of pairs with a truncated answer.
-        num_truncated_tokens: number of tokens that truncation removed.
-        num_dropped: number of pairs that are left out because truncation makes both sequences equal, or leaves one
-            without a trained token.
     """
 
     targets_are_tokens = False
-    ahead = 0  # tokens beyond a sequence's inputs that are read as its targets
 
-    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
-        super().__init__(stream, sequence_length, padding_token)
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, truncation: Truncation = "right"):
+        super().__init__(stream, sequence_length, padding_token, truncation)
         offsets = np.asarray(stream.offsets)
         assert stream.segments is not None  # PairEncoder is segmented
         num_rejected = range_sums(stream.segments, offsets[:-1], offsets[1:])
         lengths = np.stack([np.diff(offsets) - num_rejected, num_rejected], axis=1)
         starts = np.stack([offsets[:-1], offsets[1:] - num_rejected], axis=1)
-        limit = sequence_length + self.ahead
-        cut = np.minimum(lengths, limit)
+        # with the pairs that are left out, because the documents of a TokenStream leave no gap
+        self._bounds = np.append(starts.ravel(), offsets[-1])
+        skipped, cut = self._truncate(lengths)
+        starts = starts + skipped
         assert stream.trained is not None  # PairEncoder is masked
         stops = starts + cut
         firsts = np.minimum(starts + 1, stops)  # the first token of a sequence cannot be a target
         num_trained = range_sums(stream.trained, firsts.ravel(), stops.ravel()).reshape(starts.shape)
         kept = self._distinct(starts, cut) & (num_trained > 0).all(axis=1)
         self.num_dropped = int((~kept).sum())
-        self.num_truncated = int((lengths > limit).any(axis=1).sum())
-        self.num_truncated_tokens = int((lengths - cut).sum())
-        # with the pairs that are left out, because the documents of a TokenStream leave no gap
-        self._bounds = np.append(starts.ravel(), offsets[-1])
         self._starts, self._sizes = starts[kept], cut[kept] - self.ahead
         self.sizes = self._sizes.max(axis=1, initial=0)
 
@@ -60,7 +55,7 @@ class PairRows(Rows):
     def answers(self) -> DocumentRows:
         """Return rows of one answer each, chosen and rejected in turn."""
         stream = TokenStream(self.stream.tokens, self._bounds, self.stream.fingerprint, self.stream.trained)
-        return DocumentRows(stream, self.sequence_length, self.padding_token)
+        return DocumentRows(stream, self.sequence_length, self.padding_token, self.truncation)
 
     def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of the rows' inputs in the stream, and a mask of non-padding."""
