@@ -15,6 +15,7 @@ from samecurve.config import inheritance, rules
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.key_hints import block_as_value, called_here
 from samecurve.config.overrides import apply_override
+from samecurve.config.paths import split_row_counts
 from samecurve.config.rules_storage import split_output_url
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
@@ -56,6 +57,7 @@ def read_recipe(
         apply_override(document, argument)
     inheritance.settle_command_line(document)
     split_output_url(document)
+    split_row_counts(document)
     if fill is not None:
         fill(document)
     recipe, invalid = _validate(document)

@@ -8,6 +8,10 @@ import re
 import stat
 from pathlib import Path
 
+from samecurve.config.documents import Document, describe
+
+_MIXTURE = ("data", "mixture")
+_COUNTED = re.compile(r"([^#]+)#(\d+)")
 _SPECIAL_FILES = {
     stat.S_IFIFO: "a FIFO (named pipe)",
     stat.S_IFSOCK: "a socket",
@@ -32,10 +36,30 @@ def path_problem(path: str | Path) -> str:
     return f"is {kind}, which can be read only once; copy its content to a regular file and use that"
 
 
+def split_row_counts(document: Document) -> None:
+    """Replace `FILE#500` in paths of training data, as other frameworks write it, by FILE, and set max_samples."""
+    data, mixture = document.get("data"), document.get("data", "mixture")
+    sources = enumerate(mixture if isinstance(mixture, list) else ())
+    for key, block in (("data",), data), *(((*_MIXTURE, str(nth)), source) for nth, source in sources):
+        path = block.get("path") if isinstance(block, dict) else None
+        match = _COUNTED.fullmatch(path) if isinstance(path, str) and not os.path.lexists(path) else None
+        if match is None:
+            continue
+        here, number = (*key, "max_samples"), int(match[2])
+        block["path"] = match[1]
+        if block.get("max_samples") not in (None, number):
+            text = f"found {describe(block['max_samples'])}, but the path is {path}; remove one of the two numbers"
+            document.problem(here, text)
+            continue
+        document.places.setdefault(here, document.place((*key, "path")))
+        block["max_samples"] = number
+        document.notes.append(f"{'.'.join(here)}: {number}, the first rows, because the path ends with #{number}")
+
+
 def pattern_hint(path: str, key: str = "data.pattern") -> str:
     """The end of a message about a path with wildcards or `#500`: which key to use instead; "" for other paths."""
-    if match := re.fullmatch(r"(.+)#(\d+)", path):
-        return f"; to read the first {match[2]} rows, set the path to {match[1]} and data.max_samples={match[2]}"
+    if match := _COUNTED.fullmatch(path):
+        return f"; evaluation data are read whole: set the path to {match[1]}, a file with only the rows to evaluate on"
     parts = Path(path).parts
     first = next((index for index, part in enumerate(parts) if set("*?[") & set(part)), None)
     if first is None:

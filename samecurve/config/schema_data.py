@@ -118,7 +118,7 @@ class Data(Section):
     ignore_columns: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """Columns, and keys of messages, with content that is not trained on. Without this key such content is an error."""
     max_samples: Count | None = None
-    """Read only so many rows, the first ones, of the training data. null: all."""
+    """Read only so many rows, the first ones, of the training data. null: all. `path: my.jsonl#500` sets it to 500."""
     bad_rows: Literal["stop", "drop"] = "stop"
     """Rows that cannot be used: `stop` ends the run, `drop` trains without them and lists them in `bad_rows.jsonl`."""
     chat: bool = True

@@ -264,6 +264,10 @@ CASES = [
      [("command line", "data.pattern", "../*.txt", "data.path")]),
     ("grouped packed", {}, [*R, "data.group_by_length=true"], {},
      [("command line", "data.group_by_length", "true", "data.packing", "false")]),
+    ("two numbers of rows", {}, [*R, "data.path=text.txt#5", "data.max_samples=6"], {},
+     [("command line", "data.max_samples", "6", "text.txt#5", "remove")]),
+    ("some of the evaluation data", {}, [*R, "evaluate.path=text.txt#5"], {},
+     [("command line", "evaluate.path", "text.txt#5", "whole", "set the path to text.txt")]),
     ("truncation of packed texts", {}, [*R, "data.truncation=left"], {},
      [("command line", "data.truncation", "left", "pretrain", "next row", "data.packing to false")]),
     ("truncation of a stream", {}, [*R, "data.truncation=drop", "data.packing=false", "data.streaming=true", "tokenizer.vocabulary_size=null", "tokenizer.path=."], {},
@@ -554,6 +558,22 @@ def test_what_one_gives_replaces_its_alternative(overrides, notes, tmp_path, mon
     if overrides[0] == "model.path=m":
         assert (plan.recipe.model.path, plan.recipe.model.config) == ("m", None)
         assert plan.recipe.tokenizer.vocabulary_size is None
+
+
+@pytest.mark.parametrize("block", ["data", "data.mixture.0"])
+def test_a_number_of_rows_at_the_end_of_a_path(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    given = {"data": "data.path={}", "data.mixture.0": "data.mixture=[{{path: '{}', weight: 1.0}}]"}[block]
+    plan = message(tmp_path, ["r.yaml", given.format("text.txt#500")], {})
+    assert isinstance(plan, Plan), plan
+    source = plan.recipe.data if block == "data" else plan.recipe.data.mixture[0]
+    assert (source.path, source.max_samples) == ("text.txt", 500)
+    assert plan.notes[-1] == f"{block}.max_samples: 500, the first rows, because the path ends with #500"
+    assert f"{block}.max_samples: found 0" in message(tmp_path, ["r.yaml", given.format("text.txt#0")], {})[0]
+    (tmp_path / "odd#7").write_text("a file of that name")
+    whole = message(tmp_path, ["r.yaml", given.format("odd#7")], {})
+    assert "odd#7" in str(whole.recipe.data) and "max_samples:" not in str(whole.notes)
 
 
 @pytest.mark.parametrize(

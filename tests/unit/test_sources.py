@@ -775,5 +775,3 @@ def test_the_first_rows_alone_are_read(tmp_path):
         source = sources.find_source(str(path), selection=sources.Selection(max_samples=number))
         prints.append(sources.fingerprint(source, tmp_path / "cache"))
     assert len(set(prints)) == 3
-    with pytest.raises(DataError, match="set the path to .*a.jsonl and data.max_samples=2"):
-        documents_of(tmp_path / "a.jsonl#2")
