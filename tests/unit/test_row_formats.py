@@ -280,7 +280,11 @@ BAD_PREFERENCES = {
     ),
     "two formats": ({"chosen": "g", "rejected": "w", "question": "q", "instruction": "i"}, "data.format=alpaca-prefer"),
     "unpaired": ({"prompt": "q", "completion": "g", "label": True}, "unpaired rows"),
-    "LLaMA-Factory's unpaired": ({"messages": [Q, GOOD], "label": True}, "unpaired rows"),
+    "LLaMA-Factory's unpaired": (
+        {"messages": [Q, GOOD], "label": True},
+        "task=sft data.bad_rows=drop",
+    ),
+    "its other name": ({"messages": [Q, GOOD], "kto_tag": False}, "unpaired rows"),
 }
 
 

@@ -171,6 +171,20 @@ LOST = {
 }
 
 
+@pytest.mark.parametrize("bad", [{"label": False}, {"kto_tag": "False"}])
+def test_answers_that_unpaired_rows_call_bad_are_not_trained(tmp_path, bad):
+    (column,) = bad
+    rows = [{"prompt": "a", "completion": "good", column: True}, {"prompt": "a", "completion": "worse", **bad}]
+    path = write(tmp_path, [*rows, {"prompt": "b", "completion": "none", column: 0}])
+    fix = rf"a.jsonl:2: '{column}' is false, .*data.bad_rows=drop .*data.ignore_columns=\[{column}\]"
+    with pytest.raises(DataError, match=fix):
+        load(tmp_path, path)
+    tokens = [
+        len(load(tmp_path, path, bad_rows="drop", ignore_columns=own).train.stream.offsets) for own in ([], [column])
+    ]
+    assert tokens == [2 + 1, 3 + 1]
+
+
 @pytest.mark.parametrize("name", LOST)
 def test_content_that_is_not_read_is_an_error(tmp_path, name):
     task, rows, data, fragments = LOST[name]

@@ -28,6 +28,8 @@ from samecurve.specs.row_formats import CHAT, SHARED, RowFormat, choice, fitting
 if TYPE_CHECKING:
     from samecurve.config.schema import Data
 
+VERDICTS = ("label", "kto_tag")  # columns of unpaired rows (KTO) that say whether the answer is good
+
 
 @dataclass(frozen=True)
 class ChatSchema:
@@ -102,7 +104,9 @@ class ConversationSource(sources.TableSource):
 
     @property
     def identity(self) -> str:
-        return json.dumps(asdict(self.schema), sort_keys=True)
+        # of rows with such a label, data.bad_rows=drop leaves out others
+        given = [column for column in VERDICTS if column in self.selection.ignore_columns]
+        return json.dumps(asdict(self.schema), sort_keys=True) + "".join(given)
 
     def columns_read(self, row: dict) -> tuple[str, ...]:
         return columns_read(row, self.schema)
@@ -134,6 +138,13 @@ class ConversationSource(sources.TableSource):
         return [message["content"] for message in document.messages if message.get("content")]
 
     def read(self, place: str, row: dict) -> Conversation:
+        for column in VERDICTS:
+            is_bad = row.get(column) is False or row.get(column) in ("false", "False")  # text in a csv file
+            if is_bad and column not in (*self.selection.ignore_columns, *self.columns_read(row)):
+                raise DataError(
+                    f"{place}: {column!r} is false, so the answer is a bad one; set data.bad_rows=drop to train on the "
+                    f"other rows alone, or data.ignore_columns=[{column}] to train on all"
+                )
         return conversation(place, row, self.schema)
 
 

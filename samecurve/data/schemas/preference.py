@@ -15,7 +15,7 @@ from samecurve.data.chat_encoder import encoder
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.formats import no_column
 from samecurve.data.row_checks import nearest
-from samecurve.data.schemas.conversation import ChatSchema, Conversation, asked, template_kwargs
+from samecurve.data.schemas.conversation import VERDICTS, ChatSchema, Conversation, asked, template_kwargs
 from samecurve.data.schemas.messages import Turns, messages_of, shown, tools_of, turns, with_system
 from samecurve.errors import DataError
 from samecurve.specs.row_formats import PAIRS, SHARED, RowFormat, choice, fitting, named
@@ -146,7 +146,8 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
     """
     known = format_of(row, schema)
     if missing := [name for name in known.columns if name not in row]:
-        raise no_column(place, row, " and ".join(map(repr, missing)), *([_UNPAIRED] if "label" in row else []))
+        fix = [_UNPAIRED] if row.keys() & set(VERDICTS) else []
+        raise no_column(place, row, " and ".join(map(repr, missing)), *fix)
     if schema.format is None and known.name and len(fit := fitting(row, PAIRS)) > 1:
         raise DataError(f"{place}: {choice(fit)}")
     if not schema.chat and known.reader in ("rejected_response", "openai", "ranked"):
@@ -287,7 +288,8 @@ def _split_texts(
 
 _UNPAIRED = (
     "unpaired rows (an answer and its label, as for TRL's and LLaMA-Factory's KTO) are not supported: write the better "
-    "and the worse answer of each prompt as chosen and rejected, also for dpo.loss=kto"
+    "and the worse answer of each prompt as chosen and rejected, also for dpo.loss=kto, or train on the good answers "
+    "alone with task=sft data.bad_rows=drop"
 )
 _NOTHING_SHARED = (
     "{}: {!r} and {!r} do not begin with the same {}, so they have no common prompt; correct or remove the row, or set "
