@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from benchmarks.scale.operations import RANKS_PER_HOST
@@ -20,6 +21,7 @@ def count_heartbeats(folder: Path, size: int) -> dict[str, tuple[int, int, float
     from samecurve.run import beats, heartbeat, heartbeat_relay
     from samecurve.run.beats import Beat, Peer, write_beat
     from samecurve.run.heartbeat import Heartbeats
+    from samecurve.storage.records import Record
 
     def beat(number: int) -> Beat:
         host = number // RANKS_PER_HOST
@@ -33,23 +35,23 @@ def count_heartbeats(folder: Path, size: int) -> dict[str, tuple[int, int, float
         peers = [Peer(beat(number), time.monotonic()) for number in local[1:]]
         if size > heartbeat.MOST_FILES:
             heartbeat_relay.Relay(folder, first, local, stale=15.0).write(beat(first), peers)
-    found, read = {}, beats.read_object
+    found, read = {}, beats.read_record
     for name, number in {"rank 0": 0, "first rank of a host": 8, "another rank": 9}.items():
         os.environ["LOCAL_RANK"] = str(number % RANKS_PER_HOST)
         own = Heartbeats(folder, lambda number=number: beat(number), 5.0, 1.0)
         own.look()  # writes what others read, for a first rank
         paths: list[Path] = []
 
-        def counting(path: Path, paths: list[Path] = paths) -> dict | None:
+        def counting(path: Path, *schema: Any, paths: list[Path] = paths) -> Record:
             paths.append(path)
-            return read(path)
+            return read(path, *schema)
 
         began = time.perf_counter()
         own.look()
         seconds = time.perf_counter() - began
         with (
-            mock.patch.object(beats, "read_object", counting),
-            mock.patch.object(heartbeat_relay, "read_object", counting),
+            mock.patch.object(beats, "read_record", counting),
+            mock.patch.object(heartbeat_relay, "read_record", counting),
         ):
             own.look()
         found[name] = len(paths), sum(path.stat().st_size for path in paths if path.exists()), 1000 * seconds

@@ -126,6 +126,7 @@ def count_saves(found: dict, world, eager, folder: Path) -> None:
 
     from samecurve.checkpoint.manager import Checkpoints, TrainProgress
     from samecurve.checkpoint.snapshot import Snapshot
+    from samecurve.config.schema import Checkpoint, Recipe
 
     class Run:
         checkpoints = folder / "checkpoints"
@@ -134,11 +135,10 @@ def count_saves(found: dict, world, eager, folder: Path) -> None:
             pass
 
     engine: Any = ToyEngine(world.rank, world.size)
-    settings = {"every_steps": 1, "keep": 2, "best": None}
-    recipe = {"seed": 0, "steps": 9, "checkpoint": settings}
-    facts: dict = {"recipe": recipe, "model": {}, "data": {}, "strategy": "toy", "world_size": world.size}
-    facts["versions"] = {}
-    checkpoints = Checkpoints(Run(), facts, world, lambda text: None)
+    recipe = Recipe(seed=0, steps=9, checkpoint=Checkpoint(every_steps=1))
+    facts: dict = {"model": {}, "data": {}, "strategy": "toy", "world_size": world.size, "versions": {}}
+    facts["recipe"] = {"seed": 0, "steps": 9, "checkpoint": {"every_steps": 1, "keep": 2, "best": None}}
+    checkpoints = Checkpoints(Run(), recipe, facts, world, lambda text: None)
     checkpoints.save(engine, TrainProgress(1), wait=True)  # connects
     with Counted(found, "save"):
         checkpoints.save(engine, TrainProgress(2), wait=True)

@@ -62,7 +62,8 @@ def choose_interface(environ: MutableMapping[str, str] = os.environ) -> None:
 
 def _spans_hosts(environ: Mapping[str, str]) -> bool:
     world = int(environ.get("WORLD_SIZE", "1"))
-    return world > int(next(environ[name] for name in _LOCAL_SIZES if name in environ)) if world > 1 else False
+    # without a launcher that says how many are here, all are
+    return world > int(next((environ[name] for name in _LOCAL_SIZES if name in environ), world))
 
 
 def is_loopback(address: str) -> bool:

@@ -19,7 +19,7 @@ from samecurve.losses.token_log_probabilities import (
     _LogProbabilities,
     chunked_log_probabilities,
 )
-from samecurve.losses.vocabulary_parallel import Columns
+from samecurve.losses.vocabulary_parallel import VocabularyColumns
 
 ROWS, LENGTH, HIDDEN, VOCABULARY = 4, 9, 8, 12
 
@@ -104,7 +104,7 @@ def on_two_ranks(rank: int, folder: str) -> None:
     own = slice(half * rank, half * rank + half)
     weight, bias = (each.detach()[own].clone().requires_grad_() for each in (head.weight, head.bias))
     states = hidden.detach().flatten(0, 1).requires_grad_()
-    found = _LogProbabilities.apply(states, weight, bias, labels.flatten(), Columns(half * rank, 2, group))
+    found = _LogProbabilities.apply(states, weight, bias, labels.flatten(), VocabularyColumns(half * rank, 2, group))
     found = found.view(labels.shape)
     torch.testing.assert_close(found, expected)
     loss_of(found).backward()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
-from samecurve.losses.vocabulary_parallel import Columns
+from samecurve.losses.vocabulary_parallel import VocabularyColumns
 
 
 def squares(logits, labels):
@@ -25,7 +25,7 @@ def compare(rank: int, folder: str) -> None:
     labels[3], labels[4] = 5, 6  # at both sides of the border
     group = dist.group.WORLD
     assert group is not None
-    columns, own = Columns(6 * rank, 2, group), slice(6 * rank, 6 * rank + 6)
+    columns, own = VocabularyColumns(6 * rank, 2, group), slice(6 * rank, 6 * rank + 6)
     assert torch.equal(columns.whole(logits[:, own]), logits)
     for measure in (token_loss_sum, squares):
         whole = logits.clone().requires_grad_()
