@@ -92,12 +92,12 @@ def count_steps(found: dict, world) -> None:
     from samecurve.distributed.control_group import StopVote
 
     vote, waited = StopVote(world), []
-    vote.reason("", at_once=True)  # connects
+    vote.reason(None, at_once=True)  # connects
     with Counted(found, "step", STEPS):
         for _ in range(STEPS):
             time.sleep(STEP_SECONDS)
             began = time.perf_counter()
-            vote.reason("", at_once=False)
+            vote.reason(None, at_once=False)
             waited.append(1000 * (time.perf_counter() - began))
     found["step"]["ms"] = statistics.median(waited)
     with Counted(found, "step, waited for", STEPS):
@@ -126,7 +126,7 @@ def count_saves(found: dict, world, eager, folder: Path) -> None:
 
     from samecurve.checkpoint.manager import Checkpoints, TrainProgress
     from samecurve.checkpoint.snapshot import Snapshot
-    from samecurve.config.schema import Checkpoint, Recipe
+    from samecurve.config.schema import Checkpoint
 
     class Run:
         checkpoints = folder / "checkpoints"
@@ -135,8 +135,8 @@ def count_saves(found: dict, world, eager, folder: Path) -> None:
             pass
 
     engine: Any = ToyEngine(world.rank, world.size)
-    recipe = Recipe(seed=0, steps=9, checkpoint=Checkpoint(every_steps=1))
-    facts: dict = {"model": {}, "data": {}, "strategy": "toy", "world_size": world.size, "versions": {}}
+    recipe: Any = SimpleNamespace(seed=0, steps=9, checkpoint=Checkpoint(every_steps=1))
+    facts: dict = {"model": {}, "data": {"rows": ""}, "strategy": "toy", "world_size": world.size, "versions": {}}
     facts["recipe"] = {"seed": 0, "steps": 9, "checkpoint": {"every_steps": 1, "keep": 2, "best": None}}
     checkpoints = Checkpoints(Run(), recipe, facts, world, lambda text: None)
     checkpoints.save(engine, TrainProgress(1), wait=True)  # connects
