@@ -107,14 +107,14 @@ def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _nothing_truncated(value: Callable[[str], Any]) -> Iterator[Finding]:
     """data.truncation where documents are continued in the next row, or are not known before training."""
-    found, task = value("data.truncation"), value("task")
-    if found == _default("data.truncation") or task not in readers("data.truncation"):
+    given, task = value("data.truncation"), value("task")
+    if given == _default("data.truncation") or task not in readers("data.truncation"):
         return
     if task in readers("data.streaming") and value("data.packing"):
-        text = f"found {found}, but packed documents of task {task} continue in the next row and none is too long; "
+        text = f"found {given}, but packed documents of task {task} continue in the next row and none is too long; "
         yield "data.truncation", f"{text}remove it, or set data.packing to false"
     elif value("data.streaming"):
-        text = f"found {found}, but data.streaming does not know the lengths of all documents; set it to right"
+        text = f"found {given}, but data.streaming does not know the lengths of all documents; set it to right"
         yield "data.truncation", text
 
 
