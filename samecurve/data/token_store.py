@@ -189,8 +189,8 @@ def place_of(source: DataSource, encoder: Encoder, part: str, validation_fractio
         validation_fraction: fraction of the documents that is held out, in [0, 1).
         index: index of the document in that part.
     """
-    for entries, place in encoded(encoder, _batches(source.entries()), source.num_bytes):
-        for entry, one in zip(entries, place, strict=True):
+    for entries, encodings in encoded(encoder, _batches(source.entries()), source.num_bytes):
+        for entry, one in zip(entries, encodings, strict=True):
             if isinstance(one, BadRow) or not len(one.tokens):
                 continue
             if is_held_out(str(entry), validation_fraction) == (part == "held_out"):

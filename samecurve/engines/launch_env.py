@@ -34,7 +34,7 @@ def environment(strategy: Strategy) -> dict[str, str]:
     With them every launcher configures `Accelerator` as `accelerate launch` does with a file of this content. A bare
     DeepSpeed JSON has no YAML; its variables are those of a YAML that names only the JSON.
     """
-    if not strategy.distributed:
+    if not strategy.distributed or (strategy.path is None and strategy.deepspeed_path is None):
         return {}
     if strategy.path is None:
         return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(strategy.deepspeed_path)}

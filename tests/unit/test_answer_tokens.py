@@ -178,7 +178,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(family, train_on):
     inputs = {key: torch.from_numpy(value).flatten(0, 1) for key, value in arrays.inputs.items()}
     labels = torch.from_numpy(arrays.labels).flatten(0, 1)
     given = task.features(reference(**inputs).logits, labels).detach()
-    loss = task.loss(policy(**inputs).logits, labels, given) / task.count(labels)
+    loss = task.loss(policy(**inputs).logits, labels, reference=given) / task.count(labels)
     loss.backward()
     assert (loss.item(), norm_of(policy)) == pytest.approx(expected, rel=1e-5)
 
