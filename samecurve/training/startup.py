@@ -199,19 +199,23 @@ def make_up_evaluation(
     Returns:
         The position, with the metrics in the step's record.
     """
-    recipe, rows, folder = context.recipe, built.task.validation, checkpoints.resumed_from
+    recipe, validation, folder = context.recipe, _validation(context, built, engine), checkpoints.resumed_from
     is_own = folder is not None and folder.resolve().parent == context.run.checkpoints.resolve()
     is_due = due(start.step, recipe.evaluate.every_steps, recipe.steps)
-    if rows is None or not (is_own and is_due) or "eval_loss" in start.record:
+    if validation is None or not (is_own and is_due) or "eval_loss" in start.record:
         return start
     context.progress.log(f"evaluating after step {start.step} first, as the last session did not")
     stopping = EarlyStopping(recipe, start.stopping)
-    validation = Evaluation(rows, recipe.batch.micro_batch_size, engine.shard, context.watch.progress)
     metrics = context.evaluate(validation, engine, built.task, start.step, stopping)
     start = replace(start, record=start.record | metrics, stopping=stopping.state)
     if recipe.checkpoint.best:  # which is chosen by the metrics in the checkpoints
         checkpoints.save(engine, start, wait=True)
     return start
+
+
+def _validation(context: Context, built: Built, engine: Engine) -> Evaluation | None:
+    rows, size = built.task.validation, context.recipe.batch.micro_batch_size
+    return None if rows is None else Evaluation(rows, size, engine.shard, context.watch.progress)
 
 
 def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkpoints, start: TrainProgress) -> Session:
@@ -239,10 +243,6 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
         task.count,
         ControlGroup().start_sum,  # of its own, because the loader's thread uses it in parallel with `world`
     )
-    validation = None
-    if task.validation is not None:
-        micro_batch_size = recipe.batch.micro_batch_size
-        validation = Evaluation(task.validation, micro_batch_size, engine.shard, context.watch.progress)
     is_chunked = engine.describe().loss_implementation != "full"
     meter = Meter.for_run(recipe, built.skeleton, context.accelerator, task, is_chunked)
     meter.state = start.meter
@@ -253,7 +253,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
         checkpoints=checkpoints,
         start=start,
         batches=batches,
-        validation=validation,
+        validation=_validation(context, built, engine),
         meter=meter,
         guard=Guard(recipe.numerics, context.run, context.world),
         stop_vote=StopVote(context.world),

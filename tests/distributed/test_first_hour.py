@@ -18,6 +18,7 @@ import pytest
 import torch
 from harness import LLAMA, ROOT, free_port, largest_relative_difference, long
 from test_equal_curves import LOSS
+from test_public_strategies import CONFIG, CPU
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -46,24 +47,7 @@ STAGE_3 = {
     "stage3_max_live_parameters": 1e9,
     "stage3_max_reuse_distance": 1e9,
 }
-CPU = {"device": "cpu", "pin_memory": True}
-ACCELERATE = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "distributed_type": "DEEPSPEED",
-    "downcast_bf16": "no",
-    "machine_rank": 0,
-    "main_training_function": "main",
-    "mixed_precision": "bf16",
-    "num_machines": 1,
-    "num_processes": 8,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "tpu_env": [],
-    "tpu_use_cluster": False,
-    "tpu_use_sudo": False,
-    "use_cpu": False,
-}
+ACCELERATE = {key: value for key, value in CONFIG.items() if key != "gpu_ids"} | {"distributed_type": "DEEPSPEED"}
 ACCELERATES = "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo"  # without effect
 NO_OFFLOAD = {"offload_optimizer_device": "none", "offload_param_device": "none"}
 TOOL = {
