@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from samecurve.accelerator import fsdp, launch_env
+from samecurve.accelerator.mesh import Mesh
 from samecurve.bench.fake_rank import CPU, StepTracker, meta_model
-from samecurve.engines import accelerator, context_parallel, expert_parallel, fsdp, launch_env, tensor_parallel
+from samecurve.engines import context_parallel, expert_parallel, start, tensor_parallel
 from samecurve.engines.loss_implementation import install_loss
-from samecurve.engines.mesh import Mesh
 from samecurve.losses.chunked_cross_entropy import TokenSums
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models import bf16_copies, fp32_weights
@@ -59,7 +60,7 @@ class FakeModel:
                 experts.forward.announce = partial(_announce, experts.forward, expert_imbalance(self._job))  # pyright: ignore
         if not strategy.shards_model:
             tensor_parallel.allocate(model, CPU)
-        copies = accelerator.computes_in_copies(self._plan)
+        copies = start.computes_in_copies(self._plan)
         if copies:
             bf16_copies.install_in_layers(model)
         checkpoint_layers(model, recipe.memory)
@@ -67,9 +68,11 @@ class FakeModel:
         install_loss(model, self._skeleton, task, recipe, CPU)
         if strategy.shards_model:
             launch_env.export_launch_env(strategy)
-            state = SimpleNamespace(fsdp_plugin=accelerator.plugins(self._plan)["fsdp_plugin"])
+            state = SimpleNamespace(fsdp_plugin=start.plugins(self._plan)["fsdp_plugin"])
             whole = fp32_weights.names(model, recipe.precision)
-            model = fsdp.shard(cast(Any, SimpleNamespace(state=state, device=CPU)), model, mesh, whole)
+            accelerator = cast(Any, SimpleNamespace(state=state, device=CPU))
+            expert_parallel.shard(model, mesh, accelerator)
+            model = fsdp.shard(accelerator, model, mesh, whole)
         elif copies:
             bf16_copies.install_around(model)
         groups = parameter_groups(model.named_parameters(), recipe.optimizer, roles_of(self._skeleton))
@@ -87,7 +90,7 @@ class FakeModel:
     def step(self, tracker: StepTracker | None) -> float:
         """Train a step of at most two micro-batches."""
         held, recipe = 0.0, self._plan.recipe
-        casts = self._plan.strategy.shards_model or accelerator.computes_in_copies(self._plan)
+        casts = self._plan.strategy.shards_model or start.computes_in_copies(self._plan)
         autocast = not casts and recipe.precision != "fp32"
         context = torch.autocast("cpu", compute_dtype(recipe.precision)) if autocast else nullcontext()
         for _ in range(min(self._job.grad_accum, 2)):

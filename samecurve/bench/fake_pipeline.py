@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import _utils as metadata
 
+from samecurve.accelerator.gradient_norm import place_gradients
+from samecurve.accelerator.mesh import Mesh
 from samecurve.bench.fake_rank import CPU, StepTracker, meta_model
 from samecurve.engines import tensor_parallel
-from samecurve.engines.gradient_norm import place_gradients
-from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_stages import HeadChunks, LocalStages
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models.activation_checkpointing import checkpoint_layers

@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from samecurve.engines.mesh import Mesh
+from samecurve.accelerator.mesh import Mesh
 from samecurve.models.attention import varlen
 from samecurve.models.hf_config import model_config
 from samecurve.models.skeleton import construct

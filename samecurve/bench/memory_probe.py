@@ -29,7 +29,7 @@ SIZES = {"cuda": (2**10, 2**26), "cpu": (2**10,)}
 # A context without kernels has about half a GiB; more than this is another process's.
 BUSY_GIB = 1.5
 OF_A_RUN = ("samecurve.training.startup",)  # imports transformers, accelerate, and what every strategy needs
-ENGINES = {"torch": "samecurve.engines.fsdp", "deepspeed": "samecurve.engines.zero"}
+ENGINES = {"torch": "samecurve.accelerator.fsdp", "deepspeed": "samecurve.engines.zero"}
 
 
 def main(library: str, folder: Path) -> int:
@@ -96,7 +96,7 @@ def on_gpu(device: torch.device, world: int) -> Iterator[str]:
 
 def on_cpu(library: str) -> Iterator[str]:
     """Go through the steps on a CPU."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in engines/cpu_bridge.py, before anything imports DeepSpeed
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in accelerator/cpu_bridge.py, before anything imports DeepSpeed
     yield "Python, torch"
     for name in OF_A_RUN:
         importlib.import_module(name)
@@ -141,7 +141,7 @@ def train_step(device: torch.device, library: str = "") -> None:
         # train one step under ZeRO-2, with small buckets, which the planner counts among the tensors
         import deepspeed
 
-        importlib.import_module("samecurve.engines.cpu_bridge").leave_out_shared_memory()
+        importlib.import_module("samecurve.accelerator.cpu_bridge").leave_out_shared_memory()
         small = {"reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, **small}}
         optimizer = torch.optim.AdamW(model.parameters())

@@ -26,9 +26,9 @@ from samecurve.specs.model_families import families
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.config.schema import Adapter, Recipe
     from samecurve.data.micro_batch import MicroBatch
-    from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 
 _OF_WHOLE_ROWS = ("position_ids", "attention_mask")  # masks and rotary angles are made of them

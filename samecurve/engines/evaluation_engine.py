@@ -9,10 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from samecurve.engines import cpu_bridge, teacher
+from samecurve.accelerator import cpu_bridge
+from samecurve.accelerator.mesh import Mesh
+from samecurve.engines import teacher
 from samecurve.engines.forward import Forward
 from samecurve.engines.loss_implementation import install_loss
-from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights

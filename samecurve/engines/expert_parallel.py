@@ -11,7 +11,7 @@ Between passes, FSDP2 shards experts over the ranks that compute the same ones (
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from samecurve.accelerator.fsdp import plugin_of, unit_options
 from samecurve.errors import ConfigurationError
 from samecurve.models.flops import num_experts
 from samecurve.optim.dtensor import to_local
@@ -29,9 +30,10 @@ from samecurve.specs.model_families import families
 from samecurve.strategy.parallel_dims import LOSS
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-    from samecurve.engines.mesh import Mesh
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 
 KEY = "parallelism_config.parallelism_config_ep_size"
@@ -75,7 +77,7 @@ def apply(model: PreTrainedModel, mesh: Mesh) -> None:
         experts.num_experts = own  # pyright: ignore[reportArgumentType]
 
 
-def shard(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:
+def shard(model: nn.Module, mesh: Mesh, accelerator: Accelerator) -> None:
     """Shard each layer's experts with FSDP2 over the ranks that hold the same ones. Call before outer units are made.
 
     An expert has computed tokens of all ranks, but its gradient is reduced only over the ranks that hold the same
@@ -84,9 +86,10 @@ def shard(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> None:
     Args:
         model: the model; unchanged unless `apply` has spread its experts.
         mesh: the run's processes.
-        options: arguments of fully_shard for the other weights.
+        accelerator: whose settings of FSDP hold for the other weights, too.
     """
     dims = mesh.dims
+    options = {**unit_options(accelerator, mesh), "reshard_after_forward": plugin_of(accelerator).reshard_after_forward}
     for experts in (module for module in model.modules() if isinstance(module.forward, Dispatch)):
         # weights of a token's experts keep the dtype in which their router computes them
         policy = replace(options["mp_policy"], cast_forward_inputs=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from samecurve.distributed.affinity import affinity_advice, load_advice, read_cpu_binding
-from samecurve.engines.accelerator import start
+from samecurve.engines.start import start
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
 from samecurve.models import fp32_weights

@@ -24,9 +24,9 @@ from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.data.micro_batch import Counts, MicroBatch
     from samecurve.engines.first_step import FirstStep
-    from samecurve.engines.mesh import Mesh
     from samecurve.engines.router_loss import RouterLoss
     from samecurve.models.dropout import DropoutKeys
 

@@ -22,14 +22,15 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from samecurve.engines import deepspeed_introspection, grad_cache
+from samecurve.accelerator import deepspeed_introspection
+from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.sharded_state import DTensorShards, Zero12Shards
+from samecurve.engines import grad_cache
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import at_positions, evaluation_sums
 from samecurve.engines.memory_usage import memory_usage
-from samecurve.engines.mesh import Mesh
 from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
 from samecurve.engines.pipeline_stage import build_stage
-from samecurve.engines.sharded_state import DTensorShards, Zero12Shards
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.errors import ConfigurationError

@@ -13,8 +13,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch import distributed as dist
 
-from samecurve.engines import deepspeed_introspection
-from samecurve.engines.sharded_state import DeepSpeedParameter
+from samecurve.accelerator import deepspeed_introspection
+from samecurve.accelerator.sharded_state import DeepSpeedParameter
 from samecurve.optim.norms import sum_of_squares
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from samecurve.models import routers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import Counts, MicroBatch
-    from samecurve.engines.mesh import Mesh
 
 
 class RouterLoss:

@@ -19,8 +19,8 @@ from samecurve.strategy.parallel_dims import BATCH
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.data.micro_batch import MicroBatch
-    from samecurve.engines.mesh import Mesh
     from samecurve.engines.schedule_stages import HeadChunks, LocalStages
     from samecurve.engines.teacher import StagedTeacher
     from samecurve.interfaces.task import Task

@@ -23,8 +23,8 @@ from samecurve.specs.environment import dated
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
 if TYPE_CHECKING:
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.data.micro_batch import MicroBatch
-    from samecurve.engines.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 
 

@@ -17,16 +17,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.profiler import record_function
 
-from samecurve.engines import fsdp, grad_cache, live_mesh, schedule_stages, tensor_parallel
+from samecurve.accelerator import fsdp
+from samecurve.accelerator.gradient_norm import num_copies, place_gradients, squares_share
+from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.sharded_state import DTensorShards
+from samecurve.engines import grad_cache, live_mesh, schedule_stages, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums, measure_of
-from samecurve.engines.gradient_norm import num_copies, place_gradients, squares_share
 from samecurve.engines.loss_implementation import last_stage_takes_chunks
 from samecurve.engines.memory_usage import memory_usage
-from samecurve.engines.mesh import Mesh
 from samecurve.engines.schedule_forward import ScheduleForward
 from samecurve.engines.schedule_stages import HeadChunks, LocalStages
-from samecurve.engines.sharded_state import DTensorShards
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.engines.teacher import StagedTeacher

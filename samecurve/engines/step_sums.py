@@ -13,7 +13,7 @@ from torch import Tensor
 from samecurve.interfaces.engine import StepResult
 
 if TYPE_CHECKING:
-    from samecurve.engines.mesh import Mesh
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.engines.router_loss import RouterLoss
 
 

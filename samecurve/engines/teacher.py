@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from samecurve.engines import context_parallel, fsdp, zero3_partition
-from samecurve.engines.accelerator import computes_in_copies
+from samecurve.accelerator import fsdp
+from samecurve.engines import context_parallel, zero3_partition
 from samecurve.engines.schedule_stages import LocalStages
+from samecurve.engines.start import computes_in_copies
 from samecurve.errors import ConfigurationError
 from samecurve.models import fp32_weights
 from samecurve.models import weights as models
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch
-    from samecurve.engines.mesh import Mesh
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan, Strategy
 

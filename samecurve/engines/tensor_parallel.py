@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-    from samecurve.engines.mesh import Mesh
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.strategy.parallel_dims import ParallelDims
     from samecurve.strategy.plan import Strategy
 

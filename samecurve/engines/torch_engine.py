@@ -15,26 +15,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from samecurve.accelerator import fsdp
+from samecurve.accelerator.gradient_norm import num_copies, place_gradients, squared_norm
+from samecurve.accelerator.loss_scaler import LossScale
+from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.sharded_state import DTensorShards
 from samecurve.engines import (
     context_parallel,
     expert_parallel,
-    fsdp,
     live_mesh,
     router_loss,
     sequence_parallel,
     teacher,
     tensor_parallel,
 )
-from samecurve.engines.accelerator import computes_in_copies
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward
-from samecurve.engines.gradient_norm import num_copies, place_gradients, squared_norm
 from samecurve.engines.loss_implementation import install_loss
-from samecurve.engines.loss_scaler import LossScale
 from samecurve.engines.memory_usage import memory_usage
-from samecurve.engines.mesh import Mesh
-from samecurve.engines.sharded_state import DTensorShards
+from samecurve.engines.start import computes_in_copies
 from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State
@@ -147,6 +147,7 @@ class TorchEngine:
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:
             fp32_weights.store_frozen_in_bf16(model, self.recipe, everywhere=True)
+            expert_parallel.shard(model, self.mesh, self.accelerator)
             return fsdp.shard(self.accelerator, model, self.mesh, fp32_weights.names(model, self.recipe.precision))
         if self.cut:  # only autocast is left to Accelerate
             tensor_parallel.allocate(model, self.device)

@@ -12,13 +12,14 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samecurve.engines import deepspeed_introspection, router_loss, teacher, zero3_partition
+from samecurve.accelerator import deepspeed_introspection
+from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.sharded_state import Zero3Shards, Zero12Shards
+from samecurve.engines import router_loss, teacher, zero3_partition
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import Forward
 from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.memory_usage import memory_usage
-from samecurve.engines.mesh import Mesh
-from samecurve.engines.sharded_state import Zero3Shards, Zero12Shards
 from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State

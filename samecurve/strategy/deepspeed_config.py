@@ -28,6 +28,6 @@ def resolve_auto(plan: Plan) -> dict:
     config["zero_allow_untested_optimizer"] = True  # DeepSpeed's word for an optimizer that the caller made
     for precision in ("bf16", "fp16"):
         config[precision] = {**config.get(precision, {}), "enabled": recipe.precision == precision}
-    # the same rule as engines/loss_scaler.py where the JSON says nothing, so that the same steps are skipped
+    # the same rule as accelerator/loss_scaler.py where the JSON says nothing, so that the same steps are skipped
     config["fp16"] = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1, **config["fp16"]}
     return config

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
+from samecurve.accelerator.mesh import Mesh
 from samecurve.bench.collective_calls import COLLECTIVES, Buffers
 from samecurve.engines import expert_parallel, tensor_parallel
-from samecurve.engines.mesh import Mesh
 from samecurve.models.attention import head_tail, ring
 from samecurve.optim.dtensor import to_local
 from samecurve.strategy.parallel_dims import ParallelDims
@@ -74,7 +74,7 @@ def zero3_and_deepspeed(rank: int, n: int) -> None:
 
     model = nn.Sequential(Product(initial[0]), nn.Tanh(), Product(initial[1]))
     sharding = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, as in engines/cpu_bridge.py
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, as in accelerator/cpu_bridge.py
     settings = {"train_micro_batch_size_per_gpu": len(rows), "zero_optimization": sharding}
     optimizer = torch.optim.Adam(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import torch
 
+from samecurve.accelerator import deepspeed_introspection
 from samecurve.data.batches import StepBatches
-from samecurve.engines import deepspeed_introspection, factory, first_step
+from samecurve.engines import factory, first_step
 from samecurve.errors import TopologyError
 from samecurve.interfaces.sharded_state import WEIGHT
 from samecurve.models.skeleton import build_skeleton

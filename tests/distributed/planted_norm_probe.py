@@ -15,8 +15,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from samecurve.accelerator import gradient_norm
 from samecurve.data.batches import StepBatches
-from samecurve.engines import factory, gradient_norm, scheduled_engine, tensor_parallel, torch_engine
+from samecurve.engines import factory, scheduled_engine, tensor_parallel, torch_engine
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.schedule_stages import LocalStages
 from samecurve.engines.scheduled_engine import ScheduledEngine

@@ -15,7 +15,7 @@ from torch import Tensor
 
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "fsdp_tp_cp": 4}
 WAIT = "engines/step_sums.py: read"  # the only one: loss, norm, statistics and routers, right before the update
-COUNTS = "engines/mesh.py: count"  # of sums on the CPU
+COUNTS = "accelerator/mesh.py: count"  # of sums on the CPU
 DROPOUT = "models/dropout.py: _of"  # MicroBatch.places, which stay on the CPU
 OF_PART = "losses/chunked_cross_entropy.py: trained_positions"  # of a part's labels, before their copy to the device
 NORM_OF_DEEPSPEED = "engines/zero.py: step"  # the norm that DeepSpeed has computed and read for its clipping

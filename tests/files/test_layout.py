@@ -25,8 +25,9 @@ LAYERS = (
     {"losses", "planner"},
     {"data", "models", "optim"},
     {"interfaces"},
-    {"tasks", "engines"},
     {"checkpoint"},
+    {"accelerator"},
+    {"tasks", "engines"},
     {"run"},
     {"metrics"},
     {"reports"},
@@ -46,6 +47,7 @@ MAX_HIDDEN_IMPORTS = 7
 # (`schedule`, `dims`) or an engine.
 ROOMS_OF_STRATEGIES = {
     "strategy": "reads and checks the strategy's files",
+    "accelerator": "does under every strategy what the Accelerator promises",
     "engines": "run a step under a strategy",
     "planner": "predicts memory and time of a step under each strategy and its stack",
 }

@@ -18,8 +18,8 @@ from harness import LLAMA, RECIPE, ROOT, Run, Workspace, launch_command
 from test_equal_curves import ENGINES as ON_A_CPU
 from test_equal_curves import SCHEDULES
 
+from samecurve.accelerator import shared_gpu
 from samecurve.bench.memory_probe import CONTEXT, KERNELS
-from samecurve.engines import shared_gpu
 from samecurve.optim import adamw_bf16
 from samecurve.planner.calibrate import COMMUNICATORS
 from samecurve.strategy.placement import place_strategy
@@ -84,7 +84,7 @@ CASES = [
     for world in WORLDS  # those that the strategy can be spread over
     if place_strategy(ROOT / "configs" / f"{name}.yaml", world).world_size == world
 ]
-# gloo has no point-to-point transfers of device memory, see engines/shared_gpu.py
+# gloo has no point-to-point transfers of device memory, see accelerator/shared_gpu.py
 CASES = [(name, world) for name, world in CASES if name not in SCHEDULES or world <= min(NUM_DEVICES, 4)]
 CASES += [("pipeline", NUM_DEVICES)] if NUM_DEVICES > 1 else []
 CASES += [("tp", 2)]  # the one number that its file allows; a single GPU is shared

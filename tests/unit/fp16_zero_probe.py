@@ -21,10 +21,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from transformers.utils import ModelOutput
 
+from samecurve.accelerator import cpu_bridge, deepspeed_introspection
+from samecurve.accelerator.mesh import Mesh
 from samecurve.data.micro_batch import MicroBatch
-from samecurve.engines import cpu_bridge, deepspeed_introspection
 from samecurve.engines.forward import Forward
-from samecurve.engines.mesh import Mesh
 from samecurve.engines.zero import ZeroEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import count_trained

@@ -7,9 +7,9 @@ import os
 import pytest
 from report_cases import missing
 
+from samecurve.accelerator import cpu_bridge
 from samecurve.distributed import affinity
 from samecurve.distributed.affinity import CpuBinding, affinity_advice, load_advice, read_cpu_binding
-from samecurve.engines import cpu_bridge
 from samecurve.strategy.plan import Strategy
 
 TWO_NODES = {"node0": "0-3,8-11\n", "node1": "4-7,12-15\n", "node2": "\n"}  # the last one is memory alone

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from samecurve.accelerator.loss_scaler import LossScale
+from samecurve.accelerator.mesh import Mesh
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.forward import Forward
-from samecurve.engines.loss_scaler import LossScale
-from samecurve.engines.mesh import Mesh
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained

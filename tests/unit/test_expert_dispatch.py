@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from samecurve.accelerator.mesh import Mesh
 from samecurve.engines import expert_parallel, tensor_parallel
 from samecurve.engines.expert_parallel import Dispatch
-from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.specs.environment import dated
 from samecurve.specs.model_families import families

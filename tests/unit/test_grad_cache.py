@@ -9,11 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from samecurve.accelerator.mesh import Mesh
 from samecurve.config.schema import Batch
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines import grad_cache
 from samecurve.engines.forward import Forward
-from samecurve.engines.mesh import Mesh
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained

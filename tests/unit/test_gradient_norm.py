@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from samecurve.engines.gradient_norm import place_gradients, squared_norm
-from samecurve.engines.mesh import Mesh
+from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
+from samecurve.accelerator.mesh import Mesh
 from samecurve.strategy.parallel_dims import ParallelDims
 
 WHOLE = torch.arange(1.0, 33.0).reshape(8, 4)

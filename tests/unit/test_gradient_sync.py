@@ -9,8 +9,8 @@ import torch
 from report_cases import TORCHRUN, Plan, check_report, message, write
 from test_console import FACTS, facts
 
+from samecurve.accelerator import fsdp
 from samecurve.config.schema import Batch, Memory
-from samecurve.engines import fsdp
 from samecurve.metrics.console import header_lines
 from samecurve.strategy.parallel_dims import ParallelDims
 from samecurve.strategy.plan import Strategy

@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import TIMEOUT
-from samecurve.engines.accelerator import start
+from samecurve.engines.start import start
 from samecurve.strategy.plan import Strategy
 
 strategy = Strategy("ddp", distributed=True, launcher="accelerate")

@@ -228,7 +228,7 @@ def test_the_engines_get_what_the_libraries_read(name, content, tmp_path, monkey
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    from samecurve.engines.launch_env import environment
+    from samecurve.accelerator.launch_env import environment
     from samecurve.strategy.deepspeed_config import resolve_auto
 
     plan = resolved(tmp_path, monkeypatch, name, content)
@@ -354,7 +354,7 @@ def test_keys_of_another_launcher_are_listed(environ, unread, tmp_path, monkeypa
 
 def test_accelerate_launch_exports_are_replaced(tmp_path, monkeypatch):
     """accelerate launch has made variables of the file as it is written; the engines get those of what it means."""
-    from samecurve.engines.launch_env import export_launch_env
+    from samecurve.accelerator.launch_env import export_launch_env
 
     stale = {"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "1", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     environ = {**ACCELERATE, **stale, "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true"}

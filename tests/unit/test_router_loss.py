@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
+from samecurve.accelerator.mesh import Mesh
 from samecurve.config.schema_training import Memory
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines import router_loss
 from samecurve.engines.forward import Forward
-from samecurve.engines.mesh import Mesh
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.task import Task
 from samecurve.losses import router

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from samecurve.accelerator.sharded_state import DTensorShards, Zero3Shards
 from samecurve.checkpoint import commit
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.manifest import step_of
 from samecurve.config.schema import Checkpoint, Optimizer
 from samecurve.distributed.control_group import ControlGroup, StopVote
-from samecurve.engines.sharded_state import DTensorShards, Zero3Shards
 from samecurve.errors import CheckpointError, DataError, NumericError, Preempted, StorageError
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.run.run_directory import RunDirectory

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from samecurve.engines.mesh import Mesh
-from samecurve.engines.shard_regions import placed
+from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.shard_regions import placed
 from samecurve.interfaces.region import Region
 from samecurve.strategy.parallel_dims import ParallelDims
 

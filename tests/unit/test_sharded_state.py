@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from samecurve.accelerator.sharded_state import DTensorShards
 from samecurve.config.schema import Optimizer
-from samecurve.engines.sharded_state import DTensorShards
 from samecurve.interfaces.region import Region
 from samecurve.optim.factory import build_optimizer, factor_shapes, state_names
 from samecurve.optim.parameter_groups import Roles, parameter_groups

@@ -6,7 +6,7 @@ import pytest
 
 from samecurve.distributed import cpu_workers
 
-start = import_module("samecurve.engines.accelerator")  # samecurve.engines.factory has a function of that name
+start = import_module("samecurve.engines.start")  # samecurve.engines.factory has a function of that name
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
 
 

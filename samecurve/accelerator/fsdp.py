@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from samecurve.engines import expert_parallel
 from samecurve.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from transformers import PreTrainedModel
 
-    from samecurve.engines.mesh import Mesh
+    from samecurve.accelerator.mesh import Mesh
     from samecurve.strategy.plan import Plan
 
 
@@ -34,14 +33,9 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh, whole: C
     Raises:
         ConfigurationError: fsdp_transformer_layer_cls_to_wrap names no layer of the model.
     """
-    plugin = accelerator.state.fsdp_plugin
-    assert plugin is not None  # accelerator.py passed it for this strategy
-    options: dict[str, Any] = {"mesh": mesh.sharding, "mp_policy": plugin.mixed_precision_policy}
-    options |= {
-        "offload_policy": plugin.cpu_offload,
-        "ignored_params": {weight for name, weight in model.named_parameters() if name in whole},
-    }
-    expert_parallel.shard(model, mesh, {**options, "reshard_after_forward": plugin.reshard_after_forward})
+    plugin: Any = plugin_of(accelerator)
+    ignored = {weight for name, weight in model.named_parameters() if name in whole}
+    options = {**unit_options(accelerator, mesh), "ignored_params": ignored}
     for layer in _layers(model, plugin):
         fully_shard(layer, **options, reshard_after_forward=plugin.reshard_after_forward)
     tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -69,6 +63,20 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh, whole: C
             for unit, following in pairwise(layer for layer in layers if isinstance(layer, FSDPModule)):
                 unit.set_modules_to_forward_prefetch([following])
     return model
+
+
+def plugin_of(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
+    """Return Accelerate's settings of FSDP, which a strategy that shards has."""
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin is not None
+    return plugin
+
+
+def unit_options(accelerator: Accelerator, mesh: Mesh) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` that all units have in common."""
+    plugin: Any = plugin_of(accelerator)
+    policies = {"mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
+    return {"mesh": mesh.sharding, **policies}
 
 
 def _layers(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:

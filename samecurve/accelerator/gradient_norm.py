@@ -14,7 +14,7 @@ from samecurve.optim.norms import sum_of_squares
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:
-    from samecurve.engines.mesh import Mesh
+    from samecurve.accelerator.mesh import Mesh
 
 
 def place_gradients(parameters: Sequence[nn.Parameter]) -> None:

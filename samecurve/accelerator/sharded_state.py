@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samecurve.engines.optimizer_state import set_updates, state_of
-from samecurve.engines.shard_regions import factor_placed, placed
+from samecurve.accelerator.optimizer_state import set_updates, state_of
+from samecurve.accelerator.shard_regions import factor_placed, placed
 from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Kinds, Master, ShardRange, Visit
 

@@ -14,9 +14,9 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
+from samecurve.accelerator import shared_gpu
 from samecurve.distributed import network
 from samecurve.distributed.control_group import TIMEOUT
-from samecurve.engines import shared_gpu
 from samecurve.errors import TopologyError
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from samecurve.accelerator import cpu_bridge, launch_env, shared_gpu
 from samecurve.distributed import allocator, control_group, flight_recorder, network, torch_libraries
 from samecurve.distributed.cpu_workers import share_of_cores
-from samecurve.engines import cpu_bridge, launch_env, shared_gpu
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
 from samecurve.models.attention import cudnn
