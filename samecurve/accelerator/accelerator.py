@@ -2,8 +2,249 @@
 
 from __future__ import annotations
 
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import accelerate
+import torch
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from samecurve.accelerator import cpu_bridge, fsdp, sync_batch_norm
+from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
+from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.prepared_data import Units
+from samecurve.errors import ConfigurationError
+from samecurve.optim.dtensor import local_gradient
+from samecurve.specs.precision import compute_dtype
+from samecurve.strategy.parallel_dims import LOSS, ParallelDims
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's Accelerator with the same names and signatures."""
+    """Accelerate's Accelerator with the same names and signatures, and a step that is exact.
+
+    A step's gradient is that of one mean over all of its units (rows, or tokens with a label): of all micro-batches and
+    processes together, however unevenly they are divided. Accelerate's own is a mean of the micro-batches' means.
+
+    Args:
+        count: returns the number of units over which the loss of a batch is a mean; by default as count_units.
+        dims: arrangement of the processes; None: all of them read different rows, as the launcher's variables say.
+        kwargs: Accelerate's own. A prepared DataLoader's batch_size is that of all processes together
+            (`split_batches=True`), and its order a function of the seed and the epoch (`use_seedable_sampler=True`),
+            unless `dataloader_config` says otherwise.
+
+    Attributes:
+        mesh: the processes by their parallel dimensions.
+        units: of the micro-batch that a prepared DataLoader has yielded last, and of its step.
+    """
+
+    def __init__(self, *, count: Callable[[Any], int] | None = None, dims: ParallelDims | None = None, **kwargs: Any):
+        if dims is None:
+            kwargs = _for_script(kwargs)
+        super().__init__(**kwargs)
+        self.count = count
+        self.mesh = Mesh(dims or self._script_dims(), self.process_index, self.device)
+        if self.autocast_handler is not None and not self.autocast_handler.enabled:
+            self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
+        if dims is None and self.is_fsdp2:
+            policy = MixedPrecisionPolicy(compute_dtype(self._precision), reduce_dtype=torch.float32)
+            self.state.fsdp_plugin.mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
+        self.units: Units | None = None
+        self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
+
+    @property
+    def _precision(self) -> str:
+        return "fp32" if self.mixed_precision == "no" else self.mixed_precision
+
+    def _script_dims(self) -> ParallelDims:
+        if self.parallelism_config is not None:
+            sizes: Any = self.parallelism_config
+            if (others := sizes.tp_size * sizes.cp_size * sizes.sp_size) > 1:
+                raise ConfigurationError(
+                    f"parallelism_config: {others} processes share rows (tp, cp or sp), as only models of train.py can"
+                )
+            return ParallelDims(dp_replicate=sizes.dp_replicate_size, dp_shard=sizes.dp_shard_size)
+        shards = self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return ParallelDims(**{"dp_shard" if shards else "dp_replicate": self.num_processes})
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """See Accelerate. Warns of layers that compute something else on another number of processes."""
+        models = [part for part in args if isinstance(part, nn.Module)]
+        for model in models:
+            sync_batch_norm.install(model, self.device)
+            if self.num_processes > 1 and (warning := _unequal_layers(model)):
+                warnings.warn(warning, stacklevel=2)
+        prepared = super().prepare(*args, device_placement=device_placement)
+        if self.distributed_type != DistributedType.DEEPSPEED:
+            return prepared
+        for part in prepared if isinstance(prepared, tuple) else (prepared,):
+            if isinstance(part, DeepSpeedOptimizerWrapper):
+                part.__class__, part.take_step = _DeepSpeedOptimizer, self._take_deepspeed_step  # pyright: ignore
+        return prepared
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        whole: Iterable[str] = (),
+    ) -> nn.Module:
+        """See Accelerate. Under FSDP2 `model` may be on the meta device; `whole` names weights that stay whole."""
+        if self.is_fsdp2 and not evaluation_mode:
+            self._models.append(model)
+            return fsdp.shard(self, model, self.mesh, [*whole])
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple:
+        """Shard the one model as the engines do, and give the optimizers its shards in place of its weights."""
+        parts = [part if isinstance(part, nn.Module) else self._prepare_one(part, first_pass=True) for part in args]
+        parts = [part if isinstance(part, nn.Module) else self._prepare_one(part) for part in parts]
+        for index, model in enumerate(parts):
+            if isinstance(model, nn.Module):
+                names = {weight: name for name, weight in model.named_parameters()}
+                parts[index] = model = self.prepare_model(model)
+                shards = dict(model.named_parameters())
+                for optimizer in (part for part in parts if isinstance(part, torch.optim.Optimizer)):
+                    for group in optimizer.param_groups:
+                        group["params"] = [shards[names[weight]] for weight in group["params"]]
+        return tuple(parts)
+
+    def backward(self, loss: Tensor, reduction: str = "mean", **kwargs: Any) -> None:
+        """Add the gradient of a micro-batch's loss to that of the step.
+
+        Args:
+            loss: a scalar: the mean over the units of this process's part of the micro-batch, or their sum.
+            reduction: "mean" or "sum".
+            kwargs: as in Accelerate.
+        """
+        loss = loss * self._weight(loss, reduction)
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            engine = self._deepspeed
+            engine.set_gradient_accumulation_boundary(self.sync_gradients)
+            engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            self._step_taken = False
+        elif self.scaler is not None:
+            self.scaler.scale(loss).backward(**kwargs)
+        else:
+            loss.backward(**kwargs)
+
+    def _weight(self, loss: Tensor, reduction: str) -> float:
+        """Return the factor by which gradients of such losses, averaged over the ranks, add up to the step's."""
+        units = self.units
+        if units is None:  # no prepared loader counts: micro-batches are taken to be equally large
+            return 1 / self.gradient_accumulation_steps
+        if reduction == "mean" and units.micro_batch == 0 and not loss.isfinite():
+            raise ConfigurationError(
+                f"process {self.process_index} has a micro-batch without a label, whose mean loss is {loss.item()}: "
+                'compute a sum and call accelerator.backward(loss, reduction="sum")'
+            )
+        share = units.micro_batch if reduction == "mean" else 1
+        return share * (self.mesh.dims.size(*LOSS) / units.step)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
+        """Clip the gradients of the step, as torch.nn.utils.clip_grad_norm_ does in one process.
+
+        Under DeepSpeed, which clips while it updates, this takes the optimizer's step; `optimizer.step()` then does
+        nothing more.
+
+        Returns:
+            The L2 norm before clipping, an fp64 scalar on the CPU: the same on every process and under every strategy.
+        """
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            return torch.tensor(self._take_deepspeed_step(max_norm), dtype=torch.float64)
+        if norm_type != 2:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        given: Iterable[nn.Parameter] = [parameters] if isinstance(parameters, Tensor) else parameters  # pyright: ignore
+        trained = [parameter for parameter in given if parameter.grad is not None]
+        place_gradients(trained)
+        norm = math.sqrt(squared_norm(trained, self.mesh).item()) if trained else 0.0
+        # with the 1e-6 of torch's clip_grad_norm_ and of DeepSpeed, so that all strategies clip alike
+        factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        if factor != 1.0:
+            torch._foreach_mul_([local_gradient(parameter) for parameter in trained], factor)
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def _take_deepspeed_step(self, max_norm: float | None = None) -> float:
+        """Let DeepSpeed clip and update, unless it has done so for this step; return the norm before clipping."""
+        engine = self._deepspeed
+        if not self._step_taken:
+            if max_norm is not None:
+                engine.optimizer.clip_grad = max_norm
+            engine.step()
+            self._step_taken = True
+        return float(engine.get_global_grad_norm())
+
+    @property
+    def _deepspeed(self) -> Any:
+        wrapper = self.deepspeed_engine_wrapped
+        assert wrapper is not None, "backward before prepare"
+        return wrapper.engine
+
+
+class _DeepSpeedOptimizer(DeepSpeedOptimizerWrapper):
+    """DeepSpeed's optimizer, whose `step` takes the step: Accelerate's own takes it within `backward`."""
+
+    take_step: Callable[[], float]
+
+    def step(self, closure: Any = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self.take_step()
+
+
+def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Prepare the process for a script of the user's own, and return Accelerate's arguments with our defaults."""
+    sharded = "fsdp_plugin" in kwargs or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    deepspeed = "deepspeed_plugin" in kwargs or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    distributed = sharded or deepspeed or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    handlers: list[Any] = list(kwargs.get("kwargs_handlers") or ())
+    given = {type(handler) for handler in handlers}
+    if cpu_bridge.needed():
+        cpu_bridge.prepare(distributed=distributed, sharded=sharded, deepspeed=deepspeed)
+        if distributed and InitProcessGroupKwargs not in given:
+            handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    if DistributedDataParallelKwargs not in given:
+        handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
+    defaults: dict[str, Any] = {
+        "dataloader_config": DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
+    }
+    if "gradient_accumulation_plugin" not in kwargs:
+        steps = int(
+            os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", kwargs.pop("gradient_accumulation_steps", 1))
+        )
+        # DDP keeps whole gradients anyway; the others would need memory for them to reduce them only once
+        sync_each_batch = sharded or deepspeed
+        defaults["gradient_accumulation_plugin"] = GradientAccumulationPlugin(steps, sync_each_batch=sync_each_batch)
+    return defaults | kwargs | {"kwargs_handlers": handlers}
+
+
+def _unequal_layers(model: nn.Module) -> str:
+    """Name the layers whose result depends on which rows a process has; "" without any."""
+    norms = [name for name, part in model.named_modules() if type(part) in _BATCH_NORMS and part.training]
+    drops = [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]
+    lines = []
+    if norms:
+        lines.append(
+            f"{norms[0]} and {len(norms) - 1} other BatchNorm layers normalize over the rows of one process: "
+            "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+        )
+    if drops:
+        lines.append(
+            f"{drops[0]} and {len(drops) - 1} other Dropout layers draw from a generator of each process: p=0 makes "
+            "curves equal"
+        )
+    return "the curve will depend on the number of processes: " + "; ".join(lines) if lines else ""
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -35,17 +35,23 @@ def backend(strategy: Strategy) -> str | None:
     return "gloo" if (needed() or shared_gpu.asked()) and strategy.distributed else None
 
 
-def prepare(strategy: Strategy) -> None:
-    """Set up gloo and the distributed type that Accelerate expects for the strategy. Call before `Accelerator(...)`."""
+def prepare(distributed: bool, sharded: bool, deepspeed: bool) -> None:
+    """Set up gloo and the distributed type that Accelerate expects. Call before Accelerate's `Accelerator(...)`.
+
+    Args:
+        distributed: a launcher has started this process, possibly alone.
+        sharded: under FSDP2.
+        deepspeed: under DeepSpeed.
+    """
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # otherwise Apple's GPU, which lacks float64
     os.environ.pop("ACCELERATE_CPU_AFFINITY", None)  # binds to a GPU's NUMA node; Accelerate 1.15 fails without a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns on every rank that it found no GPU
-    if strategy.deepspeed is not None:
+    if deepspeed:
         leave_out_shared_memory()
-    elif strategy.distributed:
+    elif distributed:
         PartialState(backend="gloo", init_method=network.rendezvous(), timeout=TIMEOUT)
         # Accelerate 1.15 turns MULTI_GPU into FSDP, but never MULTI_CPU (AcceleratorState)
-        kind = DistributedType.MULTI_GPU if strategy.shards_model else DistributedType.MULTI_CPU
+        kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
         PartialState._shared_state["distributed_type"] = kind
 
 

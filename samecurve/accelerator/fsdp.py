@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -18,42 +19,40 @@ from samecurve.errors import ConfigurationError
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
-    from transformers import PreTrainedModel
 
     from samecurve.accelerator.mesh import Mesh
     from samecurve.strategy.plan import Plan
 
 
-def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh, whole: Collection[str] = ()) -> PreTrainedModel:
-    """Shard the model on the meta device in place, then allocate the shards: no rank ever holds a full model.
+Model = TypeVar("Model", bound=Any)  # a module; without transformers' methods it is one unit
 
-    The allocated weights are uninitialized. Every rank has all of those named in `whole`, in their own dtype, and FSDP2
-    does not reduce their gradients.
+
+def shard(accelerator: Accelerator, model: Model, mesh: Mesh, whole: Collection[str] = ()) -> Model:
+    """Shard the model in place.
+
+    A model on the meta device gets uninitialized shards, and no rank ever holds it as a whole. One with values becomes
+    rank 0's, as under DDP. Every rank has all of the weights named in `whole`, in their own dtype, and FSDP2 does not
+    reduce their gradients.
 
     Raises:
         ConfigurationError: fsdp_transformer_layer_cls_to_wrap names no layer of the model.
     """
     plugin: Any = plugin_of(accelerator)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    if not is_meta:
+        model.to(accelerator.device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
     ignored = {weight for name, weight in model.named_parameters() if name in whole}
     options = {**unit_options(accelerator, mesh), "ignored_params": ignored}
     for layer in _layers(model, plugin):
         fully_shard(layer, **options, reshard_after_forward=plugin.reshard_after_forward)
-    tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
-    bias = getattr(head, "bias", None)
-    # A head whose bias the model has under a second name (BERT) stays in the root's unit, as that name does.
-    if sum(parameter is bias for _, parameter in model.named_parameters(remove_duplicate=False)) <= 1:
-        # The last layers stay gathered after the forward pass: the backward pass begins with them.
-        last = [module for module in (_final_norm(model), head) if module is not None]
-        if tokens is not None and tokens.weight is getattr(head, "weight", None):
-            last.append(tokens)
-        else:
-            fully_shard(tokens, **options, reshard_after_forward=plugin.reshard_after_forward)
-        if last:  # an encoder without a head may have neither
-            fully_shard(last, **options, reshard_after_forward=False)
+    _shard_ends(model, plugin, options)
     fully_shard(model, **options)
-    # only CPUOffloadPolicy, not the policy without offload, has pin_memory
-    model.to_empty(device="cpu" if getattr(plugin.cpu_offload, "pin_memory", False) else accelerator.device)
-    model.tie_weights()  # allocation may have given each of two tied modules its own parameter
+    if is_meta:
+        # only CPUOffloadPolicy, not the policy without offload, has pin_memory
+        model.to_empty(device="cpu" if getattr(plugin.cpu_offload, "pin_memory", False) else accelerator.device)
+        model.tie_weights()  # allocation may have given each of two tied modules its own parameter
     uncovered = [weight for name, weight in model.named_parameters() if name in whole]
     for tensor in (*model.buffers(), *uncovered):  # which CPU offload does not cover
         tensor.data = tensor.data.to(accelerator.device)
@@ -63,6 +62,22 @@ def shard(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh, whole: C
             for unit, following in pairwise(layer for layer in layers if isinstance(layer, FSDPModule)):
                 unit.set_modules_to_forward_prefetch([following])
     return model
+
+
+def _shard_ends(model: Any, plugin: Any, options: dict[str, Any]) -> None:
+    """Make units of a transformers model's token embedding and of its last layers."""
+    tokens, head = _embeddings(model)
+    bias = getattr(head, "bias", None)
+    # A head whose bias the model has under a second name (BERT) stays in the root's unit, as that name does.
+    if sum(parameter is bias for _, parameter in model.named_parameters(remove_duplicate=False)) <= 1:
+        # The last layers stay gathered after the forward pass: the backward pass begins with them.
+        last: Any = [module for module in (_final_norm(model), head) if module is not None]
+        if tokens is not None and tokens.weight is getattr(head, "weight", None):
+            last.append(tokens)
+        elif tokens is not None:
+            fully_shard(tokens, **options, reshard_after_forward=plugin.reshard_after_forward)
+        if last:  # an encoder without a head may have neither
+            fully_shard(last, **options, reshard_after_forward=False)
 
 
 def plugin_of(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
@@ -79,14 +94,21 @@ def unit_options(accelerator: Accelerator, mesh: Mesh) -> dict[str, Any]:
     return {"mesh": mesh.sharding, **policies}
 
 
-def _layers(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+def _embeddings(model: Any) -> tuple[Any, Any]:
+    """Return a transformers model's token embedding and output head; None for what a model lacks."""
+    if not hasattr(model, "get_input_embeddings"):
+        return None, None
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _layers(model: Any, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
     """List the modules that fsdp_auto_wrap_policy makes units of their own, inner ones first."""
     # experts that are spread over ranks are units already
     inner_first = [part for part in model.modules() if part is not model and not isinstance(part, FSDPModule)][::-1]
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         least = plugin.min_num_params or math.inf
         # Shard gathers these in units of their own. Their parents stay in the root's unit, which the model calls last.
-        ends = {model.get_input_embeddings(), model.get_output_embeddings(), _final_norm(model)}
+        ends = {*_embeddings(model), _final_norm(model)}
         return [
             module
             for module in inner_first
@@ -97,19 +119,22 @@ def _layers(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> l
     if plugin.auto_wrap_policy is not transformer_auto_wrap_policy:
         return []
     asked = plugin.transformer_cls_names_to_wrap
-    names, present = set(asked or model._no_split_modules or ()), {type(module).__name__ for module in inner_first}
+    own, present = getattr(model, "_no_split_modules", None), {type(module).__name__ for module in inner_first}
+    names = set(asked or own or ())
     if asked and not names <= present:
-        unknown, known = ", ".join(sorted(names - present)), ", ".join(sorted(model._no_split_modules or present))
+        unknown, known = ", ".join(sorted(names - present)), ", ".join(sorted(own or present))
         raise ConfigurationError(
             f"fsdp_config.fsdp_transformer_layer_cls_to_wrap: found {unknown}, but the model's layers are {known}"
         )
-    tokens = model.get_input_embeddings()
+    tokens, _ = _embeddings(model)
     # BERT and others list the block around the token embedding, which becomes a unit itself
     return [module for module in inner_first if type(module).__name__ in names and tokens not in [*module.children()]]
 
 
-def _final_norm(model: PreTrainedModel) -> nn.Module | None:
-    base = getattr(model, model.base_model_prefix, model)
+def _final_norm(model: nn.Module) -> nn.Module | None:
+    if not hasattr(model, "base_model_prefix"):
+        return None
+    base = getattr(model, str(model.base_model_prefix), model)
     norms = [module for module in base.children() if "Norm" in type(module).__name__]
     return norms[-1] if norms else None
 

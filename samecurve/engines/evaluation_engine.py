@@ -6,10 +6,10 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from samecurve.accelerator import cpu_bridge
+from samecurve.accelerator.accelerator import Accelerator
 from samecurve.accelerator.mesh import Mesh
 from samecurve.engines import teacher
 from samecurve.engines.forward import Forward
@@ -46,7 +46,7 @@ class EvaluationEngine:
             if precision == "fp16":
                 raise ConfigurationError("precision: fp16 needs a GPU; compute in another one: --precision fp32")
             os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")  # otherwise Apple's GPU, which lacks float64
-        self.accelerator = Accelerator(mixed_precision="no" if precision == "fp32" else precision)
+        self.accelerator = Accelerator(dims=ParallelDims(), mixed_precision="no" if precision == "fp32" else precision)
         # As in training. With a KV cache, transformers builds no mask that separates packed documents: an eval_loss of
         # 4.60 became 4.69.
         model.config.use_cache = False

@@ -30,9 +30,9 @@ from samecurve.specs.model_families import families
 from samecurve.strategy.parallel_dims import LOSS
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.accelerator.mesh import Mesh
     from samecurve.strategy.plan import Strategy
 

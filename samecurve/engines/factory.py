@@ -15,9 +15,9 @@ from samecurve.models import fp32_weights
 from samecurve.strategy.preflight import allocator_settings, check_room
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
     from samecurve.interfaces.task import Task

@@ -22,8 +22,7 @@ from samecurve.losses.token_log_probabilities import LabelLogProbabilities
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.accelerator.mesh import Mesh
     from samecurve.data.micro_batch import Counts, MicroBatch
     from samecurve.engines.first_step import FirstStep

@@ -23,7 +23,6 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from samecurve.accelerator import deepspeed_introspection
-from samecurve.accelerator.mesh import Mesh
 from samecurve.accelerator.sharded_state import DTensorShards, Zero12Shards
 from samecurve.engines import grad_cache
 from samecurve.engines.first_step import FirstStep
@@ -47,8 +46,7 @@ from samecurve.strategy.deepspeed_config import resolve_auto
 from samecurve.strategy.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
@@ -60,7 +58,7 @@ class PipelineEngine:
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self._task = task
         self.device: torch.device = accelerator.device
-        self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
+        self._mesh = accelerator.mesh
         self._loss_factor, self._target_names = 1.0, ("labels",)
         self._last_stage: Callable[..., Tensor] = self._weighted_loss
         self.shapes, self._num_parameters = trained_shapes(skeleton), skeleton.num_parameters()

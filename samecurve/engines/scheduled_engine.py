@@ -19,7 +19,6 @@ from torch.profiler import record_function
 
 from samecurve.accelerator import fsdp
 from samecurve.accelerator.gradient_norm import num_copies, place_gradients, squares_share
-from samecurve.accelerator.mesh import Mesh
 from samecurve.accelerator.sharded_state import DTensorShards
 from samecurve.engines import grad_cache, live_mesh, schedule_stages, tensor_parallel
 from samecurve.engines.first_step import FirstStep
@@ -48,9 +47,9 @@ from samecurve.strategy.parallel_dims import DIMENSIONS
 from samecurve.strategy.timetables import ScheduleRun
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
@@ -99,7 +98,7 @@ class ScheduledEngine:
         self._plan, self._skeleton, self._task = plan, skeleton, task
         self.recipe = plan.recipe
         self.device: torch.device = accelerator.device
-        self._mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
+        self._mesh = accelerator.mesh
         self.shard = self._mesh.shard
         self._autocast, dims = compute_dtype(self.recipe.precision), plan.strategy.dims
         # The order matters. Tensor parallelism divides a model by its modules, on the meta device, and so precedes the

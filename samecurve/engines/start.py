@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.utils import (
+    AutocastKwargs,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
@@ -21,7 +21,8 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from samecurve.accelerator import cpu_bridge, launch_env, shared_gpu
+from samecurve.accelerator import cpu_bridge, fsdp, launch_env, shared_gpu
+from samecurve.accelerator.accelerator import Accelerator
 from samecurve.distributed import allocator, control_group, flight_recorder, network, torch_libraries
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import TopologyError
@@ -51,7 +52,7 @@ def start(plan: Plan) -> Accelerator:
     torch_libraries.quote_path()
     if cpu_bridge.needed():
         allocator.keep_freed_memory()
-        cpu_bridge.prepare(strategy)
+        cpu_bridge.prepare(strategy.distributed, strategy.shards_model, strategy.deepspeed is not None)
     if cpu_bridge.needed() or strategy.offloads_optimizer:
         torch.set_num_threads(num_threads())
     if strategy.backend == "deepspeed":
@@ -62,10 +63,14 @@ def start(plan: Plan) -> Accelerator:
         # Accelerate 1.15 knows only the name that torch 2.13 deprecates, and torch 2.11 knows no other
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
-        mixed_precision="no" if recipe.precision == "fp32" or computes_in_copies(plan) else recipe.precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(_accumulation(plan), sync_with_dataloader=False),
+        dims=strategy.dims,
+        mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            _accumulation(plan), sync_with_dataloader=False, sync_each_batch=not fsdp.reduces_once(plan)
+        ),
         kwargs_handlers=[
             _process_group(plan),
+            AutocastKwargs(enabled=not computes_in_copies(plan)),
             # Buffers are the same on every rank (models/weights.py), and broadcasting them would be a collective before
             # each forward pass. Without views of its buckets DDP would store each gradient twice.
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
@@ -76,6 +81,7 @@ def start(plan: Plan) -> Accelerator:
     if (world := dist.group.WORLD) is not None:
         _WORLDS.append(world)
     set_seed(recipe.seed, device_specific=True)  # not read by initial weights, row order or dropout masks
+    accelerator.scaler = None  # fp16's loss scale goes by the global norm, see loss_scaler.py
     if cpu_bridge.needed():
         cpu_bridge.adjust(accelerator, recipe.precision)
         cpu_bridge.check(accelerator, strategy)
@@ -118,9 +124,8 @@ def _prepare_environment(plan: Plan) -> None:
 
 
 def _accumulation(plan: Plan) -> int:
-    if plan.strategy.backend == "torch" or plan.strategy.schedule:
-        return 1  # the loop passes all micro-batches of a step at once, so Accelerate has nothing to count
-    # Accelerate compares its number with DeepSpeed's and warns if they differ
+    if plan.strategy.schedule:
+        return 1  # a pipeline takes all micro-batches of a step at once
     return plan.recipe.batch.accumulation_steps(plan.strategy.dims.dp)
 
 

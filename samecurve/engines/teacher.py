@@ -31,9 +31,9 @@ from samecurve.specs.model_families import check_packing
 from samecurve.specs.precision import compute_dtype, torch_dtype
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.accelerator.mesh import Mesh
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch

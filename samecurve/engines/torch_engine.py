@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samecurve.accelerator import fsdp
-from samecurve.accelerator.gradient_norm import num_copies, place_gradients, squared_norm
+from samecurve.accelerator.gradient_norm import num_copies
 from samecurve.accelerator.loss_scaler import LossScale
-from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.prepared_data import Units
 from samecurve.accelerator.sharded_state import DTensorShards
 from samecurve.engines import (
     context_parallel,
@@ -52,6 +50,7 @@ from samecurve.strategy.parallel_dims import DIMENSIONS, FSDP, LOSS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
@@ -64,7 +63,7 @@ class TorchEngine:
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
         self.recipe = plan.recipe
         self.device: torch.device = accelerator.device
-        self.mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
+        self.mesh = accelerator.mesh
         self.shard = self.mesh.shard
         self.accumulation_steps = self.recipe.batch.accumulation_steps(self.shard[1])
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
@@ -148,7 +147,8 @@ class TorchEngine:
         if self.sharded:
             fp32_weights.store_frozen_in_bf16(model, self.recipe, everywhere=True)
             expert_parallel.shard(model, self.mesh, self.accelerator)
-            return fsdp.shard(self.accelerator, model, self.mesh, fp32_weights.names(model, self.recipe.precision))
+            whole = fp32_weights.names(model, self.recipe.precision)
+            return self.accelerator.prepare_model(model, whole=whole)
         if self.cut:  # only autocast is left to Accelerate
             tensor_parallel.allocate(model, self.device)
         elif self.copies:
@@ -177,37 +177,27 @@ class TorchEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
-        forward, scale = self.forward, self.loss_scale.value if self.loss_scale else 1.0
+        accelerator, forward = self.accelerator, self.forward
+        scale = self.loss_scale.value if self.loss_scale else 1.0
         set_learning_rate(self.optimizer, learning_rate)
         counts = forward.count(micro_batches)
-        tokens = counts.trained
-        if tokens == 0:
+        if counts.trained == 0:
             return StepResult.of_nothing()
-        # DDP and FSDP average gradients over the ranks, but the loss is a mean over tokens
-        weight = self.mesh.dims.size(*LOSS) / tokens
+        accelerator.units = Units(step=counts.trained)
         sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
-            reduces = is_last or not fsdp.reduces_once(self.plan)
-            with nullcontext() if reduces else self.accelerator.no_sync(self.model):
+            with accelerator.accumulate(self.model):
                 loss, statistics = forward.loss(batch, context)
                 sums.add(loss, statistics)
                 gate = sums.gate() if is_last else 1.0
-                (loss * weight * scale * gate).backward()
+                accelerator.backward(loss * scale * gate, reduction="sum")
 
-        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        tensor_parallel.sum_gradients(self.summed, self.mesh)
-        if whole := [parameter.grad for parameter in self.whole if parameter.grad is not None]:
-            self.mesh.add(whole, over=LOSS)
-            torch._foreach_div_(whole, self.mesh.dims.size(*LOSS))  # as FSDP2 does
-        place_gradients(trained)
-        (squares,) = sums.start_read(squared_norm(trained, self.mesh))()  # the step's only wait for the device
-        mean, grad_norm = sums.loss / tokens, math.sqrt(squares) / scale
+        read = sums.start_read()
+        self._complete_gradients(scale)
+        grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm))
+        read()
         applied = math.isfinite(grad_norm)
         if applied:
-            # with the 1e-6 of torch's clip_grad_norm_ and of DeepSpeed, so that all strategies clip alike
-            factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6)) / scale
-            if factor != 1.0:
-                torch._foreach_mul_([local_gradient(parameter) for parameter in trained], factor)
             self.optimizer.step()
         # zeroed gradients stay views of DDP's buckets; new ones would need extra memory until the last micro-batch
         in_buckets = isinstance(self.model, DistributedDataParallel) and self.accumulation_steps > 1
@@ -215,8 +205,19 @@ class TorchEngine:
         may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
         if self.loss_scale:
             self.loss_scale.update(applied)
-        result = step_result(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
+        mean = sums.loss / counts.trained
+        result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
         return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
+
+    def _complete_gradients(self, scale: float) -> None:
+        """Add to the gradients what neither FSDP2 nor DDP adds, and divide them by fp16's loss scale."""
+        tensor_parallel.sum_gradients(self.summed, self.mesh)
+        if whole := [parameter.grad for parameter in self.whole if parameter.grad is not None]:
+            self.mesh.add(whole, over=LOSS)
+            torch._foreach_div_(whole, self.mesh.dims.size(*LOSS))  # as FSDP2 does
+        if scale != 1.0:
+            trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+            torch._foreach_div_([local_gradient(parameter) for parameter in trained], scale)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)
@@ -252,8 +253,8 @@ class TorchEngine:
         # as the strategy has sharded it: the model's own may be gathered, as a forward pass leaves the root's
         weight = self.tensors[next(iter(self.shapes))]
         # Accelerate silently ignores a precision that the device does not support
-        precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "fp32"
-        precision = "bf16" if self.copies else precision
+        casts = self.accelerator.native_amp or self.copies
+        precision = self.accelerator.mixed_precision if casts else "fp32"
         reduced = weight.dtype if self.accelerator.num_processes > 1 else None
         offload = ()
         if isinstance(self.model, FSDPModule):

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from accelerate import Accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 from torch import Tensor, nn
 from torch.nn import functional
 
 from samecurve.accelerator import deepspeed_introspection
-from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.prepared_data import Units
 from samecurve.accelerator.sharded_state import Zero3Shards, Zero12Shards
 from samecurve.engines import router_loss, teacher, zero3_partition
 from samecurve.engines.first_step import FirstStep
@@ -36,6 +35,7 @@ from samecurve.strategy.parallel_dims import LOSS, ParallelDims
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.config.schema import Optimizer
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
@@ -51,7 +51,7 @@ class ZeroEngine:
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.skeleton, self.task = accelerator, skeleton, task
         self.device: torch.device = accelerator.device
-        self.mesh = Mesh(plan.strategy.dims, accelerator.process_index, self.device)
+        self.mesh, self.max_grad_norm = accelerator.mesh, plan.recipe.optimizer.max_grad_norm
         self.shard = self.mesh.shard
         self.shapes = trained_shapes(skeleton)
         recipe = plan.recipe
@@ -151,32 +151,30 @@ class ZeroEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         self._refresh_exact()
-        forward = self.forward
+        accelerator, forward = self.accelerator, self.forward
         set_learning_rate(self.optimizer, learning_rate)
         counts = forward.count(micro_batches)
-        tokens = counts.trained
-        if tokens == 0:
+        if counts.trained == 0:
             return StepResult.of_nothing()
-        # ZeRO averages gradients over the ranks, but the loss is a mean over tokens
-        weight = self.shard[1] / tokens
+        accelerator.units = Units(step=counts.trained)
         sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
-            # DeepSpeed counts micro-batches in `step`, which is called once for all of them
-            self.model.set_gradient_accumulation_boundary(is_last)
-            loss, statistics = forward.loss(batch, context)
-            sums.add(loss, statistics)
-            gate = sums.gate() if is_last else 1.0
-            self.model.backward(loss * weight * gate, scale_wrt_gas=False)
+            with accelerator.accumulate(self.model):
+                loss, statistics = forward.loss(batch, context)
+                sums.add(loss, statistics)
+                gate = sums.gate() if is_last else 1.0
+                accelerator.backward(loss * gate, reduction="sum")
         read = sums.start_read()
         # before the step, which lowers the scale after an overflow
         may_rescale = self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
-        self.model.step()  # also clips the gradients
-        grad_norm, applied = float(self.model.get_global_grad_norm()), self.model.was_step_applied()
+        grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+        self.optimizer.step()
+        applied = self.model.was_step_applied()
         if applied and self.grow_scale:
             self.grow_scale()
         read()
-        mean = sums.loss / tokens
-        result = step_result(mean, grad_norm, tokens, applied, may_rescale, sums.statistics, sums.router)
+        mean = sums.loss / counts.trained
+        result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
         return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

@@ -18,9 +18,9 @@ from samecurve.specs.gpus import GIB
 
 if TYPE_CHECKING:
     import torch
-    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.config.schema import Recipe
     from samecurve.interfaces.engine import StepResult
     from samecurve.interfaces.task import Task

@@ -38,10 +38,10 @@ from samecurve.training.sample_texts import write_samples
 from samecurve.training.trackers import Trackers
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.config.schema import Recipe
     from samecurve.interfaces.engine import Engine
     from samecurve.interfaces.task import Task

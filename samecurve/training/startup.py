@@ -47,8 +47,7 @@ from samecurve.training.settle import settle_compile, settle_date, settle_revisi
 from samecurve.training.trackers import Trackers
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
+    from samecurve.accelerator.accelerator import Accelerator
     from samecurve.config.schema import Recipe
     from samecurve.interfaces.engine import Engine
     from samecurve.interfaces.task import Task

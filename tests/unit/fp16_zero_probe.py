@@ -16,12 +16,15 @@ from types import SimpleNamespace
 
 import deepspeed
 import torch
-from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from transformers.utils import ModelOutput
 
 from samecurve.accelerator import cpu_bridge, deepspeed_introspection
+from samecurve.accelerator.accelerator import Accelerator
 from samecurve.accelerator.mesh import Mesh
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.forward import Forward
@@ -71,10 +74,15 @@ def wrapped(stage: int, scale: str) -> ZeroEngine:
         "fp16": {"enabled": True, **SCALES[scale]},
     }
     made = ZeroEngine.__new__(ZeroEngine)
-    made.accelerator, made.device, made.task = Accelerator(cpu=True), torch.device("cpu"), Product()
+    made.accelerator = Accelerator(dims=ParallelDims(), cpu=True)
+    made.device, made.task = torch.device("cpu"), Product()
     made.model, made.optimizer, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), config=config
     )
+    made.accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(made.model)
+    made.optimizer = DeepSpeedOptimizerWrapper(made.optimizer)  # whose step does nothing
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    made.max_grad_norm = 0.0
     deepspeed_introspection.skip_at_smallest_scale(made.model)
     made.scaler = deepspeed_introspection.dynamic_scaler(made.model)
     made.grow_scale = deepspeed_introspection.grow_after_step(made.model)

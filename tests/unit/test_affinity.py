@@ -10,7 +10,6 @@ from report_cases import missing
 from samecurve.accelerator import cpu_bridge
 from samecurve.distributed import affinity
 from samecurve.distributed.affinity import CpuBinding, affinity_advice, load_advice, read_cpu_binding
-from samecurve.strategy.plan import Strategy
 
 TWO_NODES = {"node0": "0-3,8-11\n", "node1": "4-7,12-15\n", "node2": "\n"}  # the last one is memory alone
 LEFT, RIGHT = frozenset([0, 1, 2, 3, 8, 9, 10, 11]), frozenset([4, 5, 6, 7, 12, 13, 14, 15])
@@ -109,5 +108,5 @@ def test_a_strategy_that_binds_can_be_rehearsed(monkeypatch):
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
     for name in ("ACCELERATE_TORCH_DEVICE", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "cpu")
-    cpu_bridge.prepare(Strategy())
+    cpu_bridge.prepare(distributed=False, sharded=False, deepspeed=False)
     assert "ACCELERATE_CPU_AFFINITY" not in os.environ

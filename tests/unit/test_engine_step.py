@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from samecurve.accelerator.accelerator import Accelerator
 from samecurve.accelerator.loss_scaler import LossScale
-from samecurve.accelerator.mesh import Mesh
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.forward import Forward
 from samecurve.engines.torch_engine import TorchEngine
@@ -52,8 +51,9 @@ def rows(*gradients, trained=None) -> MicroBatch:
 
 def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, accumulation: int = 1) -> TorchEngine:
     made = TorchEngine.__new__(TorchEngine)
-    made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
-    made.mesh, made.accumulation_steps = Mesh(ParallelDims(), 0, made.device), accumulation
+    made.accelerator = Accelerator(dims=ParallelDims(), cpu=True, gradient_accumulation_steps=accumulation)
+    made.device = made.accelerator.device
+    made.mesh, made.accumulation_steps = made.accelerator.mesh, accumulation
     made.plan, made.sharded = SimpleNamespace(strategy=Strategy()), False
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=max_grad_norm))
     made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
-from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.accelerator import Accelerator
 from samecurve.config.schema import Batch
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines import grad_cache
@@ -64,8 +63,9 @@ class Meeting(Task):
 
 def engine(accumulation: int, dropout: float = 0.0) -> TorchEngine:
     made = TorchEngine.__new__(TorchEngine)
-    made.accelerator, made.device = Accelerator(cpu=True), torch.device("cpu")
-    made.mesh, made.accumulation_steps = Mesh(ParallelDims(), 0, made.device), accumulation
+    made.accelerator = Accelerator(dims=ParallelDims(), cpu=True, gradient_accumulation_steps=accumulation)
+    made.device = made.accelerator.device
+    made.mesh, made.accumulation_steps = made.accelerator.mesh, accumulation
     made.plan, made.sharded, made.whole = SimpleNamespace(strategy=Strategy()), False, []
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
     made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from tiny_families import round_trip_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
+from samecurve.accelerator.accelerator import Accelerator
 from samecurve.accelerator.mesh import Mesh
 from samecurve.config.schema_training import Memory
 from samecurve.data.micro_batch import MicroBatch
@@ -65,7 +65,8 @@ def batch() -> MicroBatch:
 
 def step(model, kind: str | None, rows: int, chunked: bool = False) -> tuple[float, dict, dict[str, Tensor]]:
     """(token loss, router metrics, gradients) of one step with micro-batches of `rows` rows."""
-    accelerator, recipe = Accelerator(cpu=True), SimpleNamespace(model=SimpleNamespace(router_loss=kind))
+    accelerator = Accelerator(dims=ParallelDims(), cpu=True)
+    recipe = SimpleNamespace(model=SimpleNamespace(router_loss=kind))
     mesh = Mesh(ParallelDims(), 0, accelerator.device)
     balance = router_loss.install(recipe, model, mesh)
     if chunked:
