@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from samecurve.accelerator import cpu_bridge, fsdp, sync_batch_norm
-from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
+from samecurve.accelerator.gradient_norm import copy_to_host, place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh
 from samecurve.accelerator.prepared_data import Units
 from samecurve.errors import ConfigurationError
@@ -59,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
         if dims is None and self.is_fsdp2:
             policy = MixedPrecisionPolicy(compute_dtype(self._precision), reduce_dtype=torch.float32)
-            self.state.fsdp_plugin.mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
+            fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
         self.units: Units | None = None
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
 
@@ -169,7 +169,7 @@ class Accelerator(accelerate.Accelerator):
         given: Iterable[nn.Parameter] = [parameters] if isinstance(parameters, Tensor) else parameters  # pyright: ignore
         trained = [parameter for parameter in given if parameter.grad is not None]
         place_gradients(trained)
-        norm = math.sqrt(squared_norm(trained, self.mesh).item()) if trained else 0.0
+        norm = math.sqrt(*copy_to_host(squared_norm(trained, self.mesh))()) if trained else 0.0
         # with the 1e-6 of torch's clip_grad_norm_ and of DeepSpeed, so that all strategies clip alike
         factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         if factor != 1.0:
@@ -220,9 +220,8 @@ def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
         "dataloader_config": DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
     }
     if "gradient_accumulation_plugin" not in kwargs:
-        steps = int(
-            os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", kwargs.pop("gradient_accumulation_steps", 1))
-        )
+        steps = kwargs.pop("gradient_accumulation_steps", 1)
+        steps = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps)))
         # DDP keeps whole gradients anyway; the others would need memory for them to reduce them only once
         sync_each_batch = sharded or deepspeed
         defaults["gradient_accumulation_plugin"] = GradientAccumulationPlugin(steps, sync_each_batch=sync_each_batch)

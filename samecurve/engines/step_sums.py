@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from samecurve.accelerator.gradient_norm import copy_to_host
 from samecurve.interfaces.engine import StepResult
 
 if TYPE_CHECKING:
@@ -51,38 +52,16 @@ class StepSums:
         self._total = self._mesh.total(torch.cat(parts))
         return torch.where(self._total[0].isfinite(), 1.0, math.nan)
 
-    def start_read(self, *more: Tensor) -> Callable[[], list[float]]:
-        """Start to copy the sums, with `more` fp64 values behind them, to the host.
+    def start_read(self) -> Callable[[], None]:
+        """Start to copy the sums to the host; the returned function waits for that copy and sets the attributes."""
+        copied = copy_to_host(self._total)
 
-        Returns:
-            A function that waits for that copy alone, sets the attributes and returns the values of `more`.
-        """
-        copied = copy_to_host(torch.cat([self._total, *more]))
-
-        def read() -> list[float]:
+        def read() -> None:
             self.loss, *values = copied()
-            self.statistics, values = tuple(values[: self._num_statistics]), values[self._num_statistics :]
-            end = len(self._total) - 1 - self._num_statistics
-            self.router = self._router.metrics(values[:end]) if self._router else {}
-            return values[end:]
+            self.statistics, routed = tuple(values[: self._num_statistics]), values[self._num_statistics :]
+            self.router = self._router.metrics(routed) if self._router else {}
 
         return read
-
-
-def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
-    """Start to copy a 1-D tensor; the returned function waits for the copy, not for kernels that were queued later."""
-    if values.device.type != "cuda":
-        return values.tolist
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    pinned.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> list[float]:
-        copied.synchronize()
-        return pinned.tolist()
-
-    return read
 
 
 def step_result(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from samecurve.accelerator import fsdp
 from samecurve.accelerator.gradient_norm import num_copies
 from samecurve.accelerator.loss_scaler import LossScale
-from samecurve.accelerator.prepared_data import Units
 from samecurve.accelerator.sharded_state import DTensorShards
 from samecurve.engines import (
     context_parallel,
@@ -24,17 +23,14 @@ from samecurve.engines import (
     live_mesh,
     router_loss,
     sequence_parallel,
-    teacher,
     tensor_parallel,
 )
+from samecurve.engines.accelerated import AcceleratedEngine
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.forward import Forward
 from samecurve.engines.loss_implementation import install_loss
-from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.start import computes_in_copies
-from samecurve.engines.step_sums import StepSums, step_result
-from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
+from samecurve.interfaces.engine import EngineDescription, dtype_name
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import bf16_copies, bnb_4bit, compilation, dropout, fp32_weights, liger
 from samecurve.models.lora import trained_shapes
@@ -43,7 +39,6 @@ from samecurve.models.weights import load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, local_numel
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
-from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.precision import PRECISIONS
 from samecurve.strategy.parallel_dims import DIMENSIONS, FSDP, LOSS
 
@@ -51,12 +46,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.accelerator.accelerator import Accelerator
-    from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
 
 
-class TorchEngine:
+class TorchEngine(AcceleratedEngine):
     """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
@@ -94,19 +88,7 @@ class TorchEngine:
             load_weights(skeleton, self.recipe, self._write)
         readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
         self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self._total, copies, readers)
-        self.forward = Forward(
-            accelerator,
-            self.mesh,
-            self.model,
-            task,
-            loss_implementation,
-            teacher=teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None,
-            rows=self.recipe.batch.micro_batches(self.shard[1]),
-            dropout=drops,
-            router=router,
-            first_step=self.first_step,
-            part=part,
-        )
+        self.forward = self._build_forward(plan, loss_implementation, dropout=drops, router=router, part=part)
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self.mesh.sum(values, over=DIMENSIONS)
@@ -175,58 +157,31 @@ class TorchEngine:
         else:
             fsdp.write(self.tensors[name].detach(), full)
 
-    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        assert len(micro_batches) == self.accumulation_steps, "the loop's batch is not the recipe's"
-        accelerator, forward = self.accelerator, self.forward
-        scale = self.loss_scale.value if self.loss_scale else 1.0
-        set_learning_rate(self.optimizer, learning_rate)
-        counts = forward.count(micro_batches)
-        if counts.trained == 0:
-            return StepResult.of_nothing()
-        accelerator.units = Units(step=counts.trained)
-        sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
-        for batch, context, is_last in forward.with_contexts(micro_batches, counts):
-            with accelerator.accumulate(self.model):
-                loss, statistics = forward.loss(batch, context)
-                sums.add(loss, statistics)
-                gate = sums.gate() if is_last else 1.0
-                accelerator.backward(loss * scale * gate, reduction="sum")
+    def _loss_scale(self) -> float:
+        return self.loss_scale.value if self.loss_scale else 1.0
 
-        read = sums.start_read()
-        self._complete_gradients(scale)
-        grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm))
-        read()
+    def _may_rescale(self) -> bool:
+        return self.loss_scale is not None and not self.loss_scale.exhausted
+
+    def _complete_gradients(self) -> None:
+        tensor_parallel.sum_gradients(self.summed, self.mesh)
+        if whole := [parameter.grad for parameter in self.whole if parameter.grad is not None]:
+            self.mesh.add(whole, over=LOSS)
+            torch._foreach_div_(whole, self.mesh.dims.size(*LOSS))  # as FSDP2 does
+        if (scale := self._loss_scale()) != 1.0:
+            trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+            torch._foreach_div_([local_gradient(parameter) for parameter in trained], scale)
+
+    def _update(self, grad_norm: float) -> bool:
         applied = math.isfinite(grad_norm)
         if applied:
             self.optimizer.step()
         # zeroed gradients stay views of DDP's buckets; new ones would need extra memory until the last micro-batch
         in_buckets = isinstance(self.model, DistributedDataParallel) and self.accumulation_steps > 1
         self.optimizer.zero_grad(set_to_none=not in_buckets)
-        may_rescale = self.loss_scale is not None and not self.loss_scale.exhausted
         if self.loss_scale:
             self.loss_scale.update(applied)
-        mean = sums.loss / counts.trained
-        result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
-        return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
-
-    def _complete_gradients(self, scale: float) -> None:
-        """Add to the gradients what neither FSDP2 nor DDP adds, and divide them by fp16's loss scale."""
-        tensor_parallel.sum_gradients(self.summed, self.mesh)
-        if whole := [parameter.grad for parameter in self.whole if parameter.grad is not None]:
-            self.mesh.add(whole, over=LOSS)
-            torch._foreach_div_(whole, self.mesh.dims.size(*LOSS))  # as FSDP2 does
-        if scale != 1.0:
-            trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-            torch._foreach_div_([local_gradient(parameter) for parameter in trained], scale)
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        return self.forward.evaluate(micro_batches)
-
-    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        return self.forward.features(micro_batches)
-
-    def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
-        return self.forward.outputs(batch, positions)
+        return applied
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:
@@ -244,9 +199,6 @@ class TorchEngine:
     def loss_scale_state(self, values: dict) -> None:
         if self.loss_scale and values:
             self.loss_scale.value, self.loss_scale.good_steps = values["value"], values["good_steps"]
-
-    def memory_usage(self) -> MemoryUsage:
-        return memory_usage(self.model, self.optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
         """See Engine.describe. Batch size and clipping come from the recipe, all else from the live objects."""

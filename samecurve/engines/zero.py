@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from samecurve.accelerator import deepspeed_introspection
-from samecurve.accelerator.prepared_data import Units
 from samecurve.accelerator.sharded_state import Zero3Shards, Zero12Shards
-from samecurve.engines import router_loss, teacher, zero3_partition
+from samecurve.engines import router_loss, zero3_partition
+from samecurve.engines.accelerated import AcceleratedEngine
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.forward import Forward
 from samecurve.engines.loss_implementation import install_loss
-from samecurve.engines.memory_usage import memory_usage
-from samecurve.engines.step_sums import StepSums, step_result
-from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
+from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, fp32_weights, liger
 from samecurve.models.fp32_weights import ExactValues
@@ -29,7 +26,6 @@ from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
-from samecurve.optim.schedule import set_learning_rate
 from samecurve.strategy.parallel_dims import LOSS, ParallelDims
 
 if TYPE_CHECKING:
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
 
 
-class ZeroEngine:
+class ZeroEngine(AcceleratedEngine):
     """Implementation of interfaces.engine.Engine, in which DeepSpeed does backward, clipping, loss scaling and update.
 
     `skeleton` is the model on the meta device and stays there.
@@ -51,10 +47,10 @@ class ZeroEngine:
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
         self.accelerator, self.skeleton, self.task = accelerator, skeleton, task
         self.device: torch.device = accelerator.device
-        self.mesh, self.max_grad_norm = accelerator.mesh, plan.recipe.optimizer.max_grad_norm
+        self.mesh = accelerator.mesh
         self.shard = self.mesh.shard
         self.shapes = trained_shapes(skeleton)
-        recipe = plan.recipe
+        self.recipe = recipe = plan.recipe
         # The order matters. ZeRO-3 divides each weight as soon as it is built, so everything that goes by shapes reads
         # the skeleton's. What a layer computes is settled before DeepSpeed hooks into the modules. Values are loaded
         # after `prepare`, because DeepSpeed copies its fp32 masters from weights that it has rounded.
@@ -72,18 +68,7 @@ class ZeroEngine:
         with torch.no_grad():
             load_weights(skeleton, recipe, self._write)
         self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self.mesh.sum)
-        self.forward = Forward(
-            accelerator,
-            self.mesh,
-            self.model,
-            task,
-            loss_implementation,
-            teacher=teacher.build(accelerator, plan, self.mesh, task) if task.teacher else None,
-            rows=recipe.batch.micro_batches(self.shard[1]),
-            dropout=drops,
-            router=router,
-            first_step=self.first_step,
-        )
+        self.forward = self._build_forward(plan, loss_implementation, dropout=drops, router=router)
 
     def _place_of_weights(self, plan: Plan) -> Any:
         """Return the device that the model is built on, or ZeRO-3's context that divides each weight."""
@@ -151,43 +136,32 @@ class ZeroEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         self._refresh_exact()
-        accelerator, forward = self.accelerator, self.forward
-        set_learning_rate(self.optimizer, learning_rate)
-        counts = forward.count(micro_batches)
-        if counts.trained == 0:
-            return StepResult.of_nothing()
-        accelerator.units = Units(step=counts.trained)
-        sums = StepSums(self.mesh, self.task.num_step_statistics, forward.router)
-        for batch, context, is_last in forward.with_contexts(micro_batches, counts):
-            with accelerator.accumulate(self.model):
-                loss, statistics = forward.loss(batch, context)
-                sums.add(loss, statistics)
-                gate = sums.gate() if is_last else 1.0
-                accelerator.backward(loss * gate, reduction="sum")
-        read = sums.start_read()
-        # before the step, which lowers the scale after an overflow
-        may_rescale = self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
-        grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+        return super().step(micro_batches, learning_rate)
+
+    def _may_rescale(self) -> bool:
+        return self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
+
+    def _complete_gradients(self) -> None:
+        pass  # DeepSpeed's are complete
+
+    def _update(self, grad_norm: float) -> bool:
         self.optimizer.step()
         applied = self.model.was_step_applied()
         if applied and self.grow_scale:
             self.grow_scale()
-        read()
-        mean = sums.loss / counts.trained
-        result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
-        return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
+        return applied
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         self._refresh_exact()
-        return self.forward.evaluate(micro_batches)
+        return super().evaluate(micro_batches)
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         self._refresh_exact()
-        return self.forward.features(micro_batches)
+        return super().features(micro_batches)
 
     def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
         self._refresh_exact()
-        return self.forward.outputs(batch, positions)
+        return super().outputs(batch, positions)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:
         for name in self.shapes:
@@ -202,9 +176,6 @@ class ZeroEngine:
     @loss_scale_state.setter
     def loss_scale_state(self, values: dict) -> None:
         deepspeed_introspection.set_loss_scale(self.model, values)
-
-    def memory_usage(self) -> MemoryUsage:
-        return memory_usage(self.model, self.optimizer, self.describe())
 
     def describe(self) -> EngineDescription:
         engine, taught = self.model, self.forward.teacher

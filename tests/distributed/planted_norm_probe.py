@@ -15,6 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from samecurve.accelerator import accelerator as methods
 from samecurve.accelerator import gradient_norm
 from samecurve.data.batches import StepBatches
 from samecurve.engines import factory, scheduled_engine, tensor_parallel, torch_engine
@@ -81,7 +82,7 @@ _FOUND_AT_ONCE = (FirstStep, "checked", _unchecked)
 ERRORS = {
     "none": [],
     "gradients stay where PyTorch left them": [
-        (torch_engine, "place_gradients", _nothing),
+        (methods, "place_gradients", _nothing),
         (scheduled_engine, "place_gradients", _nothing),
     ],
     "each rank's copy counts": [
@@ -94,7 +95,7 @@ ERRORS = {
         (gradient_norm, "DIMENSIONS", tuple(name for name in DIMENSIONS if name != "cp")),
         _FOUND_AT_ONCE,
     ],
-    "gradients are a mean over the parts of a row": [(torch_engine, "LOSS", BATCH)],
+    "gradients are a mean over the parts of a row": [(methods, "LOSS", BATCH)],
     "keys miss the gradients of other parts' queries": [(context, "all_gather", _without_gradients_of_others)],
     "experts' gradients are not divided": [(FSDPModule, "set_gradient_divide_factor", _nothing)],
     "experts' gradients are divided twice": [(FSDPModule, "set_gradient_divide_factor", _divided_twice)],

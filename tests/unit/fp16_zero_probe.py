@@ -82,7 +82,7 @@ def wrapped(stage: int, scale: str) -> ZeroEngine:
     made.accelerator.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(made.model)
     made.optimizer = DeepSpeedOptimizerWrapper(made.optimizer)  # whose step does nothing
     AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-    made.max_grad_norm = 0.0
+    made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=0.0))
     deepspeed_introspection.skip_at_smallest_scale(made.model)
     made.scaler = deepspeed_introspection.dynamic_scaler(made.model)
     made.grow_scale = deepspeed_introspection.grow_after_step(made.model)

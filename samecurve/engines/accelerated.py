@@ -1,0 +1,116 @@
+"""The optimizer step under the strategies that Accelerate has: one device, DDP, FSDP2 and ZeRO."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from samecurve.accelerator.prepared_data import Units
+from samecurve.engines import teacher
+from samecurve.engines.forward import Forward
+from samecurve.engines.memory_usage import memory_usage
+from samecurve.engines.step_sums import StepSums, step_result
+from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult
+from samecurve.optim.schedule import set_learning_rate
+
+if TYPE_CHECKING:
+    from samecurve.accelerator.accelerator import Accelerator
+    from samecurve.accelerator.mesh import Mesh
+    from samecurve.config.schema import Recipe
+    from samecurve.data.micro_batch import MicroBatch
+    from samecurve.engines.first_step import FirstStep
+    from samecurve.interfaces.task import Task
+    from samecurve.strategy.plan import Plan
+
+
+class AcceleratedEngine(ABC):
+    """The part of interfaces.engine.Engine that the torch and ZeRO engines have in common.
+
+    Attributes:
+        model: as Accelerate has prepared it.
+        forward: its forward passes.
+        first_step: compares the first update with the recipe.
+    """
+
+    accelerator: Accelerator
+    recipe: Recipe
+    task: Task
+    mesh: Mesh
+    shard: tuple[int, int]
+    model: Any
+    optimizer: Any
+    forward: Forward
+    first_step: FirstStep
+
+    def _build_forward(self, plan: Plan, loss_implementation: str, **parts: Any) -> Forward:
+        """Build the forward passes of the prepared model. `parts`: dropout, router and part of Forward."""
+        return Forward(
+            self.accelerator,
+            self.mesh,
+            self.model,
+            self.task,
+            loss_implementation,
+            teacher=teacher.build(self.accelerator, plan, self.mesh, self.task) if self.task.teacher else None,
+            rows=self.recipe.batch.micro_batches(self.shard[1]),
+            first_step=self.first_step,
+            **parts,
+        )
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        accelerator, forward = self.accelerator, self.forward
+        assert len(micro_batches) == accelerator.gradient_accumulation_steps, "the loop's batch is not the recipe's"
+        set_learning_rate(self.optimizer, learning_rate)
+        counts = forward.count(micro_batches)
+        if counts.trained == 0:
+            return StepResult.of_nothing()
+        accelerator.units, scale = Units(step=counts.trained), self._loss_scale()
+        sums = StepSums(forward.mesh, self.task.num_step_statistics, forward.router)
+        for batch, context, is_last in forward.with_contexts(micro_batches, counts):
+            with accelerator.accumulate(self.model):
+                loss, statistics = forward.loss(batch, context)
+                sums.add(loss, statistics)
+                gate = sums.gate() if is_last else 1.0
+                accelerator.backward(loss * scale * gate, reduction="sum")
+        read, may_rescale = sums.start_read(), self._may_rescale()
+        self._complete_gradients()
+        grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm))
+        applied = self._update(grad_norm)
+        read()
+        mean = sums.loss / counts.trained
+        result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
+        return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
+
+    def _loss_scale(self) -> float:
+        """fp16's loss scale by which this engine multiplies losses."""
+        return 1.0
+
+    @abstractmethod
+    def _may_rescale(self) -> bool:
+        """Whether a smaller fp16 loss scale may cure an overflow. Called before the update, which lowers the scale."""
+
+    @abstractmethod
+    def _complete_gradients(self) -> None:
+        """Add to the gradients what `backward` has not added, and divide them by fp16's loss scale."""
+
+    @abstractmethod
+    def _update(self, grad_norm: float) -> bool:
+        """Update the weights unless the norm is not finite; return whether they were. Gradients are zero afterwards."""
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        return self.forward.evaluate(micro_batches)
+
+    def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        return self.forward.features(micro_batches)
+
+    def outputs(self, batch: MicroBatch, positions: torch.Tensor | None = None) -> Tensor | None:
+        return self.forward.outputs(batch, positions)
+
+    def memory_usage(self) -> MemoryUsage:
+        return memory_usage(self.model, self.optimizer, self.describe())
+
+    @abstractmethod
+    def describe(self) -> EngineDescription: ...
