@@ -50,9 +50,12 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(self, *, count: Callable[[Any], int] | None = None, dims: ParallelDims | None = None, **kwargs: Any):
-        if dims is None:
-            kwargs = _for_script(kwargs)
-        super().__init__(**kwargs)
+        # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and Accelerate 1.15 passes DDP an option under the
+        # name that torch 2.13 deprecates and torch 2.11 knows alone: both would warn on every rank.
+        names = "all_gather_into_tensor|reduce_scatter_tensor"
+        warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        super().__init__(**(kwargs if dims else _for_script(kwargs)))
         self.count = count
         self.mesh = Mesh(dims or self._script_dims(), self.process_index, self.device)
         if self.autocast_handler is not None and not self.autocast_handler.enabled:
@@ -85,6 +88,10 @@ class Accelerator(accelerate.Accelerator):
             sync_batch_norm.install(model, self.device)
             if self.num_processes > 1 and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
+            if self.deepspeed_plugin is not None and not hasattr(getattr(model, "config", None), "hidden_size"):
+                zero = self.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+                for key in [key for key in zero if self.deepspeed_plugin.is_auto(f"zero_optimization.{key}")]:
+                    del zero[key]  # DeepSpeed's default counts: Accelerate knows a value by hidden_size alone
         prepared = super().prepare(*args, device_placement=device_placement)
         if self.distributed_type != DistributedType.DEEPSPEED:
             return prepared

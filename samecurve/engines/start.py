@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -55,13 +54,6 @@ def start(plan: Plan) -> Accelerator:
         cpu_bridge.prepare(strategy.distributed, strategy.shards_model, strategy.deepspeed is not None)
     if cpu_bridge.needed() or strategy.offloads_optimizer:
         torch.set_num_threads(num_threads())
-    if strategy.backend == "deepspeed":
-        # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and would warn on every rank
-        names = "all_gather_into_tensor|reduce_scatter_tensor"
-        warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
-    if strategy.keeps_model:
-        # Accelerate 1.15 knows only the name that torch 2.13 deprecates, and torch 2.11 knows no other
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         dims=strategy.dims,
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
