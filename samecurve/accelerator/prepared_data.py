@@ -1,14 +1,225 @@
-from dataclasses import dataclass
+"""Data loaders of a script of one's own: the same rows per step, and after a resume, on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, cast
+
+import accelerate
+import torch
+from accelerate.data_loader import get_sampler
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, gather_object, recursively_apply
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from samecurve.accelerator.prepared_loader import GlobalBatches, PreparedLoader, Units
+from samecurve.distributed.control_group import ControlGroup
+from samecurve.errors import ConfigurationError
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+
+logger = get_logger(__name__)
+
+# transformers' LOSS_MAPPING: the losses in which token t predicts label t + 1
+_SHIFTED_LOSSES = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")
 
 
-@dataclass(frozen=True)
-class Units:
-    """Units (rows, or tokens with a label) of a loss.
+def count_units(batch: Any, model: Any = None, rows: int | None = None) -> int:
+    """Count the units that the loss of transformers' models, and of most scripts, is a mean over.
 
-    Attributes:
-        step: of the whole optimizer step, over all processes and micro-batches.
-        micro_batch: of this process's part of the micro-batch.
+    Labels other than -100 are counted if `batch` has integer "labels" of shape (rows,) or (rows, tokens, ...). Where
+    the model predicts the next token, the first label of each row is not counted. Without such labels, rows are.
+
+    Args:
+        batch: a batch as the collate function returned it.
+        model: the model that is trained; None if it is unknown.
+        rows: rows of the batch; None: the length of its first tensor.
+
+    Raises:
+        ConfigurationError: there is no tensor to count rows of.
+    """
+    mapping = batch if isinstance(batch, Mapping) else {}
+    if (shifted := mapping.get("shift_labels")) is not None:
+        return int((shifted != IGNORE_INDEX).sum())
+    labels = mapping.get("labels")
+    if isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point():
+        predicts_next = labels.ndim == 2 and _predicts_next(model)
+        return int(((labels[:, 1:] if predicts_next else labels) != IGNORE_INDEX).sum())
+    rows = _length(batch) if rows is None else rows
+    if rows is None:
+        raise ConfigurationError(
+            "a batch without tensors cannot be counted: give Accelerator(count=...) a function that returns the number "
+            "of units (rows, tokens) that your loss is a mean over"
+        )
+    return rows
+
+
+def _predicts_next(model: Any) -> bool:
+    config, kind = getattr(model, "config", None), getattr(model, "loss_type", None)
+    if config is None or getattr(config, "is_encoder_decoder", False):
+        return False
+    # LMHeadModel (GPT-2, BERT): transformers derives no loss from such a name, and takes that of ForCausalLM
+    return kind in _SHIFTED_LOSSES or (kind is None and type(model).__name__.endswith("LMHeadModel"))
+
+
+def _length(batch: Any) -> int | None:
+    """Return the length of the first tensor in nested containers; None without one."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((length for part in parts if (length := _length(part)) is not None), None)
+
+
+class PreparedData(accelerate.Accelerator):
+    """The part of samecurve.Accelerator that prepares data loaders, and gathers what is computed of their batches.
+
+    `DataLoader(batch_size=...)` is the global batch size of a micro-step (split_batches=True). What Accelerate alone
+    prepares is named in a warning: its rows depend on the number of processes.
     """
 
-    step: int
-    micro_batch: int = 1
+    count: Callable[[Any], int] | None = None  # the constructor's argument
+    _units: PreparedLoader | Units | None = None
+
+    @cached_property
+    def control(self) -> ControlGroup:
+        """Group for small messages on the CPU: they do not wait for a GPU's queue. Construction is collective."""
+        return ControlGroup()
+
+    @property
+    def units(self) -> Units | None:
+        """Units of the current micro-batch and its optimizer step; None outside of a prepared loader's loop.
+
+        Counted when they are asked for, so that an evaluation neither looks ahead nor communicates.
+        """
+        if not isinstance(self._units, PreparedLoader):
+            return self._units
+        return self._units.units() if self._units is self.gradient_state.active_dataloader else None
+
+    @units.setter
+    def units(self, units: Units | None) -> None:
+        self._units = units
+
+    def count_units(self, batch: Any, rows: int | None = None) -> int:
+        """Count a batch by the constructor's `count`, else by `samecurve.accelerator.prepared_data.count_units`."""
+        if self.count is not None:
+            return self.count(batch)
+        return count_units(batch, self.unwrap_model(self._models[0]) if self._models else None, rows)
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch=None
+    ) -> DataLoader:
+        """Prepare a loader as Accelerate does, with the same rows per global batch on any number of processes."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if reason := self._left_to_accelerate(data_loader):
+            logger.warning(
+                f"a data loader is prepared by Accelerate alone, because of {reason}: its rows per step depend on the "
+                "number of processes, and a checkpoint has no position in it"
+            )
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        sampler = data_loader.sampler
+        batches = sampler if isinstance(sampler, BatchSampler) else data_loader.batch_sampler
+        generator = getattr(get_sampler(data_loader), "generator", None) or data_loader.generator
+        seed = self.dataloader_config.data_seed
+        if seed is None:
+            seed = generator.initial_seed() if generator is not None else torch.initial_seed()
+        shard, control = (self.process_index, self.num_processes), self.control
+
+        def from_main(work: Callable) -> Any:
+            return control.broadcast(work() if control.is_main else None)
+
+        placed = self.device_placement if device_placement is None else device_placement
+        batches = GlobalBatches(batches, control.broadcast(seed), shard, from_main)
+        prepared = PreparedLoader(self, data_loader, batches, self.device if placed else None)
+        self._dataloaders.append(prepared)
+        return cast(DataLoader, prepared)
+
+    def _left_to_accelerate(self, loader: DataLoader) -> str:
+        """Name what keeps a loader's rows from being exact; "" if nothing does."""
+        batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+        mesh: Any = self._prepare_device_mesh()
+        try:
+            sized = batches is not None and len(cast(Any, batches)) >= 0
+        except TypeError:
+            sized = False
+        reasons = {
+            "DataLoaderConfiguration(split_batches=False)": not self.split_batches,
+            "DataLoaderConfiguration(dispatch_batches=True)": self.dispatch_batches,
+            "DataLoaderConfiguration(use_stateful_dataloader=True)": self.use_stateful_dataloader,
+            f"its dataset, the IterableDataset {type(loader.dataset).__name__}": isinstance(
+                loader.dataset, IterableDataset
+            ),
+            "a DistributedSampler, which Accelerate's scripts must not have": isinstance(
+                get_sampler(loader), DistributedSampler
+            ),
+            "batch_size=None": batches is None,
+            f"its batch sampler {type(batches).__name__}, which has no length": not sized,
+            "in_order=False": not getattr(loader, "in_order", True),
+            "ranks that share their rows (tensor or context parallelism)": mesh is not None
+            and any(mesh[name].size() > 1 for name in mesh.mesh_dim_names if name in ("tp", "cp", "sp")),
+            f"distributed type {self.distributed_type.value}": self.distributed_type
+            in (DistributedType.XLA, DistributedType.MEGATRON_LM),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), "")
+
+    def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
+        """Return a loader of one epoch from its global batch `num_batches` on, without reading those before.
+
+        `num_batches` replaces a position that load_state restored. Batches of an optimizer step that the checkpoint
+        found unfinished are not skipped, because their gradients are not in it.
+        """
+        if not isinstance(dataloader, PreparedLoader):
+            return super().skip_first_batches(dataloader, num_batches)
+        position = dataloader.position
+        if position.unfinished is not None:
+            if position.start <= num_batches <= position.start + position.unfinished:
+                num_batches = position.start
+            else:
+                logger.warning(
+                    f"skip_first_batches({num_batches}): the loaded checkpoint was taken after {position.start} "
+                    f"batches of epoch {position.epoch}. The epoch begins after {num_batches}, as the call says."
+                )
+        skipping = dataloader.__copy__()
+        skipping.skip = num_batches
+        position.move(position.epoch)  # the restored position is replaced
+        return cast(DataLoader, skipping)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather values per row from all processes: each row of the data set once, in the order of the loader.
+
+        Args:
+            input_data: nested containers of tensors whose first dimension is this process's part of the batch, or a
+                list of objects, one per row.
+            use_gather_object: gather tensors of different shapes as objects.
+        """
+        loader = self.gradient_state.active_dataloader
+        if not isinstance(loader, PreparedLoader):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        counted = [rows > 0 for rows in loader.part.rows]
+        lengths: list[int] = []
+
+        def note_length(tensor: Tensor) -> Tensor:
+            lengths.append(len(tensor) if tensor.ndim else 1)
+            return tensor
+
+        try:
+            recursively_apply(note_length, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object:
+            own = counted[self.process_index]
+            return gather_object(input_data if own or isinstance(input_data, Mapping) else input_data[:0])
+        if self.num_processes == 1:
+            return input_data
+        lengths_by_tensor = zip(*self.control.conclude(lengths, list), strict=True)
+
+        def gather_rows(tensor: Tensor) -> Tensor:
+            lengths = next(lengths_by_tensor)
+            tensor, longest = tensor if tensor.ndim else tensor[None], max(lengths)
+            padding = tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])
+            gathered: Any = self.gather(torch.cat([tensor, padding]))
+            parts = zip(gathered.tensor_split(self.num_processes), lengths, counted, strict=True)
+            return torch.cat([part[:length] for part, length, counts in parts if counts])
+
+        return recursively_apply(gather_rows, input_data)
