@@ -79,22 +79,22 @@ class PreparedData(accelerate.Accelerator):
     """
 
     count: Callable[[Any], int] | None = None  # the constructor's argument
-    _units: PreparedLoader | Units | None = None
+    _units: Units | None = None
 
     @cached_property
-    def control(self) -> ControlGroup:
+    def _control(self) -> ControlGroup:
         """Group for small messages on the CPU: they do not wait for a GPU's queue. Construction is collective."""
         return ControlGroup()
 
     @property
     def units(self) -> Units | None:
-        """Units of the current micro-batch and its optimizer step; None outside of a prepared loader's loop.
+        """Units of the current micro-batch and its optimizer step: what was set, else what a prepared loader counts.
 
-        Counted when they are asked for, so that an evaluation neither looks ahead nor communicates.
+        Counted when they are asked for, so that an evaluation neither looks ahead nor communicates. None outside of a
+        prepared loader's loop.
         """
-        if not isinstance(self._units, PreparedLoader):
-            return self._units
-        return self._units.units() if self._units is self.gradient_state.active_dataloader else None
+        active = self.gradient_state.active_dataloader
+        return active.units() if self._units is None and isinstance(active, PreparedLoader) else self._units
 
     @units.setter
     def units(self, units: Units | None) -> None:
@@ -113,9 +113,9 @@ class PreparedData(accelerate.Accelerator):
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if reason := self._left_to_accelerate(data_loader):
-            logger.warning(
+            logger.warning_once(
                 f"a data loader is prepared by Accelerate alone, because of {reason}: its rows per step depend on the "
-                "number of processes, and a checkpoint has no position in it"
+                "number of processes, its micro-batches count alike, and a checkpoint has no position in it"
             )
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         sampler = data_loader.sampler
@@ -124,14 +124,15 @@ class PreparedData(accelerate.Accelerator):
         seed = self.dataloader_config.data_seed
         if seed is None:
             seed = generator.initial_seed() if generator is not None else torch.initial_seed()
-        shard, control = (self.process_index, self.num_processes), self.control
+        shard, control = (self.process_index, self.num_processes), self._control
 
         def from_main(work: Callable) -> Any:
             return control.broadcast(work() if control.is_main else None)
 
         placed = self.device_placement if device_placement is None else device_placement
         batches = GlobalBatches(batches, control.broadcast(seed), shard, from_main)
-        prepared = PreparedLoader(self, data_loader, batches, self.device if placed else None)
+        device = self.device if placed else None
+        prepared = PreparedLoader(self, data_loader, batches, device, self.count_units, control)
         self._dataloaders.append(prepared)
         return cast(DataLoader, prepared)
 
@@ -212,7 +213,7 @@ class PreparedData(accelerate.Accelerator):
             return gather_object(input_data if own or isinstance(input_data, Mapping) else input_data[:0])
         if self.num_processes == 1:
             return input_data
-        lengths_by_tensor = zip(*self.control.conclude(lengths, list), strict=True)
+        lengths_by_tensor = zip(*self._control.conclude(lengths, list), strict=True)
 
         def gather_rows(tensor: Tensor) -> Tensor:
             lengths = next(lengths_by_tensor)

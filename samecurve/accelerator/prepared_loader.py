@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import accelerate
 import numpy as np
 import torch
 from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS, DataLoaderShard
@@ -16,8 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import RNGType, send_to_device, synchronize_rng_states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-if TYPE_CHECKING:
-    from samecurve.accelerator.prepared_data import PreparedData
+from samecurve.distributed.control_group import ControlGroup
 
 logger = get_logger(__name__)
 
@@ -150,14 +150,24 @@ class PreparedLoader(DataLoaderShard):
     (`next(iter(loader))`) without a backward pass leaves no trace.
 
     Args:
-        accelerator: for the processes, the step counter and the count of units.
+        accelerator: has the counter of micro-batches that `accumulate` takes steps of.
         loader: the user's loader.
         batches: rows of this process.
         device: where batches go; None leaves them on the CPU.
+        count: returns the units of a batch, given its rows, too.
+        world: adds them up over all processes.
     """
 
-    def __init__(self, accelerator: PreparedData, loader: DataLoader, batches: GlobalBatches, device: Any):
-        self.accelerator, self.batches = accelerator, batches
+    def __init__(
+        self,
+        accelerator: accelerate.Accelerator,
+        loader: DataLoader,
+        batches: GlobalBatches,
+        device: Any,
+        count: Callable[[Any, int], int],
+        world: ControlGroup,
+    ):
+        self.accelerator, self.batches, self._count_batch, self._world = accelerator, batches, count, world
         self.position, self.skip, self.part = Position(), 0, _Part(None, [])
         self._units: Units | None = None  # of the current micro-batch; None: not counted yet
         names = [name for name in _PYTORCH_DATALOADER_KWARGS if name not in _REPLACED and hasattr(loader, name)]
@@ -223,7 +233,7 @@ class PreparedLoader(DataLoaderShard):
             for index in range(start, total):
                 self._index = index
                 self.part = self._ahead.popleft() if self._ahead else self._read()
-                self.accelerator._units, self._units = self, None
+                self._units = None
                 self.end_of_dataloader = index == total - 1
                 current = position.current = (epoch, index + 1)
                 batch = self.part.batch
@@ -265,7 +275,7 @@ class PreparedLoader(DataLoaderShard):
         while len(self._ahead) < more:
             self._ahead.append(self._read())
         parts = [self.part, *islice(self._ahead, more)]
-        (units,) = self.accelerator.control.start_sum([sum(map(self._count, parts))]).wait()
+        (units,) = self._world.start_sum([sum(map(self._count, parts))]).wait()
         self._step_units = int(units)
         whole = len(parts) if state.sync_with_dataloader else state.num_steps
         if len(parts) < whole and self.accelerator.step:
@@ -279,7 +289,7 @@ class PreparedLoader(DataLoaderShard):
     def _count(self, part: _Part) -> int:
         if part.units is None:
             own = part.rows[self.batches.shard[0]]
-            part.units = self.accelerator.count_units(part.batch, own) if own else 0
+            part.units = self._count_batch(part.batch, own) if own else 0
         return part.units
 
     def state_dict(self) -> dict[str, int]:

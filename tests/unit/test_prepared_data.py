@@ -271,7 +271,7 @@ def test_a_loop_that_is_left_begins_the_next_epoch():
     for epoch in range(3):
         for _, batch in zip(range(1), loader, strict=False):
             assert batch.tolist() == expected[epoch][0]
-            assert loader.accelerator.units.step == 4  # as in a backward pass
+            assert loader.units().step == 4  # as in a backward pass
         state = loader.state_dict()
         assert (state["epoch"], state["batches"]) == (epoch, 1)
 
