@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import accelerate
 import torch
 from accelerate.utils import (
     DataLoaderConfiguration,
@@ -24,14 +23,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from samecurve.accelerator import cpu_bridge, fsdp, sync_batch_norm
 from samecurve.accelerator.gradient_norm import copy_to_host, place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh
-from samecurve.accelerator.prepared_data import Units
+from samecurve.accelerator.prepared_data import PreparedData
 from samecurve.errors import ConfigurationError
 from samecurve.optim.dtensor import local_gradient
 from samecurve.specs.precision import compute_dtype
 from samecurve.strategy.parallel_dims import LOSS, ParallelDims
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(PreparedData):
     """Accelerate's Accelerator with the same names and signatures, and a step that is exact.
 
     A step's gradient is that of one mean over all of its units (rows, or tokens with a label): of all micro-batches and
@@ -46,7 +45,6 @@ class Accelerator(accelerate.Accelerator):
 
     Attributes:
         mesh: the processes by their parallel dimensions.
-        units: of the micro-batch that a prepared DataLoader has yielded last, and of its step.
     """
 
     def __init__(self, *, count: Callable[[Any], int] | None = None, dims: ParallelDims | None = None, **kwargs: Any):
@@ -63,7 +61,6 @@ class Accelerator(accelerate.Accelerator):
         if dims is None and self.is_fsdp2:
             policy = MixedPrecisionPolicy(compute_dtype(self._precision), reduce_dtype=torch.float32)
             fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
-        self.units: Units | None = None
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from samecurve.accelerator.prepared_data import Units
+from samecurve.accelerator.prepared_loader import Units
 from samecurve.engines import teacher
 from samecurve.engines.forward import Forward
 from samecurve.engines.memory_usage import memory_usage
@@ -67,7 +67,8 @@ class AcceleratedEngine(ABC):
         counts = forward.count(micro_batches)
         if counts.trained == 0:
             return StepResult.of_nothing()
-        accelerator.units, scale = Units(step=counts.trained), self._loss_scale()
+        accelerator.units = Units(micro_batch=0, step=counts.trained)  # the losses below are sums
+        scale = self._loss_scale()
         sums = StepSums(forward.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
             with accelerator.accumulate(self.model):

@@ -20,9 +20,7 @@ ON_HOST = "engines/accelerated.py: step"  # of the norm, which is on the host by
 COUNTS = "accelerator/mesh.py: count"  # of sums on the CPU
 DROPOUT = "models/dropout.py: _of"  # MicroBatch.places, which stay on the CPU
 OF_PART = "losses/chunked_cross_entropy.py: trained_positions"  # of a part's labels, before their copy to the device
-NORM_OF_DEEPSPEED = (
-    "accelerator/accelerator.py: _take_deepspeed_step"  # read by then
-)
+NORM_OF_DEEPSPEED = "accelerator/accelerator.py: _take_deepspeed_step"  # read by then
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 1.0}
 VARLEN = "data.packing=true", "model.attention=varlen"
