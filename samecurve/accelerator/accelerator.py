@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -28,6 +29,11 @@ from samecurve.errors import ConfigurationError
 from samecurve.optim.dtensor import local_gradient
 from samecurve.specs.precision import compute_dtype
 from samecurve.strategy.parallel_dims import LOSS, ParallelDims
+
+# Process groups stay referenced until the process exits. Otherwise DDP's Reducer may drop the last reference: the
+# group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
+# that had finished its work hung forever, in one of twenty runs on busy cores).
+_WORLDS: list[dist.ProcessGroup] = []
 
 
 class Accelerator(PreparedData):
@@ -54,6 +60,8 @@ class Accelerator(PreparedData):
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         super().__init__(**(kwargs if dims else _for_script(kwargs)))
+        if (world := dist.group.WORLD) is not None:
+            _WORLDS.append(world)
         self.count = count
         self.mesh = Mesh(dims or self._script_dims(), self.process_index, self.device)
         if self.autocast_handler is not None and not self.autocast_handler.enabled:
@@ -85,10 +93,12 @@ class Accelerator(PreparedData):
             sync_batch_norm.install(model, self.device)
             if self.num_processes > 1 and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
-            if self.deepspeed_plugin is not None and not hasattr(getattr(model, "config", None), "hidden_size"):
-                zero = self.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-                for key in [key for key in zero if self.deepspeed_plugin.is_auto(f"zero_optimization.{key}")]:
-                    del zero[key]  # DeepSpeed's default counts: Accelerate knows a value by hidden_size alone
+            if self.deepspeed_plugin is not None:
+                self.deepspeed_engine_wrapped = None  # `backward` is of the model that was prepared last
+                if not hasattr(getattr(model, "config", None), "hidden_size"):
+                    zero = self.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+                    for key in [key for key in zero if self.deepspeed_plugin.is_auto(f"zero_optimization.{key}")]:
+                        del zero[key]  # DeepSpeed's default counts: Accelerate knows a value by hidden_size alone
         prepared = super().prepare(*args, device_placement=device_placement)
         if self.distributed_type != DistributedType.DEEPSPEED:
             return prepared

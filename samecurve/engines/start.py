@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import (
     AutocastKwargs,
     DeepSpeedPlugin,
@@ -32,11 +31,6 @@ from samecurve.strategy.deepspeed_config import resolve_auto
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
-
-# Process groups stay referenced until the process exits. Otherwise DDP's Reducer may drop the last reference: the
-# group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
-# that had finished its work hung forever, in one of twenty runs on busy cores).
-_WORLDS: list[dist.ProcessGroup] = []
 
 
 def start(plan: Plan) -> Accelerator:
@@ -70,8 +64,6 @@ def start(plan: Plan) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
         **plugins(plan),
     )
-    if (world := dist.group.WORLD) is not None:
-        _WORLDS.append(world)
     set_seed(recipe.seed, device_specific=True)  # not read by initial weights, row order or dropout masks
     accelerator.scaler = None  # fp16's loss scale goes by the global norm, see loss_scaler.py
     if cpu_bridge.needed():
