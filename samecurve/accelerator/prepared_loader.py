@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -54,13 +55,16 @@ class GlobalBatches(BatchSampler):
     """
 
     def __init__(self, batches: Any, seed: int, shard: tuple[int, int], from_main: Callable[[Callable], Any]):
-        self.batches, self.seed, self.shard, self._from_main = batches, seed, shard, from_main
+        self.known = type(batches) is BatchSampler and type(batches.sampler) in (SequentialSampler, RandomSampler)
+        if self.known:  # the user's sampler keeps its generator
+            batches = BatchSampler(copy(batches.sampler), batches.batch_size, batches.drop_last)
+        self.batches: Any = batches
+        self.seed, self.shard, self._from_main = seed, shard, from_main
         # what Accelerate reads of a batch sampler; no process has fewer batches than another
         self.batch_size: Any = getattr(batches, "batch_size", None)
         self.drop_last = getattr(batches, "drop_last", False)
         self.split_batches = self.even_batches = True
         self.sampler: Any = getattr(batches, "sampler", None)
-        self.known = type(batches) is BatchSampler and type(self.sampler) in (SequentialSampler, RandomSampler)
         self._epoch: Any = batches
         self._start = self.total = 0
         self.sizes: deque[int] = deque()  # rows of the global batches that were read and not yet taken from here

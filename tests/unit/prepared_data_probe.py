@@ -23,8 +23,9 @@ from samecurve.accelerator.prepared_data import PreparedData  # noqa: E402
 
 def probe(accelerator: PreparedData) -> dict:
     train = accelerator.prepare_data_loader(DataLoader(Numbers(11), batch_size=4, shuffle=True))
-    result: dict = {"steps": [], "micro": [], "gathered": [], "objects": [], "nested": []}
-    for _ in train:
+    result: dict = {"train": [], "steps": [], "micro": [], "gathered": [], "objects": [], "nested": []}
+    for batch in train:
+        result["train"].append(accelerator.gather_for_metrics(batch).tolist())
         with accelerator.accumulate():
             result["micro"].append(accelerator.units.micro_batch)
             if accelerator.sync_gradients:

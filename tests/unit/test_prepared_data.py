@@ -376,7 +376,10 @@ def test_processes_share_units_and_gather_each_row_once(processes, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
+    set_seed(0)  # as rank 0
+    one_process = rows(prepare(LOADERS["shuffled"]()))
     for rank in ranks:
+        assert rank["train"] == one_process
         assert rank["steps"] == [4 + 4, 3]  # rows of two batches, and of the epoch's last one
         assert rank["gathered"] == rank["objects"] == list(range(11))
         assert rank["nested"] == [[2 * number, number] for number in range(11)]
