@@ -310,9 +310,8 @@ class PreparedLoader(DataLoaderShard):
             epoch, done = position.current
             accelerator, num_steps = self.accelerator, self.gradient_state.num_steps
             unfinished = 0 if accelerator.sync_gradients else accelerator.step % num_steps
-            more, done = divmod(
-                done - unfinished, max(1, self.batches.total)
-            )  # the end of an epoch is the next one's start
+            # the end of an epoch is the next one's start
+            more, done = divmod(done - unfinished, max(1, batches.total))
             epoch += more
         rows = batches.rows_before(done)
         return {"epoch": epoch, "batches": done, "rows": rows, "unfinished": unfinished, "seed": batches.seed}
