@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import (
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
@@ -20,6 +21,7 @@ from accelerate.utils import (
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
 
 from samecurve.accelerator import cpu_bridge, fsdp, sync_batch_norm
 from samecurve.accelerator.gradient_norm import copy_to_host, place_gradients, squared_norm
@@ -95,10 +97,7 @@ class Accelerator(PreparedData):
                 warnings.warn(warning, stacklevel=2)
             if self.deepspeed_plugin is not None:
                 self.deepspeed_engine_wrapped = None  # `backward` is of the model that was prepared last
-                if not hasattr(getattr(model, "config", None), "hidden_size"):
-                    zero = self.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-                    for key in [key for key in zero if self.deepspeed_plugin.is_auto(f"zero_optimization.{key}")]:
-                        del zero[key]  # DeepSpeed's default counts: Accelerate knows a value by hidden_size alone
+                _fill_auto(self.deepspeed_plugin, model, args, self.num_processes)
         prepared = super().prepare(*args, device_placement=device_placement)
         if self.distributed_type != DistributedType.DEEPSPEED:
             return prepared
@@ -142,7 +141,7 @@ class Accelerator(PreparedData):
             reduction: "mean" or "sum".
             kwargs: as in Accelerate.
         """
-        loss = loss * self._weight(loss, reduction)
+        loss = loss * self._weight(reduction)
         if self.distributed_type == DistributedType.DEEPSPEED:
             engine = self._deepspeed
             engine.set_gradient_accumulation_boundary(self.sync_gradients)
@@ -153,18 +152,13 @@ class Accelerator(PreparedData):
         else:
             loss.backward(**kwargs)
 
-    def _weight(self, loss: Tensor, reduction: str) -> float:
+    def _weight(self, reduction: str) -> float:
         """Return the factor by which gradients of such losses, averaged over the ranks, add up to the step's."""
         units = self.units
         if units is None:  # no prepared loader counts: micro-batches are taken to be equally large
             return 1 / self.gradient_accumulation_steps
-        if reduction == "mean" and units.micro_batch == 0 and not loss.isfinite():
-            raise ConfigurationError(
-                f"process {self.process_index} has a micro-batch without a label, whose mean loss is {loss.item()}: "
-                'compute a sum and call accelerator.backward(loss, reduction="sum")'
-            )
-        share = units.micro_batch if reduction == "mean" else 1
-        return share * (self.mesh.dims.size(*LOSS) / units.step)
+        share = units.micro_batch if reduction == "mean" else min(units.micro_batch, 1)  # a copied row does not count
+        return share * (self.mesh.dims.size(*LOSS) / max(units.step, 1))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip the gradients of the step, as torch.nn.utils.clip_grad_norm_ does in one process.
@@ -240,6 +234,18 @@ def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
         sync_each_batch = sharded or deepspeed
         defaults["gradient_accumulation_plugin"] = GradientAccumulationPlugin(steps, sync_each_batch=sync_each_batch)
     return defaults | kwargs | {"kwargs_handlers": handlers}
+
+
+def _fill_auto(plugin: DeepSpeedPlugin, model: nn.Module, prepared: tuple, num_processes: int) -> None:
+    """Replace "auto" values of a DeepSpeed file for which Accelerate wants what a script need not have."""
+    config = plugin.deepspeed_config
+    if plugin.is_auto("train_micro_batch_size_per_gpu"):  # which DeepSpeed only reports
+        sizes = [part.batch_size or 1 for part in prepared if isinstance(part, DataLoader)]
+        config["train_micro_batch_size_per_gpu"] = max(1, min(sizes, default=1) // num_processes)
+    if not hasattr(getattr(model, "config", None), "hidden_size"):
+        zero = config.get("zero_optimization", {})
+        for key in [key for key in zero if plugin.is_auto(f"zero_optimization.{key}")]:
+            del zero[key]  # DeepSpeed's default counts: Accelerate's own values are functions of hidden_size
 
 
 def _unequal_layers(model: nn.Module) -> str:

@@ -67,7 +67,7 @@ class AcceleratedEngine(ABC):
         counts = forward.count(micro_batches)
         if counts.trained == 0:
             return StepResult.of_nothing()
-        accelerator.units = Units(micro_batch=0, step=counts.trained)  # the losses below are sums
+        accelerator.units = Units(micro_batch=1, step=counts.trained)  # the losses below are sums
         scale = self._loss_scale()
         sums = StepSums(forward.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
