@@ -24,13 +24,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from samecurve.accelerator import cpu_bridge, fsdp, sync_batch_norm
-from samecurve.accelerator.gradient_norm import copy_to_host, place_gradients, squared_norm
-from samecurve.accelerator.mesh import Mesh
+from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
+from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
 from samecurve.errors import ConfigurationError
 from samecurve.optim.dtensor import local_gradient
 from samecurve.specs.precision import compute_dtype
-from samecurve.strategy.parallel_dims import LOSS, ParallelDims
+from samecurve.strategy.parallel_dims import ParallelDims
 
 # Process groups stay referenced until the process exits. Otherwise DDP's Reducer may drop the last reference: the
 # group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
@@ -133,15 +133,17 @@ class Accelerator(PreparedData):
                         group["params"] = [shards[names[weight]] for weight in group["params"]]
         return tuple(parts)
 
-    def backward(self, loss: Tensor, reduction: str = "mean", **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, reduction: str = "mean", num_items: int | None = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's loss to that of the step.
 
         Args:
             loss: a scalar: the mean over the units of this process's part of the micro-batch, or their sum.
             reduction: "mean" or "sum".
+            num_items: for a sum, the units of the whole step, of all micro-batches and processes; None: as the prepared
+                DataLoader has counted them.
             kwargs: as in Accelerate.
         """
-        loss = loss * self._weight(reduction)
+        loss = loss * self._weight(reduction, num_items)
         if self.distributed_type == DistributedType.DEEPSPEED:
             engine = self._deepspeed
             engine.set_gradient_accumulation_boundary(self.sync_gradients)
@@ -152,13 +154,15 @@ class Accelerator(PreparedData):
         else:
             loss.backward(**kwargs)
 
-    def _weight(self, reduction: str) -> float:
+    def _weight(self, reduction: str, num_items: int | None) -> float:
         """Return the factor by which gradients of such losses, averaged over the ranks, add up to the step's."""
+        if num_items is not None:
+            return self.mesh.loss_ranks / num_items
         units = self.units
         if units is None:  # no prepared loader counts: micro-batches are taken to be equally large
             return 1 / self.gradient_accumulation_steps
         share = units.micro_batch if reduction == "mean" else min(units.micro_batch, 1)  # a copied row does not count
-        return share * (self.mesh.dims.size(*LOSS) / max(units.step, 1))
+        return share * (self.mesh.loss_ranks / max(units.step, 1))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip the gradients of the step, as torch.nn.utils.clip_grad_norm_ does in one process.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,19 +76,3 @@ def num_copies(parameter: nn.Parameter, mesh: Mesh) -> int:
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
             copies //= 1 if isinstance(placement, Replicate) else size
     return copies
-
-
-def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
-    """Start to copy a 1-D tensor; the returned function waits for the copy, not for kernels that were queued later."""
-    if values.device.type != "cuda":
-        return values.tolist
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    pinned.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> list[float]:
-        copied.synchronize()
-        return pinned.tolist()
-
-    return read

@@ -23,11 +23,13 @@ class Mesh:
 
     Attributes:
         shard: (index, count) of this rank among those that read different rows.
+        loss_ranks: number of ranks that train different tokens; gradients are averaged over them.
     """
 
     def __init__(self, dims: ParallelDims, rank: int, device: torch.device):
         self.dims, self.rank, self.device = dims, rank, device
         self.shard = dims.index(rank, *BATCH), dims.size(*BATCH)
+        self.loss_ranks = dims.size(*LOSS)
         self._same_rows = dims.world_size // self.shard[1]
         self._known_ranks: dict[tuple[str, ...], tuple[int, dist.ProcessGroup | None]] = {}
 
@@ -115,3 +117,19 @@ class Mesh:
             part = 1 < size < self.dims.world_size
             self._known_ranks[dimensions] = size, self.devices[dimensions]._flatten().get_group() if part else None
         return self._known_ranks[dimensions]
+
+
+def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy a 1-D tensor; the returned function waits for the copy, not for kernels that were queued later."""
+    if values.device.type != "cuda":
+        return values.tolist
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return pinned.tolist()
+
+    return read

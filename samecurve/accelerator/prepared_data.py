@@ -79,7 +79,6 @@ class PreparedData(accelerate.Accelerator):
     """
 
     count: Callable[[Any], int] | None = None  # the constructor's argument
-    _units: Units | None = None
 
     @cached_property
     def _control(self) -> ControlGroup:
@@ -88,17 +87,13 @@ class PreparedData(accelerate.Accelerator):
 
     @property
     def units(self) -> Units | None:
-        """Units of the current micro-batch and its optimizer step: what was set, else what a prepared loader counts.
+        """Units of the current micro-batch and its optimizer step, as its prepared loader counts them.
 
         Counted when they are asked for, so that an evaluation neither looks ahead nor communicates. None outside of a
         prepared loader's loop.
         """
         active = self.gradient_state.active_dataloader
-        return active.units() if self._units is None and isinstance(active, PreparedLoader) else self._units
-
-    @units.setter
-    def units(self, units: Units | None) -> None:
-        self._units = units
+        return active.units() if isinstance(active, PreparedLoader) else None
 
     def count_units(self, batch: Any, rows: int | None = None) -> int:
         """Count a batch by the constructor's `count`, else by `samecurve.accelerator.prepared_data.count_units`."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from samecurve.accelerator.prepared_loader import Units
 from samecurve.engines import teacher
 from samecurve.engines.forward import Forward
 from samecurve.engines.memory_usage import memory_usage
@@ -67,7 +66,6 @@ class AcceleratedEngine(ABC):
         counts = forward.count(micro_batches)
         if counts.trained == 0:
             return StepResult.of_nothing()
-        accelerator.units = Units(micro_batch=1, step=counts.trained)  # the losses below are sums
         scale = self._loss_scale()
         sums = StepSums(forward.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
@@ -75,7 +73,7 @@ class AcceleratedEngine(ABC):
                 loss, statistics = forward.loss(batch, context)
                 sums.add(loss, statistics)
                 gate = sums.gate() if is_last else 1.0
-                accelerator.backward(loss * scale * gate, reduction="sum")
+                accelerator.backward(loss * scale * gate, reduction="sum", num_items=counts.trained)
         read, may_rescale = sums.start_read(), self._may_rescale()
         self._complete_gradients()
         grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from samecurve.accelerator.gradient_norm import copy_to_host
+from samecurve.accelerator.mesh import copy_to_host
 from samecurve.interfaces.engine import StepResult
 
 if TYPE_CHECKING:

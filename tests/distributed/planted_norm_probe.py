@@ -42,6 +42,10 @@ def _nothing(*_args: object) -> None:
     """Stands for a call that was forgotten."""
 
 
+def _weight_by_rows(accelerator: methods.Accelerator, _reduction: str, num_items: int) -> float:
+    return accelerator.mesh.dims.size(*BATCH) / num_items
+
+
 def _one_copy(_parameter: object, mesh: object) -> int:
     return 1
 
@@ -95,7 +99,7 @@ ERRORS = {
         (gradient_norm, "DIMENSIONS", tuple(name for name in DIMENSIONS if name != "cp")),
         _FOUND_AT_ONCE,
     ],
-    "gradients are a mean over the parts of a row": [(methods, "LOSS", BATCH)],
+    "gradients are a mean over the parts of a row": [(methods.Accelerator, "_weight", _weight_by_rows)],
     "keys miss the gradients of other parts' queries": [(context, "all_gather", _without_gradients_of_others)],
     "experts' gradients are not divided": [(FSDPModule, "set_gradient_divide_factor", _nothing)],
     "experts' gradients are divided twice": [(FSDPModule, "set_gradient_divide_factor", _divided_twice)],

@@ -250,8 +250,6 @@ def test_an_evaluation_within_a_step_reads_nothing_ahead():
                     break
             assert owner.gradient_state.active_dataloader is train
     assert held_out.state_dict()["batches"] == 0
-    owner.units = Units(1, 2)
-    assert owner.units == Units(1, 2)
 
 
 def test_a_copied_row_counts_no_units():
