@@ -18,4 +18,134 @@ from samecurve.accelerator import accelerator as module
 from samecurve.accelerator import sync_batch_norm
 
 ROWS = torch.arange(44.0).reshape(11, 4).sin()
-LABELS = torch.tensor([0, -100, -100, 2, 1, -100, -100, 0, 2, 1, 0])  # 1, 2, 2 and 2 labels in micro-batches of 3
+LABELS = torch.tensor(
+    [0, -100, -100, 2, 1, -100, -100, 0, 2, 1, 0]
+)  # micro-batches of 3 rows have 1, 2, 2 and 2 labels
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    yield
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(4, 3)
+
+
+def rows() -> DataLoader:
+    parts: list = [{"rows": row, "labels": label} for row, label in zip(ROWS, LABELS, strict=True)]
+    return DataLoader(parts, batch_size=3)
+
+
+def gradient(kind: type, reduction: str | None = None) -> tuple[torch.Tensor, float]:
+    """Of one step over the whole epoch in four micro-batches, with its norm before clipping."""
+    accelerator = kind(cpu=True, gradient_accumulation_steps=4)
+    prepared, loader = accelerator.prepare(model(), rows())
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            logits = prepared(batch["rows"])
+            arguments = {} if reduction is None else {"reduction": reduction}
+            accelerator.backward(cross_entropy(logits, batch["labels"], reduction=reduction or "mean"), **arguments)
+    norm = accelerator.clip_grad_norm_(prepared.parameters(), 1e9)
+    return prepared.weight.grad, norm.item()
+
+
+@pytest.mark.parametrize("reduction", [None, "mean", "sum"])
+def test_a_step_is_one_mean_over_its_labels(reduction):
+    alone = model()
+    cross_entropy(alone(ROWS), LABELS).backward()
+    made, norm = gradient(samecurve.Accelerator, reduction)
+    torch.testing.assert_close(made, alone.weight.grad)
+    assert norm == pytest.approx(nn.utils.get_total_norm([part.grad for part in alone.parameters()]).item())
+
+
+def test_accelerates_own_step_is_a_mean_of_means():
+    alone = model()
+    cross_entropy(alone(ROWS), LABELS).backward()
+    made, _ = gradient(accelerate.Accelerator)
+    assert (made - alone.weight.grad).abs().max() > 1e-2
+
+
+def test_a_count_that_the_script_knows():
+    accelerator = samecurve.Accelerator(cpu=True)
+    one = accelerator.prepare(model())
+    accelerator.backward(one(ROWS).sum(), reduction="sum", num_items=22)
+    torch.testing.assert_close(one.weight.grad, ROWS.sum(0).expand(3, 4) / 22)
+
+
+@pytest.mark.parametrize(("norm", "limit"), [(1.0, 0.5), (1.0, 2.0), (float("inf"), 0.5)])
+def test_gradients_are_clipped_as_torch_does(norm, limit):
+    accelerator = samecurve.Accelerator(cpu=True)
+    one, other = model(), model()
+    for part in (*one.parameters(), *other.parameters()):
+        part.grad = part.detach().clone() * norm
+    expected = nn.utils.clip_grad_norm_(other.parameters(), limit)
+    assert accelerator.clip_grad_norm_(one.parameters(), limit).item() == pytest.approx(expected.item(), nan_ok=True)
+    if expected.isfinite():
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_model_that_casts_itself_is_not_wrapped():
+    handlers = [AutocastKwargs(enabled=False)]
+    accelerator = samecurve.Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers)
+    one = accelerator.prepare(model())
+    assert accelerator.mixed_precision == "bf16" and one(ROWS).dtype == torch.float32
+    assert not hasattr(one, "_original_forward")
+
+
+def test_automatic_values_of_deepspeed_need_no_transformers_model():
+    zero = {"stage": 3, "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": 5}
+    plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero})
+    module._fill_auto(plugin, model(), (rows(),), num_processes=4)
+    assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 1  # 3 rows on 4 processes
+    assert plugin.deepspeed_config["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 5}
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (5, 3, 4), (2, 3, 4, 4)])
+def test_batch_norm_over_processes_on_a_cpu(shape, monkeypatch):
+    """Two processes with the same rows: each normalizes as BatchNorm does over both."""
+    monkeypatch.setattr(sync_batch_norm, "all_reduce", lambda values, group: 2 * values)
+    monkeypatch.setattr(sync_batch_norm, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=None)))
+    mine, theirs = nn.SyncBatchNorm(3), (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3)
+    torch.manual_seed(0)
+    values, weight = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    twice = torch.cat([values.detach()] * 2).requires_grad_()
+    result, expected = sync_batch_norm._forward(mine, values), theirs(twice)
+    torch.testing.assert_close(result, expected[: shape[0]])
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
+    (result * weight).sum().backward()
+    (expected * torch.cat([weight] * 2)).sum().backward()
+    torch.testing.assert_close(values.grad, twice.grad[: shape[0]], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(sync_batch_norm._forward(mine.eval(), values), theirs.eval()(values))
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.BatchNorm1d(4), "convert_sync_batchnorm"),
+        (nn.Dropout(0.1), "p=0 makes curves equal"),
+        (nn.Dropout(0.0), ""),
+        (nn.SyncBatchNorm(4), ""),
+        (nn.BatchNorm1d(4).eval(), ""),
+    ],
+)
+def test_layers_that_depend_on_the_processes_are_named(layer, said):
+    warning = module._unequal_layers(nn.Sequential(nn.Linear(4, 4), layer))
+    assert said in warning and bool(said) == bool(warning)
+
+
+def test_a_data_set_of_tuples_counts_rows():
+    accelerator = samecurve.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    one, loader = accelerator.prepare(model(), DataLoader(TensorDataset(ROWS, LABELS.abs() % 3), batch_size=8))
+    for values, labels in loader:
+        with accelerator.accumulate(one):
+            accelerator.backward(cross_entropy(one(values), labels))
+    alone = model()
+    cross_entropy(alone(ROWS), LABELS.abs() % 3).backward()
+    torch.testing.assert_close(one.weight.grad, alone.weight.grad)
