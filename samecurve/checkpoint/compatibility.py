@@ -61,17 +61,22 @@ def without_effect(saved: dict, now: dict) -> list[str]:
 def _data(facts: dict) -> str:
     """Name the training data of a recipe."""
     data = facts["recipe"].get("data", {})
-    return data.get("path") or ", ".join(source["path"] for source in data.get("mixture") or ()) or "the data"
+    mixed = ", ".join(source["path"] for source in data.get("mixture") or ())
+    return data.get("path") or data.get("source") or mixed or "the data"
 
 
 def changes(saved: dict, now: dict) -> list[str]:
-    """List the allowed changes: recipe keys, strategy, number of processes, versions. Arguments as in `refusals`."""
+    """List the allowed changes: recipe keys, strategy, number of processes, versions, own code.
+
+    Arguments as in `refusals`.
+    """
     recipe_changes = _differences(saved["recipe"], now["recipe"])
     # `refusals` compares the adapter as a whole, with a fingerprint of its base model instead of a path
     unlogged = (*FIXED, *SILENT)
     allowed = [text for key, text in recipe_changes if key not in unlogged and not key.startswith("adapter")]
-    for key in ("strategy", "world_size", "versions"):
-        allowed += [text for _, text in _differences({key: saved[key]}, {key: now[key]})]
+    for key in ("strategy", "world_size", "versions", "own_code"):
+        before, after = ({key: facts.get(key, {})} for facts in (saved, now))
+        allowed += [text for _, text in _differences(before, after)]
     common = _shared(saved["model"], now["model"])[0].keys()
     for key in sorted((saved["model"].keys() | now["model"].keys()) - common):
         allowed.append(f"model.{key}: known to only one of the two versions of transformers")

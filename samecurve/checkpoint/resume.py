@@ -42,6 +42,7 @@ _SCHEMA = {
     "strategy": str,
     "world_size": _POSITIVE,
     "versions": dict,
+    "own_code?": dict,
     "model": dict,
     "data": {"rows": str},
     "adapter?": (dict, None),

@@ -17,8 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from samecurve.config import own_code
 from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
+from samecurve.specs.data_names import is_import_path
 from samecurve.storage import terminal, trusted_code
 from samecurve.storage.atomic import known_cause
 from samecurve.strategy import preflight
@@ -145,6 +147,27 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
         help="run the Python files that come with the model; they can do anything (default: only code that a training "
         "of yours ran by model.trust_remote_code)",
     )
+
+
+def add_code_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that loads a run's task."""
+    add_trust_argument(parser)
+    parser.add_argument(
+        own_code.OPTION,
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="import a class or function that the run's recipe names, from the working directory or an installed "
+        "package; it can do anything (may be repeated)",
+    )
+
+
+def allow_own_code(arguments: argparse.Namespace) -> None:
+    """Allow the import paths of --own_code. Raises ConfigurationError for what is none."""
+    for path in arguments.own_code:
+        if not is_import_path(path):
+            raise ConfigurationError(f"{own_code.OPTION}: found {path}, expected MODULE:NAME as in the recipe")
+    own_code.allow(arguments.own_code, ["."])
 
 
 def require_positive(arguments: argparse.Namespace, *options: str) -> None:

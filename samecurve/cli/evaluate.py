@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from samecurve.cli.commands import Subcommand, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_code_arguments, allow_own_code
 from samecurve.config import loader as recipes
 from samecurve.config.documents import Document, format_problems
 from samecurve.config.overrides import apply_override
@@ -53,10 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch_size", type=int, metavar="N", help="rows per forward pass (default: the recipe's micro-batch size)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics, model and data to FILE")
-    add_trust_argument(parser)
+    add_code_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> Subcommand:
+    allow_own_code(arguments)
     directory = folders.run_directory(arguments.run) or arguments.run
     run_recipe = folders.read_recipe(directory)
     trained = with_columns(run_recipe, arguments.data, arguments.columns)
@@ -129,7 +130,7 @@ def with_evaluation_data(recipe: Recipe, folder: Path, data: str | None, micro_b
             raise ConfigurationError(f"DATA: no such file or folder: {Path(data).absolute()}")
         # Nothing is trained, but a task reads both parts; parts with the same path are read once.
         # The classes are those of the exported model, of which the data may lack some (bench/evaluation.py).
-        whole = {"path": data, "mixture": None, "streaming": False, "labels": None}
+        whole = {"path": data, "source": None, "mixture": None, "streaming": False, "labels": None}
         if is_hub_name(data):
             whole["pattern"] = None
         changed["data"] = read = recipe.data.model_copy(update=whole)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.checkpoint.resume import read_state
-from samecurve.cli.commands import Subcommand, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_code_arguments, allow_own_code
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
 from samecurve.export.model_card import ExportInfo
 from samecurve.inference import folders
@@ -34,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder to write (default: RUN/model-DTYPE)")
     parser.add_argument("--license", metavar="TEXT", help="license for the model card, for example apache-2.0")
-    add_trust_argument(parser)
+    add_code_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> Subcommand:
+    allow_own_code(arguments)
     directory = folders.run_directory(arguments.run)
     if directory is None:
         raise ConfigurationError(f"{arguments.run}: no run here (no run.json); give the output_dir of a run")

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from samecurve.config import inheritance, rules
+from samecurve.config import inheritance, own_code, rules
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.key_hints import block_as_value, called_here
 from samecurve.config.overrides import apply_override
@@ -62,6 +62,7 @@ def read_recipe(
         fill(document)
     recipe, invalid = _validate(document)
     source = RecipeSource(document, recipe, invalid)
+    own_code.allow_recipe(document)
     rules.apply_rules(source)
     return source
 
@@ -173,6 +174,7 @@ def _explain(detail: ErrorDetails, path: KeyPath) -> str:
     limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in context.items()}
     expected = _EXPECTED[kind].format(**limits, s="" if limits.get("min_length") == 1 else "s")
     hint = _number_hint(given) if kind in ("int_type", "float_type") else ""
+    hint += ", or an import path such as my_module:Name" if ".".join(path) in own_code.KEYS else ""
     if kind == "model_type":
         fields = [known[-1] for known in schema_paths(Recipe) if known[:-1] == path]
         hint = block_as_value(".".join(path), given, fields)

@@ -66,7 +66,7 @@ def columns_of(task: str) -> list[str]:
 
 
 def _no_data(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.path") is None and value("data.mixture") is None:
+    if value("data.path") is value("data.mixture") is value("data.source") is None:
         task = _known(value, "task")
         builtin = TASKS[task].builtin if task else ""
         names = f"a file, a folder or {builtin}" if builtin else "a file or a folder"
@@ -122,7 +122,7 @@ def _of_tasks(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key has no effect because the task does not use it."""
     task, given, tasks = value("task"), value(key), readers(key)
     # at its default a key asks for nothing
-    if task not in tasks and given != _default(key):
+    if key not in TASKS[task].reads and given != _default(key):
         which = f"task {tasks[0]} uses" if len(tasks) == 1 else f"the tasks {', '.join(tasks)} use"
         yield key, f"found {describe(given)}, but only {which} this key and task is {task}; remove it"
 

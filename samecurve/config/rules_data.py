@@ -61,6 +61,17 @@ def _path_and_mixture(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.mixture", f"conflicts with data.path ({value('data.path')}); set one of them to null"
 
 
+def _source(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """data.source beside what also says where the rows are, or its options without it."""
+    source = value("data.source")
+    if source is None and value("data.source_options"):
+        yield "data.source_options", "found a block of keys, but data.source is not given; set it, or remove this"
+    for key in ("path", "mixture", "streaming", "pattern"):
+        if source is not None and value(f"data.{key}"):
+            text = f"found {source}, which returns all rows, but data.{key} is given; remove one of the two"
+            yield "data.source", text
+
+
 def _mixture_by_length(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.mixture") is not None and value("data.group_by_length"):
         text = "found true, but the sources of data.mixture cannot be sorted by length together; set it to false"
@@ -239,7 +250,7 @@ def pattern(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 RULES = (
-    *(_path_and_mixture, _mixture_by_length),
+    *(_path_and_mixture, _source, _mixture_by_length),
     *(partial(_in_place_of_mixture, *pair) for pair in ({"pattern": None, "max_samples": None} | _HUB_KEYS).items()),
     *(
         _format,

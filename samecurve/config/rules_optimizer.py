@@ -9,6 +9,7 @@ from typing import Any
 
 from samecurve.config.documents import describe, joined
 from samecurve.config.schema import Optimizer
+from samecurve.specs.data_names import is_import_path
 from samecurve.specs.optimizers import OPTIMIZERS
 
 Finding = tuple[str, str]
@@ -34,6 +35,16 @@ def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
         yield f"optimizer.{key}", text
 
 
+def _options(value: Callable[[str], Any]) -> Iterator[Finding]:
+    name, given = value("optimizer.name"), value("optimizer.options")
+    if given and not is_import_path(name):
+        text = f"found {', '.join(given)}, but only an optimizer that is named by its import path takes options and "
+        yield "optimizer.options", f"{text}optimizer.name is {name}; use the keys of optimizer"
+    if taken := {"lr", "weight_decay", "params"} & set(given):
+        text = f"found {', '.join(sorted(taken))}, which the recipe sets; use optimizer.learning_rate and "
+        yield "optimizer.options", f"{text}optimizer.weight_decay"
+
+
 def _bf16_weights(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("optimizer.name") == "adamw_bf16" and value("precision") != "bf16":
         text = f"found adamw_bf16, which trains bf16 weights, but precision is {value('precision')}; set that to bf16"
@@ -55,6 +66,6 @@ def _adapted(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 RULES = (
-    *(_bitsandbytes, _bf16_weights, _bf16_mean, _adapted),
+    *(_bitsandbytes, _options, _bf16_weights, _bf16_mean, _adapted),
     *(partial(_idle, key) for key in sorted({key for spec in OPTIMIZERS.values() for key in spec.reads})),
 )

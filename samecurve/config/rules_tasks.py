@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samecurve.config.documents import describe
+from samecurve.specs.data_names import is_import_path
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.checksums import folder_problem
 from samecurve.storage.records import read_record
@@ -25,6 +26,12 @@ def _refused(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     if value(key) == refused:
         observed = "missing;" if refused is None else f"found {describe(refused)}, but"
         yield key, f"{observed} task {task} {reason}"
+
+
+def _task_options(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("task_options") and not is_import_path(value("task")):
+        text = f"found {', '.join(value('task_options'))}, but only a task that is named by its import path has options"
+        yield "task_options", f"{text} and task is {value('task')}; remove them"
 
 
 def _one_positive(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -110,7 +117,7 @@ _NEGATIVE_TOO = (partial(_negative_too, f"data.{role}_column") for role in ("anc
 RULES = (
     *(_one_tokenizer, _own_tokenizer, _no_tokenizer),
     *(partial(_refused, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.refuses)),
-    *(_one_positive, _negatives, *_NEGATIVE_TOO, _teacher),
+    *(_task_options, _one_positive, _negatives, *_NEGATIVE_TOO, _teacher),
     *(_not_by_token, _unscaled),
     *(_margin, _smoothing, _one_answer),
 )

@@ -8,11 +8,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WrapValidator
 
 from samecurve.config.schema_data import Data, Tokenizer
 from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Schedule, num_warmup_steps
-from samecurve.config.section import LARGEST_INTEGER, Count, DataPath, Name, Natural, Section
+from samecurve.config.section import (
+    LARGEST_INTEGER,
+    Count,
+    DataPath,
+    Name,
+    Natural,
+    Section,
+    name_or_import_path,
+)
 from samecurve.specs.tasks import MetricName, TaskName
 from samecurve.specs.trackers import TrackerName
 
@@ -251,8 +259,11 @@ class Distill(Section):
 class Recipe(Section):
     """A recipe says what is trained, never how the work is spread over devices."""
 
-    task: TaskName = "pretrain"
-    """The kind of training. See [Fine-tuning](finetuning.md)."""
+    task: Annotated[TaskName, WrapValidator(name_or_import_path)] = "pretrain"
+    """The kind of training, see [Fine-tuning](finetuning.md), or the import path `module:Class` of a task of your own,
+    see [Extending](extending.md)."""
+    task_options: dict[str, Any] = {}
+    """A task of your own gets them as `self.options`."""
     output_dir: Name
     """The run directory. See [Run directory](run_directory.md). A URL such as `s3://bucket/run` is short for
     `checkpoint.mirror` with a local folder, `$SAMECURVE_STAGING/s3/bucket/run`, else `runs/s3/bucket/run`."""

@@ -5,11 +5,11 @@ The text below each key is its meaning in docs/recipe_reference.md: `python -m s
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from samecurve.config.section import LARGEST_INTEGER, Count, DataPath, Name, Natural, Section
+from samecurve.config.section import LARGEST_INTEGER, Count, DataPath, ImportPath, Name, Natural, Section
 from samecurve.specs.data_names import Truncation
 from samecurve.specs.row_formats import RowFormatName
 
@@ -74,6 +74,11 @@ class Data(Section):
 
     path: DataPath | None = None
     """A file, a folder, a data set of the hub (`OWNER/NAME`), or a `builtin:` name. With `streaming` also a URL."""
+    source: ImportPath | None = None
+    """In place of `path`: the import path `module:function` of a function that returns the rows, see
+    [Extending](extending.md). They are cached until the module or the options change."""
+    source_options: dict[str, Any] = {}
+    """Keyword arguments of the function. The content of a file that one of them names is part of the cache's key."""
     split: Name = "train"
     """Hub: the split that is trained on."""
     config: Name | None = None
@@ -151,7 +156,7 @@ class Data(Section):
     @property
     def name(self) -> str:
         """For messages about all of the training data."""
-        return self.path if self.path is not None else "data.mixture"
+        return self.path or self.source or "data.mixture"
 
     def sources(self) -> tuple[Data, ...]:
         """Settings that read each data set of the mixture; these settings alone without a mixture."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WrapValidator
 
-from samecurve.config.section import LARGEST_INTEGER, Count, Natural, Section
+from samecurve.config.section import LARGEST_INTEGER, Count, Natural, Section, name_or_import_path
 from samecurve.specs.optimizers import OptimizerName
 
 AUTO = "auto"
@@ -85,8 +85,11 @@ Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 class Optimizer(Section):
     """The optimizer and its hyperparameters. A key that the named optimizer does not read is an error."""
 
-    name: OptimizerName = "adamw"
-    """The algorithm. [Optimizers](optimizers.md) compares them."""
+    name: Annotated[OptimizerName, WrapValidator(name_or_import_path)] = "adamw"
+    """The algorithm. [Optimizers](optimizers.md) compares them. Or the import path `module:Class` of a subclass of
+    `torch.optim.Optimizer`, see [Extending](extending.md)."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of an optimizer that is named by its import path, besides `lr`."""
     learning_rate: float = Field(default=3e-4, gt=0)
     """The peak learning rate. Lion needs 3 to 10 times less than AdamW; for Adafactor it is relative to the weights."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from samecurve.specs.data_names import is_import_path
 from samecurve.storage.object_store import credentials_problem, is_url
 
 # A shell turns `data.path=$UNSET` into empty text, which as a folder would be the working directory.
@@ -19,6 +21,18 @@ def _without_credentials(path: str) -> str:
     return path
 
 
+def name_or_import_path(value: object, as_name: Callable[[object], object]) -> object:
+    """Accept one of the names of a key, or an import path (config/own_code.py)."""
+    return value if is_import_path(value) else as_name(value)
+
+
+def _import_path(path: str) -> str:
+    if not is_import_path(path):
+        raise ValueError("expected an import path such as my_package.my_module:my_function")
+    return path
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]
 DataPath = Annotated[Name, AfterValidator(_without_credentials)]
 
 # PyTorch, numpy and readers of JSON hold integers in 64 bits.

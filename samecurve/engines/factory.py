@@ -12,6 +12,8 @@ from samecurve.engines.start import start
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
 from samecurve.models import fp32_weights
+from samecurve.optim import own
+from samecurve.specs.data_names import is_import_path
 from samecurve.strategy.preflight import allocator_settings, check_room
 
 if TYPE_CHECKING:
@@ -35,8 +37,10 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
     Raises:
         TopologyError: the live engine differs from the plan (see `verify`).
         StorageError: an NVMe folder is too small for the offloaded state (see check_room).
-        ConfigurationError: the strategy cannot train this model.
+        ConfigurationError: the strategy cannot train this model, or cannot use an optimizer of the user's own.
     """
+    if is_import_path(plan.recipe.optimizer.name):
+        own.check(plan.recipe.optimizer, shards=plan.strategy.shards_model or plan.strategy.backend == "deepspeed")
     check_room(plan.strategy, sum(parameter.numel() for parameter in skeleton.parameters()))
     # DeepSpeed takes seconds to import, torch's pipelining a tenth of one; DeepSpeed may be missing under the others
     if plan.strategy.torch_schedule:

@@ -20,6 +20,7 @@ from samecurve.metrics.console import duration, number, spaced
 from samecurve.reports.history import History
 from samecurve.reports.plot import Scale, loss_series, plot, session_marks
 from samecurve.run.sessions import SessionRecord, sessions, unknown_origin
+from samecurve.specs.data_names import is_import_path
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import utc_timestamp, write_text
 from samecurve.storage.records import COUNT, mismatch
@@ -45,7 +46,7 @@ _FACTS = {
         "precision": str,
         "adapter": {"name": (str, None)},
         "model": {"path": (str, None)},
-        "data": {"path": (str, None), "mixture?": ([{"path": str, "weight": float}], None)},
+        "data": {"path": (str, None), "source?": (str, None), "mixture?": ([{"path": str, "weight": float}], None)},
         "batch": {"global_batch_size": COUNT, "sequence_length": COUNT},
         "optimizer": {"name": str, "learning_rate": float},
         "schedule": {"name": str},
@@ -88,8 +89,9 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
     """Return the text of README.md for a model of the run directory `run`. A damaged run.json makes it short."""
     known, history = sessions(run), history or _history(run, info)
     problem = (known[-1].problem or mismatch(known[-1].facts, _FACTS)) if known else "no such file"
-    if not problem and known[-1].facts["recipe"]["task"] not in TASKS:
-        problem = f"recipe.task: no task {known[-1].facts['recipe']['task']}"
+    task = "" if problem else known[-1].facts["recipe"]["task"]
+    if not problem and task not in TASKS and not is_import_path(task):
+        problem = f"recipe.task: no task {task}"
     if problem:  # the model is whole, whatever happened to the record of its training
         entries = {"library_name": "transformers", **_license(info.license), "tags": ["samecurve"]}
         text = yaml.safe_dump(entries, sort_keys=False)
@@ -194,7 +196,8 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
         yield "base model's fingerprint", facts["adapter"].get("base_model", UNKNOWN)
     yield "parameters", f"{facts['num_parameters']:,}, {facts['num_trained_parameters']:,} of them trained"
     mixture = recipe["data"].get("mixture") or ()
-    yield "data", recipe["data"]["path"] or ", ".join(f"{part['path']} (weight {part['weight']:g})" for part in mixture)
+    mixed = ", ".join(f"{part['path']} (weight {part['weight']:g})" for part in mixture)
+    yield "data", recipe["data"]["path"] or recipe["data"].get("source") or mixed
     for name in ("hub", "evaluated_on", "rows", "bad_rows", "evaluation_bad_rows"):
         if name in facts["data"]:
             dropped = " dropped, because they could not be used" if name.endswith("bad_rows") else ""

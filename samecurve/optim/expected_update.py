@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samecurve.optim.muon import RMS_OF_ADAMW
+from samecurve.specs.data_names import is_import_path
 
 RELATIVE = 1e-3  # of an update's size; kernels compute in fp32, and bitsandbytes applies the decay after the update
 ULPS = {torch.float32: 2**-21, torch.bfloat16: 2**-7}  # of a weight, for its own rounding; stochastic rounding: one ulp
@@ -58,7 +59,8 @@ def _change(
         # orthogonalized: no singular value, and therefore no element, is above about 1.2
         largest = 2 * rate * RMS_OF_ADAMW * math.sqrt(max(group["shape"]))
         return torch.zeros_like(w), torch.full_like(w, largest)
-    if name == "adafactor" or (name == "adamw_8bit" and states):  # a quantized second moment may even be 0
+    # a quantized second moment may even be 0
+    if name == "adafactor" or is_import_path(name) or (name == "adamw_8bit" and states):
         return torch.zeros_like(w), torch.full_like(w, math.inf)
     (beta1, beta2), step = group["betas"], float(states.get("step", 0)) + 1
     mean, fresh = beta1 * _double(states, "exp_avg"), (1 - beta1) * g

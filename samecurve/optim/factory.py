@@ -10,6 +10,8 @@ import torch
 
 from samecurve.config.schema import Optimizer
 from samecurve.errors import ConfigurationError
+from samecurve.optim import own
+from samecurve.specs.data_names import is_import_path
 from samecurve.specs.optimizers import BLOCK_8BIT, OPTIMIZERS, SMALLEST_8BIT
 
 
@@ -22,6 +24,8 @@ def state_names(
     """
     if settings.name == "adafactor":
         return {name: () if len(shape) > 1 else ("variance",) for name, shape in shapes.items()}
+    if is_import_path(settings.name):
+        return dict.fromkeys(shapes, own.state_names(settings))
     if settings.name == "muon":
         kept = {True: OPTIMIZERS["muon"].states, False: OPTIMIZERS["adamw"].states}
         return {name: kept[name in matrices] for name in shapes}

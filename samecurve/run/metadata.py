@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from samecurve.config import own_code
 from samecurve.distributed.cpu_workers import num_cores
 from samecurve.interfaces.fingerprint import identity
 from samecurve.models.lora import weights_fingerprint
@@ -90,6 +91,7 @@ class RunFacts:
             "precision": recipe.precision,
             "warmup_steps": recipe.warmup_steps,
             "recipe": recipe.model_dump(),
+            "own_code": own_code.hashes(recipe),
             "accelerate": strategy.accelerate,
             "deepspeed": strategy.deepspeed,
             "versions": versions(),
@@ -112,6 +114,7 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
         "strategy": plan.strategy.name,
         "world_size": plan.strategy.world_size,
         "versions": versions(),
+        "own_code": own_code.hashes(plan.recipe),
         **known,
         "adapter": _adapter(plan.recipe),
         # the weights that the task uses as reference model, by their content and not by their path

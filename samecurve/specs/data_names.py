@@ -1,4 +1,4 @@
-"""Names of built-in data sets, chat templates and hub data sets in a recipe, and the widths of grouped rows."""
+"""Names of data sets, chat templates and the user's own code in a recipe, and the widths of grouped rows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,20 @@ WIDTH_MULTIPLE = 128
 Truncation = Literal["right", "left", "drop", "error"]  # values of data.truncation
 BAD_ROWS = "bad_rows.jsonl"  # rows that data.bad_rows=drop leaves out, in the run directory
 CHATML = "chatml"  # value of tokenizer.chat_template
+OWN = "module:Name"  # stands for every import path where a table has one entry for them all
+
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 BUILTIN = "builtin:python-stdlib"
 FUNCTIONS = "builtin:python-functions"  # for sft
 PREFERENCES = "builtin:python-preferences"  # for dpo and reward
 MODULES = "builtin:python-modules"  # for classify
 DOCSTRINGS = "builtin:python-docstrings"  # for embed
+
+
+def is_import_path(value: object) -> bool:
+    """Whether a recipe's value names a class or function of the user's own: `my_package.my_module:Name`."""
+    return isinstance(value, str) and _IMPORT_PATH.fullmatch(value) is not None
 
 
 def is_hub_name(path: str) -> bool:

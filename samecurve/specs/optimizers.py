@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from samecurve.specs.data_names import is_import_path
+
 
 class OptimizerSpec(NamedTuple):
     """One optimizer: its builder, and facts for strategies, checkpoints and recipes.
@@ -24,7 +26,7 @@ class OptimizerSpec(NamedTuple):
 
 
 _AS_ADAMW = (1.0, 1.0)
-OPTIMIZERS = {
+_BY_NAME = {
     "adamw": OptimizerSpec(
         "samecurve.optim.factory:adamw", ("exp_avg", "exp_avg_sq"), ("betas", "epsilon", "implementation"), _AS_ADAMW
     ),
@@ -52,6 +54,20 @@ OPTIMIZERS = {
         whole="quantizes blocks of 256 neighbouring values",
     ),
 }
+# A class of the user's own, see optim/own.py. It is not imported where this is read: its states count as AdamW's.
+OWN_OPTIMIZER = OptimizerSpec("samecurve.optim.own:build", ("exp_avg", "exp_avg_sq"), ("options",), None)
+
+
+class _Optimizers(dict[str, OptimizerSpec]):
+    """Optimizers by name. An import path is no key of it, and has the facts of OWN_OPTIMIZER."""
+
+    def __missing__(self, name: str) -> OptimizerSpec:
+        if is_import_path(name):
+            return OWN_OPTIMIZER
+        raise KeyError(name)
+
+
+OPTIMIZERS = _Optimizers(_BY_NAME)
 
 # type checkers refuse a computed Literal, by which pydantic checks the recipe
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ RUN_FACTS = {
     "data?": dict,
     "data_fingerprints?": (dict, None),
     "versions?": dict,
+    "own_code?": dict,
     "counts?": str,
     "predicted?": (dict, None),
 }

@@ -1,6 +1,6 @@
 """Facts about each task for the recipe, the strategies and the commands. The tasks themselves are in tasks/.
 
-A new task is a module in tasks/ and a row of TASKS.
+A new task is a module in tasks/ and a row of _BY_NAME.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from samecurve.specs.data_names import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
+from samecurve.specs.data_names import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, is_import_path
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ _CONVERSATIONS = ("data.messages_column", "data.completion_column", "data.train_
 _OF_PAIRS = ("eval_loss", "eval_accuracy", "eval_margin", "eval_rewards_chosen", "eval_rewards_rejected")
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)
 
-TASKS = {
+_BY_NAME = {
     "pretrain": TaskSpec(BUILTIN, _TEXTS, by_token=True, pipelined=True, scheduled=True),
     "continue_pretrain": TaskSpec(
         BUILTIN,
@@ -202,6 +202,20 @@ TASKS = {
         metrics=("eval_loss", "eval_accuracy_at_1", "eval_accuracy_at_5", "eval_mrr_at_10"),
     ),
 }
+# A class of the user's own, see tasks/own.py. It is not imported where its facts are read.
+OWN_TASK = TaskSpec(BUILTIN, ("data.text_column", "data.mixture", "data.truncation"), metrics=("eval_loss",))
+
+
+class _Tasks(dict[str, TaskSpec]):
+    """Tasks by name. An import path is no key of it, and has the facts of OWN_TASK."""
+
+    def __missing__(self, name: str) -> TaskSpec:
+        if is_import_path(name):
+            return OWN_TASK
+        raise KeyError(name)
+
+
+TASKS = _Tasks(_BY_NAME)
 
 # type checkers refuse a computed Literal, by which pydantic checks the recipe
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from samecurve.config.documents import describe, joined
+from samecurve.specs.data_names import OWN, is_import_path
 from samecurve.specs.environment import dated
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.tasks import TASKS, TaskSpec
@@ -87,6 +88,8 @@ class Cell:
     tasks: tuple[str, ...] = ()
 
     def refuses(self, value: Any) -> bool:
+        if value == OWN or is_import_path(value):  # of which no list names one
+            return OWN in self.refused
         return value not in self.allowed if self.allowed else value in self.refused
 
 
@@ -137,6 +140,7 @@ def _of_whole_matrices() -> Iterator[Cell]:
 
 
 _USUAL = "use adamw, lion or sgd, or configs/fsdp.yaml"
+_PLAIN = "use configs/ddp.yaml, configs/fsdp.yaml, configs/zero2.yaml or configs/zero3.yaml"
 _ANOTHER = "use another strategy, for example configs/fsdp.yaml"
 _ONE_STAGE = "set parallelism_config_tp_size to 1, or use another strategy"
 _IN_CHUNKS = "tensor-parallel stages compute the loss in chunks of tokens, and its loss needs"
@@ -181,6 +185,12 @@ CELLS = (
         {DEEPSPEED_PIPELINE: "a pipeline supports causal language models only"},
         refused=_tasks(lambda spec: not spec.pipelined and not spec.has_teacher),
         fix=_ANOTHER,
+    ),
+    Cell(
+        "task",
+        _untested("a task of your own", TENSOR, CONTEXT, EXPERT, SCHEDULED, DEEPSPEED_PIPELINE),
+        refused=(OWN,),
+        fix=_PLAIN,
     ),
     # numbers
     Cell(
@@ -234,6 +244,15 @@ CELLS = (
         fix="use configs/fsdp.yaml or configs/ddp.yaml, or adamw",
     ),
     Cell("optimizer.name", _untested("it", SCHEDULED), ("adamw", "lion", "sgd")),
+    Cell(
+        "optimizer.name",
+        {
+            **_untested("an optimizer of your own", TENSOR, CONTEXT, EXPERT, SCHEDULED, FSDP_OFFLOAD),
+            DEEPSPEED_OFFLOAD: "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever is configured",
+        },
+        refused=(OWN,),
+        fix=_PLAIN,
+    ),
     Cell(
         "optimizer.implementation",
         {DEEPSPEED_OFFLOAD: "DeepSpeed updates an offloaded optimizer with its own CPU Adam"},

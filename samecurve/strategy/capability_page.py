@@ -12,7 +12,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from samecurve.config import own_code
 from samecurve.config.schema import Recipe
+from samecurve.specs.data_names import OWN
 from samecurve.specs.environment import dated
 from samecurve.strategy import capabilities
 from samecurve.strategy.capabilities import (
@@ -53,6 +55,7 @@ PROOFS: dict[str, dict[str, tuple[Mode, ...]]] = {
     "optimizer.name": {
         "test_optimizer_curves": (TENSOR, CONTEXT, SCHEDULED, FSDP, DEEPSPEED),
         "test_expert_parallel": (EXPERT,),
+        "test_own_code_curves": (FSDP, DEEPSPEED),
     },
     "model.kernels": {"test_kernels_curves": (FSDP, ZERO_2, ZERO_3, DEEPSPEED_PIPELINE)},
     "model.attention": {
@@ -126,7 +129,9 @@ def _section(mode: Mode) -> Iterator[str]:
 def _line(key: str, mode: Mode) -> str:
     field, modes = _field(key), {mode, mode.within}
     cells = [(cell, cell.modes[here]) for cell in CELLS if cell.key == key for here in modes & cell.modes.keys()]
-    values = list(dict.fromkeys([*_values(field.annotation), *(value for cell, _ in cells for value in cell.allowed)]))
+    own = [OWN] if key in own_code.KEYS else []
+    values = [*_values(field.annotation), *(value for cell, _ in cells for value in cell.allowed), *own]
+    values = list(dict.fromkeys(values))
     refused: dict[str, list[Any]] = {}
     kept = list(values)
     for value, (cell, why) in product(values, cells):

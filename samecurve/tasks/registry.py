@@ -1,4 +1,4 @@
-"""Loads the task that the recipe's `task` names: the module of that name."""
+"""Loads the task that the recipe's `task` names: the module of that name, or a class of the user's own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from samecurve.data.own_rows import with_rows
 from samecurve.errors import DataError, SamecurveError
 from samecurve.interfaces.task import Task
+from samecurve.specs.data_names import is_import_path
 from samecurve.storage.checksums import check_checksums
 
 if TYPE_CHECKING:
@@ -17,8 +19,14 @@ if TYPE_CHECKING:
 
 
 def load_task(recipe: Recipe) -> Task:
-    """Load the recipe's task with its tokenizer and rows. Raises DataError when the data cannot be used."""
-    return import_module(f".{recipe.task}", __package__).load_task(recipe)
+    """Load the recipe's task with its tokenizer and rows.
+
+    Raises:
+        DataError: the data cannot be used.
+        ConfigurationError: code of the user's own cannot be used, or the user has not named it (`own_code.load`).
+    """
+    module = "own" if is_import_path(recipe.task) else recipe.task
+    return import_module(f".{module}", __package__).load_task(with_rows(recipe))
 
 
 def load_on_all_ranks(recipe: Recipe, world: ControlGroup, busy: Callable[[], None] = lambda: None) -> Task:

@@ -19,10 +19,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from samecurve.config import own_code
 from samecurve.config.schema import Logging, Profile
 from samecurve.errors import (
     CheckpointError,
@@ -89,10 +90,17 @@ class RehearsedStage(NamedTuple):
 
 @dataclass(frozen=True)
 class Assignment:
-    """Work of a rehearsal's process. checkpoints: those of the run itself, to resume from."""
+    """Work of a rehearsal's process.
+
+    Attributes:
+        plan: the plan of the run.
+        checkpoints: those of the run itself, to resume from.
+        own_code: see own_code.allowed.
+    """
 
     plan: Plan
     checkpoints: Path
+    own_code: dict[str, tuple[str, ...]] = field(default_factory=own_code.allowed)
 
 
 def before_training(plan: Plan) -> Plan:

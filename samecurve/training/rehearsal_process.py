@@ -18,6 +18,7 @@ import torch
 from samecurve.checkpoint.manager import TrainProgress
 from samecurve.checkpoint.manifest import list_checkpoints
 from samecurve.checkpoint.resume import read_state
+from samecurve.config import own_code
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.errors import NumericError, SamecurveError, StorageError
@@ -118,6 +119,8 @@ def main() -> int:
     """Rehearse and return the exit code of this process. The reason of a failure is in the folder's status.json."""
     assignment: Assignment = pickle.load(sys.stdin.buffer)
     plan = assignment.plan
+    for path, folders in assignment.own_code.items():
+        own_code.allow([path], folders)
     recipe = plan.recipe
     run = RunDirectory(recipe.output_dir, os.environ.get("RANK", "0") == "0")
     try:

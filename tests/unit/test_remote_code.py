@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from samecurve.checkpoint.manifest import MANIFEST, MARKER, file_name
 from samecurve.cli import commands
+from samecurve.config import own_code
 from samecurve.config.schema import Recipe
 from samecurve.data.chat_encoder import ChatEncoder
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
@@ -156,11 +157,12 @@ COMMANDS = {
 }
 
 
-def words(name: str, tmp_path: Path, folder: Path) -> list[str]:
+def words(name: str, tmp_path: Path, folder: Path, **keys) -> list[str]:
     """The command on the folder, on an adapter of it, or on a run with forged records that trust everything."""
     run = folder.parent
     data = {"path": str(rows(tmp_path)), "validation_fraction": 0.5}
-    recipe = facts(recipe={"model": {"path": str(folder), "trust_remote_code": True}, "data": data})["recipe"]
+    model = {"path": str(folder), "trust_remote_code": True}
+    recipe = facts(recipe={"model": model, "data": data | keys.pop("data", {}), **keys})["recipe"]
     for place in (run, folder, tmp_path):
         write(place / "run.json", facts(recipe=recipe, engine="DDP", precision="fp32", strategy_path=None))
     forged_checkpoint(run, recipe)
@@ -175,6 +177,44 @@ def test_records_of_a_folder_trust_nothing(name, folder, tmp_path, monkeypatch, 
     assert not ran(tmp_path)
     said = capsys.readouterr().err
     assert str(folder) in said and "configuration_toy.py" in said and "--trust_remote_code" in said
+
+
+OWN = {"task": "stranger:Task", "optimizer": {"name": "stranger:Optimizer"}, "data": {"source": "stranger:rows"}}
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch) -> Path:
+    """A module that leaves a mark where it is imported, in the working directory, which is on sys.path."""
+    module = tmp_path / "stranger.py"
+    module.write_text(
+        "from pathlib import Path\nfrom samecurve.tasks.own import OwnTask as Task\n"
+        "Path(__file__).with_suffix('.imported').touch()\ndef rows():\n    return [{'text': 'a b'}] * 40\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(own_code, "_allowed", {})
+    monkeypatch.delitem(sys.modules, "stranger", raising=False)
+    return module.with_suffix(".imported")
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "summary", "report", "held out"])
+def test_a_run_folder_imports_nothing(name, folder, tmp_path, stranger, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    given = words("evaluate" if name in ("summary", "report", "held out") else name, tmp_path, folder, **OWN)
+    given = [name, str(folder.parent)] if name in ("summary", "report") else given
+    given = ["evaluate", str(folder.parent)] if name == "held out" else given
+    code = commands.main([*given, *([] if name in ("summary", "report") else ["--trust_remote_code"])])
+    assert not stranger.exists()
+    if given[0] in ("evaluate", "export"):
+        said = capsys.readouterr().err
+        assert code == 2 and "stranger:" in said and "--own_code stranger:" in said
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export"])
+def test_what_the_user_names_is_imported(name, folder, tmp_path, stranger):
+    named = ["--own_code", "stranger:Task", "--own_code", "stranger:rows"]
+    commands.main([*words(name, tmp_path, folder, **OWN), "--trust_remote_code", *named])
+    assert stranger.exists()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,0 +1,146 @@
+"""The base class of a task of the user's own, which a recipe names by import path. See docs/extending.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from samecurve.config import own_code
+from samecurve.data import sources, token_store
+from samecurve.data.datasets.base import SampleRows
+from samecurve.data.datasets.packed_samples import PackedSampleRows
+from samecurve.data.encoder import Encoded, Encoder, vocabulary_size
+from samecurve.errors import DataError
+from samecurve.storage.cache import digest
+from samecurve.tasks import causal_lm, splits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from samecurve.config.schema import Data, Recipe
+    from samecurve.interfaces.engine import EvalResult
+
+
+class OwnTask(causal_lm.CausalTask):
+    """A causal language model with rows, loss and metrics of your own. Override what differs.
+
+    The loss is a sum over counted units and `count` is their number: the engine divides the sum of a whole optimizer
+    step, of all ranks and micro-batches, by the count of that step. So the curve is the same under every strategy,
+    provided that `loss` and `count` depend on their arguments alone, row by row.
+
+    Attributes:
+        options: `task_options` of the recipe.
+        tokenizer: the recipe's tokenizer.
+        by_token: set it to True where the loss is a sum over trained tokens of which each is computed from its own
+            logits and label. Then it may be computed a few tokens at a time, see `loss.implementation`.
+    """
+
+    by_token = False
+    counts = "units"
+
+    def __init__(self, recipe: Recipe):
+        """Load tokenizer and rows. Raises as `causal_lm.load_causal_task` does."""
+        self.recipe, self.options = recipe, recipe.task_options
+
+        def find_source(data: Data) -> sources.DataSource:
+            selection = sources.Selection.of(recipe, data)
+            base = sources.find_source(splits.path_of(data), data.pattern, data.text_column, selection)
+            return _RowSource(base.name, base.files, base.text_column, task=self, selection=selection)
+
+        self.tokenizer = causal_lm.load_tokenizer(recipe, find_source)
+
+        def make_rows(stream: token_store.TokenStream) -> SampleRows:
+            padding_token = splits.token_id(self.tokenizer, "eos")
+            if not recipe.data.packing:
+                return causal_lm.document_rows(recipe, stream, padding_token)
+            return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token, recipe.data.truncation)
+
+        encoder = _RowEncoder(self.tokenizer, self)
+        loaded = causal_lm.load_causal_task(recipe, self.tokenizer, encoder, find_source, make_rows)
+        self.splits, self.details = loaded.splits, loaded.details
+
+    def texts(self, row: dict[str, Any]) -> list[str]:
+        """Return the texts of a row that a tokenizer is trained on (`tokenizer.vocabulary_size`)."""
+        return [value for value in row.values() if isinstance(value, str)]
+
+    def encode(self, row: dict[str, Any]) -> tuple[Sequence[int], Sequence[bool]]:
+        """Turn a row of the data into token ids, and say of each whether it is a target. [] leaves the row out."""
+        ids = self.tokenizer(row[self.recipe.data.text_column], add_special_tokens=False)["input_ids"]
+        ids = [*ids, splits.token_id(self.tokenizer, "eos")]
+        return ids, [True] * len(ids)
+
+    def metrics(self, result: EvalResult) -> dict[str, float]:
+        """Return the `eval_*` values: from `result.loss`, per unit, and `result.statistics`, the sums of all rows."""
+        return {"eval_loss": result.loss}
+
+
+def load_task(recipe: Recipe) -> OwnTask:
+    """Load the task that the recipe names by its import path.
+
+    Raises:
+        ConfigurationError: see `own_code.load`; or it names something else than a subclass of OwnTask.
+    """
+    task_class = own_code.load(recipe.task, "task")
+    own_code.check_subclass(recipe.task, "task", task_class, OwnTask)
+    return task_class(recipe)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of the data. Its text as JSON decides whether it is held out."""
+
+    place: str
+    row: dict[str, Any]
+
+    def __str__(self) -> str:
+        return json.dumps(self.row, ensure_ascii=False, default=str)
+
+
+@dataclass(frozen=True)
+class _RowSource(sources.DataSource):
+    """Rows as they are. A text file is one row, whose text is under `text_column`."""
+
+    task: OwnTask = field(kw_only=True)
+
+    def read(self, place: str, row: dict) -> _Row:
+        return _Row(place, row)
+
+    def columns_read(self, row: dict) -> tuple[str, ...]:
+        return tuple(row)
+
+    def texts(self, document: _Row) -> list[str]:
+        return self.task.texts(document.row)
+
+
+class _RowEncoder(Encoder):
+    """Calls the task's `encode`. Tokens are cached until the task's module or its options change."""
+
+    masked = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: OwnTask):
+        super().__init__(tokenizer)
+        self._task, self._num_ids = task, vocabulary_size(tokenizer)
+        code = own_code.source_hash(task.recipe.task)
+        self.identity = digest(self.identity, task.recipe.task, code, task.options, task.recipe.data.text_column)
+
+    def encode(self, documents: list[_Row]) -> list[Encoded]:
+        return [self._encode(document) for document in documents]
+
+    def _encode(self, document: _Row) -> Encoded:
+        name = f"{type(self._task).__name__}.encode"
+        try:
+            tokens, trained = self._task.encode(document.row)
+            tokens, trained = [int(token) for token in tokens], np.array(trained, dtype=bool)
+        except Exception as error:  # of any type: this runs the user's code
+            raise DataError(f"{document.place}: {name} failed with {type(error).__name__}: {error}") from error
+        wrong = next((token for token in tokens if not 0 <= token < self._num_ids), None)
+        if wrong is not None:
+            raise DataError(f"{document.place}: {name} returned {wrong}, but ids end at {self._num_ids - 1}")
+        if len(tokens) != len(trained):
+            text = f"{name} returned {len(tokens)} tokens, but {len(trained)} marks; return one mark per token"
+            raise DataError(f"{document.place}: {text}")
+        return Encoded(tokens, trained)
