@@ -90,7 +90,7 @@ def load(path: str, key: str) -> Any:
 
 
 def check_subclass(path: str, key: str, value: Any, base: type) -> None:
-    """Raise ConfigurationError unless an import path names a class below `base` that has all methods it must have."""
+    """Raise ConfigurationError unless an import path names a subclass of `base`."""
     if not isinstance(value, type) or not issubclass(value, base):
         what = f"class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise ConfigurationError(f"{key}: {path} is {what}, not a subclass of {base.__module__}.{base.__name__}")

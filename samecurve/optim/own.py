@@ -80,7 +80,13 @@ def _try(settings: Optimizer) -> Trial:
     draw = torch.Generator().manual_seed(0)
     shapes = ((6, 4), (5,))
     values, *gradients = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4))
-    whole = _updated(settings, values, gradients[:1])
+    try:
+        whole = _updated(settings, values, gradients[:1])
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of any type: this runs the user's code
+        text = f"failed with {type(error).__name__} in its first step, on weights of shapes (6, 4) and (5,): {error}"
+        raise _refusal(settings, text) from error
     states, counter = _states(settings, whole)
     before = [{**whole.state[weight]} for weight in _weights(whole)]
     before = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()} for state in before]

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from samecurve.config import own_code
 from samecurve.data import sources, token_store
 from samecurve.data.datasets.base import SampleRows
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.encoder import Encoded, Encoder, vocabulary_size
-from samecurve.errors import DataError
+from samecurve.errors import ConfigurationError, DataError
+from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.storage.cache import digest
 from samecurve.tasks import causal_lm, splits
 
@@ -82,11 +84,47 @@ def load_task(recipe: Recipe) -> OwnTask:
     """Load the task that the recipe names by its import path.
 
     Raises:
-        ConfigurationError: see `own_code.load`; or it names something else than a subclass of OwnTask.
+        ConfigurationError: see `own_code.load`; or it names something else than a subclass of OwnTask, or its loss is
+            not a sum.
     """
     task_class = own_code.load(recipe.task, "task")
     own_code.check_subclass(recipe.task, "task", task_class, OwnTask)
-    return task_class(recipe)
+    task = task_class(recipe)
+    _check_loss(task)
+    return task
+
+
+def _check_loss(task: OwnTask) -> None:
+    """Raise ConfigurationError unless loss and count of two made-up rows are those of both rows added up."""
+    draw, size = torch.Generator().manual_seed(0), task.vocabulary_size
+    logits = torch.randn(2, 4, size, generator=draw).requires_grad_()
+    labels = torch.randint(size, (2, 4), generator=draw)
+    labels[0, 1:3] = IGNORE_INDEX  # rows of different numbers of trained tokens
+    pieces, piece = [(logits[:1], labels[:1]), (logits[1:], labels[1:])], "row"
+    if task.by_token:
+        trained = labels != IGNORE_INDEX
+        pieces, piece = [*zip(logits[trained].split(1), labels[trained].split(1), strict=True)], "token"
+    try:
+        whole, parts = task.loss(logits, labels), [task.loss(*given) for given in pieces]
+        counts = task.count(labels), sum(task.count(label) for _, label in pieces)
+    except Exception as error:  # of any type: this runs the user's code
+        raise ConfigurationError(
+            f"task: {task.recipe.task} failed with {type(error).__name__} on logits of shape (2, 4, {size}) or a part "
+            f"of them and labels without their last axis: {error}"
+        ) from error
+    if not isinstance(whole, torch.Tensor) or whole.dim() or whole.dtype != torch.float32 or not whole.requires_grad:
+        shown = f"{whole.dtype} of shape {(*whole.shape,)}" if isinstance(whole, torch.Tensor) else repr(whole)
+        raise ConfigurationError(
+            f"task: {task.recipe.task}: loss returned {shown:.80}, expected an fp32 scalar with a gradient"
+        )
+    added = sum(parts)
+    if not torch.allclose(whole, torch.as_tensor(added), rtol=1e-3) or counts[0] != counts[1]:
+        raise ConfigurationError(
+            f"task: {task.recipe.task}: loss / count of 2 rows at once is {whole:.6g} / {counts[0]}, but added up "
+            f"{piece} by {piece} {added:.6g} / {counts[1]}, so the curve would depend on the micro-batch and the "
+            "number of processes; return sums, never means, and let count say over how many"
+            + (", or set by_token to False" if task.by_token else "")
+        )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,13 @@ def test_what_may_change_is_told():
     ]
 
 
+def test_changed_code_of_the_users_own_is_told():
+    before, after = now(own_code={"mine:Task": "abc"}), now(own_code={"mine:Task": "def"})
+    assert refusals(before, after) == []
+    assert changes(before, after) == ["own_code.mine:Task: abc -> def"]
+    assert changes(SAVED, after) == ["own_code.mine:Task: unknown then -> def"]
+
+
 def test_a_key_that_an_older_checkpoint_does_not_have_is_not_called_null():
     after = now(recipe__optimizer__momentum=0.9)
     assert changes(SAVED, after) == ["optimizer.momentum: unknown then -> 0.9"]

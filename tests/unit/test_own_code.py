@@ -49,6 +49,11 @@ def module(tmp_path: Path, text: str, name: str = "mine.py") -> None:
     file.write_text(text)
 
 
+def texts(tmp_path: Path) -> str:
+    module(tmp_path, "".join(json.dumps({"text": f"{n} words"}) + "\n" for n in range(200)), "mine.jsonl")
+    return f"data.path={tmp_path}/recipes/mine.jsonl"
+
+
 @pytest.mark.parametrize("value", ["a:B", "a.b_c:D", "é:Ü"])
 def test_an_import_path_is_one(value):
     assert is_import_path(value)
@@ -112,10 +117,43 @@ WRONG = {
 @pytest.mark.parametrize("result", WRONG)
 def test_rows_that_the_task_cannot_encode(result, tmp_path):
     module(tmp_path, ENCODE + result)
-    module(tmp_path, "".join(json.dumps({"text": f"{n} words"}) + "\n" for n in range(40)), "mine.jsonl")
     with pytest.raises(DataError) as caught:
-        registry.load_task(recipe(tmp_path, "task=mine:Task", f"data.path={tmp_path}/recipes/mine.jsonl"))
+        registry.load_task(recipe(tmp_path, "task=mine:Task", texts(tmp_path)))
     assert WRONG[result] in str(caught.value)
+
+
+LOSSES = {
+    "logits.float().mean()": "loss / count of 2 rows at once is ",
+    "self.cross_entropy(logits, labels) / self.count(labels)": "return sums, never means, and let count say over how",
+    "(logits - logits.mean(0)).square().sum()": "row by row 0 / 6, so the curve would depend on the micro-batch",
+    "None": "loss returned None, expected an fp32 scalar with a gradient",
+    "logits.sum(-1)": "loss returned torch.float32 of shape (2, 4), expected",
+    "torch.zeros(())": "loss returned torch.float32 of shape (), expected",
+    "logits.log_softmax(-1)[1].sum()": "failed with IndexError on logits of shape (2, 4, ",
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_is_no_sum(loss, tmp_path):
+    module(
+        tmp_path,
+        f"import torch\nfrom samecurve.tasks.own import OwnTask\nclass Task(OwnTask):\n"
+        f"    cross_entropy = OwnTask.loss\n    def loss(self, logits, labels):\n        return {loss}",
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        registry.load_task(recipe(tmp_path, "task=mine:Task", texts(tmp_path)))
+    assert str(caught.value).startswith("task: mine:Task") and LOSSES[loss] in str(caught.value)
+
+
+def test_a_loss_by_token_is_a_sum_over_tokens(tmp_path):
+    module(
+        tmp_path,
+        "from samecurve.tasks.own import OwnTask\nclass Task(OwnTask):\n    by_token = True\n"
+        "    def loss(self, logits, labels):\n"
+        "        return super().loss(logits, labels) + logits.sum(-2).square().sum()",
+    )
+    with pytest.raises(ConfigurationError, match=r"token by token .* or set by_token to False"):
+        registry.load_task(recipe(tmp_path, "task=mine:Task", texts(tmp_path)))
 
 
 CONFLICTS = {
@@ -263,6 +301,8 @@ class Plain(Base):
 class Rateless(Base):
     def __init__(self, params, lr, weight_decay=0.0):
         torch.optim.Optimizer.__init__(self, params, {"weight_decay": 0.0})
+class Stepless(Base):
+    step = torch.optim.Optimizer.step
 class NoOptimizer: pass
 """
 UNFIT = {
@@ -271,6 +311,7 @@ UNFIT = {
     "Means": "keeps means = a tensor of shape (6,) for a weight of shape (6, 4) after one update",
     "Mixed": "keeps other states for a vector than for a matrix",
     "Rateless": 'has no "lr" among its defaults',
+    "Stepless": "failed with NotImplementedError in its first step",
     "NoOptimizer": "is class NoOptimizer, not a subclass of torch.optim",
     "Normed": "updates the parts of a weight otherwise than the whole",
 }
