@@ -238,6 +238,24 @@ def test_a_hub_dataset_is_a_source(tmp_path):
     assert Path(found.data.path).read_text() == '{"text": "a", "n": 1}\n'
 
 
+ANY_TASK = {
+    "pretrain": {"text": "a b c"},
+    "sft": {"prompt": "a?", "completion": "b"},
+    "dpo": {"prompt": "a?", "chosen": "b", "rejected": "c"},
+    "classify": {"text": "a", "label": "x"},
+}
+
+
+@pytest.mark.parametrize("task", ANY_TASK)
+def test_every_task_reads_a_source(task, tmp_path):
+    row = (
+        "{name: f'{value} {n}' if name != 'label' else 'xy'[n % 2] for name, value in " + f"{ANY_TASK[task]}.items()}}"
+    )
+    module(tmp_path, f"def rows():\n    return [{row} for n in range(60)]")
+    loaded = registry.load_task(recipe(tmp_path, f"task={task}", "data.source=mine:rows", "data.packing=false"))
+    assert len(loaded.train) == 60
+
+
 def optimizer(name: str, **keys) -> Optimizer:
     own_code.allow([name], [])
     return Optimizer(name=name, weight_decay=keys.pop("weight_decay", 0.0), options=keys)
