@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from samecurve.checkpoint.manifest import (
     MANIFEST,
     MARKER,
+    STEPS,
     FileRecord,
     check_files,
     folder_name,
@@ -59,12 +61,20 @@ class Content:
         write: writes this rank's files into a folder with `write_file`. Returns their records and a note, which may
             be any JSON value.
         small_files: maps the notes of all ranks to the files (name: content) that rank 0 adds.
+        name: of the folder; "" for the step's.
+        names: regular expression of the names of `directory`'s checkpoints, also of those that were never finished.
     """
 
     step: int
     num_bytes: int
     write: Callable[[Path], tuple[list[FileRecord], Any]]
     small_files: Callable[[list], dict[str, bytes]]
+    name: str = ""
+    names: str = STEPS
+
+    @property
+    def folder(self) -> str:
+        return self.name or folder_name(self.step)
 
 
 def commit(fs: FileSystem, directory: Path, content: Content, conclude: Conclude, rank: int) -> None:
@@ -82,15 +92,15 @@ def commit(fs: FileSystem, directory: Path, content: Content, conclude: Conclude
         StorageError: any rank failed; the text is the same on all ranks.
         NumericError: `write` raised it on any rank; the text is the same on all ranks.
     """
-    partial = directory / f"{PARTIAL}{folder_name(content.step)}"
+    partial = directory / f"{PARTIAL}{content.folder}"
     try:
         planned = _attempt(lambda: _plan(directory, content.num_bytes))
-        _together(conclude, planned, lambda planned: _prepare(fs, partial, sum(planned)))
+        _together(conclude, planned, lambda planned: _prepare(fs, partial, sum(planned), content.names))
         wrote = _attempt(lambda: _write(fs, partial, content))
         _together(conclude, wrote, lambda wrote: _finish(fs, partial, content, wrote))
     except (StorageError, NumericError):
         if rank == 0:
-            sweep(fs, directory)
+            sweep(fs, directory, content.names)
         raise
 
 
@@ -168,14 +178,14 @@ def _plan(directory: Path, planned_bytes: int) -> int:
     return planned_bytes
 
 
-def _prepare(fs: FileSystem, partial: Path, planned_bytes: int) -> None:
+def _prepare(fs: FileSystem, partial: Path, planned_bytes: int, names: str) -> None:
     directory = partial.parent
     with storage_errors(directory):
         if not fs.exists(directory):
             fs.make_folder(directory)
         # Sync an existing folder too: a killed session may have created it without syncing it.
         fs.sync_folder(directory.parent)
-        sweep(fs, directory)
+        sweep(fs, directory, names)
         needed, free = planned_bytes + SPARE_BYTES, fs.free_bytes(directory)
         if free < needed:
             raise StorageError(
@@ -212,7 +222,7 @@ def _finish(fs: FileSystem, partial: Path, content: Content, wrote: list) -> Non
         digest = _write_small(fs, partial / MANIFEST, manifest).sha256
         _write_marker(fs, partial, digest)
         fs.sync_folder(partial)
-        _publish(fs, partial, partial.with_name(folder_name(content.step)))
+        _publish(fs, partial, partial.with_name(content.folder))
 
 
 def _check_visible(fs: FileSystem, partial: Path, record: FileRecord) -> None:
@@ -249,7 +259,7 @@ def _write_small(fs: FileSystem, path: Path, content: bytes) -> FileRecord:
     return FileRecord(path.name, len(content), hashlib.sha256(content).hexdigest())
 
 
-def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str]) -> str:
+def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str], names: str = STEPS) -> str:
     """Remove all but the newest `keep` good checkpoints and those named in `protected`. For rank 0, after a commit.
 
     A checkpoint is good here if all of its files exist and have the recorded sizes.
@@ -261,13 +271,14 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
         directory: the folder of all checkpoints.
         keep: number to keep of each kind; less than 1 counts as 1.
         protected: names of checkpoints' folders.
+        names: see Content.
 
     Returns:
         The problems found, "" if there were none. The next rotation tries again.
     """
     try:
         good, damaged = [], []
-        for folder in list_checkpoints(fs, directory):
+        for folder in list_checkpoints(fs, directory, names):
             (damaged if check_files(fs, folder, small_only=True) else good).append(folder)
         keep = max(keep, 1)
         for folder in (*good[keep:], *damaged[keep:]):
@@ -276,17 +287,26 @@ def rotate(fs: FileSystem, directory: Path, keep: int, protected: Collection[str
                 fs.rename(folder, directory / f"{DELETED}{folder.name}")
     except OSError as error:
         return str(error)
-    return sweep(fs, directory)
+    return sweep(fs, directory, names)
 
 
-def sweep(fs: FileSystem, directory: Path) -> str:
+def recover(fs: FileSystem, final: Path) -> None:
+    """Finish a save that was killed between the two renames by which it replaces the checkpoint `final`. For rank 0."""
+    for prefix in (PARTIAL, DELETED):
+        folder = final.with_name(f"{prefix}{final.name}")
+        if not fs.exists(final) and fs.exists(folder) and not check_files(fs, folder, small_only=True):
+            fs.rename(folder, final)
+
+
+def sweep(fs: FileSystem, directory: Path, names: str = STEPS) -> str:
     """Remove partial and deleted checkpoint folders. Returns the problems found, "" if there were none.
 
     A problem does not fail the save: on NFS, a folder cannot be removed while a file in it is open on some host.
     """
     problems = []
     try:
-        debris = [name for name in fs.folders(directory) if name.startswith((PARTIAL, DELETED))]
+        left = f"({re.escape(PARTIAL)}|{re.escape(DELETED)})({names})"
+        debris = [name for name in fs.folders(directory) if re.fullmatch(left, name)]
         if debris:
             fs.sync_folder(directory)  # otherwise a power cut could restore the step_... name of a half-removed folder
     except OSError as error:

@@ -6,6 +6,8 @@
                               "rng/...": uint8, the state of this rank's random generators
                               "factor/...": a region of an optimizer state whose shape is not the parameter's, named
                               after both: "parameter.row_var" (Adafactor), "parameter.absmax1" (8-bit AdamW)
+                              "whole/...": a tensor that rank 0 saved whole, in its own dtype: a buffer, or part of an
+                              object that a script registered
     index.json                {name: {"shape": [...], "ranges": [[rank, start, stop], ...]}}; a region of several pieces
                               (the runs of Region) is [rank, start, length, count, stride] instead
 
@@ -32,7 +34,9 @@ from samecurve.storage.records import read_record
 INDEX = "index.json"
 _SCHEMA = {"*": {"shape": list, "ranges": list}}
 _LARGEST_INDEX = 2**32  # bytes; 16,384 ranks with 300 parameters write 100 MB
-_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+_DTYPES |= {torch.bool: "BOOL"}
 _ALIGNMENT = 8
 
 
@@ -74,7 +78,7 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
     for entry, tensor in zip(entries, values, strict=True):
         assert tensor.shape == (entry.numel,) and tensor.dtype == entry.dtype, f"{entry} came as {tensor.shape}"
         if entry.numel:  # an empty view cannot be cast
-            yield tensor.numpy().data.cast("B")
+            yield tensor.view(torch.uint8).numpy().data
 
 
 class CheckpointReader:

@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
-from samecurve.checkpoint import commit, format
+from samecurve.checkpoint import commit
 from samecurve.checkpoint.best import find_best
-from samecurve.checkpoint.format import Entry
-from samecurve.checkpoint.index_excerpts import open_shared
-from samecurve.checkpoint.manifest import file_name
-from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
-from samecurve.checkpoint.snapshot import Snapshot
-from samecurve.distributed import rng_state
+from samecurve.checkpoint.resume import FORMAT, CheckpointSelector, read_state
+from samecurve.checkpoint.snapshot import Snapshot, Taken, generators_of, restore
 from samecurve.errors import CheckpointError, NumericError, StorageError
 from samecurve.storage.atomic import json_values, utc_timestamp
 from samecurve.storage.fault_injection import fault_point
@@ -134,22 +126,8 @@ class Checkpoints:
         generators: restore the random generators too, or seed them anew if their layout has changed.
         Raises CheckpointError on all ranks if model and checkpoint differ, on one rank if its part cannot be read.
         """
-        fault_point("load.read")
         saved = self._world.on_main(lambda: read_state(folder))
-        wanted = [(part.name, part.region) for part in engine.state.ranges()]
-        reader = open_shared(folder, self._world, wanted, engine.shapes | engine.state.factors)
-        with torch.no_grad():
-            for part, kind, tensor in engine.state.visit(writing=True):
-                self._busy()
-                tensor.copy_(reader.read(part.name, kind, part.region))
-            engine.state.finish(saved["updates"])
-        engine.loss_scale_state = saved["loss_scale"]
-        if generators and saved["generators"] == self._generators(engine):
-            names = rng_state.capture(engine.device)
-            rng_state.restore({name: reader.tensor(self._world.rank, f"rng/{name}") for name in names}, engine.device)
-        elif generators:
-            rng_state.reseed(self._recipe.seed, saved["step"], self._world.rank)
-        fault_point("load.done")
+        restore(folder, engine, saved, self._world, self._recipe.seed if generators else None, self._busy)
         return TrainProgress(**{key: saved[key] for key in TrainProgress.__dataclass_fields__ if key in saved})
 
     def roll_back(self, engine: Engine) -> TrainProgress | None:
@@ -260,41 +238,33 @@ class Checkpoints:
 
     def _start(self, engine: Engine, position: TrainProgress, began: float) -> None:
         self._snapshot = self._snapshot or Snapshot(engine)
-        entries, values = self._snapshot.take(copy=self._background)
+        taken = self._snapshot.take(copy=self._background)
         fault_point("save.staged")
         described = {"format": FORMAT, **asdict(position), "loss_scale": engine.loss_scale_state}
-        described |= {"generators": self._generators(engine), "time": utc_timestamp(), **self._facts}
+        described |= {"generators": generators_of(engine, self._world), "time": utc_timestamp(), **self._facts}
         # encoded now: the position shares dicts with the loop, which goes on while another thread writes
         state = json.dumps(json_values(described)).encode()
         save = self._in_flight = _Save(position.step, began)
         self._tried_step = position.step
-        work = partial(self._commit, save, entries, values, state)
+        work = partial(self._commit, save, self._snapshot, taken, state)
         if not self._background:  # in this thread: its current CUDA device is the one of the live tensors
             work()
             return
         save.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         save.thread.start()
 
-    def _commit(self, save: _Save, entries: list[Entry], values: Generator[Tensor, None, None], state: bytes) -> None:
+    def _commit(self, save: _Save, snapshot: Snapshot, taken: Taken, state: bytes) -> None:
         """Write and commit one save. An error is stored in `save.error`; `wait` raises it."""
-        snapshot, rank = self._snapshot, self._world.rank
-        assert snapshot is not None  # `save` has just taken it
-
-        def reported(chunks: Iterator) -> Iterator:
-            for chunk in chunks:
-                self._busy()
-                yield chunk
-
-        def write(folder: Path) -> tuple[list, list]:
-            with closing(values):
-                chunks = format.safetensors_chunks(entries, values)
-                return [commit.write_file(self._files, folder / file_name(rank), reported(chunks))], snapshot.regions
+        rank = self._world.rank
 
         def small_files(regions: list) -> dict[str, bytes]:
             self._run.sync_metrics()  # so that the metrics up to this step are as durable as the checkpoint
-            return {STATE: state, format.INDEX: format.safetensors_index(snapshot.shapes, regions)}
+            return snapshot.small_files(state, regions)
 
-        content = commit.Content(save.step, sum(entry.nbytes for entry in entries), write, small_files)
+        def write(folder: Path) -> tuple:
+            return snapshot.write(self._files, folder, rank, taken, self._busy)
+
+        content = commit.Content(save.step, sum(entry.nbytes for entry in taken[0]), write, small_files)
         try:
             commit.commit(self._files, self._run.checkpoints, content, self._conclude, rank)
             self._metrics = {"save_seconds": time.perf_counter() - save.began}
@@ -304,10 +274,6 @@ class Checkpoints:
         else:
             self._num_commits += 1
             self._tidy()
-
-    def _generators(self, engine: Engine) -> dict:
-        """Describe the layout of the random generators. If it is unchanged, each rank restores its own generators."""
-        return {"ranks": self._world.size, "data_parallel_size": engine.shard[1], "device": engine.device.type}
 
     def _tidy(self) -> None:
         """Record the best checkpoint and remove old ones. Errors are only logged: the save itself has succeeded."""

@@ -12,6 +12,8 @@ from samecurve.storage.filesystem import FileSystem
 from samecurve.storage.records import parse
 
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
+STEPS = "step_[0-9]{8,}"
+"""Names of a run's checkpoints, as a regular expression."""
 
 
 class FileRecord(NamedTuple):
@@ -54,9 +56,9 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def list_checkpoints(fs: FileSystem, directory: Path) -> list[Path]:
-    """List the folders with a checkpoint's name, newest first. `check_files` verifies their content."""
-    steps = {name: int(name[5:]) for name in fs.folders(directory) if re.fullmatch("step_[0-9]{8,}", name)}
+def list_checkpoints(fs: FileSystem, directory: Path, names: str = STEPS) -> list[Path]:
+    """List the folders whose names match and end in a number, newest first. `check_files` verifies their content."""
+    steps = {name: int(name.rpartition("_")[2]) for name in fs.folders(directory) if re.fullmatch(names, name)}
     # by number, because the name of a nine-digit step sorts before those of eight digits
     return [directory / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 

@@ -167,19 +167,35 @@ class Evaluator(Protocol):
         ...
 
 
-class Engine(Evaluator, Protocol):
-    """A model with its optimizer under one strategy.
+class Saved(Protocol):
+    """What checkpoints read and write: weights and optimizer state under one strategy.
 
     Attributes:
-        shapes: full shape of every trained parameter, by Hugging Face name.
+        shapes: full shape of every parameter that is saved, by name; of an Engine the trained ones.
         device: the device that this rank computes on.
-        state: this rank's shards of weights and optimizer state, read and written by checkpoints.
+        state: this rank's shards of weights and optimizer state.
     """
 
     @property
     def shard(self) -> tuple[int, int]:
         """(data-parallel rank, data-parallel size), which select this process's rows of the global batch."""
         ...
+
+    @property
+    def loss_scale_state(self) -> dict:
+        """fp16's dynamic loss scale, {} without one. Assigning a saved value restores the scale."""
+        ...
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, values: dict) -> None: ...
+
+    shapes: dict[str, torch.Size]
+    device: torch.device
+    state: State
+
+
+class Engine(Evaluator, Saved, Protocol):
+    """A model with its optimizer under one strategy. Names of `shapes` are those of Hugging Face."""
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """Run forward, backward and one update over this rank's micro-batches."""
@@ -220,18 +236,6 @@ class Engine(Evaluator, Protocol):
     def describe(self) -> EngineDescription:
         """Report the live configuration. Not collective."""
         ...
-
-    @property
-    def loss_scale_state(self) -> dict:
-        """fp16's dynamic loss scale, {} without one. Assigning a saved value restores the scale."""
-        ...
-
-    @loss_scale_state.setter
-    def loss_scale_state(self, values: dict) -> None: ...
-
-    shapes: dict[str, torch.Size]
-    device: torch.device
-    state: State
 
 
 @dataclass(frozen=True)
