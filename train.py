@@ -60,6 +60,7 @@ def train(session) -> None:
     from samecurve.training.evaluator import due
 
     recipe, run, watch = session.context.recipe, session.context.run, session.context.watch
+    accelerator = session.context.accelerator
     task, engine, batches = session.built.task, session.engine, session.batches
     meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
     updates = session.start.updates  # a skipped step does not advance the learning rate schedule
@@ -94,7 +95,7 @@ def train(session) -> None:
             is_last = session.is_last(step)
             if checkpoints.due(step, is_last) and not guard.is_pending:
                 watch.phase("save", step)
-                record |= checkpoints.save(engine, here, wait=is_last)
+                accelerator.save_state(position=here, wait=is_last)
                 meter.start()
             record |= checkpoints.finished()
             run.append_metrics(record)

@@ -80,7 +80,10 @@ class DTensorShards:
             for shard, key in places:
                 for kind in self.kinds[shard.name]:
                     tensor = parameter.detach() if kind == WEIGHT else state[key or kind]
-                    yield shard, kind, _flat(tensor)
+                    flat = _flat(tensor)
+                    yield shard, kind, flat
+                    if writing and not tensor.is_contiguous():  # `flat` is a copy, as of weights in channels_last
+                        tensor.copy_(flat.view(tensor.shape))
 
     def _ranges(self, name: str) -> list[tuple[ShardRange, str]]:
         """List this rank's regions of a parameter and of its factors, each with the factor's key in the optimizer."""
@@ -260,7 +263,7 @@ class Zero3Shards:
                 shard = self._range_of(parameter)
                 if shard is not None:
                     _, start, _ = zero.grad_position[zero.get_param_id(parameter)]
-                    working = partial(_working_partition, parameter, shard.region)
+                    working = partial(working_partition, parameter, shard.region)
                     yield Master(shard.name, flat, start, shard.region.numel, working, tuple(parameter.ds_shape))
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
@@ -283,7 +286,7 @@ class Zero3Shards:
         return ShardRange(self._names[id(parameter)], Region(start, stop - start), range(stop - start))
 
 
-def _working_partition(parameter: DeepSpeedParameter, region: Region) -> Tensor | None:
+def working_partition(parameter: DeepSpeedParameter, region: Region) -> Tensor | None:
     """Return this rank's partition of a ZeRO-3 weight; None if it is on NVMe."""
     from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
@@ -299,4 +302,4 @@ def _part(weight: Tensor, region: Region) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().view(-1)
+    return local.detach().reshape(-1)

@@ -34,9 +34,9 @@ from samecurve.storage.records import read_record
 INDEX = "index.json"
 _SCHEMA = {"*": {"shape": list, "ranges": list}}
 _LARGEST_INDEX = 2**32  # bytes; 16,384 ranks with 300 parameters write 100 MB
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-_DTYPES |= {torch.bool: "BOOL"}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+DTYPES |= {torch.bool: "BOOL"}
 _ALIGNMENT = 8
 
 
@@ -66,7 +66,7 @@ def safetensors_chunks(entries: list[Entry], values: Iterable[Tensor]) -> Iterat
     header, offset = {}, 0
     for entry in entries:
         header[entry.key] = {
-            "dtype": _DTYPES[entry.dtype],
+            "dtype": DTYPES[entry.dtype],
             "shape": [entry.numel],
             "data_offsets": [offset, offset + entry.nbytes],
         }

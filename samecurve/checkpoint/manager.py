@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from samecurve.checkpoint import commit
 from samecurve.checkpoint.best import find_best
+from samecurve.checkpoint.manifest import folder_name
 from samecurve.checkpoint.resume import FORMAT, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot, Taken, generators_of, restore
 from samecurve.errors import CheckpointError, NumericError, StorageError
@@ -107,6 +108,7 @@ class Checkpoints:
         self._num_commits = 0
         self._tried_step = self._committed_step = 0
         self._metrics: dict = {}
+        self._stall: dict = {}
         self.resumed_from: Path | None = None
         self.mirror: Mirror | None = None
         self.whole: TrainProgress | None = None
@@ -165,16 +167,13 @@ class Checkpoints:
         self._log(f"exporting {best.name}, the best checkpoint by {metric}")
         return self.load(best, engine, generators=False).step
 
-    def save(self, engine: Engine, position: TrainProgress, wait: bool = False) -> dict:
+    def save(self, engine: Engine, position: TrainProgress, wait: bool = False) -> None:
         """Start to save this rank's part; without `background`, also wait until it is written. Collective.
 
         A failed save is logged and training continues. The third failure in a row raises StorageError on all ranks.
 
         Args:
             wait: no later save will follow, so retry until this one is committed or three have failed.
-
-        Returns:
-            The metric `save_stall_seconds`: how long this call blocked training.
         """
         began = time.perf_counter()
         only_looks = not wait and self._is_second_look(position.step)
@@ -186,7 +185,7 @@ class Checkpoints:
             committed = self.wait()
             if committed or not wait:
                 break
-        return {"save_stall_seconds": time.perf_counter() - began}
+        self._stall = {"save_stall_seconds": time.perf_counter() - began}
 
     def secure(self, engine: Engine, position: TrainProgress) -> None:
         """Ensure a committed checkpoint of exactly this position: the save in flight or a new one."""
@@ -231,9 +230,16 @@ class Checkpoints:
         soon = bool(step % every) and step - self._tried_step == max(1, every // 4)
         return soon and (self._in_flight is not None or self._failures > 0)
 
+    def folder(self, position: TrainProgress) -> Path:
+        """Return where the checkpoint of a position is, once it is committed."""
+        return self._run.checkpoints / folder_name(position.step)
+
     def finished(self) -> dict:
-        """Return the metric `save_seconds` of a save that was committed since the last call, {} without one."""
-        metrics, self._metrics = self._metrics, {}
+        """Return the metrics of saves since the last call, {} without one.
+
+        save_stall_seconds: how long `save` blocked training. save_seconds: how long it took until the commit.
+        """
+        metrics, self._metrics, self._stall = self._metrics | self._stall, {}, {}
         return metrics
 
     def _start(self, engine: Engine, position: TrainProgress, began: float) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.checkpoint.compatibility import changes, refusals
 from samecurve.checkpoint.manifest import (
+    STEPS,
     DamagedManifest,
     FileRecord,
     check_records,
@@ -47,17 +48,31 @@ _SCHEMA = {
     "data": {"rows": str},
     "adapter?": (dict, None),
     "reference?": (str, dict, None),
+    "script?": {"states": {"*": {"kinds": [str], "scalars": dict}}, "buffers": dict, "values": dict, "seed": COUNT},
 }
 
 
 class CheckpointSelector:
-    """Selects the checkpoint to resume from. directory: output_dir/checkpoints; facts, log: see Checkpoints."""
+    """Selects the checkpoint to resume from.
+
+    Args:
+        directory: output_dir/checkpoints.
+        facts: see Checkpoints; None for a script's, of which nothing is compared here.
+        log: see Checkpoints.
+        names: regular expression of the checkpoints' names.
+    """
 
     def __init__(
-        self, directory: Path, facts: dict, world: ControlGroup, log: Callable[[str], None], files: FileSystem
+        self,
+        directory: Path,
+        facts: dict | None,
+        world: ControlGroup,
+        log: Callable[[str], None],
+        files: FileSystem,
+        names: str = STEPS,
     ):
         self._directory, self._facts, self._world, self._log = directory, facts, world, log
-        self._files = files
+        self._files, self._names = files, names
 
     def select(self, resume: str) -> Path | None:
         """Select the checkpoint to resume from and verify every byte of it. Collective.
@@ -78,7 +93,8 @@ class CheckpointSelector:
         for folder in chosen:
             problems = self.problems(folder)
             if not problems:
-                self._check_changes(folder)
+                if self._facts is not None:
+                    self._check_changes(folder, self._facts)
                 return folder
             text = "\n".join(f"  {folder.name}/{problem}" for problem in problems)
             if len(chosen) > 1:
@@ -87,10 +103,9 @@ class CheckpointSelector:
         if rejected:
             folder, searched = chosen[0], resume == "auto"
             unusable = f"no checkpoint in {folder.parent} can be used" if searched else f"{folder} cannot be used"
-            raise CheckpointError(
-                f"{unusable}; resume from another one (--resume FOLDER), or start over, which moves those of "
-                "output_dir aside (--fresh)\n" + "\n".join(rejected)
-            )
+            ways = "resume from another one (--resume FOLDER), or start over, which moves those of output_dir aside "
+            ways = f"{ways}(--fresh)" if self._facts is not None else "load another one"
+            raise CheckpointError(f"{unusable}; {ways}\n" + "\n".join(rejected))
         return None
 
     def candidates(self, resume: str) -> list[Path]:
@@ -99,7 +114,7 @@ class CheckpointSelector:
             return [Path(resume)]
         if resume == "none":
             return []
-        return self._world.on_main(lambda: list_checkpoints(self._files, self._directory))
+        return self._world.on_main(lambda: list_checkpoints(self._files, self._directory, self._names))
 
     def problems(self, folder: Path) -> list[str]:
         """List the problems that all ranks found. Collective.
@@ -136,9 +151,9 @@ class CheckpointSelector:
         except OSError as error:  # not raised here: the other ranks wait in `conclude`
             return [str(error)]
 
-    def _check_changes(self, folder: Path) -> None:
+    def _check_changes(self, folder: Path, facts: dict) -> None:
         saved = self._world.on_main(lambda: read_state(folder))
-        refused = refusals(saved, self._facts)
+        refused = refusals(saved, facts)
         if refused:
             raise CheckpointError(
                 f"{folder}: the run cannot resume with these changes:\n"
@@ -146,14 +161,26 @@ class CheckpointSelector:
                 + f"\nundo them, start another run (output_dir={next_free(self._directory.parent)}), or start this one "
                 "over (--fresh)"
             )
-        changed = changes(saved, self._facts)
-        if saved["step"] < self._facts["recipe"]["steps"]:  # the start reports a run that has no step left
+        changed = changes(saved, facts)
+        if saved["step"] < facts["recipe"]["steps"]:  # the start reports a run that has no step left
             self._log("\n".join([f"resuming from {folder}", *(f"  changed: {text}" for text in changed)]))
 
 
-def read_state(folder: Path) -> dict:
-    """Read a checkpoint's state.json. Raises CheckpointError for one that no run of this version wrote."""
-    return read_record(folder / STATE, _SCHEMA).require(CheckpointError, "use another checkpoint")
+def read_state(folder: Path, of_script: bool = False) -> dict:
+    """Read a checkpoint's state.json.
+
+    Args:
+        of_script: expect one that `Accelerator.save_state` wrote in a script, not one of train.py.
+
+    Raises:
+        CheckpointError: no run of this version wrote it, or it is of the other origin.
+    """
+    state = read_record(folder / STATE, _SCHEMA).require(CheckpointError, "use another checkpoint")
+    if of_script and "script" not in state:
+        raise CheckpointError(f"{folder}: a checkpoint of train.py, which train.py resumes: --resume {folder}")
+    if not of_script and "script" in state:
+        raise CheckpointError(f"{folder}: written by accelerator.save_state in a script; load it there with load_state")
+    return state
 
 
 def state_problems(folder: Path) -> list[str]:

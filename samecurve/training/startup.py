@@ -186,8 +186,9 @@ def restore(context: Context, engine: Engine, checkpoints: Checkpoints) -> Train
         CheckpointError: the checkpoint does not fit the model, or cannot be read.
     """
     context.watch.phase("load")
+    context.accelerator.attach_run(engine, checkpoints)
     checkpoint = checkpoints.resumed_from
-    return checkpoints.load(checkpoint, engine) if checkpoint else TrainProgress()
+    return (context.accelerator.load_state(checkpoint) if checkpoint else None) or TrainProgress()
 
 
 def make_up_evaluation(
@@ -208,7 +209,7 @@ def make_up_evaluation(
     metrics = context.evaluate(validation, engine, built.task, start.step, stopping)
     start = replace(start, record=start.record | metrics, stopping=stopping.state)
     if recipe.checkpoint.best:  # which is chosen by the metrics in the checkpoints
-        checkpoints.save(engine, start, wait=True)
+        context.accelerator.save_state(position=start, wait=True)
     return start
 
 
