@@ -332,8 +332,8 @@ def test_an_unfinished_step_begins_again(tmp_path, capsys):
     script = Script()
     script.accelerator.gradient_accumulation_steps = 4
     script.accelerator.step = 6
-    loader = Loader([*range(8)])
-    script.accelerator._dataloaders += [loader, DataLoader([*range(8)])]
+    loader = Loader([*range(8)])  # pyright: ignore[reportArgumentType]
+    script.accelerator._dataloaders += [loader, DataLoader([*range(8)])]  # pyright: ignore[reportArgumentType]
     script.model(torch.ones(2, 2, 4, 4)).sum().backward()
     folder = script.accelerator.save_state(tmp_path / "state")
     loader.position, script.accelerator.step = 0, 0
