@@ -13,6 +13,7 @@ from typing import Any, cast
 import accelerate
 import torch
 from torch import Tensor, distributed
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,6 +75,9 @@ class PreparedState:
             model = model.module
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise CheckpointError("fsdp_version: found 1, whose shards have no names; set fsdp_version: 2")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass the root has its weights gathered, in parameters of their own
         for name, parameter in model.named_parameters():
             self.parameters[prefix + _canonical(name)] = parameter
             if parameter.dtype not in _EXACT:

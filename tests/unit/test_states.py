@@ -71,7 +71,8 @@ class Script:
         configuration = ProjectConfiguration(str(folder), **project) if folder else None
         self.accelerator = kind(project_config=configuration)
         layers = (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 1))
-        model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        model = nn.Sequential(*layers)
+        model[0].to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         model[3].requires_grad_(False)
         groups = [{"params": [*model[:2].parameters()]}, {"params": [*model[4].parameters()], "lr": 0.002}]
         trained = OPTIMIZERS[optimizer](groups)
