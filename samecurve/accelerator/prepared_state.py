@@ -6,13 +6,14 @@ ones too, and all persistent buffers. What an optimizer keeps is read off the li
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
 import accelerate
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -85,10 +86,7 @@ class PreparedState:
                     f"{name}: found a parameter in {parameter.dtype}, expected float32, bfloat16 or float16, whose "
                     "values a checkpoint keeps exactly; convert it, or make it a buffer"
                 )
-        for path, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    self.buffers[prefix + _canonical(f"{path}.{name}" if path else name)] = buffer
+        self.buffers |= {prefix + _canonical(name): buffer for name, buffer in _persistent_buffers(model)}
 
     def _find_slots(self) -> None:
         if self._is_zero:
@@ -270,6 +268,13 @@ class _FrozenZero3:
 
     def finish(self, updates: int) -> None:
         pass
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def _canonical(name: str) -> str:

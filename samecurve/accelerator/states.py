@@ -1,7 +1,7 @@
 """`save_state` and `load_state` of the Accelerator: Accelerate's signatures, this project's checkpoints.
 
 A folder that `save_state` returned is complete, survives a power cut and can be loaded under any strategy on any number
-of processes (docs/checkpoint_format.md). It replaces an older one only once it is complete itself.
+of processes (docs/checkpoints.md). It replaces an older one only once it is complete itself.
 """
 
 from __future__ import annotations
@@ -95,15 +95,26 @@ class States(accelerate.Accelerator):
         world, project = self._control, self.project_configuration
         final = self._destination(output_dir)
         names = SERIES if project.automatic_checkpoint_naming else re.escape(final.name)
-        live, tensors = PreparedState(self), {}
-        values = self._encoded(tensors)
-        tensors |= {f"{_BUFFER}/{name}": buffer for name, buffer in live.buffers.items()}
+        self._commit(final, names)
+        if world.is_main:
+            problem = commit.sweep(_FILES, final.parent, names)
+            if project.automatic_checkpoint_naming and project.total_limit is not None:
+                problem = commit.rotate(_FILES, final.parent, project.total_limit, (), names)
+            if problem:
+                self.print(f"could not remove all old checkpoints in {final.parent}: {problem}")
+        project.iteration += 1
+        return final
+
+    def _commit(self, final: Path, names: str) -> None:
+        """Write a script's checkpoint; see commit.Content for `names`. Collective. Raises as save_state."""
+        world, live, tensors = self._control, PreparedState(self), {}
         script = {
             "states": live.states,
             "buffers": {name: list(buffer.shape) for name, buffer in live.buffers.items()},
-            "values": values,
+            "values": self._encoded(tensors),
             "seed": torch.initial_seed() % 2**53,
         }
+        tensors |= {f"{_BUFFER}/{name}": buffer for name, buffer in live.buffers.items()}
         state = {"format": FORMAT, "step": live.updates, "updates": live.updates, "samples": 0, "meter": {}}
         state |= {"record": {}, "loss_scale": live.loss_scale_state, "generators": generators_of(live, world)}
         state |= {"recipe": {}, "strategy": self.distributed_type.value, "world_size": world.size, "model": {}}
@@ -113,33 +124,25 @@ class States(accelerate.Accelerator):
         taken = snapshot.take(copy=False, whole=tensors if world.is_main else {})
 
         def write(folder: Path) -> tuple:
-            weights = self._weights_for_hooks() if self._save_model_state_pre_hook else []
-            for hook in self._save_model_state_pre_hook.values():
+            hooks = self._save_model_state_pre_hook.values()
+            weights = [self.get_state_dict(model, unwrap=False) for model in self._models if hooks and not self._shards]
+            for hook in hooks:
                 hook(self._models, weights, str(folder))
             wrote = snapshot.write(_FILES, folder, world.rank, taken, lambda: None)
             if world.is_main and final.exists():
                 _keep_others(final, folder)
             return wrote
 
-        content = commit.Content(
-            live.updates,
-            sum(entry.nbytes for entry in taken[0]),
-            write,
-            partial(snapshot.small_files, json.dumps(state).encode()),
-            final.name,
-            names,
-        )
-        world.on_main(lambda: _make_ready(final))
+        def prepare() -> None:
+            with storage_errors(final):
+                make_durable_folder(final.parent)
+                commit.recover(_FILES, final)
+
+        world.on_main(prepare)
+        num_bytes = sum(entry.nbytes for entry in taken[0])
+        small_files = partial(snapshot.small_files, json.dumps(state).encode())
+        content = commit.Content(live.updates, num_bytes, write, small_files, final.name, names)
         commit.commit(_FILES, final.parent, content, world.conclude, world.rank)
-        if world.is_main:
-            limit = project.total_limit if project.automatic_checkpoint_naming else None
-            problem = commit.sweep(_FILES, final.parent, names)
-            if limit is not None:
-                problem = commit.rotate(_FILES, final.parent, limit, (), names)
-            if problem:
-                self.print(f"could not remove all old checkpoints in {final.parent}: {problem}")
-        project.iteration += 1
-        return final
 
     def load_state(
         self, input_dir: str | os.PathLike | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs: Any
@@ -166,7 +169,7 @@ class States(accelerate.Accelerator):
         folder = self._chosen(input_dir)
         saved = world.on_main(lambda: read_state(folder, of_script=True))
         script = saved["script"]
-        models = [] if self._is_sharding else [*self._models]
+        models = [] if self._shards else [*self._models]
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(folder))
         live = PreparedState(self, script["states"])
@@ -238,11 +241,8 @@ class States(accelerate.Accelerator):
             raise CheckpointError(f"{folder}: the checkpoint is of other models or objects\n{shown}")
 
     @property
-    def _is_sharding(self) -> bool:
+    def _shards(self) -> bool:
         return self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-
-    def _weights_for_hooks(self) -> list:
-        return [] if self._is_sharding else [self.get_state_dict(model, unwrap=False) for model in self._models]
 
     def _report_unused(self, arguments: dict) -> None:
         if arguments:
@@ -316,12 +316,6 @@ class _Groups:
                     group[key].fill_(float(value))  # a learning rate that compiled steps read
                 else:
                     group[key] = value.item() if isinstance(value, Tensor) else value
-
-
-def _make_ready(final: Path) -> None:
-    with storage_errors(final):
-        make_durable_folder(final.parent)
-        commit.recover(_FILES, final)
 
 
 def _is_there(folder: Path) -> bool:
