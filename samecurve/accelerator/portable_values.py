@@ -78,7 +78,7 @@ def _put(tensor: Tensor, key: str, tensors: dict[str, Tensor]) -> dict:
     return {"key": name, "shape": list(tensor.shape)}
 
 
-def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+def decode(value: Any, read: Callable[[str], Tensor] | None = None) -> Any:
     """Return what was encoded, with tensors on the CPU. read: returns the flattened tensor of a key in the file."""
     if isinstance(value, list):
         return [decode(item, read) for item in value]
@@ -93,6 +93,7 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
     if kind in ("int", "float"):
         return int(content) if kind == "int" else float(content)
     if kind in ("tensor", "array"):
+        assert read is not None, "values without tensors"
         tensor = read(content["key"]).reshape(content["shape"])
         return tensor if kind == "tensor" else tensor.numpy()
     items = decode(content, read)

@@ -15,6 +15,7 @@ import accelerate
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,11 +81,14 @@ class PreparedState:
             if isinstance(module, FSDPModule):
                 module.reshard()  # after a forward pass the root has its weights gathered, in parameters of their own
         for name, parameter in model.named_parameters():
-            self.parameters[prefix + _canonical(name)] = parameter
-            if parameter.dtype not in _EXACT:
+            if parameter.dtype in _EXACT:
+                self.parameters[prefix + _canonical(name)] = parameter
+            elif not (parameter.requires_grad or isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")):
+                self.buffers[prefix + _canonical(name)] = parameter  # such as quantized weights
+            else:
                 raise CheckpointError(
                     f"{name}: found a parameter in {parameter.dtype}, expected float32, bfloat16 or float16, whose "
-                    "values a checkpoint keeps exactly; convert it, or make it a buffer"
+                    "values a checkpoint keeps exactly; convert it"
                 )
         self.buffers |= {prefix + _canonical(name): buffer for name, buffer in _persistent_buffers(model)}
 
@@ -123,8 +127,7 @@ class PreparedState:
                 continue
             if is_tensor and key != "step" and value.shape == tensor.shape and value.dtype in _EXACT:
                 kinds.append(key)
-            elif type(value) in (int, float, bool) or (is_tensor and value.numel() == 1):
-                number = value.item() if is_tensor else value
+            elif isinstance(number := value.item() if is_tensor and value.numel() == 1 else value, (int, float)):
                 scalars[key] = [number, str(value.dtype).removeprefix("torch.") if is_tensor else ""]
             else:
                 what = f"{value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__

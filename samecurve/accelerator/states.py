@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,13 @@ from samecurve.accelerator.prepared_state import PreparedState
 from samecurve.checkpoint import commit, format, manifest
 from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot, generators_of, restore
-from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError
 from samecurve.storage.atomic import storage_errors, utc_timestamp
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder
 
 if TYPE_CHECKING:
     from samecurve.checkpoint.manager import Checkpoints, TrainProgress
+    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
 
 SERIES = "checkpoint_[0-9]+"
@@ -46,15 +46,12 @@ _OF_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
 class States(accelerate.Accelerator):
     """The part of `samecurve.Accelerator` that saves and loads."""
 
+    _control: ControlGroup  # of PreparedData
     _run: tuple[Engine, Checkpoints] | None = None
 
     def attach_run(self, engine: Engine, checkpoints: Checkpoints) -> None:
         """Let save_state and load_state save and load a run of train.py, with the position that it gives."""
         self._run = engine, checkpoints
-
-    @cached_property
-    def _control(self) -> ControlGroup:
-        return ControlGroup()
 
     def save_state(
         self,
@@ -109,7 +106,7 @@ class States(accelerate.Accelerator):
         """Write a script's checkpoint; see commit.Content for `names`. Collective. Raises as save_state."""
         world, live, tensors = self._control, PreparedState(self), {}
         script = {
-            "states": live.states,
+            "states": encode(live.states, "optimizer", {}),
             "buffers": {name: list(buffer.shape) for name, buffer in live.buffers.items()},
             "values": self._encoded(tensors),
             "seed": torch.initial_seed() % 2**53,
@@ -172,7 +169,7 @@ class States(accelerate.Accelerator):
         models = [] if self._shards else [*self._models]
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(folder))
-        live = PreparedState(self, script["states"])
+        live = PreparedState(self, decode(script["states"]))
         self._check(folder, script, live)
         for optimizer in self._optimizers if self.distributed_type != DistributedType.DEEPSPEED else ():
             optimizer.optimizer.zero_grad()  # of a step that the checkpoint does not know
@@ -222,9 +219,8 @@ class States(accelerate.Accelerator):
     def _check(self, folder: Path, script: dict, live: PreparedState) -> None:
         """Raise CheckpointError on all ranks if buffers or objects differ; `restore` compares the parameters."""
         buffers = {name: list(buffer.shape) for name, buffer in live.buffers.items()}
-        loaders = re.compile("loader .*|step")
-        values = {label for label in script["values"] if not loaders.fullmatch(label)}
-        labels = {label for label, _ in self._parts() if not loaders.fullmatch(label)}
+        loaders = {f"loader {index}" for index in range(len(self._dataloaders))}  # may have no position
+        values, labels = script["values"].keys() - {"step", *loaders}, {label for label, _ in self._parts()} - loaders
         here, there = {*buffers, *labels}, {*script["buffers"], *values}
         problems = [f"{name}: only in the checkpoint" for name in there - here]
         problems += [f"{name}: only in the script" for name in here - there]
