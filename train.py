@@ -49,8 +49,7 @@ def main() -> None:
         session = open_session(plan, accelerator, run, watch)
         train(session)
         session.export()
-        session.trackers.close()
-        session.finish_mirror()
+        session.finish()
         accelerator.end_training()
 
 
@@ -99,7 +98,8 @@ def train(session) -> None:
                 meter.start()
             record |= checkpoints.finished()
             run.append_metrics(record)
-            session.trackers.log(record)
+            accelerator.log(meter.scalars(record), step=step)
+            session.advise(record)
             session.stop_if_asked(here)
             garbage.after(step)
             profiler.after(step)

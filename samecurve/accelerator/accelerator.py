@@ -28,6 +28,7 @@ from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
 from samecurve.accelerator.states import States
+from samecurve.accelerator.trackers import Trackers
 from samecurve.errors import ConfigurationError
 from samecurve.optim.dtensor import local_gradient
 from samecurve.specs.precision import compute_dtype
@@ -39,7 +40,7 @@ from samecurve.strategy.parallel_dims import ParallelDims
 _WORLDS: list[dist.ProcessGroup] = []
 
 
-class Accelerator(PreparedData, States):
+class Accelerator(PreparedData, States, Trackers):
     """Accelerate's Accelerator with the same names and signatures, and a step that is exact.
 
     A step's gradient is that of one mean over all of its units (rows, or tokens with a label): of all micro-batches and

@@ -61,6 +61,7 @@ def start(plan: Plan) -> Accelerator:
             # each forward pass. Without views of its buckets DDP would store each gradient twice.
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
+        log_with=[*recipe.logging.trackers] or None,
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
         **plugins(plan),
     )

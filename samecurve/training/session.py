@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from samecurve.accelerator.trackers import failure
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup, StopVote
@@ -24,6 +25,7 @@ from samecurve.export.hf_export import ExportTarget, export
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.export.verification import Verification, sample_batch
 from samecurve.metrics.console import Progress
+from samecurve.metrics.data_wait import WaitAdvice
 from samecurve.metrics.meter import Meter
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
@@ -35,7 +37,6 @@ from samecurve.training.evaluator import Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.sample_texts import write_samples
-from samecurve.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +113,7 @@ class Session:
     stop_vote: StopVote
     recompilations: Recompilations
     garbage: GarbageCollection
-    trackers: Trackers
+    wait_advice: WaitAdvice
     early_stopping: EarlyStopping
 
     def profiler(self) -> Profiler:
@@ -202,6 +203,11 @@ class Session:
             file.append({"step": step, "prompt": prompt, "text": text})
             context.progress.log(f"sample after step {step}: {prompt[-60:]!r} -> {text[:120]!r}")
 
+    def advise(self, record: dict) -> None:
+        """Print what the step's record says about the data loading and the measurements, once each."""
+        self.context.progress.log(self.wait_advice.after(record))
+        self.context.progress.log(self.meter.doubt(record))
+
     def is_last(self, step: int) -> bool:
         """Whether the run ends after `step`: the recipe's last one, or by early stopping."""
         return step == self.context.recipe.steps or (self.early_stopping.is_over and not self.guard.is_pending)
@@ -225,6 +231,13 @@ class Session:
             self.checkpoints.secure(self.engine, here)
             self._upload_what_is_there()
             raise kind(f"{text}: saved after step {here.step}; the same command resumes from there")
+
+    def finish(self) -> None:
+        """Close the trackers, repeat which of them failed, and finish the mirror, see `finish_mirror`. Collective."""
+        for name, error in self.context.accelerator.tracker_failures.items():
+            self.context.progress.log(failure(name, error))
+        self.context.accelerator.finish_trackers()  # before their files are uploaded
+        self.finish_mirror()
 
     def finish_mirror(self) -> None:
         """Wait until checkpoint.mirror has the run. Collective: a rank that left would make its launcher end rank 0.

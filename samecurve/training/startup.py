@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from samecurve.accelerator.trackers import Trackers, failure
 from samecurve.checkpoint import commit
 from samecurve.checkpoint.compatibility import without_effect
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
@@ -20,6 +24,7 @@ from samecurve.errors import ConfigurationError, NothingToDo, StorageError
 from samecurve.export.hf_export import ExportTarget
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
+from samecurve.metrics.data_wait import WaitAdvice
 from samecurve.metrics.meter import Meter
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import choice, cudnn
@@ -32,9 +37,10 @@ from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import check_packing
 from samecurve.specs.precision import COMPILED
 from samecurve.storage import trusted_code
-from samecurve.storage.atomic import json_values
+from samecurve.storage.atomic import json_values, known_cause
 from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.object_store import ObjectStore
+from samecurve.strategy.restarts import is_restart
 from samecurve.tasks import registry
 from samecurve.training import room
 from samecurve.training.early_stopping import EarlyStopping
@@ -44,7 +50,6 @@ from samecurve.training.numerics_guard import Guard
 from samecurve.training.prediction import predict
 from samecurve.training.session import Built, Context, Session
 from samecurve.training.settle import settle_compile, settle_date, settle_revision, settle_steps
-from samecurve.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from samecurve.accelerator.accelerator import Accelerator
@@ -226,7 +231,6 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
     trains = start.step < last_step
     if trains:
         _check_room(context, built, engine, checkpoints)
-    trackers = recipe.logging.trackers if context.world.is_main and trains else ()
     context.run.begin(start.step, start.record, context.watch.local_progress, trains)
     if context.world.is_main:
         checkpoints.mirror = _mirror(context, start.step)
@@ -265,9 +269,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
             meter.start,
         ),
         early_stopping=early_stopping,
-        trackers=Trackers(
-            trackers, meter, recipe.data, context.run.path, log, needed=recipe.logging.on_failure == "stop"
-        ),
+        wait_advice=WaitAdvice(recipe.data),
     )
     _introduce(session)
     return session
@@ -346,8 +348,45 @@ def _introduce(session: Session) -> None:
     if accelerator.is_main_process:
         write_bad_rows(built.task.bad_rows, context.run.path / BAD_ROWS)
     context.run.write_run(facts.to_json())
-    context.world.on_main(lambda: session.trackers.open(session.start.step))
+    context.world.on_main(lambda: start_trackers(accelerator, recipe, session.start.step, context.progress.log))
     context.progress.log(context.run.notice)
     context.progress.header(facts)
     context.progress.advice = partial(factory.busy_advice, accelerator)
     context.progress.log(factory.core_advice(accelerator, plan.strategy, context.world))
+
+
+def start_trackers(accelerator: Trackers, recipe: Recipe, last_step: int, log: Callable[[str], None]) -> None:
+    """Start the recipe's trackers, in folders of the run directory. For rank 0.
+
+    Args:
+        last_step: the last step of the earlier session's checkpoint, 0 in a fresh run.
+        log: prints a line.
+
+    Raises:
+        ConfigurationError: lists the trackers that cannot start, under `logging.on_failure: stop`.
+        StorageError: the disk is full.
+    """
+    run = Path(recipe.output_dir)
+    folder = run / "trackers"
+    if {*recipe.logging.trackers} - {"tensorboard"}:
+        folder.mkdir(exist_ok=True)
+    lines: list[str] = []
+    accelerator.report = lines.append
+    options = {
+        "tensorboard": {"run_name": "tensorboard"},
+        "aim": {"logging_dir": str(folder)},
+        "wandb": {} if os.environ.get("WANDB_DIR") else {"dir": str(folder)},
+    }
+    accelerator.init_trackers(run.resolve().name, init_kwargs=options, last_step=last_step)
+    accelerator.report = log
+    failures = accelerator.tracker_failures
+    # hours of training are not lost to a tracker's server
+    if failures and recipe.logging.on_failure == "stop" and not is_restart(os.environ):
+        for cause in filter(None, map(known_cause, failures.values())):
+            raise cause
+        fix = "set up its environment variables{}, remove it, or train without it (logging.on_failure=warn)"
+        fixes = {"wandb": fix.format(" (WANDB_MODE=offline needs no account)")}
+        parts = (f"  {failure(name, error)}; {fixes.get(name, fix.format(''))}" for name, error in failures.items())
+        raise ConfigurationError("\n".join(["logging.trackers: a tracker cannot start", *parts]))
+    for line in lines:
+        log(line)

@@ -60,7 +60,7 @@ def test_mlflow_and_wandb_hold_every_metric_of_every_step(store, workspace, tmp_
     command += ["export.enabled=false", "schedule.warmup_steps=1"]
     for steps in (4, 7):
         run = workspace.execute([*command, f"steps={steps}"], directory, **environment)
-        assert run.returncode == 0 and "logging.trackers" not in run.output, run.output
+        assert run.returncode == 0 and "the run goes on without" not in run.output, run.output
     assert run.facts["engine"] == "DistributedDataParallel" and run.column("step") == list(range(1, 8))
     script = str(Path(__file__).with_name("tracked_reader.py"))
     environment = {**os.environ, **environment}

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BROAD = {"Exception", "BaseException"}
 # handlers that do not end by raising, and why nothing is hidden there
 KEPT = {
+    "accelerator/trackers.py:_attempt": "says it once; a tracker is no reason to end a run",
     "checkpoint/commit.py:_attempt": "`_together` raises it on all ranks",
     "checkpoint/manager.py:_commit": "a thread's: says it at once, and `wait` raises it",
     "checkpoint/manager.py:_tidy": "says it; the checkpoint is good",
@@ -20,7 +21,6 @@ KEPT = {
     "metrics/profiling/recorder.py:_write": "says it; a profile is no reason to end a run",
     "training/rehearsal_process.py:main": "prints the traceback and ends with 1",
     "training/session.py:_save_after": "says it; the error that ends the run is raised after it",
-    "training/trackers.py:_try": "says it once, and metrics.jsonl has all; a tracker is no reason to end a run",
     "storage/object_store.py:_discard": "the upload's own error is raised",
     "storage/object_store.py:_retried": "repeats the request, and raises StorageError after the last attempt",
     "data/datasets/streaming.py:_fill": "a thread's: whoever waits for the block raises it",
