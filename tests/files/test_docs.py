@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import yaml
-from pages import PAGES, ROOT, anchors, prose, text
+from pages import PAGES, ROOT, anchors, prose, section, tables, text
+from transformers import TrainingArguments
 
 from samecurve.config import reference
 from samecurve.config.schema import Recipe
@@ -63,6 +67,41 @@ def test_paths_are_there(name):
     top = {path.name for path in ROOT.iterdir()} - {"runs"}
     spans = [span for span in re.findall(r"`([\w./-]+)`", prose(name)) if "/" in span and span.split("/")[0] in top]
     assert [span for span in spans if not (ROOT / span).exists()] == []
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_names_of_other_trainers_exist():
+    """TRL is not installed for this test: its names are from its documentation."""
+    titles = ("transformers.Trainer", "TRL", "Accelerate")
+    trainer, trl, from_accelerate = (tables(section("docs/from_other_trainers.md", title))[0] for title in titles)
+    arguments = {field.name for field in dataclasses.fields(TrainingArguments)} | {"EarlyStoppingCallback"}
+    accelerate_names = {*inspect.signature(accelerate.Accelerator).parameters, *dir(accelerate.Accelerator)}
+    accelerate_names.add("skip_first_batches")  # a function, too
+    theirs = [name for row in trainer for name in spans(row[0])]
+    assert len(theirs) > 40 and [name for name in theirs if name not in arguments] == []
+    theirs = [name for row in from_accelerate for name in spans(row[0])]
+    assert len(theirs) > 20 and [name for name in theirs if name not in accelerate_names] == []
+    cells = [row[1] for row in [*trainer, *trl, *from_accelerate]]
+    keys = [span.partition(":")[0] for cell in cells for span in spans(cell) if not span.startswith("--")]
+    assert len(keys) > 60 and [key for key in keys if not is_key(key)] == []
+
+
+def test_the_tests_of_replaced_parts_exist():
+    _, replaced = tables(section("docs/architecture.md", "Libraries"))
+    assert {row[0] for row in replaced} == {"accelerate", "DeepSpeed", "datasets", "peft", "transformers"}
+    for row in replaced:
+        name, path = re.fullmatch(r"\[`(\w+)`\]\(\.\./(tests/\S+)\)", row[3]).groups()
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), row[3]
+
+
+def is_key(key: str) -> bool:
+    """Whether a recipe has the key, with its section."""
+    section_name, _, name = key.rpartition(".")
+    fields = Recipe.model_fields[section_name].annotation.model_fields if section_name else Recipe.model_fields
+    return name in fields
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/strategy_keys.md"])  # of other files
