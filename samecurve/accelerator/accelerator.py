@@ -40,7 +40,7 @@ from samecurve.strategy.parallel_dims import ParallelDims
 _WORLDS: list[dist.ProcessGroup] = []
 
 
-class Accelerator(PreparedData, States, Trackers):
+class Accelerator(PreparedData, Trackers, States):
     """Accelerate's Accelerator with the same names and signatures, and a step that is exact.
 
     A step's gradient is that of one mean over all of its units (rows, or tokens with a label): of all micro-batches and
