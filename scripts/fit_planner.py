@@ -61,7 +61,7 @@ def write(runs: Sequence[LeftOut], strangers: Sequence[LeftOut], fitted: dict[st
         "origin": f"scripts/fit_planner.py on {name}, {len(runs)} runs",
         "public": {
             "gpus": sorted({canonical(each.run.job.gpu_kind) for each in runs}),
-            "most_gpus": max(each.run.job.layout.gpus for each in runs),
+            "most_gpus": max(each.run.job.dims.world_size for each in runs),
         },
         "stacks": {stack: {k: round(v, 4) for k, v in asdict(each).items()} for stack, each in fitted.items()},
         "residuals": {

@@ -98,16 +98,16 @@ def _choice(case: Case) -> Choice:
         case.predicted_memory_gib, case.memory_interval, case.total_memory_gib, case.fits, "",
         case.predicted_seconds, case.seconds_interval,
     )  # fmt: skip
-    tokens = job.micro_batch * job.seq * job.grad_accum * job.layout.dp
+    tokens = job.micro_batch * job.seq * job.grad_accum * job.dims.dp
     return Choice(_strategy(job), job=job, prediction=found, tokens=tokens)
 
 
 def _strategy(job: Job) -> str:
     """Name the file of configs/ that a run resembles, for its place among ties."""
-    layout = job.layout
-    if layout.pp > 1:
+    dims = job.dims
+    if dims.pp > 1:
         return "pipeline"
-    return "hsdp" if layout.zero == 3 and layout.shard < layout.dp else STRATEGIES[layout.zero]
+    return "hsdp" if job.zero == 3 and job.shard < dims.dp else STRATEGIES[job.zero]
 
 
 def disorder(found: Iterable[Case]) -> dict[str, float]:

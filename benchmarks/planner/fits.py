@@ -72,13 +72,13 @@ def is_slow(row: Mapping[str, str]) -> bool:
 
 def tflops(job: Job, seconds: float) -> float:
     """TFLOP/s of a GPU in the layers' products."""
-    tokens = job.tokens * job.grad_accum * job.layout.dp * job.layout.cp
-    return 6 * job.shape.layers * job.shape.active_layer_parameters * tokens / seconds / job.layout.gpus / 1e12
+    tokens = job.tokens * job.grad_accum * job.dims.dp * job.dims.cp
+    return 6 * job.shape.layers * job.shape.active_layer_parameters * tokens / seconds / job.dims.world_size / 1e12
 
 
 def fold(source: str, job: Job) -> str:
     """Name what is left out together: a source; of the grid, which is one source of one stack, a number of GPUs."""
-    return f"{source}: {job.layout.gpus} GPUs" if source == GRID else source
+    return f"{source}: {job.dims.world_size} GPUs" if source == GRID else source
 
 
 def fit_default(runs: Sequence[Measured]) -> Profile:

@@ -66,8 +66,8 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
 
 def _title(job: Job, anatomy: Anatomy, rank: int, micro_batches: int) -> str:
     layers = round(anatomy.stage.layers)
-    title = f"dry run: rank {rank} of {job.layout.gpus:,}, {' and '.join(map(str, DEPTHS))} of {layers} layers"
-    if job.layout.pp == 1:
+    title = f"dry run: rank {rank} of {job.dims.world_size:,}, {' and '.join(map(str, DEPTHS))} of {layers} layers"
+    if job.dims.pp == 1:
         return title
     count = f"{job.grad_accum} of {micro_batches}" if job.grad_accum < micro_batches else f"{micro_batches}"
     return f"{title}, {anatomy.stage.name} stage, {count} micro-batches"
@@ -78,7 +78,7 @@ def _micro_batches(job: Job) -> int:
 
     GPipe keeps them all, and is tracked with at most MOST_MICRO_BATCHES.
     """
-    count, name, ranks = job.grad_accum, job.layout.schedule, job.layout.pp
+    count, name, ranks = job.grad_accum, job.strategy.schedule, job.dims.pp
     if name not in SCHEDULES or ranks == 1:
         return count
     allowed = [number for number in range(1, count + 1) if not micro_batch_rule(name, number, ranks)]
@@ -101,7 +101,7 @@ def _ranks(plan: Plan, job: Job, rank: int | None) -> list[tuple[Anatomy, int]]:
     if rank is None:
         ranks_of_stage = dims.world_size // dims.pp
         return [(memory.anatomy(job, chosen=[stage])[0], stage.index * ranks_of_stage) for stage in all_stages]
-    place, schedule = dims.place(rank)["pp"], SCHEDULES[job.layout.schedule]
+    place, schedule = dims.place(rank)["pp"], SCHEDULES[job.strategy.schedule]
     layers, own = schedule.layers(job.shape.layers, dims.pp), schedule.stages(place, dims.pp)
     has_first, has_last = 0 in own, schedule.num_stages(dims.pp) - 1 in own
     like = next(stage for stage in all_stages if (stage.embedding, stage.head) == (has_first, has_last))
@@ -114,7 +114,7 @@ def _compare(job: Job, anatomy: Anatomy, few: Tracked, more: Tracked) -> str:
     held = sum(lines[name].optimizer for name in STATES)
     of_layer = (lines["activations"].forward + lines["gathered inputs"].forward) / layers
     copies = lines["16-bit weights"]  # the tracker counts those of the layer's weights, too
-    if job.layout.pp == 1:
+    if job.dims.pp == 1:
         of_layer += copies.forward * job.shape.layer_parameters / job.shape.parameters
     elif not job.repeats_layers:
         of_layer += copies.backward / layers

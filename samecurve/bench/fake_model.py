@@ -81,7 +81,7 @@ class FakeModel:
         self.optimizer = factory.build_optimizer(groups, recipe.optimizer, recipe.precision, recipe.seed)
         rows, length = self._job.micro_batch, self._job.seq
         # under context parallelism, angles and masks are made of whole rows' positions
-        self._tokens = torch.zeros((rows, length // self._job.layout.cp), dtype=torch.long)
+        self._tokens = torch.zeros((rows, length // self._job.dims.cp), dtype=torch.long)
         self._positions = torch.arange(length).expand(rows, length)
 
     def inputs(self) -> list[Tensor]:

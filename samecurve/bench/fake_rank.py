@@ -99,7 +99,7 @@ class FakeRank(Protocol):
 
 def track(plan: Plan, job: Job, rank: int, build: Callable[[Mesh], FakeRank]) -> Tracked:
     """Train two steps of a rank on fake tensors; the second one is tracked."""
-    with _real_meshes(), _single_products(), _world(job.layout.gpus, rank):
+    with _real_meshes(), _single_products(), _world(job.dims.world_size, rank):
         fake = build(Mesh(plan.strategy.dims, rank, CPU))
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake.allocate()

@@ -20,7 +20,6 @@ from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.launch import scripts, start
 from samecurve.launch.hosts import PORT, HostSlots, read_hostfile, read_hosts, select
 from samecurve.launch.target import CLUSTERS, LAUNCHERS, Target, check_launchers, command, read_back, unnamed
-from samecurve.planner.inputs import data_elsewhere
 from samecurve.storage.atomic import storage_errors
 from samecurve.strategy.plan import Plan
 from samecurve.strategy.resolve import STRATEGY_HELP, strategy_path
@@ -127,7 +126,7 @@ def _check(launcher: str, target: Target) -> Plan:
     """Resolve the command as its processes would. Data may lie on the other machines alone."""
     if launcher != "deepspeed":
         _ = target.devices_per_node  # raises if hosts differ
-    elsewhere = data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
+    elsewhere = loader.data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
     # a folder that exists stands for the data of the other machines
     here = [f"{key}=." for key in sorted(elsewhere)]
     tried = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))

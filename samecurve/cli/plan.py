@@ -45,7 +45,7 @@ from samecurve.planner.cluster import Cluster, read_cluster
 from samecurve.planner.hardware import canonical, is_unknown
 from samecurve.planner.hardware import shipped as shipped_constants
 from samecurve.planner.inputs import Wanted, checkpointing, left_out
-from samecurve.planner.job import ORDER, Job
+from samecurve.planner.job import Job
 from samecurve.planner.search import Choice
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
@@ -56,7 +56,7 @@ ROWS = 10  # of the table
 SHOWN_SIZES = 3  # of one strategy
 _OF_TABLES = ("runs", "json", "calibrate")  # all that --runs takes
 # Options, and those of which each needs one.
-_NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",), "order": ("layout",)}
+_NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",)}
 _POSITIONAL = {"model": "MODEL_OR_RECIPE", "overrides": "key=value"}
 
 
@@ -82,8 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", action="store_true", help="also list the bytes of each collective per step")
     parser.add_argument("--shapes", action="store_true", help="also judge the model's dimensions on this kind of GPU")
     parser.add_argument("--layout", action="store_true", help="also draw which rank is where, and its groups' links")
-    parser.add_argument("--order", metavar="AXES", help=f"for --layout (default: {','.join(ORDER)})")
-    parser.add_argument("--ranks", action="store_true", help="also resolve every rank, and describe the one of --rank")
+    parser.add_argument("--ranks", action="store_true", help="also describe place, rows and micro-batches of --rank")
     parser.add_argument("--dry_run", action="store_true", help="also track the memory of one rank on fake tensors")
     text = "the rank of --ranks and --dry_run (default: 0, and of a pipeline's dry run one of each class)"
     parser.add_argument("--rank", type=whole_number("--rank"), metavar="R", help=text)
@@ -178,19 +177,8 @@ def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int | None
 
 def _check_rank(chosen: Choice, rank: int) -> None:
     assert chosen.job
-    if not 0 <= rank < chosen.job.layout.gpus:
-        raise ConfigurationError(f"--rank {rank}: {chosen.name} has ranks 0 to {chosen.job.layout.gpus - 1}")
-
-
-def _check_ranks(shown: Choice, wanted: Wanted, rank: int) -> None:
-    """Print what all ranks of a choice resolve to. Raises TopologyError if they do not fit together."""
-    assert shown.job and shown.template
-    _check_rank(shown, rank)
-    chosen = wanted.with_memory(shown.job.micro_batch, shown.job.checkpointing)
-    text, good = placement.report(chosen, shown.template, shown.sizes or {}, shown.job, rank)
-    print(f"\n{text}")
-    if not good:
-        raise TopologyError(f"{shown.name}: its ranks do not fit together; see above")
+    if not 0 <= rank < chosen.job.dims.world_size:
+        raise ConfigurationError(f"--rank {rank}: {chosen.name} has ranks 0 to {chosen.job.dims.world_size - 1}")
 
 
 def _settle(arguments: argparse.Namespace) -> list[Path]:
@@ -206,7 +194,6 @@ def _settle(arguments: argparse.Namespace) -> list[Path]:
         arguments.overrides = [*arguments.overrides, *map(str, values)]
     _check_options(arguments)
     check_launchers(arguments.launcher)
-    arguments.order = placement.read_order(arguments.order) if arguments.order else ORDER
     require_positive(arguments, "gpus", "rows")
     return arguments.calibrate
 
@@ -261,7 +248,9 @@ def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace)
         return
     print("".join(f"\n{section}\n" for section in _sections(shown.name, shown.job, wanted, arguments)), end="")
     if arguments.ranks:
-        _check_ranks(shown, wanted, arguments.rank or 0)
+        _check_rank(shown, arguments.rank or 0)
+        batch = wanted.with_memory(shown.job.micro_batch, shown.job.checkpointing).batch
+        print(f"\n{placement.report(batch, shown.job, arguments.rank or 0)}")
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -319,4 +308,4 @@ def _sections(name: str, job: Job, wanted: Wanted, arguments: argparse.Namespace
         complaints = "\n".join(shape_rules.complaints(job)) or "Every dimension divides as it should."
         yield f"{shape_rules.title(job)}\n{plan_text.aligned(shape_rules.table(job))}\n{complaints}"
     if arguments.layout:
-        yield placement.picture(job, wanted.batch.global_batch_size, arguments.order)
+        yield placement.picture(job, wanted.batch.global_batch_size)

@@ -96,6 +96,12 @@ def refuse_auto(source: RecipeSource) -> None:
             source.document.problem(("batch", "micro_batch_size"), text)
 
 
+def data_elsewhere(source: RecipeSource) -> set[str]:
+    """Return the keys of data that are not here: they may lie on the machines that are meant."""
+    keys = {problem.key for problem in source.document.problems} & {"data.path", "evaluate.path"}
+    return keys if source.recipe else set()
+
+
 def validate_recipe(document: Document) -> Recipe:
     """Check a document by the schema alone. A finished run's recipe stays valid when its files are gone.
 

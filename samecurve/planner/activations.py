@@ -34,12 +34,12 @@ COMPILED = Constant(
 
 def layer_bytes(job: Job) -> float:
     """Return the bytes of one layer and one micro-batch on one rank without recomputation."""
-    shape, layout = job.shape, job.layout
+    shape, dims = job.shape, job.dims
     split, whole = _per_token(job)
-    whole_ranks = layout.tp if layout.sequence_parallel else 1
-    if layout.sequence_parallel and shape.gated and job.flow:
+    whole_ranks = dims.tp if job.strategy.tp_sequence_parallel else 1
+    if job.strategy.tp_sequence_parallel and shape.gated and job.flow:
         whole -= PRODUCT_INPUTS[job.flow] * shape.hidden
-    kept = split / layout.tp + whole / whole_ranks
+    kept = split / dims.tp + whole / whole_ranks
     kept *= COMPILED if job.compile else 1
     return job.tokens * (kept + score_bytes(job)) + job.element_bytes * mask_elements(job)
 
@@ -50,7 +50,7 @@ def _per_token(job: Job) -> tuple[float, float]:
     width = 4 if job.flow == "fp32" else 2
     # inputs and outputs of the experts; an all-to-all needs neither for its own backward pass
     dispatched = 2 * width * shape.hidden * experts if shape.experts else 0
-    whole = job.layout.tp / job.mlp_split  # undoes the caller's division
+    whole = job.dims.tp / job.mlp_split  # undoes the caller's division
     # MemTracker's numbers are of gated models; others are counted as a GPT in 16 bits (coverage.left_out)
     if shape.gated and job.flow:
         attention = job.element_bytes * _attention_width(job)
@@ -77,15 +77,15 @@ def _norm_bytes(job: Job) -> float:
 
 def _attention_width(job: Job) -> float:
     """Elements of queries, keys, values and outputs that attention keeps of a token, of all heads."""
-    shape, layout = job.shape, job.layout
-    exchange = layout.row_exchange
+    shape, dims = job.shape, job.dims
+    exchange = job.exchange
     by_heads = exchange == "ulysses"
-    heads = shape.kv_heads / layout.tp / (layout.cp if by_heads else 1)
+    heads = shape.kv_heads / dims.tp / (dims.cp if by_heads else 1)
     # a single head is repeated without a copy
     is_repeated = job.masked and shape.kv_heads < shape.heads and heads > 1
     keys = 2 * shape.kv_share
     if exchange == "allgather":  # a row's first keys up to each of the two chunks, or all of them
-        keys = 2 * layout.cp + 1 if is_repeated else layout.cp * keys
+        keys = 2 * dims.cp + 1 if is_repeated else dims.cp * keys
     elif is_repeated:
         keys = 2 + (keys if by_heads else 0)  # what was exchanged is one tensor with the queries
     outputs = 2 if exchange else 1  # once more for the product behind
@@ -97,23 +97,23 @@ def mask_elements(job: Job) -> float:
 
     Tensor parallelism and an exchange of sequence for heads leave them whole.
     """
-    layout, pairs = job.layout, job.seq**2
-    if layout.row_exchange == "allgather":
-        pairs *= (2 * layout.cp + 1) / (4 * layout.cp**2)  # two chunks of s / 2 cp, and the keys up to their ends
+    dims, pairs = job.dims, job.seq**2
+    if job.exchange == "allgather":
+        pairs *= (2 * dims.cp + 1) / (4 * dims.cp**2)  # two chunks of s / 2 cp, and the keys up to their ends
     return job.micro_batch * pairs if job.masked else 0
 
 
 def expert_imbalance(job: Job) -> float:
     """Tokens of the rank whose experts get the most, by the mean, where experts are on different ranks (assumed)."""
     chooses = job.shape.top_k < job.shape.experts
-    return EXPERT_IMBALANCE if chooses and job.layout.ep > 1 else 1
+    return EXPERT_IMBALANCE if chooses and job.dims.ep > 1 else 1
 
 
 def score_bytes(job: Job) -> float:
     """Return the bytes of one token's attention scores; 0 with a fused kernel or where they alone are recomputed."""
     if job.flash or (job.checkpointing == "selective" and not job.keeps_products):
         return 0
-    return bytes_per_score(job) * job.shape.heads * job.seq / job.layout.tp
+    return bytes_per_score(job) * job.shape.heads * job.seq / job.dims.tp
 
 
 def bytes_per_score(job: Job) -> int:
@@ -126,7 +126,7 @@ def score_gradient_bytes(job: Job) -> float:
     if job.flash or not job.flow:
         return 0
     per_score = 4 if job.flow == "fp32" else 6
-    return per_score * job.tokens * job.shape.heads * job.seq / job.layout.tp
+    return per_score * job.tokens * job.shape.heads * job.seq / job.dims.tp
 
 
 def kept_bytes(job: Job) -> float:
@@ -138,7 +138,7 @@ def kept_bytes(job: Job) -> float:
 
 def _input_bytes(job: Job) -> float:
     """Return the bytes of a layer's input: 2 s b h; 4 s b h where residuals are fp32."""
-    ranks = job.layout.tp if job.layout.sequence_parallel else 1
+    ranks = job.dims.tp if job.strategy.tp_sequence_parallel else 1
     return (4 if job.flow in ("fp32", "autocast") else 2) * job.tokens * job.shape.hidden / ranks
 
 
@@ -155,8 +155,8 @@ def _products_bytes(job: Job) -> float:
         split, whole = (2 + 2 * shape.kv_share) * width + (1 + inputs) * ffn, (1 if shape.experts else 2) * shape.hidden
     else:
         split, whole = (2 + shape.kv_share) * width + ffn, (inputs if ffn else 0) * shape.hidden
-    ranks = job.layout.tp if job.layout.sequence_parallel and not job.flow else 1
-    return _input_bytes(job) + job.element_bytes * job.tokens * (split / job.layout.tp + whole / ranks)
+    ranks = job.dims.tp if job.strategy.tp_sequence_parallel and not job.flow else 1
+    return _input_bytes(job) + job.element_bytes * job.tokens * (split / job.dims.tp + whole / ranks)
 
 
 def cut_gradient_bytes(job: Job) -> float:
@@ -164,8 +164,8 @@ def cut_gradient_bytes(job: Job) -> float:
 
     PyTorch keeps the gradient of each product's and each norm's output until it computes those of their weights.
     """
-    shape, layout = job.shape, job.layout
+    shape, dims = job.shape, job.dims
     inner = (2 if shape.gated else 1) * shape.ffn * max(shape.top_k, 1) * expert_imbalance(job)
-    split = (1 + 2 * shape.kv_share) * shape.attention_width / layout.tp + inner / job.mlp_split
-    whole = 4 * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    split = (1 + 2 * shape.kv_share) * shape.attention_width / dims.tp + inner / job.mlp_split
+    whole = 4 * shape.hidden / (dims.tp if job.strategy.tp_sequence_parallel else 1)
     return job.element_bytes * job.tokens * (split + whole)

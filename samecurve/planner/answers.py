@@ -13,9 +13,11 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner import memory, step_time
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.hardware import ASSUMED, BY_COST, Constant, canonical, gpu, is_known, is_unknown, shipped
-from samecurve.planner.job import Job, Layout, StateBytes
+from samecurve.planner.job import Job, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.specs.gpus import GIB
+from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.plan import Strategy
 
 NEEDED = (
     "id stack layers hidden heads kv_heads ffn mlp vocab tied experts top_k gpu gpu_memory_gib gpus_per_node "
@@ -114,21 +116,22 @@ def job_of_row(row: dict[str, str]) -> Job:
             column.
     """
     cells = _Cells(row)
-    shape, layout = _shape(cells), _layout(cells)
-    rows = max(1, cells.count("global_batch") // layout.dp)  # of a step on one data-parallel rank
+    shape, strategy = _shape(cells), _strategy(cells)
+    rows = max(1, cells.count("global_batch") // strategy.dims.dp)  # of a step on one data-parallel rank
     micro_batch = cells.size("micro_batch", max(1, rows // cells.count("grad_accum")))
     sizes = [cells.number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")]
     kind, precision = cells.text("gpu"), cells.word("precision")
     if not kind:
         raise ValueError("column gpu: missing; give a kind such as H100-80GB")
     return Job(
-        shape, layout, gpu(kind), micro_batch, cells.size("seq"),
+        shape, strategy, gpu(kind), micro_batch, cells.size("seq"),
         cells.count("grad_accum", max(1, rows // micro_batch)),
         StateBytes(*sizes) if any(sizes) else StateBytes(), kind, cells.number("gpu_memory_gib"),
         cells.count("gpus_per_node", 8), cells.number("inter_node_gbit"), "fp8" if "fp8" in precision else precision,
         cells.word("fp8_recipe"), cells.flag("flash"), cells.flag("compile"), cells.flag("async_tp"),
         cells.flag("chunked_loss"), cells.word("activation_checkpointing") or "none", cells.word("stack"),
         cells.word("memory_kind"), packed_experts=cells.flag("packed_experts"),
+        virtual_stages=cells.count("virtual_stages"),
     )  # fmt: skip
 
 
@@ -143,14 +146,15 @@ def _shape(cells: _Cells) -> ModelShape:
     )  # fmt: skip
 
 
-def _layout(cells: _Cells) -> Layout:
-    sizes = {name: cells.count(name) for name in ("tp", "pp", "cp", "ep", "virtual_stages")}
+def _strategy(cells: _Cells) -> Strategy:
+    sizes = {name: cells.count(name) for name in ("tp", "pp", "cp", "ep")}
     replicas = cells.count("dp", max(1, cells.count("gpus") // (sizes["tp"] * sizes["pp"] * sizes["cp"])))
     zero = int(cells.number("zero"))
-    return Layout(
-        replicas, **sizes, schedule=cells.text("schedule"), zero=zero,
-        shard=cells.count("shard", replicas if zero else 1), sequence_parallel=cells.flag("sequence_parallel"),
-        exchange="ring", partition="",
+    shard = cells.count("shard", replicas) if zero else 1
+    dims = ParallelDims(dp_replicate=replicas // shard, dp_shard=shard, **sizes)
+    return Strategy(
+        sharding=f"zero{zero}" if zero else "none", schedule=cells.text("schedule"), dims=dims,
+        tp_sequence_parallel=cells.flag("sequence_parallel"),
     )  # fmt: skip
 
 
@@ -213,7 +217,7 @@ class Prediction(Held):
 
 def situations(job: Job, known: bool | None = None) -> list[str]:
     """List the keys under which residuals of similar runs are found, the most similar first."""
-    gpus = job.layout.gpus
+    gpus = job.dims.world_size
     size = "one node" if gpus <= ONE_NODE else "network" if gpus <= LARGE else "large"
     known = is_known(job.stack) if known is None else known
     return [f"{job.stack} {size}", job.stack, "unknown"] if known else ["unknown"]
@@ -233,7 +237,7 @@ def interval(
     *similar, unknown = situations(job, known)
     widths = [residuals[key] for key in similar if key in residuals] or [residuals.get(unknown, DEFAULT_WIDTHS)]
     low, high = min(low for low, _ in widths), max(high for _, high in widths)
-    strange = _is_new(job) or job.offload or job.shape.experts or job.layout.cp > 1
+    strange = _is_new(job) or job.strategy.offload or job.shape.experts or job.dims.cp > 1
     wider = UNMEASURED if strange else 1
     # all residuals of a situation may have one sign, yet the interval has to contain the prediction
     return value * math.exp(wider * min(low, 0)), value * math.exp(wider * max(high, 0))
@@ -244,7 +248,7 @@ def _is_new(job: Job) -> bool:
     public = shipped().get("public", {})
     kinds, most = public.get("gpus", ()), public.get("most_gpus", math.inf)
     other = job.gpu_kind and canonical(job.gpu_kind) not in kinds
-    return bool(job.precision in ("fp8", "fp32") or other or job.layout.gpus > most)
+    return bool(job.precision in ("fp8", "fp32") or other or job.dims.world_size > most)
 
 
 def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:

@@ -95,13 +95,13 @@ def beside(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list[Bes
     alone = ("", 0.0, 0.0)
     if job.sharding.gathers_once:
         return [Beside("last", gathers, *alone), Beside("last", reduces, *backward)]
-    if job.layout.zero == 3:  # of each layer, hidden behind the layer before
+    if job.zero == 3:  # of each layer, hidden behind the layer before
         again = [gather for gather in (gathered_again(job, stage, gathers, constants),) if gather]
         forward = Beside("each", gathers, "forward pass", layers * one.forward, share)
         if not job.sharding.reduces_once:
             return [forward, Beside("each", [*again, *reduces], *backward)]
         return [forward, Beside("others", again, *backward), Beside("last", [*again, *reduces], *backward)]
-    if syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1):
+    if syncs_every_micro_batch(job.stack, job.zero, job.dims.pp > 1):
         # not hidden: published runs of this kind take 3 to 30 times as long
         return [Beside("each", reduces, *alone)]
     if reduces_each_micro_batch(job):
@@ -113,13 +113,13 @@ def beside(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list[Bes
 
 def gathered_again(job: Job, stage: Stage, gathers: Sequence[Transfer], constants: Profile) -> Transfer | None:
     """Return the second gather of a micro-batch, which may be among the ranks of a second copy alone (ZeRO-3's hpZ)."""
-    size, layers = job.layout.secondary, max(stage.layers, 1)
+    size, layers = job.strategy.secondary_partition, max(stage.layers, 1)
     if not job.sharding.reshards or not gathers:
         return None
     (first,) = gathers
     content = "gather of weights, again"
     if size == 1:
-        live = job.live_elements / (job.shape.parameters / job.layout.tp) if job.stack == "deepspeed" else 0
+        live = job.live_elements / (job.shape.parameters / job.dims.tp) if job.stack == "deepspeed" else 0
         volume, seconds = (1 - live) * first.volume_bytes, (1 - live) * first.seconds
         return Transfer(content, first.width, volume, first.ranks, first.over, seconds)
     near = axis_link(job, "dp", constants, size)
@@ -138,24 +138,24 @@ def transfers(job: Job, stage: Stage, constants: Profile) -> tuple[list[Transfer
 
     ZeRO-3 gathers and scatters layer by layer, for each pass of each micro-batch.
     """
-    layout = job.layout
-    if layout.dp * layout.cp == 1:
+    dims = job.dims
+    if dims.dp * dims.cp == 1:
         return [], []
     dense, experts = stage_parameters(job, stage)
     # experts travel in smaller groups, at most as slowly; those that no other rank has do not travel at all
-    parameters = dense + (0 if layout.ep > 1 and layout.ep == _group_size(job) else experts)
-    return (_of_shards if layout.zero == 3 else _of_replicas)(job, parameters, max(stage.layers, 1), constants)
+    parameters = dense + (0 if dims.ep > 1 and dims.ep == _group_size(job) else experts)
+    return (_of_shards if job.zero == 3 else _of_replicas)(job, parameters, max(stage.layers, 1), constants)
 
 
 def _group_size(job: Job) -> int:
     """Return the ranks that gather and reduce together."""
-    return max(job.layout.shard, 1) if job.layout.zero == 3 else job.layout.dp * job.layout.cp
+    return max(job.shard, 1) if job.zero == 3 else job.dims.dp * job.dims.cp
 
 
 def _of_shards(job: Job, parameters: float, layers: float, constants: Profile) -> tuple[list[Transfer], list[Transfer]]:
-    layout, size = job.layout, _group_size(job)
+    dims, size = job.dims, _group_size(job)
     # the ranks of dp and cp are one group; cp varies faster, so that its stride is the group's
-    stride = layout.stride("dp") // layout.cp
+    stride = dims.tp
     over = group_link(job, size, stride, constants)
     # FSDP's calls are of a layer; DeepSpeed's may be of several, which it gathers ahead or reduces in one bucket
     ahead, bucket = job.sharding.prefetched, job.sharding.bucket_bytes / job.reduce_bytes
@@ -168,7 +168,7 @@ def _of_shards(job: Job, parameters: float, layers: float, constants: Profile) -
 
     gathered = one_way("gather of weights", job.gather_bytes, units[0])
     reduced = [one_way("reduce-scatter of gradients", job.reduce_bytes, units[1])]
-    copies = layout.dp * layout.cp // size
+    copies = dims.dp * dims.cp // size
     if copies > 1:  # HSDP: a shard is also summed over its copies
         across = group_link(job, copies, stride * size, constants)
         volume = links.all_reduce_volume(job.reduce_bytes * parameters / size, copies)
@@ -181,10 +181,10 @@ def _of_shards(job: Job, parameters: float, layers: float, constants: Profile) -
 def _of_replicas(
     job: Job, parameters: float, layers: float, constants: Profile
 ) -> tuple[list[Transfer], list[Transfer]]:
-    layout, states, size = job.layout, job.states, _group_size(job)
-    over = group_link(job, size, layout.stride("dp") // layout.cp, constants)
+    dims, states, size = job.dims, job.states, _group_size(job)
+    over = group_link(job, size, dims.tp, constants)
     weight_bytes, gradient_bytes = min(states.weights, job.element_bytes), states.accumulators or states.gradients
-    bucket = _BUCKET_BYTES if layout.zero < 2 else gradient_bytes * parameters / layers
+    bucket = _BUCKET_BYTES if job.zero < 2 else gradient_bytes * parameters / layers
     bucket = max(bucket, job.sharding.bucket_bytes)
     summed = parameters * gradient_bytes
 
@@ -192,12 +192,12 @@ def _of_replicas(
         return Transfer(content, width, volume, size, over, links.collective_seconds(volume, size, over, bucket))
 
     # DeepSpeed all-reduces whole gradients under ZeRO-1 and 2, where the textbook has a reduce-scatter (ledger.py)
-    if not layout.zero or job.stack == "deepspeed":
+    if not job.zero or job.stack == "deepspeed":
         reduced = transfer("all-reduce of gradients", gradient_bytes, links.all_reduce_volume(summed, size))
     else:
         volume = links.one_way_volume(summed, size, over)
         reduced = transfer("reduce-scatter of gradients", gradient_bytes, volume)
-    if not layout.zero:
+    if not job.zero:
         return [], [reduced]
     volume = links.one_way_volume(parameters * weight_bytes, size, over)
     return [transfer("gather of updated weights", weight_bytes, volume)], [reduced]
@@ -205,5 +205,5 @@ def _of_replicas(
 
 def reduces_each_micro_batch(job: Job) -> bool:
     """Whether gradients are reduced for each micro-batch: DeepSpeed's ZeRO-2 keeps shards only, nanotron just does."""
-    kept = job.layout.zero == 2 and job.stack == "deepspeed"
-    return kept or syncs_every_micro_batch(job.stack, job.layout.zero, job.layout.pp > 1)
+    kept = job.zero == 2 and job.stack == "deepspeed"
+    return kept or syncs_every_micro_batch(job.stack, job.zero, job.dims.pp > 1)

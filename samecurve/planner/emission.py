@@ -80,7 +80,7 @@ def recipe_values(choice: Choice, wanted: Wanted) -> list[str]:
     """Return the overrides by which the choice differs from the recipe; only what the search may choose."""
     assert choice.job
     values = []
-    rows = wanted.rows_of_a_rank(choice.job.layout.dp)
+    rows = wanted.rows_of_a_rank(choice.job.dims.dp)
     # describe_job lowers a micro-batch to a rank's rows, which the search has not chosen
     if choice.job.micro_batch != min(wanted.batch.micro_batch_size, rows):
         values.append(f"batch.micro_batch_size={choice.job.micro_batch}")
@@ -93,7 +93,7 @@ def _strategy(folder: str, choice: Choice) -> dict[str, str]:
     """Return the strategy's files with the sizes of the choice."""
     assert choice.template and choice.job
     files = choice.template.sized(choice.sizes or {})
-    accelerate = {**files.accelerate.content, "num_processes": choice.job.layout.gpus}
+    accelerate = {**files.accelerate.content, "num_processes": choice.job.dims.world_size}
     texts = {}
     if files.deepspeed.name:
         name = os.path.join(folder, "strategy.json")
@@ -101,7 +101,7 @@ def _strategy(folder: str, choice: Choice) -> dict[str, str]:
         # a strategy that is a DeepSpeed JSON alone gets its Accelerate file here
         block = accelerate.get("deepspeed_config", {})
         accelerate |= {"distributed_type": "DEEPSPEED", "deepspeed_config": {**block, "deepspeed_config_file": name}}
-    named = f"{choice.name}, {plan_text.sizes(choice.job.layout)}"
+    named = f"{choice.name}, {plan_text.sizes(choice.job)}"
     about = f"# {named}: {choice.template.path} with the sizes of a plan; plan.json says how fast it should be.\n"
     return {"strategy.yaml": about + yaml.safe_dump(accelerate, sort_keys=False), **texts}
 
@@ -111,7 +111,7 @@ def _check(target: Target, launchers: Sequence[str]) -> None:
 
     Data may be missing.
     """
-    elsewhere = inputs.data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
+    elsewhere = loader.data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
     # the data may be on the planned machines only; any path that exists stands for them
     here = [f"{key}=." for key in sorted(elsewhere)]
     target = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))

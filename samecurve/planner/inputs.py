@@ -253,15 +253,9 @@ def read(name: str, overrides: Sequence[str]) -> Wanted:
     return Wanted.of_recipe(source, fields, described, recipe.tokenizer.vocabulary_size, fixed)
 
 
-def data_elsewhere(source: RecipeSource) -> set[str]:
-    """Return the keys of data that are not here: they may lie on the machines that are planned for."""
-    keys = {problem.key for problem in source.document.problems} & {"data.path", "evaluate.path"}
-    return keys if source.recipe else set()
-
-
 def _recipe(name: str, overrides: Sequence[str]) -> RecipeSource:
     source = loader.read_recipe(name, overrides)
-    elsewhere = data_elsewhere(source)
+    elsewhere = loader.data_elsewhere(source)
     problems = [problem for problem in source.document.problems if problem.key not in elsewhere]
     if problems:
         raise ConfigurationError(format_problems(problems))

@@ -1,9 +1,9 @@
-"""Parallel sizes of a job, and which ranks form a group."""
+"""A job to plan: a model, its batch and strategy, its numbers' sizes and the machines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from samecurve.planner import links
@@ -12,73 +12,8 @@ from samecurve.planner.cluster import Host
 from samecurve.planner.hardware import ATTENTION_ALONE, Gpu, Profile
 from samecurve.planner.links import Level, Link
 from samecurve.planner.model_shape import ModelShape
-
-ORDER = ("tp", "cp", "dp", "pp")  # from the fastest-varying rank outwards, as in Megatron and torch's device mesh
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Parallel sizes; dp x tp x pp x cp GPUs. Experts split dp.
-
-    Attributes:
-        virtual_stages: model chunks of a rank in an interleaved pipeline.
-        schedule: of the pipeline: PyTorch's name of one of its own, else gpipe, 1f1b, interleaved, zb-1p, zb-2p, or "".
-        partition: how DeepSpeed's pipeline divides the layers (`pipeline.partition`), or "".
-        exchange: how ranks see the keys of a row's other parts: ulysses, allgather or ring.
-        zero: what is sharded over `shard` ranks: 1 optimizer, 2 gradients too, 3 weights too.
-        secondary: ranks over which ZeRO-3 shards a second copy of the weights (hpZ); 1 without one.
-        sequence_parallel: whether the parts that TP does not split are split along the sequence.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    virtual_stages: int = 1
-    schedule: str = ""
-    zero: int = 0
-    shard: int = 1
-    secondary: int = 1
-    sequence_parallel: bool = False
-    partition: str = ""
-    exchange: str = "ring"
-
-    @property
-    def row_exchange(self) -> str:
-        """`exchange` where rows are divided over ranks, else ""."""
-        return self.exchange if self.cp > 1 else ""
-
-    @property
-    def gpus(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
-
-    def stride(self, axis: str, order: tuple[str, ...] = ORDER) -> int:
-        """Distance of neighbouring ranks of one group of `axis`."""
-        stride = 1
-        for name in order[: order.index(axis)]:
-            stride *= getattr(self, name)
-        return stride
-
-    def groups(self, axis: str, order: tuple[str, ...] = ORDER) -> list[list[int]]:
-        """List the ranks of every group of `axis`, each group and the list in ascending order."""
-        stride, size = self.stride(axis, order), getattr(self, axis)
-        first = [rank for rank in range(self.gpus) if rank // stride % size == 0]
-        return [[rank + step * stride for step in range(size)] for rank in first]
-
-
-def data_parallel_size(gpus: int, **sizes: int) -> int:
-    """Divide the GPUs by the other parallel sizes. Raises ValueError if they do not divide."""
-    product = 1
-    for size in sizes.values():
-        product *= size
-    if gpus % product:
-        named = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"{gpus} GPUs are not a multiple of {named} = {product}")
-    return gpus // product
-
-
-# A job to plan: a model, its batch, its numbers' sizes and the machines.
+from samecurve.strategy.parallel_dims import BATCH, FSDP, ParallelDims
+from samecurve.strategy.plan import Strategy
 
 
 @dataclass(frozen=True)
@@ -138,6 +73,8 @@ class Job:
     """A training job.
 
     Attributes:
+        strategy: the parallel sizes, what is sharded, and the schedule: beside those of our own strategies (where
+            "deepspeed" is a 1F1B) gpipe, 1f1b, interleaved, zb-1p and zb-2p of published runs.
         grad_accum: forwards per step; with a pipeline, the micro-batches in it.
         node_gbit: nominal Gbit/s of a node's network cards together; 0 if unknown.
         checkpointing: none, selective (see `keeps_products`) or full.
@@ -145,18 +82,18 @@ class Job:
         memory_kind: the counter whose peak is predicted; "" means torch_allocated.
         levels: links of a cluster file; empty: the GPU's own and the network cards.
         reserved_gib: for context, NCCL and other processes; None: estimated.
-        offload: what is kept outside of the GPU, such as "optimizer:cpu" or "param:nvme".
-        host: where it is kept.
+        host: where offloaded states are kept.
         sharding: how weights and gradients travel.
         calibration: corrections learnt from runs on these machines.
         flow: what carries transformers' activations under this project's engines: "16-bit" weights, 16-bit "copies" of
             fp32 ones, "autocast" of fp32 ones, or "fp32"; "" for other software.
         packed_experts: whether a layer's experts are one tensor and one product, or take turns.
+        virtual_stages: pipeline stages of a rank.
         masked: whether attention gets a mask of a row's documents, which SDPA converts and keeps in each layer.
     """
 
     shape: ModelShape
-    layout: Layout
+    strategy: Strategy
     card: Gpu
     micro_batch: int
     seq: int
@@ -177,13 +114,32 @@ class Job:
     memory_kind: str = ""
     levels: tuple[Level, ...] = ()
     reserved_gib: float | None = None
-    offload: tuple[str, ...] = ()
     host: Host = field(default_factory=Host)
     sharding: Sharding = field(default_factory=Sharding)
     calibration: Calibration | None = None
     flow: str = ""
     packed_experts: bool = True
     masked: bool = False
+    virtual_stages: int = 1
+
+    @property
+    def dims(self) -> ParallelDims:
+        return self.strategy.dims
+
+    @property
+    def zero(self) -> int:
+        """What is sharded over `shard` ranks: 1 optimizer, 2 gradients too, 3 weights too (FSDP's)."""
+        return 3 if self.strategy.sharding == "fsdp" else self.strategy.zero_stage
+
+    @property
+    def shard(self) -> int:
+        """Ranks that share one copy of what is sharded."""
+        return self.dims.size(*FSDP) if self.zero else 1
+
+    @property
+    def exchange(self) -> str:
+        """How ranks see the keys of a row's other parts: ulysses, allgather or ring; "" where rows are whole."""
+        return (self.strategy.context_parallel or "ring") if self.dims.cp > 1 else ""
 
     @property
     def library(self) -> str:
@@ -193,12 +149,12 @@ class Job:
         """
         if self.stack != "deepspeed":
             return "torch"
-        return "deepspeed" if self.layout.pp == 1 else "deepspeed pipeline"
+        return "deepspeed" if self.dims.pp == 1 else "deepspeed pipeline"
 
     @property
     def tokens(self) -> float:
         """Tokens of one micro-batch on one rank."""
-        return self.micro_batch * self.seq / self.layout.cp
+        return self.micro_batch * self.seq / self.dims.cp
 
     @property
     def element_bytes(self) -> int:
@@ -219,7 +175,7 @@ class Job:
     @property
     def updates_on_host(self) -> bool:
         """Whether the optimizer's states and update are on the host."""
-        return any(target.startswith("optimizer:") for target in self.offload)
+        return any(target.startswith("optimizer:") for target in self.strategy.offload)
 
     @property
     def keeps_products(self) -> bool:
@@ -245,7 +201,7 @@ class Job:
         Between the two uses of a weight lie those that come later in the model, forward and backward, and in full
         recomputation once more. A model that is gathered ahead as a whole stays.
         """
-        elements = self.shape.parameters / self.layout.tp
+        elements = self.shape.parameters / self.dims.tp
         if elements <= self.sharding.prefetched:
             return elements
         passes = 3 if self.repeats_layers else 2
@@ -254,40 +210,34 @@ class Job:
     @property
     def mlp_split(self) -> int:
         """Tensor-parallel ranks that share an MLP. samecurve leaves experts whole that it spreads over ranks."""
-        return 1 if self.stack == "fsdp2" and self.layout.ep > 1 else self.layout.tp
+        return 1 if self.stack == "fsdp2" and self.dims.ep > 1 else self.dims.tp
 
     @property
     def memory_gib(self) -> float:
         return self.gpu_memory_gib or self.card.memory_gib
 
 
-def axis_link(job: Job, axis: str, constants: Profile, ranks: int = 0) -> Link:
-    """Find the link of the groups of one axis, or of `ranks` neighbours along it.
+def stride(dims: ParallelDims, axis: str) -> int:
+    """Return the distance of neighbouring ranks of one group of an axis; dp is that of its outer sizes."""
+    inner = {"tp": (), "cp": ("tp",), "dp": ("cp", "tp"), "pp": (*BATCH, "cp", "tp")}
+    return dims.size(*inner[axis])
 
-    Args:
-        job: gives the layout and the machines.
-        axis: name of a parallel size of the layout, for example "tp".
-        constants: of the strategy's stack.
-        ranks: number of neighbours; 0 for all ranks of the axis.
-    """
-    return group_link(job, ranks or getattr(job.layout, axis), job.layout.stride(axis), constants)
+
+def axis_link(job: Job, axis: str, constants: Profile, ranks: int = 0) -> Link:
+    """Find the link of the groups of tp, cp, dp or pp, or of `ranks` neighbours along it (0: all of the axis)."""
+    return group_link(job, ranks or getattr(job.dims, axis), stride(job.dims, axis), constants)
 
 
 def group_link(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
-    """Find the link of a group of ranks at equal distances.
-
-    Args:
-        job: gives the machines.
-        ranks: number of ranks in the group.
-        stride: distance between neighbours of the group, in ranks.
-        constants: of the strategy's stack.
-    """
+    """Find the link of a group of ranks that are `stride` apart, over the job's machines."""
     levels = job.levels or links.levels_of(job.card, job.gpus_per_node, job.node_gbit or links.DEFAULT_NODE_GBIT)
     step = constants.ring_step_us * 1e-6
     return links.link(levels, job.gpus_per_node, ranks, stride, constants.network_share, step)
 
 
-_PARTS = {"shape": ModelShape, "layout": Layout, "card": Gpu, "states": StateBytes, "host": Host, "sharding": Sharding}
+_PARTS = {
+    "shape": ModelShape, "strategy": Strategy, "card": Gpu, "states": StateBytes, "host": Host, "sharding": Sharding,
+}  # fmt: skip
 
 
 def to_json(job: Job) -> dict[str, Any]:
@@ -297,8 +247,13 @@ def to_json(job: Job) -> dict[str, Any]:
 
 def from_json(content: Mapping[str, Any]) -> Job:
     """Read a job again. Raises TypeError, KeyError or ValueError for one that this version does not know."""
-    # JSON has lists in place of tuples, and a job must equal the one that was recorded
-    shape = {key: tuple(value) if isinstance(value, list) else value for key, value in content["shape"].items()}
-    parts = {name: kind(**({**content, "shape": shape}[name])) for name, kind in _PARTS.items()}
+
+    def tuples(block: Mapping[str, Any]) -> dict[str, Any]:
+        # JSON has lists in place of tuples, and a job must equal the one that was recorded
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in block.items()}
+
+    parts = {name: kind(**tuples(content[name])) for name, kind in _PARTS.items()}
+    strategy = parts["strategy"]
+    parts["strategy"] = replace(strategy, dims=ParallelDims(**strategy.dims))
     levels = tuple(Level(**{**level, "measured": tuple(map(tuple, level["measured"]))}) for level in content["levels"])
-    return Job(**{**content, **parts, "levels": levels, "offload": tuple(content["offload"])})
+    return Job(**{**content, **parts, "levels": levels})

@@ -113,7 +113,7 @@ def _launches(job: Job, constants: Profile) -> float:
     """Return the seconds in which the host launches a layer's forward pass."""
     microseconds = _host_us(job, constants)[0]
     if not job.packed_experts:
-        microseconds += EXPERT_LAUNCH_US * job.shape.experts / job.layout.ep
+        microseconds += EXPERT_LAUNCH_US * job.shape.experts / job.dims.ep
     return microseconds * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
 
 
@@ -124,11 +124,11 @@ def step_seconds(job: Job, constants: Profile) -> float:
 
 def _host_us(job: Job, constants: Profile) -> tuple[float, float]:
     """Return the host's microseconds of a layer's forward pass, and of a step without its layers."""
-    gathers = job.stack == "deepspeed" and job.layout.zero == 3
+    gathers = job.stack == "deepspeed" and job.zero == 3
     if job.card.generation != "cpu":
         return constants.layer_floor_us + gathers * ZERO3_HOOKS_US, constants.step_us
     kind = job.stack
-    if job.layout.tp > 1:
+    if job.dims.tp > 1:
         kind = "tp"
     elif gathers:
         kind = "zero3"
@@ -137,11 +137,11 @@ def _host_us(job: Job, constants: Profile) -> tuple[float, float]:
 
 def _products(job: Job, constants: Profile) -> tuple[float, float]:
     """Return the seconds of the products with weights, forward: those of attention and those of the MLP."""
-    shape, split, tokens = job.shape, job.layout.tp, job.tokens
+    shape, split, tokens = job.shape, job.dims.tp, job.tokens
     width, experts = shape.hidden, max(shape.top_k, 1)
     queries = shape.attention_width * (1 + 2 * shape.kv_share) / split
     rows = tokens * experts  # of all experts together
-    expert_rows = rows / max(shape.experts / job.layout.ep, 1) if shape.experts else rows
+    expert_rows = rows / max(shape.experts / job.dims.ep, 1) if shape.experts else rows
     calls = rows / expert_rows
     inner = shape.ffn / job.mlp_split
     up = product_seconds(job, expert_rows, width, inner * (2 if shape.gated else 1), constants)
@@ -170,9 +170,9 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
         job: gives the sizes and the GPU.
         constants: of the strategy's stack.
     """
-    shape, split, generation = job.shape, job.layout.tp, job.card.generation
+    shape, split, generation = job.shape, job.dims.tp, job.card.generation
     flops = 4 * job.tokens * job.seq * shape.attention_width / split
-    tiles = job.flow and job.layout.row_exchange == "ring"
+    tiles = job.flow and job.exchange == "ring"
     factor = BACKWARD_ATTENTION if job.flash else 2
     peak = job.card.matmul_tflops * 1e12 * sustained(generation)
     if job.flash and not tiles:
@@ -194,7 +194,7 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
 
 def _masked_pairs(job: Job) -> float:
     """Return the scores of each head that a rank computes under a mask; Ulysses gives it a part of the heads."""
-    return mask_elements(job) / (job.layout.cp if job.layout.row_exchange == "ulysses" else 1)
+    return mask_elements(job) / (job.dims.cp if job.exchange == "ulysses" else 1)
 
 
 def _traffic(job: Job, constants: Profile) -> float:
@@ -205,7 +205,7 @@ def _traffic(job: Job, constants: Profile) -> float:
 
 def head(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of the output head and the loss."""
-    vocab = job.shape.vocab / job.layout.tp
+    vocab = job.shape.vocab / job.dims.tp
     product = product_seconds(job, job.tokens, job.shape.hidden, vocab, constants)
     moved = constants.logits_bytes * job.tokens * vocab / (job.card.hbm_gb_per_s * 1e9)
     return Seconds(product + moved, 2 * product + moved)

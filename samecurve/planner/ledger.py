@@ -39,24 +39,24 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
         trained_tokens: per step and rank of dp x cp, as the loss of a tensor-parallel group is computed of these
             alone; default: all.
     """
-    if job.layout.gpus == 1:
+    if job.dims.world_size == 1:
         return []
     exchanges = [*_numbers(job)]
-    if job.layout.tp > 1:
+    if job.dims.tp > 1:
         exchanges += _tensor_parallel(job, stage, trained_tokens)
-    if job.layout.cp > 1:
+    if job.dims.cp > 1:
         exchanges += _context_parallel(job)
-    if job.layout.ep > 1:
+    if job.dims.ep > 1:
         exchanges.append(_dispatch(job))
-    if job.layout.schedule in SCHEDULES:
+    if job.strategy.schedule in SCHEDULES:
         exchanges += _scheduled(job, stage)
-    elif job.layout.pp > 1:
+    elif job.dims.pp > 1:
         exchanges += _pipeline(job, stage)
     elif job.stack == "fsdp2":
         exchanges += _fully_sharded(job)
     elif job.stack == "deepspeed":
-        exchanges += _zero3(job) if job.layout.zero == 3 else _zero(job)
-    elif job.layout.dp > 1:
+        exchanges += _zero3(job) if job.zero == 3 else _zero(job)
+    elif job.dims.dp > 1:
         exchanges.append(Exchange("dp", "all_reduce", "gradients", FP32 * _elements(job, job.shape.weights)))
     return [exchange for exchange in exchanges if exchange.num_bytes]
 
@@ -68,7 +68,7 @@ def ledgers(job: Job) -> dict[str, list[Exchange]]:
 
 def _cut(job: Job, weights: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the shapes of a rank's parts of weights under tensor parallelism, which cuts matrices only."""
-    return [(rows // job.layout.tp, columns) if columns > 1 else (rows, columns) for rows, columns in weights]
+    return [(rows // job.dims.tp, columns) if columns > 1 else (rows, columns) for rows, columns in weights]
 
 
 def _elements(job: Job, weights: Iterable[tuple[int, int]]) -> int:
@@ -77,7 +77,7 @@ def _elements(job: Job, weights: Iterable[tuple[int, int]]) -> int:
 
 def _padded(job: Job, parts: Iterable[tuple[int, int]]) -> int:
     """Elements of an FSDP2 unit; each weight's rows are padded to a multiple of the ranks that share it."""
-    ranks = max(job.layout.shard, 1)
+    ranks = max(job.shard, 1)
     return sum(-(-rows // ranks) * ranks * columns for rows, columns in parts)
 
 
@@ -86,33 +86,33 @@ def _numbers(job: Job) -> Iterator[Exchange]:
 
     Token counts are left out: the loader's thread sums them steps ahead, and no profile sees it.
     """
-    layout, fp32 = job.layout, job.precision == "fp32"
+    dims, fp32 = job.dims, job.precision == "fp32"
     yield Exchange("all", "all_reduce", "stop flag", 1)
-    if layout.schedule in SCHEDULES:  # loss and the squares of own and of tied gradients
+    if job.strategy.schedule in SCHEDULES:  # loss and the squares of own and of tied gradients
         yield Exchange("all", "all_reduce", "loss, norm", 3 * FP64)
         return
-    if layout.pp > 1:
+    if dims.pp > 1:
         # loss and two sums of squares; DeepSpeed's overflow flag and norms; its broadcast of the loss
         yield Exchange("all", "all_reduce", "loss, norms", 3 * FP64 + (4 if fp32 else 1) * FP32)
         yield Exchange("all", "broadcast", "loss", 2 * FP32)
         return
-    yield Exchange("dp", "all_reduce", "loss sum", FP64 if layout.dp * layout.cp > 1 else 0)
+    yield Exchange("dp", "all_reduce", "loss sum", FP64 if dims.dp * dims.cp > 1 else 0)
     doubles = singles = flags = 0
-    if job.stack == "fsdp2" or layout.tp > 1:
+    if job.stack == "fsdp2" or dims.tp > 1:
         doubles = 1  # norm of gradients of which each rank has a part
     elif job.stack == "deepspeed":
         offloaded = job.updates_on_host
-        if layout.zero == 3 and not offloaded:
+        if job.zero == 3 and not offloaded:
             doubles = 2
-        elif not (layout.zero == 1 and job.precision == "bf16"):  # where every rank has all gradients
+        elif not (job.zero == 1 and job.precision == "bf16"):  # where every rank has all gradients
             singles = 2
-            flags = 1 if layout.zero < 3 and not fp32 else 0  # overflow, which DeepSpeed does not look for in fp32
+            flags = 1 if job.zero < 3 and not fp32 else 0  # overflow, which DeepSpeed does not look for in fp32
     yield Exchange("all", "all_reduce", "norms", doubles * FP64 + singles * FP32 + flags)
 
 
 def _fully_sharded(job: Job) -> list[Exchange]:
     """FSDP2: each layer is gathered for forward and backward; the last unit (head, tied embedding) once."""
-    shape, layout, count = job.shape, job.layout, job.grad_accum
+    shape, dims, count = job.shape, job.dims, job.grad_accum
     layers = shape.layers * _layer(job)
     embedding, last = _padded(job, _cut(job, shape.embedding_weights)), [*shape.final_weights, *shape.head_weights]
     if shape.tied:
@@ -120,21 +120,21 @@ def _fully_sharded(job: Job) -> list[Exchange]:
     once, twice = _padded(job, _cut(job, last)), layers + embedding
     reduced = round(job.reduce_bytes) * (once + twice) * (1 if job.sharding.reduces_once else count)
     gathered = once + (2 if job.sharding.reshards else 1) * twice
-    replicas = layout.dp // max(layout.shard, 1)
+    replicas = dims.dp // max(job.shard, 1)
     return [
         Exchange("dp", "all_gather", "weights", count * job.element_bytes * gathered),
         Exchange("dp", "reduce_scatter", "gradients", reduced),
-        Exchange("dp", "all_reduce", "shards, over replicas", reduced // layout.shard if replicas > 1 else 0),
+        Exchange("dp", "all_reduce", "shards, over replicas", reduced // job.shard if replicas > 1 else 0),
     ]
 
 
 def _layer(job: Job) -> int:
     """Elements of a layer that are gathered. Of experts that are spread, those that other ranks hold, too."""
-    shape, layout = job.shape, job.layout
-    if layout.ep == 1:
+    shape, dims = job.shape, job.dims
+    if dims.ep == 1:
         mlp = _padded(job, _cut(job, shape.mlp_weights))
     else:
-        mlp = 0 if layout.shard == layout.ep else sum(map(math.prod, shape.mlp_weights)) // layout.ep
+        mlp = 0 if job.shard == dims.ep else sum(map(math.prod, shape.mlp_weights)) // dims.ep
     return _padded(job, _cut(job, shape.attention_weights)) + _padded(job, shape.router_weights) + mlp
 
 
@@ -149,8 +149,8 @@ def _dispatch(job: Job) -> Exchange:
 
 def _zero(job: Job) -> list[Exchange]:
     """ZeRO-1 reduces once per step, ZeRO-2 after every micro-batch; both gather two groups of updated weights."""
-    count = job.grad_accum if job.layout.zero == 2 else 1
-    aligned = FLAT_ALIGNMENT * job.layout.dp
+    count = job.grad_accum if job.zero == 2 else 1
+    aligned = FLAT_ALIGNMENT * job.dims.dp
     groups = [[weight for weight in job.shape.weights if (weight[1] > 1) == decayed] for decayed in (True, False)]
     gathered = sum(-(-_elements(job, group) // aligned) * aligned for group in groups)
     return [
@@ -177,16 +177,16 @@ def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> li
     exchanges three fp32 numbers per token and the hidden state's gradient; in a pipeline of all tokens, trained or not.
     """
     shape, count = job.shape, job.grad_accum
-    layers = round(stage.layers) if job.layout.pp > 1 else shape.layers
+    layers = round(stage.layers) if job.dims.pp > 1 else shape.layers
     width, hidden = job.element_bytes, count * round(job.tokens) * job.shape.hidden
-    blocks = 1 if job.mlp_split < job.layout.tp else 2  # attention, and the MLP if it is cut
+    blocks = 1 if job.mlp_split < job.dims.tp else 2  # attention, and the MLP if it is cut
     inner = blocks * layers * hidden
     # PyTorch stops to recompute a layer in front of the MLP's sum, which the backward pass does not need
     gathered, summed = (1, 1 / blocks) if job.repeats_layers else (0, 0)
-    tokens = count * round(job.tokens) if trained_tokens is None or job.layout.pp > 1 else trained_tokens
+    tokens = count * round(job.tokens) if trained_tokens is None or job.dims.pp > 1 else trained_tokens
     embedded = stage.embedding * hidden * FP32
     loss = Exchange("tp", "all_reduce", "loss", stage.head * round(tokens * (3 * FP32 + width * shape.hidden)))
-    if not job.layout.sequence_parallel:
+    if not job.strategy.tp_sequence_parallel:
         return [
             Exchange("tp", "all_reduce", "hidden states", embedded + round(inner * width * (1 + summed))),
             Exchange("tp", "all_reduce", "gradients of hidden states", inner * FP32),
@@ -208,24 +208,24 @@ def _context_parallel(job: Job) -> list[Exchange]:
 
     Round a ring of n travel n - 1 blocks of keys and values forward, and as many backward with fp32 gradients.
     """
-    shape, layout = job.shape, job.layout
+    shape, dims = job.shape, job.dims
     forwards = 2 if job.repeats_layers else 1
     bytes_per_feature = job.grad_accum * shape.layers * job.element_bytes * round(job.tokens)
-    width = shape.attention_width // layout.tp
+    width = shape.attention_width // dims.tp
     keys = width * shape.kv_heads // shape.heads
-    if layout.exchange == "ulysses":
-        repeated = keys * (layout.cp // math.gcd(shape.kv_heads // layout.tp, layout.cp))  # so that cp divides them
+    if job.exchange == "ulysses":
+        repeated = keys * (dims.cp // math.gcd(shape.kv_heads // dims.tp, dims.cp))  # so that cp divides them
         sent = bytes_per_feature * 2 * (width + repeated)
         return [Exchange("cp", "all_to_all", "heads for sequence", (forwards + 1) * sent)]
     block = bytes_per_feature * 2 * keys
-    if layout.exchange == "ring":
+    if job.exchange == "ring":
         blocks, gradients = (forwards + 1) * block, block * FP32 // job.element_bytes
         return [
-            Exchange("cp", passing, content, (layout.cp - 1) * num_bytes)
+            Exchange("cp", passing, content, (dims.cp - 1) * num_bytes)
             for content, num_bytes in (("keys and values", blocks), ("gradients of keys and values", gradients))
             for passing in ("send", "recv")
         ]
-    gathered = block * layout.cp
+    gathered = block * dims.cp
     return [
         Exchange("cp", "all_gather", "keys and values", forwards * gathered),
         Exchange("cp", "reduce_scatter", "gradients of keys and values", gathered),
@@ -254,21 +254,21 @@ def _scheduled(job: Job, stage: Stage) -> list[Exchange]:
     Args:
         stage: that of a rank, which may have several of the pipeline's stages.
     """
-    shape, layout, schedule = job.shape, job.layout, SCHEDULES[job.layout.schedule]
+    shape, dims, schedule = job.shape, job.dims, SCHEDULES[job.strategy.schedule]
     hidden = FP32 * job.grad_accum * round(job.tokens) * shape.hidden
-    ranks = [schedule.rank(number, layout.pp) for number in range(schedule.num_stages(layout.pp))]
+    ranks = [schedule.rank(number, dims.pp) for number in range(schedule.num_stages(dims.pp))]
     apart = [pair for pair in pairwise(ranks) if pair[0] != pair[1]]
     crossed = sum(stage.index in pair for pair in apart)  # each sends one way and receives the other
     shares = shape.tied and stage.embedding != stage.head
-    tied = shares * FP32 * shape.head_parameters // layout.tp // layout.shard
+    tied = shares * FP32 * shape.head_parameters // dims.tp // job.shard
     own = FP32 * _held(job, stage)
     return [
         Exchange("pp", "send", "hidden states and their gradients", crossed * hidden),
         Exchange("pp", "recv", "hidden states and their gradients", crossed * hidden),
         Exchange("pp", "all_reduce", "gradients of the tied embedding", tied),
-        Exchange("dp", "all_gather", "weights", (layout.shard > 1) * own),
-        Exchange("dp", "reduce_scatter", "gradients", (layout.shard > 1) * own),
-        Exchange("dp", "all_reduce", "gradients", (layout.dp > layout.shard) * own // layout.shard),
+        Exchange("dp", "all_gather", "weights", (job.shard > 1) * own),
+        Exchange("dp", "reduce_scatter", "gradients", (job.shard > 1) * own),
+        Exchange("dp", "all_reduce", "gradients", (dims.dp > job.shard) * own // job.shard),
     ]
 
 
@@ -288,7 +288,7 @@ def _zero3_elements(job: Job) -> tuple[int, int, int]:
     its forward pass, and again for the backward pass unless it stayed: it does if the weights that are used in between
     have fewer elements than `stage3_max_reuse_distance`, or if the whole model is gathered ahead.
     """
-    shape, ranks, distance = job.shape, job.layout.shard, job.sharding.reuse_distance
+    shape, ranks, distance = job.shape, job.shard, job.sharding.reuse_distance
     if shape.parameters <= job.sharding.prefetched:
         distance = math.inf
     passes = 3 if job.repeats_layers else 2  # that later weights make between the two uses

@@ -105,7 +105,7 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
         if factor != 1:  # what runs on these machines measured is more, or less, than the other lines
             end, middle, update = ((factor - 1) * sum(getattr(line, moment) for line in lines) for moment in MOMENTS)
             lines.append(Line("measured slack", end, middle, update, f"{factor:.3f} x the lines above", "calibration"))
-        rank_classes.append(Anatomy(stage, tuple(lines), kept, source, job.layout.gpus, gaps))
+        rank_classes.append(Anatomy(stage, tuple(lines), kept, source, job.dims.world_size, gaps))
     return rank_classes
 
 
@@ -117,7 +117,7 @@ def reserved(job: Job) -> tuple[float | None, str]:
     given, learnt = job.reserved_gib, job.calibration
     if isinstance(given, Constant) and given.origin == FILE:
         return given, "the cluster's reserved_gib"
-    measured = learnt.process(job.library, job.layout.gpus) if learnt else None
+    measured = learnt.process(job.library, job.dims.world_size) if learnt else None
     if measured is not None:
         return measured, CALIBRATED
     return given, given.origin if isinstance(given, Constant) else "the cluster's reserved_gib"
@@ -129,7 +129,9 @@ def _offloaded(job: Job) -> list[Line]:
     lines = [Line("offload buffer", moved, moved, moved, "the largest weight's gradient", "DeepSpeed")] if moved else []
     if job.card.generation != "cpu":
         return lines
-    held = offloaded_gib(job, "cpu") * GIB / min(job.gpus_per_node, job.layout.gpus) + moved  # which the host has, too
+    held = (
+        offloaded_gib(job, "cpu") * GIB / min(job.gpus_per_node, job.dims.world_size) + moved
+    )  # which the host has, too
     formula = "a process's share of what the host keeps; on a CPU the memory is the same"
     return lines + [Line("offloaded states", held, held, held, formula, "memory.py")] if held else lines
 
@@ -139,22 +141,22 @@ def _offloaded(job: Job) -> list[Line]:
 
 def offloaded_gib(job: Job, device: str) -> float:
     """Return the GiB that a node keeps in host memory ("cpu") or on its disk ("nvme")."""
-    replicas = max(job.layout.dp // max(job.layout.shard, 1), 1)
+    replicas = max(job.dims.dp // max(job.shard, 1), 1)
     whole = _bytes_per_parameter(job, device) * job.shape.parameters * replicas
     if device == "cpu":
-        whole += _disk_buffers(job) * job.layout.gpus
-    return whole / GIB / max(job.layout.gpus / job.gpus_per_node, 1)
+        whole += _disk_buffers(job) * job.dims.world_size
+    return whole / GIB / max(job.dims.world_size / job.gpus_per_node, 1)
 
 
 def _bytes_per_parameter(job: Job, device: str) -> float:
     """Return the bytes of each parameter on a device, as DeepSpeed 0.19.8 and FSDP2 allocate them."""
-    num_bytes = float(STATES) if f"optimizer:{device}" in job.offload else 0.0
+    num_bytes = float(STATES) if f"optimizer:{device}" in job.strategy.offload else 0.0
     if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates
         return num_bytes
-    if f"param:{device}" in job.offload:
+    if f"param:{device}" in job.strategy.offload:
         num_bytes += job.element_bytes
     if device == "cpu" and job.updates_on_host:
-        if job.layout.zero == 3:
+        if job.zero == 3:
             return num_bytes + SUMS
         # new weights on their way back, and sums of micro-batches' gradients
         num_bytes += job.element_bytes * (2 if job.grad_accum > 1 else 1)
@@ -163,15 +165,15 @@ def _bytes_per_parameter(job: Job, device: str) -> float:
 
 def _disk_buffers(job: Job) -> float:
     """Return the bytes of host memory through which a rank reads and writes what is on a disk."""
-    held = job.element_bytes * job.sharding.weight_buffers if "param:nvme" in job.offload else 0.0
-    if "optimizer:nvme" in job.offload:
-        held += 4 * job.sharding.state_buffers * min(job.sharding.subgroup, job.shape.parameters / job.layout.shard)
+    held = job.element_bytes * job.sharding.weight_buffers if "param:nvme" in job.strategy.offload else 0.0
+    if "optimizer:nvme" in job.strategy.offload:
+        held += 4 * job.sharding.state_buffers * min(job.sharding.subgroup, job.shape.parameters / job.shard)
     return held
 
 
 def offload_buffer(job: Job) -> float:
     """Return the bytes through which ZeRO-1 and ZeRO-2 move a gradient to the host: of the largest weight."""
-    if not (job.stack == "deepspeed" and job.layout.zero < 3 and job.updates_on_host):
+    if not (job.stack == "deepspeed" and job.zero < 3 and job.updates_on_host):
         return 0
     shape = job.shape
     return job.element_bytes * max(math.prod(weight) for weight in [*shape.embedding_weights, *shape.layer_weights])

@@ -139,7 +139,7 @@ def ratios(job: Job, constants: Profile | None = None) -> list[Ratio]:
     inner = {"tp": _tensor_parallel, "cp": _context_parallel, "ep": _expert_parallel, "pp": _pipeline}
     exchanges = [*_data_parallel(job, stage, constants)]
     for axis, describe in inner.items():
-        if getattr(job.layout, axis) > 1:
+        if getattr(job.dims, axis) > 1:
             exchanges += describe(job, stage, constants, whole)
     return exchanges
 
@@ -195,13 +195,13 @@ def _data_formula(job: Job, sent: Sent, transfer: Transfer, group: Beside) -> st
     if group.computation == "forward pass":
         return f"e (n - 1) / n F / (2 {name} B) = {one_way:.3g}"
     if "replicas" in transfer.content:  # both ways, of one shard
-        return f"e (n - 1) / n F / (2 {name} B x shards) = {one_way / max(job.layout.shard, 1):.3g}"
+        return f"e (n - 1) / n F / (2 {name} B x shards) = {one_way / max(job.shard, 1):.3g}"
     return f"e (n - 1) / n F / (4 {name} B) = {one_way / 2:.3g}"
 
 
 def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
     """List the sums of hidden states; under sequence parallelism, each is a reduce-scatter and an all-gather."""
-    size, over = job.layout.tp, axis_link(job, "tp", constants)
+    size, over = job.dims.tp, axis_link(job, "tp", constants)
     scale = _learnt(job, "tensor_parallel") * job.grad_accum * stage.layers
     calls = (2 if job.mlp_split == size else 1) * (3 if job.repeats_layers else 2)
     volume = links.all_reduce_volume(job.element_bytes * job.tokens * job.shape.hidden, size)
@@ -210,7 +210,7 @@ def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime
     layer = kernels.layer(job, constants).total
     behind = f"{layer:.3g} s of a layer {'run beside' if job.async_tp else 'wait'}"
     behind += f", {waits:.3g} s a step for the slowest host" if waits > 1e-9 else ""
-    names = ["all-gather", "reduce-scatter"] if job.layout.sequence_parallel else ["all-reduce"]
+    names = ["all-gather", "reduce-scatter"] if job.strategy.tp_sequence_parallel else ["all-reduce"]
     sent = Sent(calls * volume / len(names), job.element_bytes, size, over, seconds / len(names))
     ratio = textbook_tensor_parallel(job.shape.hidden, size, *sent.rates(job))
     inputs = sent.inputs(job, "a layer", behind, f"e (n - 1) F / (2 h B) = {ratio:.3g}")
@@ -229,23 +229,23 @@ def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime
 
 
 def _context_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
-    if job.layout.exchange == "ring":
+    if job.exchange == "ring":
         return [_ring(job, stage, constants, whole)]
-    size, over, shape = job.layout.cp, axis_link(job, "cp", constants), job.shape
-    width, by_heads = shape.attention_width / job.layout.tp, job.layout.exchange == "ulysses"
+    size, over, shape = job.dims.cp, axis_link(job, "cp", constants), job.shape
+    width, by_heads = shape.attention_width / job.dims.tp, job.exchange == "ulysses"
     per_token = 2 * width * (1 + shape.kv_share) / size if by_heads else 2 * width * shape.kv_share
     passes = 3 if job.repeats_layers else 2
     seconds, moved = step_time.context_seconds(job, constants), passes * job.element_bytes * job.tokens * per_token
     sent = Sent(moved * (size - 1), job.element_bytes, size, over, seconds)
     name = "queries, keys, values and outputs (Ulysses)" if by_heads else "gathered keys and values"
-    weights = shape.active_layer_parameters / job.layout.tp
+    weights = shape.active_layer_parameters / job.dims.tp
     exchange = f"context parallel, {name}", "context_parallel", seconds, whole.context_parallel
     return [_in_a_layer(job, stage, constants, sent, exchange, (per_token, weights))]
 
 
 def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
     """Compare the sends of keys, values and their gradients with the attention to other blocks."""
-    size, over, shape = job.layout.cp, axis_link(job, "cp", constants), job.shape
+    size, over, shape = job.dims.cp, axis_link(job, "cp", constants), job.shape
     seconds, attention = step_time.ring_seconds(job, constants)
     sent = Sent(step_time.ring_sends(job)[1], job.element_bytes, size, over, seconds)
     behind = f"{seconds:.3g} s beside {attention:.3g} s of attention to other blocks"
@@ -263,13 +263,13 @@ def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
 
 def _expert_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
     """List dispatch and combine, forward and backward, of `top_k` copies of each token."""
-    size, over, shape = job.layout.ep, axis_link(job, "dp", constants, job.layout.ep), job.shape
+    size, over, shape = job.dims.ep, axis_link(job, "dp", constants, job.dims.ep), job.shape
     calls = 6 if job.repeats_layers else 4
     copies = shape.top_k * shape.hidden / job.mlp_split / size
     seconds, moved = step_time.expert_seconds(job, constants), calls * job.element_bytes * job.tokens * copies
     sent = Sent(moved * (size - 1), job.element_bytes, size, over, seconds)
     exchange = "expert parallel, dispatch and combine", "expert_parallel", seconds, whole.expert_parallel
-    weights = shape.active_layer_parameters / job.layout.tp
+    weights = shape.active_layer_parameters / job.dims.tp
     return [_in_a_layer(job, stage, constants, sent, exchange, (2 * copies, weights))]
 
 
@@ -298,13 +298,13 @@ def _in_a_layer(
 
 def _pipeline(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
     """List the sends of hidden states and of their gradients to the neighbouring stages."""
-    over, layers = axis_link(job, "pp", constants, 2), stage.layers / job.layout.virtual_stages
-    width = 4 if job.layout.schedule in SCHEDULES else job.element_bytes
-    cut = job.layout.tp if job.layout.sequence_parallel else 1
+    over, layers = axis_link(job, "pp", constants, 2), stage.layers / job.virtual_stages
+    width = 4 if job.strategy.schedule in SCHEDULES else job.element_bytes
+    cut = job.dims.tp if job.strategy.tp_sequence_parallel else 1
     seconds, forward = step_time.send_seconds(job, constants), layers * kernels.layer(job, constants).forward
     sent = Sent(width * job.tokens * job.shape.hidden / cut, width, 2, over, seconds)
     ratio = textbook_pipeline(job.shape.hidden, max(layers, 1), *sent.rates(job))
-    sends = 2 * job.layout.virtual_stages * job.grad_accum
+    sends = 2 * job.virtual_stages * job.grad_accum
     behind = f"{seconds:.3g} s, for which {forward:.3g} s of the next stage's forward pass wait"
     name = "pipeline, hidden states and their gradients"
     inputs = sent.inputs(job, f"x {sends} a step", behind, f"e F / (32 h l B) = {ratio:.3g}, l={layers:g}")

@@ -21,7 +21,7 @@ from samecurve.planner import (
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.hardware import CALIBRATED, FITTED, ORIGINS, Constant, flat
 from samecurve.planner.inputs import Wanted
-from samecurve.planner.job import Job, Layout
+from samecurve.planner.job import Job
 from samecurve.planner.ledger import Exchange
 from samecurve.planner.memory import Anatomy, overhead
 from samecurve.planner.model_shape import ModelShape
@@ -103,19 +103,20 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def sizes(layout: Layout) -> str:
+def sizes(job: Job) -> str:
     """Name the parallel sizes, from the outermost to the innermost: `pp 2, dp 4`, `dp 2 x 8` for two replicas.
 
     hpZ's second copies of the weights are written like replicas, and `tp 4 (sequence)` is sequence-parallel, too.
     """
-    replicas = layout.dp // layout.shard if layout.zero else 1
-    if layout.secondary > 1:
-        replicas = layout.dp // layout.secondary
-    data = f"dp {replicas} x {layout.dp // replicas}" if 1 < replicas < layout.dp else f"dp {layout.dp}"
-    experts = f"ep {layout.ep}" if layout.ep > 1 else ""
-    others = {axis: getattr(layout, axis) for axis in ("pp", "cp", "tp")}
+    dims = job.dims
+    replicas = dims.dp * dims.cp // job.shard if job.zero else 1
+    if job.strategy.secondary_partition > 1:
+        replicas = dims.dp // job.strategy.secondary_partition
+    data = f"dp {replicas} x {dims.dp // replicas}" if 1 < replicas < dims.dp else f"dp {dims.dp}"
+    experts = f"ep {dims.ep}" if dims.ep > 1 else ""
+    others = {axis: getattr(job.dims, axis) for axis in ("pp", "cp", "tp")}
     named = {axis: f"{axis} {size}" if size > 1 else "" for axis, size in others.items()}
-    named["tp"] += " (sequence)" if layout.sequence_parallel else ""
+    named["tp"] += " (sequence)" if job.strategy.tp_sequence_parallel else ""
     return ", ".join(filter(None, [named["pp"], data, experts, named["cp"], named["tp"]]))
 
 
@@ -139,18 +140,17 @@ def answer(best: Choice, others: int) -> str:
     slow, fast = best.tokens_per_s_interval
     low, high = prediction.seconds_interval
     least, most = best.memory_interval
-    shape = f"{sizes(job.layout)}, micro-batch {batch(job)}, recompute {job.checkpointing}"
+    shape = f"{sizes(job)}, micro-batch {batch(job)}, recompute {job.checkpointing}"
     speed = f"{rate(best.tokens_per_s)} tokens/s ({rate(slow)} to {rate(fast)})"
     shown = short_seconds
     step = f"a step in {shown(prediction.seconds)} s ({shown(low)} to {shown(high)})"
     held = f"{prediction.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
     learnt = job.calibration
     origin = f"80 % intervals; {learnt.describe() if learnt else PUBLIC}"
-    idle = f"; {best.idle_ranks:,} of {job.layout.dp:,} data-parallel ranks get no row" if best.idle_ranks else ""
+    idle = f"; {best.idle_ranks:,} of {job.dims.dp:,} data-parallel ranks get no row" if best.idle_ranks else ""
     ties = f"; {others} more {'is a tie' if others == 1 else 'are ties'}" if others else ""
-    return (
-        f"{best.name} ({shape}) on {job.layout.gpus} x {job.gpu_kind}: {speed}, {step}, {held} ({origin}{idle}{ties})"
-    )
+    machines = f"{job.dims.world_size} x {job.gpu_kind}"
+    return f"{best.name} ({shape}) on {machines}: {speed}, {step}, {held} ({origin}{idle}{ties})"
 
 
 def job_size(wanted: Wanted) -> str:
@@ -180,7 +180,7 @@ def _row(choice: Choice) -> list[str]:
     least, most = choice.memory_interval
     verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
     return [
-        choice.name, sizes(choice.job.layout), batch(choice.job), choice.job.checkpointing,
+        choice.name, sizes(choice.job), batch(choice.job), choice.job.checkpointing,
         rate(choice.tokens_per_s), _step_seconds(prediction.seconds), f"{low}-{high}",
         f"{prediction.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", verdict, prediction.binding,
     ]  # fmt: skip
@@ -204,7 +204,7 @@ def rejection(choice: Choice, more: tuple[Choice, str] | None) -> str:
     held = getattr(line, fullest.moment) / GIB
     helps = f"it {elsewhere(more)}" if more else "more GPUs do not help"
     return (
-        f"{choice.name} ({sizes(choice.job.layout)}): {choice.prediction.total_memory_gib:.0f} GiB of "
+        f"{choice.name} ({sizes(choice.job)}): {choice.prediction.total_memory_gib:.0f} GiB of "
         f"{choice.job.memory_gib:.0f}, {fullest.binding} {held:.0f}; {helps}"
     )
 
@@ -213,7 +213,7 @@ def elsewhere(more: tuple[Choice, str]) -> str:
     """Say on how many GPUs a choice of `remedies.more_gpus` fits, or is tight, and what else has to change."""
     choice, changed = more
     assert choice.job
-    return f"{'fits' if choice.verdict == 'fits' else 'is tight'} on {choice.job.layout.gpus} GPUs{changed}"
+    return f"{'fits' if choice.verdict == 'fits' else 'is tight'} on {choice.job.dims.world_size} GPUs{changed}"
 
 
 def record(choice: Choice) -> dict:
@@ -225,20 +225,20 @@ def record(choice: Choice) -> dict:
     if not (choice.job and choice.prediction):
         return {"strategy": choice.name, "verdict": choice.verdict, "reason": choice.reason}
     job, prediction = choice.job, choice.prediction
-    layout = job.layout
+    dims = job.dims
     # The model's own FLOPs, without recomputed ones: their share of the data sheet's peak is the MFU.
     model_flops = step_flops(job.shape, choice.tokens / job.seq, job.seq)
     return {
         "strategy": choice.name,
-        "sizes": {axis: getattr(layout, axis) for axis in ("dp", "shard", "tp", "pp", "cp", "ep")},
-        "tp_sequence_parallel": layout.sequence_parallel,
-        "zero_hpz_partition_size": layout.secondary,
+        "sizes": {"shard": job.shard} | {axis: getattr(dims, axis) for axis in ("dp", "tp", "pp", "cp", "ep")},
+        "tp_sequence_parallel": job.strategy.tp_sequence_parallel,
+        "zero_hpz_partition_size": job.strategy.secondary_partition,
         "micro_batch_size": job.micro_batch,
         "accumulation_steps": job.grad_accum,
         "activation_checkpointing": job.checkpointing,
         "tokens_per_second": choice.tokens_per_s,
         "tokens_per_second_interval": choice.tokens_per_s_interval,
-        "tflops_per_gpu": model_flops / (prediction.seconds * layout.gpus * 1e12),
+        "tflops_per_gpu": model_flops / (prediction.seconds * dims.world_size * 1e12),
         "step_seconds": prediction.seconds,
         "step_seconds_interval": prediction.seconds_interval,
         "peak_memory_gib": prediction.total_memory_gib,

@@ -51,7 +51,7 @@ def more_gpus(
             return choice, ""
         choice = tried.first(machines.scaled(least))
         assert choice and choice.job  # `fewest_gpus` has found it
-        rows = f"batch.global_batch_size={choice.job.layout.dp}"
+        rows = f"batch.global_batch_size={choice.job.dims.dp}"
         hungry.append((choice, f", with {rows} for a row per rank, which changes what is trained"))
     return next(iter(hungry), None)
 
@@ -70,7 +70,7 @@ def rejected(choices: Sequence[Choice], wanted: Wanted, whole: Cluster, as_writt
     for name in dict.fromkeys(choice.name for choice in choices if choice.name not in chosen):
         first, more = next(choice for choice in choices if choice.name == name), None
         if first.job and first.template:
-            more = more_gpus(wanted, whole, [first.template], first.job.layout.gpus, as_written)
+            more = more_gpus(wanted, whole, [first.template], first.job.dims.world_size, as_written)
         lines.append(plan_text.rejection(first, more))
     return lines
 
@@ -240,7 +240,7 @@ def _setting(
             continue
         choice = Tried(replace(wanted, fixed=fixed), tried, good, as_written).first(machines)
         if choice and choice.job and choice.template:
-            resized = "" if as_written else f"with {plan_text.sizes(choice.job.layout)}"
+            resized = "" if as_written else f"with {plan_text.sizes(choice.job)}"
             named = filter(None, ["--strategy", choice.template.path, resized, *settings, *others])
             return f"{' '.join(named)} would {WOULD[choice.verdict]}"
         failed.add(key)

@@ -141,15 +141,15 @@ class Choice:
     def idle_ranks(self) -> int:
         """Number of data-parallel ranks that get no row of a step."""
         assert self.job
-        return max(0, self.job.layout.dp - round(self.tokens / self.job.seq))
+        return max(0, self.job.dims.dp - round(self.tokens / self.job.seq))
 
     @property
     def order(self) -> tuple:
         """Return the sort key of ties: few moving parts, no recomputation, small groups, then memory headroom."""
         assert self.job and self.prediction
-        layout = self.job.layout
-        parts = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep)) + layout.sequence_parallel
-        recomputes, ranks = self.job.checkpointing != "none", layout.tp * layout.pp * layout.cp
+        dims = self.job.dims
+        parts = sum(size > 1 for size in (dims.tp, dims.pp, dims.cp, dims.ep)) + self.job.strategy.tp_sequence_parallel
+        recomputes, ranks = self.job.checkpointing != "none", dims.tp * dims.pp * dims.cp
         return simplicity(self.name), parts, recomputes, ranks, self.prediction.total_memory_gib
 
 
@@ -207,7 +207,7 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
 def host_problem(job: Job, machines: Cluster) -> str:
     """Say why a node's host memory does not hold what is offloaded to it; "" if it does."""
     # on a CPU the host's memory is that of its processes, which the anatomy counts
-    held = memory.offloaded_gib(job, "cpu") if job.offload and machines.card.generation != "cpu" else 0
+    held = memory.offloaded_gib(job, "cpu") if job.strategy.offload and machines.card.generation != "cpu" else 0
     if held <= machines.host.memory_gib:
         return ""
     return f"offloading needs {held:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
@@ -234,7 +234,7 @@ def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) 
             else:
                 (tight if verdict == "tight" else large).append((job, held))
             # a larger one needs more memory; not so under GPipe, whose micro-batches each keep a gradient of the head
-            if verdict == "too large" and job.layout.schedule != "GPipe":
+            if verdict == "too large" and job.strategy.schedule != "GPipe":
                 break
     if not (fast or tight or large):
         return Choice("", reason="its pipeline schedule takes none of these micro-batches, or not this recomputation")

@@ -72,7 +72,7 @@ def _has_no_tiles(job: Job) -> bool:
 
 def products(job: Job) -> list[Product]:
     """List the products of a layer, and the output head's."""
-    shape, split, count = job.shape, job.layout.tp, _sms(job)
+    shape, split, count = job.shape, job.dims.tp, _sms(job)
     rows = int(job.tokens * max(shape.top_k, 1) / max(shape.experts, 1)) or 1
     tokens, hidden = int(job.tokens), shape.hidden
     head = shape.attention_width // shape.heads
@@ -108,7 +108,7 @@ def complaints(job: Job) -> list[str]:
 
 
 def _heads(job: Job) -> Iterator[str]:
-    shape, split = job.shape, job.layout.tp
+    shape, split = job.shape, job.dims.tp
     head, remainder = divmod(shape.attention_width, shape.heads)
     if remainder:
         yield f"hidden size {shape.hidden} is not divisible by {shape.heads} heads"
@@ -123,8 +123,8 @@ def _heads(job: Job) -> Iterator[str]:
 
 
 def _widths(job: Job) -> Iterator[str]:
-    shape, multiple, rows = job.shape, MULTIPLE * job.layout.tp, int(job.tokens)
-    common = math.lcm(MULTIPLE, job.layout.tp)
+    shape, multiple, rows = job.shape, MULTIPLE * job.dims.tp, int(job.tokens)
+    common = math.lcm(MULTIPLE, job.dims.tp)
     if shape.hidden % MULTIPLE:
         yield f"hidden size {shape.hidden} is not a multiple of {MULTIPLE}: {near_width(shape.hidden)} is the nearest"
     if shape.vocab % common:

@@ -43,16 +43,16 @@ def stages(job: Job, by_cost: bool) -> list[Stage]:
         by_cost: whether the head counts as the layers that it costs (nanotron), or layers are spread evenly and, where
             the count does not divide, embedding and head count as one layer each (Megatron's and zero-bubble's habit).
     """
-    size, layers = job.layout.pp, job.shape.layers
+    size, layers = job.dims.pp, job.shape.layers
     if size == 1:
         return [Stage("only", 0, layers, True, True)]
-    if job.layout.schedule in SCHEDULES:
-        schedule = SCHEDULES[job.layout.schedule]
+    if job.strategy.schedule in SCHEDULES:
+        schedule = SCHEDULES[job.strategy.schedule]
         per_stage = schedule.layers(layers, size)
         per_rank = [sum(per_stage[stage] for stage in schedule.stages(rank, size)) for rank in range(size)]
         return _divided(per_rank, schedule.folded)
-    if job.layout.partition:
-        return _divided(divide(job.shape, size, job.layout.partition))
+    if job.strategy.schedule == "deepspeed":
+        return _divided(divide(job.shape, size, job.strategy.pipeline_partition))
     head = job.shape.head_parameters / job.shape.layer_parameters  # its cost in layers
     if by_cost:
         most = min(layers, math.ceil((layers + head) / size))
@@ -88,8 +88,8 @@ def in_flight(job: Job, stage: Stage, cut_share: float = 0.0) -> tuple[float, fl
     (arXiv:2104.04473); ZB-2p twice as many and ZB-1p as many as the first stage of 1F1B, everywhere (arXiv:2401.10241).
     PyTorch's schedules are counted along their order, with `cut_share` as in timetables.micro_batches_kept.
     """
-    if job.layout.pp > 1 and job.layout.schedule in SCHEDULES:
-        name, ranks = job.layout.schedule, job.layout.pp
+    if job.dims.pp > 1 and job.strategy.schedule in SCHEDULES:
+        name, ranks = job.strategy.schedule, job.dims.pp
         if name == "GPipe":  # all, without their order
             return job.grad_accum, 0
         count = min(job.grad_accum, ENOUGH * ranks) if name in STEADY else job.grad_accum
@@ -98,10 +98,10 @@ def in_flight(job: Job, stage: Stage, cut_share: float = 0.0) -> tuple[float, fl
 
 
 def _published_schedule(job: Job, stage: Stage) -> float:
-    size, count, chunks = job.layout.pp, job.grad_accum, job.layout.virtual_stages
+    size, count, chunks = job.dims.pp, job.grad_accum, job.virtual_stages
     if size == 1:
         return 1
-    schedule = job.layout.schedule
+    schedule = job.strategy.schedule
     if schedule == "gpipe":
         return count
     if schedule == "zb-2p":
@@ -116,14 +116,14 @@ def _published_schedule(job: Job, stage: Stage) -> float:
 
 def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:
     """Return (parameters of a rank without experts, expert parameters) before sharding over data-parallel ranks."""
-    shape, layout = job.shape, job.layout
+    shape, dims = job.shape, job.dims
     dense = stage.layers * shape.dense_layer_parameters
     dense += shape.embedding_parameters if stage.embedding else 0
     # a tied head that is on another stage than the embedding is a copy
     needs_head = stage.head and (not shape.tied or not stage.embedding)
     dense += shape.head_parameters if needs_head else 0
     dense += shape.hidden if stage.head else 0  # the last norm
-    return dense / layout.tp, stage.layers * shape.expert_layer_parameters / (layout.ep * job.mlp_split)
+    return dense / dims.tp, stage.layers * shape.expert_layer_parameters / (dims.ep * job.mlp_split)
 
 
 def shard_sizes(job: Job) -> tuple[float, float]:
@@ -131,10 +131,10 @@ def shard_sizes(job: Job) -> tuple[float, float]:
 
     FSDP cuts a layer's stacked experts between experts, so that 4 of them fill 4 of 8 ranks.
     """
-    whole, experts = max(job.layout.shard, 1), job.shape.experts
-    if job.flow and job.stack == "fsdp2" and experts and job.layout.ep == 1:
+    whole, experts = max(job.shard, 1), job.shape.experts
+    if job.flow and job.stack == "fsdp2" and experts and job.dims.ep == 1:
         return whole, experts / math.ceil(experts / whole)
-    return whole, max(whole / job.layout.ep, 1)
+    return whole, max(whole / job.dims.ep, 1)
 
 
 def divide(shape: ModelShape, stages: int, partition: str) -> list[int]:

@@ -52,11 +52,11 @@ class StepTime:
 def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
     """Predict the step time of a job."""
     constants = constants or profile(job.stack)
-    layout, classes = job.layout, stages(job, job.stack in BY_COST)
+    dims, classes = job.dims, stages(job, job.stack in BY_COST)
     slots = [micro_batch_time(job, stage, constants) for stage in classes]
     round_trip = sum(stage.ranks * slot.total for stage, (slot, _) in zip(classes, slots, strict=True))
     # a rank waits for the other stages, which may be faster than itself
-    waits = idle_slots(layout.schedule, layout.pp, job.grad_accum, layout.virtual_stages) / max(layout.pp - 1, 1)
+    waits = idle_slots(job.strategy.schedule, dims.pp, job.grad_accum, job.virtual_stages) / max(dims.pp - 1, 1)
     times = [
         _step_time(job, stage, constants, slot, reduced, waits * (round_trip - slot.total))
         for stage, (slot, reduced) in zip(classes, slots, strict=True)
@@ -128,7 +128,7 @@ def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, reduc
     """Add up a step of one stage's ranks: `micro_batch_time`'s results, and the wait for other stages."""
     count = job.grad_accum
     dense, experts = stage_parameters(job, stage)
-    ranks = shard_sizes(job) if job.layout.zero else (1, 1)
+    ranks = shard_sizes(job) if job.zero else (1, 1)
     kept = dense / ranks[0] + experts / ranks[1]
     parts = StepTime(
         compute=count * slot.compute,
@@ -151,8 +151,8 @@ def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, reduc
 
 def _floor(job: Job, constants: Profile) -> float:
     """Least seconds of one layer's forward and backward in a tensor-parallel group."""
-    size = job.layout.tp
-    per_rank_us = constants.rank_floor_us if job.layout.pp == 1 else constants.pipeline_rank_floor_us
+    size = job.dims.tp
+    per_rank_us = constants.rank_floor_us if job.dims.pp == 1 else constants.pipeline_rank_floor_us
     return 0 if size == 1 else size * per_rank_us * 1e-6
 
 
@@ -162,7 +162,7 @@ def tensor_seconds(job: Job, constants: Profile) -> float:
     Two all-reduces each way, of attention and MLP; with sequence parallelism each is a reduce-scatter and an
     all-gather. Full recomputation repeats the forward's.
     """
-    size = job.layout.tp
+    size = job.dims.tp
     if size == 1:
         return 0
     over = axis_link(job, "tp", constants)
@@ -181,16 +181,16 @@ def context_seconds(job: Job, constants: Profile) -> float:
     Around a ring see `ring_sends`. Gathered keys travel once each way, not
     hidden; so do queries, keys, values and outputs under Ulysses, of which a rank keeps 1 / n.
     """
-    size = job.layout.cp
+    size = job.dims.cp
     if size == 1:
         return 0
-    if job.layout.exchange == "ring":
+    if job.exchange == "ring":
         communication, attention = ring_seconds(job, constants)
         return max(0.0, communication - attention) + ring_sends(job)[0] * COLLECTIVE_SECONDS
     over, keys = axis_link(job, "cp", constants), key_bytes(job)
     queries = keys / job.shape.kv_share / 2
     # under Ulysses one call for queries, keys and values, one for outputs
-    payloads = [queries + keys, queries] if job.layout.exchange == "ulysses" else [size * keys]
+    payloads = [queries + keys, queries] if job.exchange == "ulysses" else [size * keys]
     passes = 3 if job.repeats_layers else 2
     return passes * sum(_exchange_seconds(payload, size, over) + COLLECTIVE_SECONDS for payload in payloads)
 
@@ -202,7 +202,7 @@ def _exchange_seconds(payload_bytes: float, ranks: int, over: Link) -> float:
 
 def key_bytes(job: Job) -> float:
     """Return the bytes of a rank's keys and values in one layer."""
-    return job.element_bytes * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.layout.tp
+    return job.element_bytes * job.tokens * 2 * job.shape.attention_width * job.shape.kv_share / job.dims.tp
 
 
 def ring_sends(job: Job) -> tuple[int, float]:
@@ -210,14 +210,14 @@ def ring_sends(job: Job) -> tuple[int, float]:
 
     Keys and values go n - 1 times forward, and again backward and in full recomputation; their gradients once, in fp32.
     """
-    steps, passes = job.layout.cp - 1, 3 if job.repeats_layers else 2
+    steps, passes = job.dims.cp - 1, 3 if job.repeats_layers else 2
     of_gradients = key_bytes(job) * GRADIENT_BYTES / job.element_bytes
     return steps * (passes + 1), steps * (passes * key_bytes(job) + of_gradients)
 
 
 def ring_seconds(job: Job, constants: Profile) -> tuple[float, float]:
     """Return the seconds of a layer's sends around the ring, and of the attention to other ranks' keys beside them."""
-    size, over = job.layout.cp, axis_link(job, "cp", constants)
+    size, over = job.dims.cp, axis_link(job, "cp", constants)
     sends, sent = ring_sends(job)
     attention = kernels.attention_seconds(job, constants)
     seconds = attention.total + (attention.forward if job.repeats_layers else 0)
@@ -229,7 +229,7 @@ def expert_seconds(job: Job, constants: Profile) -> float:
     """Seconds of dispatch and combine in one layer: two all-to-alls of top_k copies each pass, and once more in full
     recomputation.
     """
-    size = job.layout.ep
+    size = job.dims.ep
     if size == 1 or not job.shape.experts:
         return 0
     over = axis_link(job, "dp", constants, size)
@@ -240,16 +240,16 @@ def expert_seconds(job: Job, constants: Profile) -> float:
 
 def pipeline_seconds(job: Job, constants: Profile) -> float:
     """Exposed seconds of one micro-batch's sends to the neighbouring stages: forward and backward, v times."""
-    layout = job.layout
-    return 0 if layout.pp == 1 else layout.virtual_stages * 2 * send_seconds(job, constants)
+    dims = job.dims
+    return 0 if dims.pp == 1 else job.virtual_stages * 2 * send_seconds(job, constants)
 
 
 def send_seconds(job: Job, constants: Profile) -> float:
     """Seconds of one message between neighbouring stages: s b h."""
-    layout = job.layout
+    dims = job.dims
     over = axis_link(job, "pp", constants, 2)
-    width = 4 if layout.schedule in SCHEDULES else job.element_bytes  # PyTorch's stages exchange fp32
-    sent = width * job.tokens * job.shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    width = 4 if job.strategy.schedule in SCHEDULES else job.element_bytes  # PyTorch's stages exchange fp32
+    sent = width * job.tokens * job.shape.hidden / (dims.tp if job.strategy.tp_sequence_parallel else 1)
     return sent / (over.bus_gb_per_s * 1e9) + SEND_SECONDS
 
 
@@ -262,7 +262,7 @@ def offload_seconds(job: Job, shard: float) -> float:
     Args:
         shard: parameters whose optimizer states belong to the rank.
     """
-    if not job.offload:
+    if not job.strategy.offload:
         return 0
     lanes = job.host.pcie_gb_per_s * 1e9
     disk = job.host.nvme_gb_per_s * 1e9 / job.gpus_per_node
@@ -270,9 +270,9 @@ def offload_seconds(job: Job, shard: float) -> float:
     if job.updates_on_host:
         total += 2 * job.states.gradients * shard / lanes  # gradients out, weights in
         total += UPDATE_BYTES * shard * job.gpus_per_node / (CORE_GB_PER_S * 1e9 * job.host.cpu_cores)
-    if "optimizer:nvme" in job.offload:
+    if "optimizer:nvme" in job.strategy.offload:
         total += 2 * 12 * shard / disk  # master weight and moments, read and written
-    if any(target.startswith("param:") for target in job.offload):
-        rate = disk if "param:nvme" in job.offload else lanes
+    if any(target.startswith("param:") for target in job.strategy.offload):
+        rate = disk if "param:nvme" in job.strategy.offload else lanes
         total += 2 * job.grad_accum * 2 * shard / rate  # a rank's part of the weights, for forward and backward
     return total

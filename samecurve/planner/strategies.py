@@ -14,13 +14,12 @@ from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.inputs import ADAM, Wanted
-from samecurve.planner.job import Job, Layout, Sharding, StateBytes
+from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import divide
 from samecurve.specs.model_families import PIPELINED, families
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
-from samecurve.strategy.parallel_dims import FSDP
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.plan import Files, Strategy
 
@@ -231,46 +230,28 @@ def _stages_problem(shape: ModelShape, document: Document, strategy: Strategy) -
 
 
 def job(wanted: Wanted, strategy: Strategy, machines: Cluster) -> Job:
-    """Describe the job of a strategy that fits the number of GPUs."""
-    dims = strategy.dims
-    ranks = dims.size("dp_replicate", "dp_shard")
-    zero = 3 if strategy.sharding == "fsdp" else strategy.zero_stage
-    schedule = (strategy.torch_schedule and strategy.schedule) or ("1f1b" if dims.pp > 1 else "")
-    chunks = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
-    layout = Layout(
-        ranks, tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, virtual_stages=chunks, schedule=schedule, zero=zero,
-        shard=dims.size(*FSDP) if zero else 1, exchange=strategy.context_parallel,
-        sequence_parallel=strategy.tp_sequence_parallel, secondary=strategy.secondary_partition,
-        partition=strategy.pipeline_partition if strategy.schedule == "deepspeed" else "",
-    )  # fmt: skip
-    stack = "deepspeed" if strategy.backend == "deepspeed" else "fsdp2" if strategy.shards_model else strategy.family
-    described = describe_job(wanted, layout, machines, _states(strategy, wanted), stack)
-    recipe = wanted.source.recipe
-    once = recipe is not None and recipe.memory.gradient_sync == "last_micro_batch"
-    settings = sharding(strategy, wanted.precision, wanted.shape.hidden, once)
-    return replace(described, offload=strategy.offload, sharding=settings)
+    """Describe the job of a strategy that fits the number of GPUs.
 
-
-def describe_job(wanted: Wanted, layout: Layout, machines: Cluster, states: StateBytes, stack: str) -> Job:
-    """Put the parts of a job together. A rank with fewer rows than a micro-batch holds computes no others.
-
-    Args:
-        states: bytes per parameter of weights, gradients and optimizer.
-        stack: what runs the steps, for example "deepspeed" or "fsdp2"; see `profiles.profile`.
+    A rank with fewer rows than a micro-batch holds computes no others.
     """
-    rows = min(wanted.batch.micro_batch_size, wanted.rows_of_a_rank(layout.dp))
-    # the last stage of DeepSpeed's pipeline computes whole logits
+    dims, recipe = strategy.dims, wanted.source.recipe
+    stack = "deepspeed" if strategy.backend == "deepspeed" else "fsdp2" if strategy.shards_model else strategy.family
+    once = recipe is not None and recipe.memory.gradient_sync == "last_micro_batch"
+    # the files' contents are in `sharding`
+    own = replace(strategy, path=None, accelerate={}, deepspeed_path=None, deepspeed=None, nvme_paths=())
     return Job(
-        wanted.shape, layout, machines.card, rows, wanted.batch.sequence_length,
-        wanted.batch.accumulation_steps(layout.dp), states, machines.kind, gpus_per_node=machines.gpus_per_node,
-        node_gbit=machines.node_gbit, precision="fp8" if wanted.fp8 else wanted.precision,
-        fp8_recipe=wanted.fp8, compile=wanted.compile,
-        chunked_loss=wanted.chunked_loss and (layout.pp == 1 or stack != "deepspeed"),
-        checkpointing=wanted.checkpointing, stack=stack,
-        levels=machines.levels, reserved_gib=machines.reserved_gib, host=machines.host,
-        memory_kind="resident" if machines.kind == "cpu" else "", calibration=machines.calibration,
-        flash=wanted.attention != "eager",
-        flow=_flow(stack, wanted.precision), masked=_masked(wanted.attention, layout, machines),
+        wanted.shape, own, machines.card, min(wanted.batch.micro_batch_size, wanted.rows_of_a_rank(dims.dp)),
+        wanted.batch.sequence_length, wanted.batch.accumulation_steps(dims.dp), _states(strategy, wanted),
+        machines.kind, gpus_per_node=machines.gpus_per_node, node_gbit=machines.node_gbit,
+        precision="fp8" if wanted.fp8 else wanted.precision, fp8_recipe=wanted.fp8, compile=wanted.compile,
+        # the last stage of DeepSpeed's pipeline computes whole logits
+        chunked_loss=wanted.chunked_loss and (dims.pp == 1 or stack != "deepspeed"),
+        checkpointing=wanted.checkpointing, stack=stack, levels=machines.levels, reserved_gib=machines.reserved_gib,
+        host=machines.host, memory_kind="resident" if machines.kind == "cpu" else "",
+        calibration=machines.calibration, flash=wanted.attention != "eager", flow=_flow(stack, wanted.precision),
+        masked=_masked(wanted.attention, strategy, machines),
+        sharding=sharding(strategy, wanted.precision, wanted.shape.hidden, once),
+        virtual_stages=strategy.torch_schedule.stages_per_rank if strategy.torch_schedule else 1,
     )  # fmt: skip
 
 
@@ -283,10 +264,10 @@ def _flow(stack: str, precision: str) -> str:
     return "copies" if stack in ("single", "ddp") and precision == "bf16" else "autocast"
 
 
-def _masked(attention: str, layout: Layout, machines: Cluster) -> bool:
+def _masked(attention: str, strategy: Strategy, machines: Cluster) -> bool:
     """Decide `Job.masked`. The ring has no mask, and gathered keys are computed by SDPA in place of varlen."""
-    if layout.row_exchange in ("ring", "allgather"):
-        return layout.row_exchange == "allgather"
+    if strategy.context_parallel in ("ring", "allgather"):
+        return strategy.context_parallel == "allgather"
     return attention == "sdpa" or (attention == "auto" and machines.kind != "cpu")
 
 

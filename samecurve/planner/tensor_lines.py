@@ -45,7 +45,7 @@ class Line:
 
 def states(job: Job, stage: Stage, activations: float) -> list[Line]:
     """Return the lines of weights, gradients and optimizer. activations: the layers' bytes after the forward pass."""
-    parameters, zero, sizes = stage_parameters(job, stage), job.layout.zero, job.states
+    parameters, zero, sizes = stage_parameters(job, stage), job.zero, job.states
     ranks = shard_sizes(job)
 
     def held(bytes_each: float, sharded_from: int) -> float:
@@ -90,7 +90,7 @@ def _gradients(job: Job, stage: Stage, gradients: float, activations: float) -> 
     is_first = in_flight(job, stage)[0] >= job.grad_accum
     if job.flow and is_first and (is_scheduled(job) or job.stack == "fsdp2"):
         return 0, max(0.0, gradients - activations)
-    stay = job.grad_accum > 1 or job.layout.zero or job.states.master
+    stay = job.grad_accum > 1 or job.zero or job.states.master
     return gradients if stay else 0, gradients
 
 
@@ -139,8 +139,8 @@ def _received(job: Job, stage: Stage) -> list[Line]:
 
 def loss_lines(job: Job, constants: Profile) -> list[Line]:
     """Return the lines of logits and loss. All schedules but GPipe follow each loss with its backward pass at once."""
-    columns = job.shape.vocab / (1 if job.flow and not job.chunked_loss else job.layout.tp)
-    count = job.grad_accum if job.layout.schedule == "GPipe" and job.layout.pp > 1 else 1
+    columns = job.shape.vocab / (1 if job.flow and not job.chunked_loss else job.dims.tp)
+    count = job.grad_accum if job.strategy.schedule == "GPipe" and job.dims.pp > 1 else 1
     if not (job.flow and job.chunked_loss):
         bytes_per_logit, source = (
             (FULL_LOSS, "losses/cross_entropy.py") if job.flow else (constants.logits_bytes, "fitted")
@@ -197,20 +197,20 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
     Args:
         loss: bytes of `loss_lines`, 0 on a stage without the head.
     """
-    layout, shape = job.layout, job.shape
-    if layout.zero < 3:
+    dims, shape = job.dims, job.shape
+    if job.zero < 3:
         return []
     if job.flow and job.stack == "deepspeed":
         return _zero3_gathered(job, loss)
-    unit = shape.dense_layer_parameters / layout.tp + shape.expert_layer_parameters / (layout.ep * job.mlp_split)
-    root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / layout.tp
+    unit = shape.dense_layer_parameters / dims.tp + shape.expert_layer_parameters / (dims.ep * job.mlp_split)
+    root = (shape.embedding_parameters + (0 if shape.tied else shape.head_parameters)) / dims.tp
     elements = 2 * unit + root
     tracked = "torch's MemTracker under fully_shard"
     formula, source = "two layers, embedding and head", tracked
     if not job.sharding.reshards:
         elements, formula = sum(stage_parameters(job, stage)), "all of the rank's layers"
     elif job.stack == "deepspeed":  # weights that are needed again soon stay until the backward pass
-        elements = max(elements, min(job.live_elements + job.sharding.prefetched, shape.parameters / layout.tp))
+        elements = max(elements, min(job.live_elements + job.sharding.prefetched, shape.parameters / dims.tp))
         formula, source = "within stage3_max_reuse_distance, and prefetched", "DeepSpeed"
     units = job.gather_bytes * elements
     reduced, at_loss, behind, of_head = job.states.gradients * unit, units, units, 0.0
@@ -220,7 +220,7 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
             # no layer is gathered while loss and last norm are computed
             at_loss = max(job.gather_bytes * root, units - loss)
             behind = max(job.gather_bytes * root, units - LAST_NORM * job.tokens * shape.hidden)
-            of_head = job.gather_bytes * shape.head_parameters / layout.tp
+            of_head = job.gather_bytes * shape.head_parameters / dims.tp
     return [
         Line("gathered weights", at_loss, behind, 0, formula, source),
         Line("gradient of the whole head", 0, of_head, 0, "until the backward pass has come to the embedding", tracked),
@@ -235,9 +235,9 @@ def _zero3_gathered(job: Job, loss: float) -> list[Line]:
     It gathers the weights of one module, those of the next ones ahead, and keeps those that are needed again soon. All
     that it gathers ahead at once lies in one buffer, too, until the last of these weights is used.
     """
-    shape, layout = job.shape, job.layout
-    all_weights, ahead = shape.parameters / layout.tp, job.sharding.prefetched
-    largest = max(math.prod(weight) for weight in [*shape.embedding_weights, *shape.layer_weights]) / layout.tp
+    shape, dims = job.shape, job.dims
+    all_weights, ahead = shape.parameters / dims.tp, job.sharding.prefetched
+    largest = max(math.prod(weight) for weight in [*shape.embedding_weights, *shape.layer_weights]) / dims.tp
     whole = job.gather_bytes * max(largest, min(job.live_elements + ahead, all_weights))
     # the last buffer of the forward pass is gone before the loss is computed
     buffer = max(0.0, job.gather_bytes * min(ahead, all_weights) - loss)
@@ -255,7 +255,7 @@ def _zero3_gathered(job: Job, loss: float) -> list[Line]:
 
 def _second_copies(job: Job) -> Line:
     """Return hpZ's copies, made when a weight is released: those that stay have none when the backward pass begins."""
-    ranks, weights = job.layout.secondary, job.shape.parameters / job.layout.tp
+    ranks, weights = job.strategy.secondary_partition, job.shape.parameters / job.dims.tp
     copied = job.states.weights * (weights - job.live_elements) / ranks if ranks > 1 else 0
     return Line("secondary weights", copied, copied, 0, f"a copy over {ranks} ranks", "arXiv:2306.10209, hpZ")
 
@@ -268,9 +268,9 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
     Elsewhere, the host launches gathers ahead of the GPU: inputs and outputs of some layers' blocks, at most 8 s b h of
     each layer. Where memory is short, torch's allocator waits until their work is done, and frees them.
     """
-    layout, name = job.layout, "gathered inputs"
-    unit, layers = job.tokens * job.shape.hidden, job.shape.layers / layout.pp
-    if layout.tp == 1 or not layout.sequence_parallel:
+    dims, name = job.dims, "gathered inputs"
+    unit, layers = job.tokens * job.shape.hidden, job.shape.layers / dims.pp
+    if dims.tp == 1 or not job.strategy.tp_sequence_parallel:
         return Line(name, 0, 0, 0, "", "")
     if GATHERED.get(job.stack) == "kept":
         of_layer = PRODUCT_INPUTS.get(job.flow, 4) if job.shape.gated else 4
@@ -278,7 +278,7 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
         return Line(name, whole, whole, 0, f"{of_layer} s b h per layer", "torch.distributed.tensor")
     if GATHERED.get(job.stack) == "one buffer":
         return Line(name, 2 * unit, 2 * unit, 0, "2 s b h", "Megatron's global memory buffer")
-    ahead = min(constants.gathered_inputs, 8 * layers) * unit if layout.pp == 1 else 0
+    ahead = min(constants.gathered_inputs, 8 * layers) * unit if dims.pp == 1 else 0
     free = AHEAD_SHARE * job.memory_gib * GIB
     forward, backward = (
         max(0, min(ahead, free - sum(getattr(line, moment) for line in lines))) for moment in MOMENTS[:2]
@@ -292,12 +292,12 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
 
 def is_scheduled(job: Job) -> bool:
     """Whether the job runs one of PyTorch's pipeline schedules."""
-    return job.layout.schedule in SCHEDULES and job.layout.pp > 1
+    return job.strategy.schedule in SCHEDULES and job.dims.pp > 1
 
 
 def outputs(job: Job, stage: Stage) -> float:
     """Count the bytes that a micro-batch's outputs of a rank's stages keep until its backward pass, in fp32."""
-    schedule, ranks = SCHEDULES[job.layout.schedule], job.layout.pp
+    schedule, ranks = SCHEDULES[job.strategy.schedule], job.dims.pp
     sends = [number for number in schedule.stages(stage.index, ranks) if number + 1 < schedule.num_stages(ranks)]
     return 4 * job.tokens * job.shape.hidden * len(sends)
 
@@ -312,12 +312,12 @@ def kept_until_next_step(job: Job, stage: Stage) -> tuple[float, float, float]:
         Bytes of the buffers; of the inputs' gradients in the backward pass, while other micro-batches keep their
         activations; of these gradients after it.
     """
-    schedule, ranks, count = SCHEDULES[job.layout.schedule], job.layout.pp, job.grad_accum
+    schedule, ranks, count = SCHEDULES[job.strategy.schedule], job.dims.pp, job.grad_accum
     own, hidden = schedule.stages(stage.index, ranks), 4 * job.tokens * job.shape.hidden
     neighbours = [
         number + side for number in own for side in (-1, 1) if 0 <= number + side < schedule.num_stages(ranks)
     ]
-    cut = _cut_micro_batches(job.layout.schedule, stage.index, ranks, count) if schedule.folded else ()
+    cut = _cut_micro_batches(job.strategy.schedule, stage.index, ranks, count) if schedule.folded else ()
     before = count - in_flight(job, stage)[0]
     arrived = [micro_batch for micro_batch in cut if micro_batch < before]
     return len(neighbours) * count * hidden, len(arrived) * hidden, len(cut) * hidden
@@ -341,7 +341,7 @@ def cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
     """
     of_layers = replace(stage, embedding=False, head=False)
     layers = 2 * sum(stage_parameters(job, of_layers))
-    head = 2 * job.shape.head_parameters / job.layout.tp if stage.head else 0
+    head = 2 * job.shape.head_parameters / job.dims.tp if stage.head else 0
     if job.repeats_layers:
         return layers + head, 2 * sum(stage_parameters(job, replace(of_layers, layers=1)))
     return layers * count + head, layers * count

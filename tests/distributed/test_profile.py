@@ -65,7 +65,7 @@ def check_ledger(run, folder, routed=False):
     """`routed`: which ranks get the tokens is the routers' choice."""
     job, dims, compared = planned(run), arranged(run)[1].dims, 0
     for index, stage in enumerate(stages(job, by_cost=False)):
-        rank = index * dims.world_size // job.layout.pp  # the first of the stage
+        rank = index * dims.world_size // job.dims.pp  # the first of the stage
         (trace,) = folder.glob(f"step_*/rank{rank}.pt.trace.json.gz")
         found = breakdown(read_trace(trace))
         # the last step's stop flag may still be on its way when the profile ends
@@ -84,10 +84,10 @@ def check_ledger(run, folder, routed=False):
             assert even <= sent < 1.3 * even, stage
         # Means over steps of different tokens; the stop flag's byte travels in the background, perhaps a step later.
         # Where several tensor-parallel groups read different rows, one of them may train a token more than the mean.
-        groups = job.layout.dp if job.layout.tp > 1 else 1
+        groups = job.dims.dp if job.dims.tp > 1 else 1
         assert counted == pytest.approx(expected, abs=1 if groups == 1 else 200), stage
         compared += 1
-    assert compared == job.layout.pp
+    assert compared == job.dims.pp
 
 
 def check_states(run, content):
@@ -100,7 +100,7 @@ def check_states(run, content):
     if not job.offload:  # else they are in host memory
         assert lines["master weights"] + lines["optimizer"] == pytest.approx(held["optimizer"], rel=0.05)
         assert (lines["accumulators"] or lines["gradients"]) == pytest.approx(held["gradients"], rel=0.05)
-    if job.layout.zero == 3:  # DeepSpeed allocates its bucket before the profiled steps
+    if job.zero == 3:  # DeepSpeed allocates its bucket before the profiled steps
         return
     assert job.sharding.bucket_bytes <= held["activations"]
     if job.sharding.bucket_bytes > held["weights"]:  # of a tiny model they are nearly all there is
@@ -271,7 +271,7 @@ def test_sequence_parallelism_sends_as_much_as_tensor_parallelism(more, workspac
     run, folder, _ = profiled(workspace, workspace.sequence_parallel("tp"), *ACCUMULATED, more)
     check_ledger(run, folder)
     cut = planned(run)
-    whole = replace(cut, layout=replace(cut.layout, sequence_parallel=False))
+    whole = replace(cut, strategy=replace(cut.strategy, tp_sequence_parallel=False))
     one_pass = ledger.FP32 * cut.grad_accum * cut.tokens * cut.shape.hidden
     # a layer that is recomputed gathers twice, of which the sum that is left out takes back one
     ends = (2 + cut.shape.layers * cut.repeats_layers) * one_pass

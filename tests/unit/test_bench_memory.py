@@ -22,6 +22,7 @@ from samecurve.planner.calibration import ALONE, Calibration
 from samecurve.planner.cluster import built_in
 from samecurve.planner.hardware import ASSUMED, CALIBRATED, PROCESS_GIB
 from samecurve.specs.gpus import GIB
+from samecurve.strategy.plan import Strategy
 
 GPU = torch.device("cuda", 1)
 CONTEXT, KERNELS, COMMUNICATORS = memory_probe.CONTEXT, memory_probe.KERNELS, calibrate.COMMUNICATORS
@@ -216,7 +217,7 @@ def test_a_gpu_has_communicators_where_there_are_others(tmp_path):
     assert read and read.learnt == Calibration("H100", process_gib={ALONE: 0.75, "": 1.75})
     assert read.note == "one process 0.75 GiB, others 1.75 GiB beside tensors, assumed 2.10 GiB"
     two, one = (replace(job_of("ddp", cluster), calibration=read.learnt) for cluster in ("h100x2", "h100x1"))
-    one = replace(one, layout=replace(one.layout, dp=1))
+    one = replace(one, strategy=Strategy())
     assert held(two) == {"reserved": (1.75, CALIBRATED)} and held(one) == {"reserved": (0.75, CALIBRATED)}
 
 
@@ -224,7 +225,7 @@ def test_a_single_gpu_says_nothing_about_communicators(tmp_path):
     read = calibrate.read_bench(on_h100(tmp_path, {"torch": {CONTEXT: 0.5, KERNELS: 0.25}}))
     assert read and read.learnt.process_gib == {ALONE: 0.75} and read.note.endswith("assumed 0.90 GiB")
     two = replace(job_of("ddp", "h100x2"), calibration=read.learnt)
-    one = replace(two, layout=replace(two.layout, dp=1))
+    one = replace(two, strategy=Strategy())
     assert held(two).keys() == {"context", "NCCL"}
     machines = replace(built_in("h100x2"), calibration=read.learnt)
     assert "reserved memory (calibration)" in plan_text.inputs_line(machines, one)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_planner_anatomy import a_job
+from test_planner_anatomy import a_job, strategy
 
 from samecurve.errors import ConfigurationError
 from samecurve.planner import cluster, links, memory, step_time
 from samecurve.planner.cluster import read_cluster
 from samecurve.planner.hardware import gpu
-from samecurve.planner.job import Layout
 from samecurve.planner.links import Level
 from samecurve.specs.gpus import GIB
 
@@ -61,7 +60,7 @@ def test_a_level_without_numbers_takes_the_defaults(path):
     assert found.levels == (Level("node", 8, ((1, card),)), Level("network", 0, node_gbit=nominal))
     path.write_text("gpu: H100-80GB\nnodes: 2\ngpus_per_node: 8\ngbit_per_s_per_node: 3200\n")
     plain, built_in = read_cluster(str(path)), read_cluster("h100x8").scaled(16)
-    job = a_job(layout=Layout(16, zero=3, shard=16), node_gbit=3200)
+    job = a_job(strategy=strategy(16, zero=3, shard=16), node_gbit=3200)
     times = [step_time.breakdown(each).total for each in (job, replace(job, levels=plain.levels))]
     assert times[0] == pytest.approx(times[1])
     assert plain.gpus == built_in.gpus and plain.host == built_in.host
@@ -80,7 +79,7 @@ def test_what_is_written_is_read_again(path):
 
 
 def test_reserved_memory_replaces_context_and_nccl(path):
-    job = a_job(layout=Layout(8))
+    job = a_job(strategy=strategy(8))
     (own,), (given,) = memory.anatomy(job), memory.anatomy(replace(job, reserved_gib=2.5))
     names = [[line.name for line in memory.overhead(each)] for each in (own, given)]
     assert names == [["fragmentation", "context", "NCCL"], ["fragmentation", "reserved"]]
@@ -110,12 +109,12 @@ def test_a_wrong_key_or_value_is_named_with_its_line(path, change, message):
 
 def test_offloading_takes_host_memory_and_time():
     """7.5e9 parameters on 8 GPUs: optimizer states 16 bytes each, 111.8 GiB; gradients of 2 bytes over 50 GB/s."""
-    job = a_job(layout=Layout(8, zero=2, shard=8), offload=("optimizer:cpu",), stack="fsdp2")
+    job = a_job(strategy=strategy(8, zero=2, shard=8, offload=("optimizer:cpu",)), stack="fsdp2")
     scale = 7.5e9 / job.shape.parameters
     assert memory.offloaded_gib(job, "cpu") * scale == pytest.approx(16 * 7.5e9 / GIB)
     # DeepSpeed's ZeRO-2 has 16-bit weights, too, and with accumulation 16-bit sums; ZeRO-3 fp32 sums
     two = replace(job, stack="deepspeed", grad_accum=1)
-    three = replace(two, layout=Layout(8, zero=3, shard=8), offload=("optimizer:cpu", "param:cpu"))
+    three = replace(two, strategy=strategy(8, zero=3, shard=8, offload=("optimizer:cpu", "param:cpu")))
     for each, size in ((two, 18), (replace(two, grad_accum=2), 20), (three, 22)):
         assert memory.offloaded_gib(each, "cpu") * scale == pytest.approx(size * 7.5e9 / GIB)
     assert memory.offloaded_gib(job, "nvme") == 0
@@ -123,8 +122,8 @@ def test_offloading_takes_host_memory_and_time():
     transfers = 2 * 2 * shard / (job.host.pcie_gb_per_s * 1e9)
     update = step_time.UPDATE_BYTES * shard * 8 / (2e9 * job.host.cpu_cores)
     assert step_time.offload_seconds(job, shard) == pytest.approx(transfers + update)
-    assert step_time.offload_seconds(replace(job, offload=()), shard) == 0
-    slower = replace(job, offload=("optimizer:nvme", "param:nvme"))
+    assert step_time.offload_seconds(replace(job, strategy=strategy(8, zero=2, shard=8)), shard) == 0
+    slower = replace(job, strategy=strategy(8, zero=2, shard=8, offload=("optimizer:nvme", "param:nvme")))
     assert step_time.offload_seconds(slower, shard) > step_time.offload_seconds(job, shard)
 
 

@@ -31,7 +31,6 @@ TOO_SMALL = ("plan", MODEL, "--cluster", "a100_40gbx1", "--strategy", "configs/s
             (*JOB, "--rank", "3", "--launcher", "slurm"),
             ["--rank 3: it has", "--launcher slurm: it has no effect alone; add --output"],
         ),
-        ((*JOB, "--order", "tp,cp,dp,pp"), ["--order tp,cp,dp,pp: it has no effect alone; add --layout"]),
         ((*JOB, "--gpus", "abc"), ["--gpus: found abc, but it must be a whole number, such as --gpus 8"]),
         ((*JOB, "--rows", "2.5"), ["--rows: found 2.5, but it must be a whole number"]),
     ],

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_planner_anatomy import LLAMA, a_job
+from test_planner_anatomy import LLAMA, a_job, strategy
 
 from samecurve.cli.commands import main
 from samecurve.planner import inputs, kernels, ledger, overlap, search, step_time
 from samecurve.planner.cluster import built_in
 from samecurve.planner.hardware import Profile
-from samecurve.planner.job import Job, Layout, axis_link
+from samecurve.planner.job import Job, axis_link
 from samecurve.planner.overlap import Ratio
 from samecurve.planner.stages import stages
 from samecurve.planner.strategies import read
@@ -47,7 +47,7 @@ def test_keys_around_a_ring_by_hand():
     Beside them, three quarters of attention: 2 s a FLOPs per token under the causal mask, forward and 2.5 times that.
     Full recomputation repeats the forward's. The bytes are those of the ledger, which real runs equal.
     """
-    job = a_job(layout=Layout(cp=4), gpu_kind="H100-80GB")
+    job = a_job(strategy=strategy(cp=4), gpu_kind="H100-80GB")
     constants, link = Profile(), axis_link(job, "cp", Profile())
     assert step_time.key_bytes(job) == 1024 * 2 * 2048 * 2
     sends, attention = step_time.ring_seconds(job, constants)
@@ -66,12 +66,12 @@ def test_keys_around_a_ring_by_hand():
 def test_exchanges_inside_a_node_attain_the_bandwidth_of_their_payload():
     """Keys and values of 4 ranks are 32 MiB when gathered, and each rank's copies for 8 experts are 32 MiB, too."""
     share = 275.84 / 482.26  # hardware.json, 32 MiB by 16 GiB
-    gathered = a_job(layout=Layout(cp=4), gpu_kind="H100-80GB")
+    gathered = a_job(strategy=strategy(cp=4), gpu_kind="H100-80GB")
     link, passes = axis_link(gathered, "cp", Profile()), 2
     expected = 3 * 8 * MIB / (share * link.bus_gb_per_s * 1e9) + 3 * link.step_seconds + step_time.COLLECTIVE_SECONDS
-    gathered = replace(gathered, layout=replace(gathered.layout, exchange="allgather"))
+    gathered = replace(gathered, strategy=strategy(cp=4, exchange="allgather"))
     assert step_time.context_seconds(gathered, Profile()) == pytest.approx(passes * expected)
-    mixture = a_job(layout=Layout(dp=8, ep=8), gpu_kind="H100-80GB")
+    mixture = a_job(strategy=strategy(dp=8, ep=8), gpu_kind="H100-80GB")
     mixture = replace(mixture, shape=replace(mixture.shape, experts=8, top_k=2))
     link, calls = axis_link(mixture, "dp", Profile(), 8), 4
     expected = 7 / 8 * 32 * MIB / (share * link.bus_gb_per_s * 1e9) + 7 * link.step_seconds
@@ -81,7 +81,7 @@ def test_exchanges_inside_a_node_attain_the_bandwidth_of_their_payload():
 
 def test_a_ring_hides_its_sends_behind_the_attention_that_the_step_counts():
     """This project's ring has no fused kernel: two products at 0.6 of large ones' rate, and 64 bytes per score."""
-    job, constants = replace(a_job(layout=Layout(cp=4), gpu_kind="H100-80GB"), flow="16-bit"), Profile()
+    job, constants = replace(a_job(strategy=strategy(cp=4), gpu_kind="H100-80GB"), flow="16-bit"), Profile()
     pairs = 4096 * 1024 / 2  # of tokens that see each other, in each of 32 heads of width 64
     seconds = 4 * pairs * 2048 / (0.85 * 0.6 * 0.88 * 794.5e12) + 64 * pairs * 32 / 3350e9
     _, attention = step_time.ring_seconds(job, constants)
@@ -102,7 +102,7 @@ def test_what_the_rows_add_is_what_the_step_table_shows(path, tmp_path):
 
 def test_a_verdict_is_that_of_the_step_table():
     """HSDP over a slow network: what the forward pass gathers is hidden, the sum over replicas in the backward not."""
-    job = a_job(layout=Layout(16, zero=3, shard=8), stack="fsdp2", node_gbit=400)
+    job = a_job(strategy=strategy(16, zero=3, shard=8), stack="fsdp2", node_gbit=400)
     found = rows(job)
     forward, across = (
         found[f"data parallel, {name}"] for name in ("gather of weights", "all-reduce of shards over replicas")
@@ -115,10 +115,10 @@ def test_a_verdict_is_that_of_the_step_table():
 
 def test_ranks_of_dp_and_cp_shard_together():
     """4 x 2 ranks are one group of 8 in one node; with tp 2, eight neighbours at distance 2 are in two nodes."""
-    one = rows(a_job(layout=Layout(4, cp=2, zero=3, shard=8, exchange="allgather"), stack="fsdp2"))
+    one = rows(a_job(strategy=strategy(4, cp=2, zero=3, shard=8, exchange="allgather"), stack="fsdp2"))
     assert "n=8 over the node" in one["data parallel, gather of weights"].inputs
-    two = rows(a_job(layout=Layout(4, cp=2, tp=2, zero=3, shard=8, exchange="allgather"), stack="fsdp2"))
-    alone = rows(a_job(layout=Layout(8, tp=2, zero=3, shard=8), stack="fsdp2"))
+    two = rows(a_job(strategy=strategy(4, cp=2, tp=2, zero=3, shard=8, exchange="allgather"), stack="fsdp2"))
+    alone = rows(a_job(strategy=strategy(8, tp=2, zero=3, shard=8), stack="fsdp2"))
     name = "data parallel, gather of weights"
     assert "n=8 over the network" in two[name].inputs
     assert two[name].inputs.partition(", B=")[2] == alone[name].inputs.partition(", B=")[2]
@@ -127,7 +127,7 @@ def test_ranks_of_dp_and_cp_shard_together():
 def test_sizes_are_those_of_the_precision():
     """fp32 gathers and sends 4 bytes; gradients of bf16 weights are reduced in 4, and PyTorch's stages send 4."""
     job = a_job(
-        layout=Layout(2, tp=2, zero=3, shard=2), stack="fsdp2", sharding=replace(a_job().sharding, reduce_bytes=4)
+        strategy=strategy(2, tp=2, zero=3, shard=2), stack="fsdp2", sharding=replace(a_job().sharding, reduce_bytes=4)
     )
     half, single = rows(job), rows(replace(job, precision="fp32", states=replace(job.states, weights=4)))
     widths = {
@@ -140,7 +140,7 @@ def test_sizes_are_those_of_the_precision():
         "tensor parallel, all-reduce of hidden states": [2, 4],
     }
     (sends,) = (
-        each for each in overlap.ratios(a_job(layout=Layout(1, pp=2, schedule="1F1B"))) if each.axis[:2] == "pi"
+        each for each in overlap.ratios(a_job(strategy=strategy(1, pp=2, schedule="1F1B"))) if each.axis[:2] == "pi"
     )
     assert "e=4" in sends.inputs
 
@@ -155,18 +155,18 @@ def test_the_rate_is_that_of_the_precision(precision, rate):
 def test_exchanges_inside_layers_wait_or_hide():
     """With sequence parallelism a sum is cut in two; overlapped products hide half of it; a ring hides what it can."""
     plain, cut = (
-        rows(a_job(layout=Layout(1, tp=8, sequence_parallel=sequence), seq=8192)) for sequence in (False, True)
+        rows(a_job(strategy=strategy(1, tp=8, sequence_parallel=sequence), seq=8192)) for sequence in (False, True)
     )
     assert [*cut] == [f"tensor parallel, {name} of hidden states" for name in ("all-gather", "reduce-scatter")]
     (whole,) = plain.values()
     assert whole.seconds == pytest.approx(sum(each.seconds for each in cut.values()))
     assert whole.verdict.startswith("not overlapped") and whole.exposed == pytest.approx(whole.seconds)
-    hidden = overlap.ratios(replace(a_job(layout=Layout(1, tp=8), seq=8192), async_tp=True))[0]
+    hidden = overlap.ratios(replace(a_job(strategy=strategy(1, tp=8), seq=8192), async_tp=True))[0]
     assert hidden.verdict.startswith("hidden") and hidden.exposed < whole.exposed
     for exchange, verdict in (("ring", "hidden"), ("allgather", "not overlapped"), ("ulysses", "not overlapped")):
-        found = overlap.ratios(a_job(layout=Layout(1, cp=8, exchange=exchange), seq=131072))[-1]
+        found = overlap.ratios(a_job(strategy=strategy(1, cp=8, exchange=exchange), seq=131072))[-1]
         assert found.axis.startswith("context parallel") and found.verdict.startswith(verdict)
-    mixture = a_job(replace(LLAMA, experts=8, top_k=2), Layout(8, ep=8))
+    mixture = a_job(replace(LLAMA, experts=8, top_k=2), strategy(8, ep=8))
     assert overlap.ratios(mixture)[-1].verdict.startswith("not overlapped")
 
 
@@ -176,7 +176,7 @@ def test_small_payloads_attain_less_of_a_link():
     At 4 MiB a node attains 107.16 of 482.26 GB/s. Of 64 MiB it attains more.
     """
     small, large = (
-        overlap.ratios(a_job(layout=Layout(1, tp=8), seq=seq, async_tp=True))[0].inputs for seq in (1024, 16384)
+        overlap.ratios(a_job(strategy=strategy(1, tp=8), seq=seq, async_tp=True))[0].inputs for seq in (1024, 16384)
     )
     attained = [float(re.findall(r" a layer at (\S+) GB/s", each)[0]) for each in (small, large)]
     sent = 2 * 7 / 8 * 4 * 2**20

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_planner_anatomy import a_job, strategy
 
 from samecurve.bench.step import write_changed
 from samecurve.cli.commands import main
-from samecurve.planner import inputs, memory, plan_text, remedies, search, step_time, strategies
+from samecurve.planner import inputs, memory, plan_text, remedies, search, step_time
 from samecurve.planner.answers import Prediction
 from samecurve.planner.cluster import read_cluster
-from samecurve.planner.job import Layout
 from samecurve.planner.search import COMPARED, Choice
 from samecurve.planner.strategies import read, shipped
 from samecurve.specs.gpus import GIB
@@ -112,16 +112,16 @@ def test_expert_parallelism_is_for_models_with_experts(wanted, tmp_path):
     path.write_text(json.dumps(mixture | {"num_hidden_layers": 8, "vocab_size": 8192}))
     kept = ["memory.activation_checkpointing=none"]
     found = search.search(inputs.read(str(path), kept), machines, templates)
-    held = {each.job.layout.ep: each.prediction.memory_gib for each in found if each.job and each.prediction}
+    held = {each.job.dims.ep: each.prediction.memory_gib for each in found if each.job and each.prediction}
     assert held.keys() == {2, 4, 8} and held[8] < held[4] < held[2]  # of gathered layers fewer experts
 
 
 def test_sizes_of_a_file_are_searched_and_judged_by_its_own_check(wanted):
     machines = read_cluster("h100x8").scaled(16)
     found = search.search(wanted, machines, shipped())
-    stages = {each.job.layout.pp for each in found if each.name == "pipeline" and each.job}
+    stages = {each.job.dims.pp for each in found if each.name == "pipeline" and each.job}
     assert stages == {2, 4, 8}  # 16 parts by parameters leave the first, an embedding, without a decoder layer
-    replicas = {each.job.layout.dp // each.job.layout.shard for each in found if each.name == "hsdp" and each.job}
+    replicas = {each.job.dims.dp // each.job.shard for each in found if each.name == "hsdp" and each.job}
     assert replicas == {2, 4, 8}  # 16 replicas would have one shard each
     (single,) = (each for each in found if each.name == "single")
     assert single.verdict == "cannot run" and "which is one process" in single.reason
@@ -131,12 +131,12 @@ def test_switches_and_second_copies_are_searched(wanted):
     """Tensor parallelism with and without its sequence parallelism, and second copies of weights over 2, 4, 8 ranks."""
     machines = read_cluster("h100x8").scaled(16)
     found = search.search(wanted, machines, [read("configs/fsdp_tp.yaml"), read("configs/zero3_hpz.yaml")])
-    layouts = [each.job.layout for each in found if each.job]
-    copies = {each.secondary for each in layouts if each.tp == 1}
+    jobs = [each.job for each in found if each.job]
+    copies = {each.strategy.secondary_partition for each in jobs if each.dims.tp == 1}
     assert copies == {2, 4, 8}
-    switched = {(each.tp, each.sequence_parallel) for each in layouts if each.tp > 1}
+    switched = {(each.dims.tp, each.strategy.tp_sequence_parallel) for each in jobs if each.dims.tp > 1}
     assert switched == {(size, on) for size in (2, 4, 8) for on in (False, True)}
-    named = {plan_text.sizes(each) for each in layouts}
+    named = {plan_text.sizes(each) for each in jobs}
     assert {"dp 2, tp 8", "dp 2, tp 8 (sequence)", "dp 2 x 8"} <= named
     exact = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
     plain, cut = (
@@ -152,7 +152,7 @@ def test_a_switch_that_a_file_sets_is_evaluated_as_it_stands(wanted, tmp_path):
     machines = read_cluster("h100x8")
     for name, expected in (("configs/fsdp_tp.yaml", False), (str(path), True)):
         (choice,) = search.evaluate(wanted, machines, [read(name)])
-        assert choice.job and choice.job.layout.sequence_parallel is expected
+        assert choice.job and choice.job.strategy.tp_sequence_parallel is expected
 
 
 def test_a_host_without_the_memory_cannot_offload(wanted):
@@ -207,9 +207,7 @@ def test_a_fixed_setting_is_not_searched(config):
 
 
 def choice(wanted, name: str, seconds: float, gib: float = 40.0, high: float = 45.0, stack: str = "fsdp2") -> Choice:
-    machines = read_cluster("h100x8")
-    layout = Layout(8, zero=3, shard=8)
-    job = strategies.describe_job(wanted, layout, machines, strategies.TORCH_STATES, stack)
+    job = a_job(strategy=strategy(8, zero=3, shard=8), stack=stack)
     found = Prediction(gib, (gib, high), gib, gib <= 79.1, "weights", seconds, (0.9 * seconds, 1.4 * seconds))
     return Choice(name, job=job, prediction=found, tokens=256 * 4096)
 
@@ -229,11 +227,9 @@ def test_ties_are_ordered_by_simplicity_then_headroom(wanted):
 
 def test_of_equally_simple_ties_the_one_with_smaller_groups_comes_first(wanted):
     """Tensor parallelism of 2 before 8, although 8 need less memory."""
-    pair, eight = (choice(wanted, "fsdp_tp", 1.0, gib) for gib in (50, 20))
     pair, eight = (
-        replace(each, job=replace(each.job, layout=replace(each.job.layout, tp=size, dp=8 // size)))
-        for each, size in ((pair, 2), (eight, 8))
-        if each.job
+        replace(choice(wanted, "fsdp_tp", 1.0, gib), job=a_job(strategy=strategy(8 // size, size), stack="fsdp2"))
+        for gib, size in ((50, 2), (20, 8))
     )
     assert [each.prediction for each in search.ranked([eight, pair])] == [pair.prediction, eight.prediction]
 
@@ -242,8 +238,8 @@ def test_ranks_without_a_row_come_last_and_are_counted(wanted):
     """256 rows of a step on 8 ranks, and on 300, of which 44 get none; neither is a tie of the other."""
     fed, twin = choice(wanted, "fsdp", 2.0), choice(wanted, "hsdp", 2.0)
     assert fed.job and fed.idle_ranks == 0
-    layout = replace(fed.job.layout, dp=300, shard=300)
-    idle = replace(fed, name="ddp", job=replace(fed.job, layout=layout), prediction=choice(wanted, "", 1.0).prediction)
+    job = replace(fed.job, strategy=strategy(300, zero=3, shard=300))
+    idle = replace(fed, name="ddp", job=job, prediction=choice(wanted, "", 1.0).prediction)
     found = search.ranked([idle, replace(idle, name="zero1"), fed, twin])
     assert [(each.name, each.tie) for each in found] == [
         ("fsdp", True), ("hsdp", True), ("ddp", False), ("zero1", False),
@@ -330,7 +326,7 @@ def test_more_gpus_than_rows_are_proposed_with_more_rows(rows, changed):
     wanted = inputs.read("benchmarks/planner/llama_70b.json", [f"batch.global_batch_size={rows}"])
     whole, templates = read_cluster("h100x8"), [read("configs/hsdp.yaml")]
     found = remedies.more_gpus(wanted, whole, templates, 16)
-    assert found and found[0].job and found[0].job.layout.dp == 48
+    assert found and found[0].job and found[0].job.dims.dp == 48
     assert (found[0].idle_ranks, found[1]) == (48 - rows, changed)
     assert remedies.fewest_gpus(remedies.Tried(wanted, templates, fed=True), whole, 48) is None
     first = search.search(wanted, whole.scaled(16), templates)[0]
@@ -345,7 +341,7 @@ def test_what_is_tight_is_not_said_to_fit(wanted):
         machines = replace(whole, card=replace(whole.card, memory_gib=float(gib)))
         found = remedies.more_gpus(wanted, machines, templates, 4)
         if found and found[0].job:
-            gpus = found[0].job.layout.gpus
+            gpus = found[0].job.dims.world_size
             (planned,) = search.search(wanted, machines.scaled(gpus), templates)
             assert found[0].verdict == planned.verdict
             assert plan_text.elsewhere(found).startswith(

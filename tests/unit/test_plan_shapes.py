@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 from report_cases import missing
-from test_planner_anatomy import a_job
+from test_planner_anatomy import a_job, strategy
 
 from samecurve.planner import hardware, shape_rules
 from samecurve.planner.hardware import Profile
-from samecurve.planner.job import Layout
 from samecurve.planner.kernels import product_seconds
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.shape_rules import Product
@@ -20,7 +19,7 @@ LLAMA_7B = ModelShape(32, 4096, 32, 32, 11008, 32000, gated=True, tied=False)
 
 def job(shape: ModelShape = LLAMA_7B, kind: str = "A100-80GB", **keys):
     card = replace(hardware.gpu(kind), sms=0) if kind == "device" else hardware.gpu(kind)
-    return replace(a_job(shape, keys.pop("layout", Layout(1)), gpu_kind=kind, **keys), card=card)
+    return replace(a_job(shape, keys.pop("strategy", strategy(1)), gpu_kind=kind, **keys), card=card)
 
 
 def test_waves_on_an_a100():
@@ -63,7 +62,7 @@ def test_a_width_that_tensor_cores_do_not_take():
 def test_products_of_a_layer_have_its_weights():
     """All but the norms' vectors, over the ranks of a tensor-parallel group."""
     for shape, split in ((LLAMA_7B, 1), (LLAMA_7B, 4), (replace(LLAMA_7B, head_dim=256), 1)):
-        found = shape_rules.products(job(shape, layout=Layout(1, tp=split)))[:4]
+        found = shape_rules.products(job(shape, strategy=strategy(1, tp=split)))[:4]
         weights = sum(each.inputs * each.outputs for each in found) * split
         assert weights == shape.layer_parameters - 2 * 4096
 
@@ -81,7 +80,7 @@ def test_products_of_a_layer_have_its_weights():
     ],
 )
 def test_what_does_not_divide_is_said(changes, split, message):
-    found = shape_rules.complaints(job(replace(LLAMA_7B, **changes), layout=Layout(1, tp=split)))
+    found = shape_rules.complaints(job(replace(LLAMA_7B, **changes), strategy=strategy(1, tp=split)))
     assert any(each.startswith(message) for each in found), found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
-from test_planner_anatomy import a_job
+from test_planner_anatomy import a_job, strategy
 
 from benchmarks.planner import cells, figures, fits, fitting, page, picture
 from benchmarks.planner.figures import Case
@@ -13,7 +13,6 @@ from benchmarks.planner.fitting import Measured
 from benchmarks.planner.names import short
 from samecurve.planner import answers, step_time
 from samecurve.planner.hardware import Profile
-from samecurve.planner.job import Layout
 
 # the cells that describe a run; all of one job
 ROW = dict.fromkeys(answers.NEEDED, "") | {"id": "1", "model": "M", "stack": "nanotron", "gpu": "H100", "seq": "4096"}
@@ -136,7 +135,7 @@ def test_short_names_stay_different():
 def test_a_left_out_source_does_not_change_its_own_constants(monkeypatch):
     """A source that is slower bends the constants of the others' folds, never those of its own."""
     monkeypatch.setattr(fitting, "ENOUGH", 1.0)
-    job = a_job(layout=Layout(1), stack="nanotron")
+    job = a_job(strategy=strategy(1), stack="nanotron")
     seconds = step_time.breakdown(job, Profile()).total
 
     def runs(factor: float) -> list[Measured]:

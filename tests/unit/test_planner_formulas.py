@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from test_planner_anatomy import strategy
 
 from samecurve.planner import data_parallel_time, links, overlap
 from samecurve.planner.hardware import Profile, gpu
-from samecurve.planner.job import Job, Layout, data_parallel_size
+from samecurve.planner.job import Job
 from samecurve.planner.kernels import Seconds
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import stage_parameters, stages
@@ -27,7 +26,7 @@ def test_data_parallel_overlap(tokens, ratio):
 def test_the_size_of_the_model_cancels(layers):
     """The playbook's first erratum: 2 e P (n - 1) / (n B) over 4 T P / F keeps no factor of the parameters P."""
     shape = ModelShape(layers, 4096, 32, 32, 16384, 32000, gated=True, tied=True)
-    job = Job(shape, Layout(8), gpu("H100-80GB"), 1, 4096)
+    job = Job(shape, strategy(8), gpu("H100-80GB"), 1, 4096)
     stage = stages(job, False)[0]
     _, (reduced,) = data_parallel_time.transfers(job, stage, Profile())
     backward = 4 * job.tokens * sum(stage_parameters(job, stage)) / H100
@@ -102,35 +101,18 @@ def test_bubbles_of_other_schedules():
     assert (idle_slots("zb-2p", 8, 24), idle_slots("zb-1p", 8, 24)) == (0, pytest.approx(7 / 3))
 
 
-def test_groups_of_sixteen_gpus():
-    """Megatron's order: TP 2, PP 4 on 16 GPUs leave DP 2."""
-    layout = Layout(data_parallel_size(16, tp=2, pp=4), tp=2, pp=4)
-    assert layout.dp == 2 and layout.gpus == 16
-    assert layout.groups("tp") == [[rank, rank + 1] for rank in range(0, 16, 2)]
-    assert layout.groups("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
-    assert layout.groups("dp")[:4] == [[0, 2], [1, 3], [4, 6], [5, 7]] and len(layout.groups("dp")) == 8
-
-
 @pytest.mark.parametrize(
-    ("gpus", "stages", "size"), [(192, 8, 3), (128, 8, 2), (64, 8, 1), (160, 4, 5), (224, 4, 7), (96, 4, 3)]
-)
-def test_data_parallel_size(gpus, stages, size):
-    assert data_parallel_size(gpus, tp=8, pp=stages) == size
-
-
-def test_a_world_that_does_not_divide_is_an_error():
-    with pytest.raises(ValueError, match="100 GPUs are not a multiple of tp 8 x pp 4 = 32"):
-        data_parallel_size(100, tp=8, pp=4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "passes"), [(Layout(1024), [2]), (Layout(1024, zero=1), [1, 1]), (Layout(1024, zero=3), [1, 1, 1])]
+    ("layout", "passes"),
+    [
+        (strategy(1024), [2]),
+        (strategy(1024, zero=1, shard=1024), [1, 1]),
+        (strategy(1024, zero=3, shard=1024), [1, 1, 1]),
+    ],
 )
 def test_communication_of_a_step(layout, passes):
     """2P for DDP, P + P for ZeRO-1 and 3P for ZeRO-3, in parameters (CS336's lectures), with many ranks."""
     shape = ModelShape(4, 4096, 32, 32, 16384, 32000, gated=True, tied=True)
-    shard = 1024 if layout.zero else 1
-    job = Job(shape, replace(layout, shard=shard), gpu("H100-80GB"), 1, 4096, stack="textbook")
+    job = Job(shape, layout, gpu("H100-80GB"), 1, 4096, stack="textbook")
     stage = stages(job, False)[0]
     parts = data_parallel_time.beside(job, stage, Profile(), Seconds(1, 2))
     sent = [each.volume_bytes / each.width / shape.parameters for part in parts for each in part.transfers]

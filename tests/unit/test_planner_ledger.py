@@ -11,10 +11,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from test_planner_anatomy import strategy
 
 from samecurve.cli.commands import main
 from samecurve.planner.hardware import gpu
-from samecurve.planner.job import Job, Layout, Sharding
+from samecurve.planner.job import Job, Sharding
 from samecurve.planner.ledger import ledgers
 from samecurve.planner.model_shape import ModelShape
 
@@ -44,23 +45,23 @@ def test_the_shapes_of_all_weights_are_all_parameters(shape):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_by_hand(count):
-    assert moved("ddp", Layout(2), grad_accum=count) == {"all_reduce": 4 * PARAMETERS}
+    assert moved("ddp", strategy(2), grad_accum=count) == {"all_reduce": 4 * PARAMETERS}
     # head, tied embedding and final norm are gathered once, the four layers twice
     root, layer = 300 * 32 + 32, 9280
-    sharded = moved("fsdp2", Layout(2, zero=3, shard=2), grad_accum=count)
+    sharded = moved("fsdp2", strategy(2, zero=3, shard=2), grad_accum=count)
     gathered = 2 * (root + 8 * layer) * count
     assert sharded == {"all_gather": gathered, "reduce_scatter": 4 * (root + 4 * layer) * count}
-    first = moved("deepspeed", Layout(2, zero=1, shard=2), grad_accum=count)
+    first = moved("deepspeed", strategy(2, zero=1, shard=2), grad_accum=count)
     assert first == {"all_reduce": 4 * PARAMETERS, "all_gather": 2 * PARAMETERS}
 
 
 def test_large_models_follow_the_textbook():
     """DDP 2 P of gradients, here counted once as the input; FSDP gathers 2 P and reduces P, in each micro-batch."""
     p = UNTIED.parameters
-    found = moved("fsdp2", Layout(64, zero=3, shard=64), UNTIED, grad_accum=2)
+    found = moved("fsdp2", strategy(64, zero=3, shard=64), UNTIED, grad_accum=2)
     assert found["all_gather"] == pytest.approx(2 * 2 * 2 * p, rel=0.02)
     assert found["reduce_scatter"] == pytest.approx(2 * 4 * p, rel=0.02)
-    third = moved("deepspeed", Layout(64, zero=3, shard=64), UNTIED, grad_accum=2)
+    third = moved("deepspeed", strategy(64, zero=3, shard=64), UNTIED, grad_accum=2)
     assert third["all_gather"] == pytest.approx(2 * 2 * 2 * p, rel=0.02)  # too many to stay whole until the backward
 
 
@@ -68,16 +69,16 @@ def test_experts_by_hand():
     """2 of 4 ranks share 4 experts: half of them is gathered, by the two ranks that hold them; tokens travel."""
     mixture = ModelShape(2, 32, 4, 2, 64, 300, gated=True, tied=True, experts=4, top_k=2)
     root, dense, experts = 300 * 32 + 32, 3072 + 2 * 32 + 4 * 32, 4 * 3 * 32 * 64
-    found = moved("fsdp2", Layout(4, zero=3, shard=4, ep=2), mixture)
+    found = moved("fsdp2", strategy(4, zero=3, shard=4, ep=2), mixture)
     assert found["all_gather"] == 2 * (root + 2 * 2 * (dense + experts // 2))
     assert found["reduce_scatter"] == 4 * (root + 2 * (dense + experts // 2))
     # 64 tokens to 2 experts and back, forward and backward, in bf16; their counts as int64
     assert found["all_to_all"] == 2 * (4 * 64 * 2 * 32 * 2 + 4 * 8)
-    whole = moved("fsdp2", Layout(2, zero=3, shard=2, ep=2), mixture)
+    whole = moved("fsdp2", strategy(2, zero=3, shard=2, ep=2), mixture)
     assert whole["reduce_scatter"] == 4 * (root + 2 * dense)
 
 
-def exchanged(axis: str, layout: Layout, stage: str = "only", **keys) -> dict[tuple[str, str], int]:
+def exchanged(axis: str, layout, stage: str = "only", **keys) -> dict[tuple[str, str], int]:
     """Return the bytes of an axis by collective and content, on LLAMA with 64 tokens of 32 numbers."""
     keys = {"micro_batch": 2, "seq": 32, "chunked_loss": True, "stack": "fsdp2", **keys}
     found = ledgers(Job(LLAMA, layout, gpu("H100-80GB"), **keys))[stage]
@@ -95,7 +96,7 @@ def test_tensor_parallelism_sends_8_s_b_h_over_t_to_each_other_rank(size):
 
     bf16 forward and fp32 backward. The sum of the embeddings, fp32, and those of the loss come once per step.
     """
-    found = exchanged("tp", Layout(tp=size), stack="tp")
+    found = exchanged("tp", strategy(tp=size), stack="tp")
     forward = found["all_reduce", "hidden states"] - 4 * SBH
     backward = found["all_reduce", "gradients of hidden states"]
     assert (forward, backward) == (2 * 2 * SBH * LAYERS, 4 * 2 * SBH * LAYERS)
@@ -106,7 +107,7 @@ def test_tensor_parallelism_sends_8_s_b_h_over_t_to_each_other_rank(size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequence_parallelism_sends_as_much(size):
     """Four all-gathers and four reduce-scatters of a block, (t - 1) / t s b h each; and two more at the ends."""
-    found = exchanged("tp", Layout(tp=size, sequence_parallel=True), stack="tp")
+    found = exchanged("tp", strategy(tp=size, sequence_parallel=True), stack="tp")
     gathered, scattered = found["all_gather", "hidden states"], found["reduce_scatter", "hidden states"]
     gathered_back = found["all_gather", "gradients of hidden states"]
     scattered_back = found["reduce_scatter", "gradients of hidden states"]
@@ -118,7 +119,7 @@ def test_sequence_parallelism_sends_as_much(size):
 
 def test_stages_exchange_4_m_s_b_h():
     """A middle stage of m = 8 micro-batches: hidden states in and out, gradients in and out; fp32 in PyTorch's."""
-    layout = Layout(pp=4, schedule="1F1B")
+    layout = strategy(pp=4, schedule="1F1B")
     content = "hidden states and their gradients"
     moved_by = {
         stage: exchanged("pp", layout, stage, grad_accum=8)["send", content]
@@ -134,7 +135,7 @@ def test_a_ring_sends_n_1_blocks(checkpointing, passes):
 
     In bf16 in each pass, forward, recomputed and backward; and as fp32 gradients.
     """
-    found = exchanged("cp", Layout(cp=4, zero=3, shard=4, exchange="ring"), checkpointing=checkpointing)
+    found = exchanged("cp", strategy(cp=4, zero=3, shard=4, exchange="ring"), checkpointing=checkpointing)
     for way in ("send", "recv"):
         assert found[way, "keys and values"] == LAYERS * passes * 3 * 512 * 2
         assert found[way, "gradients of keys and values"] == LAYERS * 3 * 512 * 4
@@ -143,7 +144,7 @@ def test_a_ring_sends_n_1_blocks(checkpointing, passes):
 @pytest.mark.parametrize("size", [2, 4])
 def test_gathered_keys_are_those_of_whole_rows(size):
     """64 tokens with 2 x 16 numbers in bf16, whatever the number of ranks; their gradients come back."""
-    found = exchanged("cp", Layout(cp=size, zero=3, shard=size, exchange="allgather"))
+    found = exchanged("cp", strategy(cp=size, zero=3, shard=size, exchange="allgather"))
     assert found == {
         ("all_gather", "keys and values"): LAYERS * 64 * 32 * 2,
         ("reduce_scatter", "gradients of keys and values"): LAYERS * 64 * 32 * 2,
@@ -153,7 +154,7 @@ def test_gathered_keys_are_those_of_whole_rows(size):
 @pytest.mark.parametrize(("size", "keys"), [(2, 16), (4, 32)])
 def test_ulysses_exchanges_queries_keys_values_and_outputs(size, keys):
     """64 / n tokens with 32 + k + k + 32 numbers, forward and backward; 4 ranks share 2 key heads, each twice."""
-    found = exchanged("cp", Layout(cp=size, zero=3, shard=size, exchange="ulysses"))
+    found = exchanged("cp", strategy(cp=size, zero=3, shard=size, exchange="ulysses"))
     assert found == {("all_to_all", "heads for sequence"): LAYERS * 2 * (64 // size) * (64 + 2 * keys) * 2}
 
 
@@ -161,16 +162,16 @@ def test_ulysses_exchanges_queries_keys_values_and_outputs(size, keys):
 def test_experts_get_tokens_and_send_them_back(checkpointing, times):
     """Dispatch and combine, forward, backward and recomputed: 64 tokens x 2 experts x 32 numbers in bf16."""
     mixture = ModelShape(2, 32, 4, 2, 64, 300, gated=True, tied=True, experts=4, top_k=2)
-    found = moved("fsdp2", Layout(2, zero=3, shard=2, ep=2), mixture, checkpointing=checkpointing)
+    found = moved("fsdp2", strategy(2, zero=3, shard=2, ep=2), mixture, checkpointing=checkpointing)
     counts = (2 if checkpointing == "full" else 1) * 8 * 4  # int64, of each expert
     assert found["all_to_all"] == 2 * (times * 64 * 2 * 32 * 2 + counts)
 
 
 def test_replicas_exchange_shards_and_rows_are_padded():
-    flat, replicated = (moved("fsdp2", Layout(8, zero=3, shard=shard)) for shard in (8, 4))
+    flat, replicated = (moved("fsdp2", strategy(8, zero=3, shard=shard)) for shard in (8, 4))
     assert replicated["all_reduce"] * 4 == replicated["reduce_scatter"] < flat["reduce_scatter"]  # 300 rows, 8 ranks
     assert (
-        moved("fsdp2", Layout(8, zero=3, shard=8), grad_accum=4, sharding=replace(FP32_SUMS, reduces_once=True))[
+        moved("fsdp2", strategy(8, zero=3, shard=8), grad_accum=4, sharding=replace(FP32_SUMS, reduces_once=True))[
             "reduce_scatter"
         ]
         == flat["reduce_scatter"]

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_planner_anatomy import LLAMA, a_job
+from test_planner_anatomy import LLAMA, a_job, strategy
 
 from samecurve.planner import answers, kernels, memory, stages, step_time
 from samecurve.planner.activations import kept_bytes, layer_bytes
 from samecurve.planner.hardware import Profile
-from samecurve.planner.job import Layout
 
 TOKENS, HIDDEN, FFN = 4096, 2048, 8192
 
@@ -25,7 +24,7 @@ def selective(**keys):
 @pytest.mark.parametrize("tp", [1, 4])
 def test_results_of_all_products_stay_in_this_project(flow, width, of_input, tp):
     """Queries, keys, values, attention's output, gate and up are divided; the sums behind attention and MLP are not."""
-    job = selective(flow=flow, precision="fp32" if flow == "fp32" else "bf16", layout=Layout(8, tp=tp))
+    job = selective(flow=flow, precision="fp32" if flow == "fp32" else "bf16", strategy=strategy(8, tp=tp))
     products = width * ((4 * HIDDEN + 2 * FFN) / tp + 2 * HIDDEN)
     assert kept_bytes(job) == TOKENS * (of_input * HIDDEN + products)
 
@@ -63,7 +62,7 @@ def test_a_layer_whose_residuals_are_fp32_has_an_input_of_four_bytes():
 
 
 def test_a_layer_in_use_has_again_what_it_had_not_kept():
-    job = selective(flow="16-bit", layout=Layout(8, zero=3, shard=8))
+    job = selective(flow="16-bit", strategy=strategy(8, zero=3, shard=8))
     (only,) = memory.anatomy(job)
     working = next(line for line in only.lines if line.name == "recomputed layer").backward
     assert working == layer_bytes(job) - kept_bytes(job)
@@ -84,7 +83,7 @@ def test_recomputation_takes_time_and_saves_memory():
 
 
 def test_gpipe_keeps_all_micro_batches():
-    job = a_job(layout=Layout(2, pp=4, schedule="gpipe"), grad_accum=16)
+    job = a_job(strategy=strategy(2, pp=4, schedule="gpipe"), grad_accum=16)
     for stage in stages.stages(job, False):
         assert stages.in_flight(job, stage)[0] == 16
 
@@ -95,5 +94,5 @@ def test_a_mask_costs_the_scores_that_the_causal_half_leaves_out():
     causal, masked = (kernels.attention_seconds(replace(job, masked=each), Profile()).total for each in (False, True))
     assert masked == pytest.approx(2 / kernels.MASKED * causal)
     for exchange, share in (("ulysses", 1), ("allgather", (2 * 4 + 1) / (4 * 4))):
-        cut = replace(job, layout=Layout(2, cp=4, exchange=exchange), masked=True)
+        cut = replace(job, strategy=strategy(2, cp=4, exchange=exchange), masked=True)
         assert kernels.attention_seconds(cut, Profile()).total == pytest.approx(masked / 4 * share)

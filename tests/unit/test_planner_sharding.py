@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_planner_anatomy import LLAMA, a_job, named
+from test_planner_anatomy import LLAMA, a_job, named, strategy
 
 from samecurve.bench.step import write_changed
 from samecurve.config.documents import format_problems
@@ -16,7 +16,7 @@ from samecurve.planner import inputs, ledger, memory, strategies
 from samecurve.planner.cluster import built_in
 from samecurve.planner.data_parallel_time import data_seconds
 from samecurve.planner.hardware import Profile
-from samecurve.planner.job import Job, Layout, Sharding
+from samecurve.planner.job import Job, Sharding
 from samecurve.planner.kernels import Seconds
 from samecurve.planner.stages import divide, stage_parameters, stages
 from samecurve.planner.step_time import breakdown
@@ -52,10 +52,8 @@ def counted(job: Job) -> dict[str, float]:
 
 def test_replicas_of_shards_are_summed(tmp_path):
     """HSDP on 8 ranks of two nodes: a quarter of the gradients goes over the network, twice as in an all-reduce."""
-    layout = Layout(8, zero=3, shard=4)
-    whole = a_job(layout=replace(layout, shard=8), stack="fsdp2", gpus_per_node=4)
-    across = replace(whole, layout=layout, node_gbit=1)
-    within = replace(across, layout=replace(layout, dp=4))
+    across = a_job(strategy=strategy(8, zero=3, shard=4), stack="fsdp2", gpus_per_node=4, node_gbit=1)
+    within = replace(across, strategy=strategy(4, zero=3, shard=4))
     constants = Profile(overlap=0, network_share=1, ring_step_us=0)
     shard = 2 * sum(stage_parameters(across, stages(across, False)[0])) / 4
     # a rank has a fourth of a node's 1 Gbit/s, 0.73 of which is attained
@@ -64,14 +62,14 @@ def test_replicas_of_shards_are_summed(tmp_path):
 
 
 def test_weights_that_are_kept_elsewhere_are_gathered_all_the_same():
-    sharded = a_job(layout=Layout(8, zero=3, shard=8), stack="fsdp2")
+    sharded = a_job(strategy=strategy(8, zero=3, shard=8), stack="fsdp2")
     states = replace(sharded.states, weights=0)
     kept, moved_out = (memory.anatomy(each)[0] for each in (sharded, replace(sharded, states=states)))
     assert named(kept)["gathered weights"] == named(moved_out)["gathered weights"] > 0
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole_and_travel_once():
-    every = a_job(layout=Layout(8, zero=3, shard=8), stack="fsdp2")
+    every = a_job(strategy=strategy(8, zero=3, shard=8), stack="fsdp2")
     once = replace(every, sharding=Sharding(reduces_once=True))
     held = [named(memory.anatomy(each)[0])["gradients"] for each in (every, once)]
     assert held[1] == pytest.approx(8 * held[0])
@@ -81,7 +79,7 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_whole_and_travel_once(
 
 
 def test_layers_that_stay_gathered(tmp_path):
-    plain, kept = (a_job(layout=Layout(8, zero=3, shard=8), stack="fsdp2", sharding=Sharding(reshards=each))
+    plain, kept = (a_job(strategy=strategy(8, zero=3, shard=8), stack="fsdp2", sharding=Sharding(reshards=each))
                    for each in (True, False))  # fmt: skip
     assert named(memory.anatomy(kept)[0])["gathered weights"] == pytest.approx(2 * LLAMA.parameters)
     assert moved(kept)[0] == pytest.approx(2 / 3 * moved(plain)[0])

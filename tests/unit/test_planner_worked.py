@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_planner_anatomy import strategy
 
 from samecurve.cli.commands import main
 from samecurve.models.flops import table_peak
 from samecurve.planner import data_parallel_time, inputs, kernels, ledger, memory, search, step_time
 from samecurve.planner.cluster import built_in
 from samecurve.planner.hardware import gpu, profile
-from samecurve.planner.job import Job, Layout, Sharding, StateBytes
+from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.plan_text import attention_flops, layer_flops, step_flops
 from samecurve.planner.stages import stages
@@ -42,7 +43,7 @@ def test_naive_pipeline(gpus):
 
 def test_a_forward_of_12_layers_has_24_all_reduces():
     """Two for each layer under tensor parallelism; the embedding's, in fp32, comes first."""
-    job = Job(gpt(12, 1024, 16), Layout(1, tp=2), gpu("H100-80GB"), 2, 512, stack="tp")
+    job = Job(gpt(12, 1024, 16), strategy(1, tp=2), gpu("H100-80GB"), 2, 512, stack="tp")
     (found,) = ledger.ledgers(job).values()
     moved = next(each.num_bytes for each in found if each.content == "hidden states")
     hidden = 2 * 512 * 1024
@@ -60,12 +61,12 @@ def test_batches_of_8_gpus(name, micro_batch, rows, forwards):
     (choice,) = search.evaluate(wanted, built_in("h100x8"), [read(f"configs/{name}.yaml")])
     job = choice.job
     assert job, choice.reason
-    assert (job.grad_accum, job.micro_batch * job.grad_accum * job.layout.dp) == (forwards, rows)
+    assert (job.grad_accum, job.micro_batch * job.grad_accum * job.dims.dp) == (forwards, rows)
 
 
 def test_accumulation_divides_gradient_traffic():
     """A step of 8 micro-batches reduces as many bytes as one of a single one: 8 times fewer for each token."""
-    job = Job(LLAMA_7B, Layout(8), gpu("H100-80GB"), 1, 4096, stack="ddp")
+    job = Job(LLAMA_7B, strategy(8), gpu("H100-80GB"), 1, 4096, stack="ddp")
     stage, constants = stages(job, False)[0], profile("ddp")
     per_token = []
     for count in (1, 8):
@@ -116,7 +117,7 @@ def test_flops_of_inference():
     ],
 )
 def test_bytes_per_parameter(states, total, optimizer):
-    job = Job(GPT_7B, Layout(1), gpu("H200"), 1, 512, grad_accum=2, states=states)
+    job = Job(GPT_7B, strategy(1), gpu("H200"), 1, 512, grad_accum=2, states=states)
     (each,) = memory.anatomy(job)
     lines = {line.name: line.optimizer for line in each.lines}
     held = sum(lines[name] for name in ("weights", "gradients", "accumulators", "master weights", "optimizer"))
@@ -133,7 +134,7 @@ def test_context_and_communicators():
 
 @pytest.mark.parametrize("shape", [LLAMA_7B, gpt(40, 5120, 40)])
 def test_recomputation_costs_a_fifth_to_a_quarter_of_the_throughput(shape):
-    job = Job(shape, Layout(8, zero=3, shard=8), gpu("A100-80GB"), 2, 2048, stack="fsdp2")
+    job = Job(shape, strategy(8, zero=3, shard=8), gpu("A100-80GB"), 2, 2048, stack="fsdp2")
     plain, full = (step_time.breakdown(replace(job, checkpointing=kind)).total for kind in ("none", "full"))
     assert 0.20 <= 1 - plain / full <= 0.26
 
@@ -145,10 +146,10 @@ def test_deepspeed_reduces_whole_gradients():
     """
     states = StateBytes(accumulators=4)
     job = Job(
-        LLAMA_7B, Layout(64, zero=1, shard=64), gpu("H100-80GB"), 1, 512, 4, states, node_gbit=0.1, stack="deepspeed"
+        LLAMA_7B, strategy(64, zero=1, shard=64), gpu("H100-80GB"), 1, 512, 4, states, node_gbit=0.1, stack="deepspeed"
     )
     stage = stages(job, False)[0]
-    zero2 = replace(job, layout=replace(job.layout, zero=2))
+    zero2 = replace(job, strategy=strategy(64, zero=2, shard=64))
     textbook = replace(job, stack="textbook")
     constants = profile("deepspeed")
     one = kernels.layer(job, constants)
@@ -164,7 +165,7 @@ def test_a_second_copy_in_each_node_saves_one_of_three_exchanges():
     """ZeRO-3 gathers twice and reduces once per micro-batch; on a slow network one within nodes costs nothing."""
     plain, second = (
         Job(
-            LLAMA_7B, Layout(64, zero=3, shard=64, secondary=size), gpu("H100-80GB"), 1, 512, 1,
+            LLAMA_7B, strategy(64, zero=3, shard=64, secondary=size), gpu("H100-80GB"), 1, 512, 1,
             node_gbit=0.1, stack="deepspeed", sharding=Sharding(reuse_distance=0, prefetched=0),
         )
         for size in (1, 8)
@@ -177,9 +178,9 @@ def test_a_second_copy_in_each_node_saves_one_of_three_exchanges():
 
 def test_hooks_of_zero3_take_the_hosts_time_on_a_gpu_too():
     """Of a layer that is too short for the GPU, 2.24 ms forward (measured on a CPU) and half more backward."""
-    short = Job(LLAMA_7B, Layout(8, zero=2, shard=8), gpu("H100-80GB"), 1, 64, 1, stack="deepspeed")
+    short = Job(LLAMA_7B, strategy(8, zero=2, shard=8), gpu("H100-80GB"), 1, 64, 1, stack="deepspeed")
     two, three = (
-        kernels.layer(replace(short, layout=replace(short.layout, zero=stage)), profile("deepspeed"))
+        kernels.layer(replace(short, strategy=strategy(8, zero=stage, shard=8)), profile("deepspeed"))
         for stage in (2, 3)
     )
     assert three.forward - two.forward == pytest.approx(2.24e-3)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from test_planner_anatomy import LLAMA, a_job
+from test_planner_anatomy import LLAMA, a_job, strategy
 
 from samecurve.planner import tensor_lines
-from samecurve.planner.job import Layout
 from samecurve.planner.stages import stages
 
 HIDDEN = 4 * 4096 * LLAMA.hidden  # bytes of a micro-batch's hidden state in fp32
@@ -14,7 +13,7 @@ HIDDEN = 4 * 4096 * LLAMA.hidden  # bytes of a micro-batch's hidden state in fp3
 
 def scheduled(name: str, ranks: int, micro_batches: int, **keys):
     """A job and its stages, one for each class of ranks."""
-    job = a_job(layout=Layout(pp=ranks, schedule=name), grad_accum=micro_batches, flow="autocast", **keys)
+    job = a_job(strategy=strategy(pp=ranks, schedule=name), grad_accum=micro_batches, flow="autocast", **keys)
     return job, stages(job, by_cost=False)
 
 

@@ -142,7 +142,7 @@ def test_a_job_is_forecast_by_its_own_schedule():
         times = [stage_time(job, each, profile(job.stack)) for each in stages(job, by_cost=False)]
         busy = min(each.compute + each.pipeline_sends for each in times)  # of the rank that the slower one waits for
         kept = [(each.name, each.layers, in_flight(job, each)[0]) for each in stages(job, by_cost=False)]
-        found[name] = job.layout.schedule, time.bubble / busy, kept
+        found[name] = job.strategy.schedule, time.bubble / busy, kept
     assert found["1f1b"] == ("1F1B", pytest.approx(1 / 8), [("first", 2, 2), ("last", 2, 1)])
     assert found["zbv"] == ("ZBVZeroBubble", pytest.approx(1 / 48), [("first and last", 2, 2), ("middle", 2, 2)])
 
