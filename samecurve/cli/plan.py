@@ -120,10 +120,7 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
     best = order[0] if order[0].prediction and order[0].prediction.fits else None
     if arguments.json:
         plans = [plan_text.record(choice) for choice in choices]
-        _write(
-            arguments.json,
-            {"plans": plans, "constants": shipped_constants() | {"hardware": plan_text.constants_record(machines)}},
-        )
+        _write(arguments.json, {"plans": plans, "constants": shipped_constants()})
     first_line = plan_text.answer(best, sum(choice.tie for choice in order) - best.tie) if best else ""
     exact = replace(wanted, fixed=frozenset(inputs.SEARCHED)) if arguments.strategy else wanted
     if not best:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from samecurve.config import inheritance, own_code, rules
@@ -145,7 +145,7 @@ def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
         path = tuple(str(part) for part in detail["loc"])
         # A missing key may stand in a file that could not be read, but not an item's: base files add nothing to lists.
         if detail["type"] != "missing" or not document.incomplete or any(part.isdecimal() for part in path):
-            document.problem(path, _explain(detail, path))
+            document.problem(path, explain(detail, path))
     return None, frozenset(tuple(str(part) for part in detail["loc"]) for detail in details)
 
 
@@ -160,12 +160,13 @@ def _text_fields(document: Document) -> Iterator[KeyPath]:
                 yield path
 
 
-def _explain(detail: ErrorDetails, path: KeyPath) -> str:
+def explain(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel] = Recipe) -> str:
+    """Say what is wrong with the value at a path of a file that a schema refuses, and what is legal there."""
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         asked = tuple(ANY_ITEM if part.isdecimal() else part for part in path)
         # The keys of a list's items are no advice for a key elsewhere, and the reverse.
-        legal = [known for known in schema_paths(Recipe) if (ANY_ITEM in known) == (ANY_ITEM in asked)]
+        legal = [known for known in schema_paths(schema) if (ANY_ITEM in known) == (ANY_ITEM in asked)]
         known_elsewhere = any(other[-1] == asked[-1] for other in legal)
         renamed = "" if known_elsewhere else called_here(asked[-1])
         return "unknown key" + (renamed or suggest(asked, legal))
@@ -182,7 +183,7 @@ def _explain(detail: ErrorDetails, path: KeyPath) -> str:
     hint = _number_hint(given) if kind in ("int_type", "float_type") else ""
     hint += ", or an import path such as my_module:Name" if ".".join(path) in own_code.KEYS else ""
     if kind == "model_type":
-        fields = [known[-1] for known in schema_paths(Recipe) if known[:-1] == path]
+        fields = [known[-1] for known in schema_paths(schema) if known[:-1] == path]
         hint = block_as_value(".".join(path), given, fields)
     return f"found {describe(given)}, expected {expected}{hint}"
 

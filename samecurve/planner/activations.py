@@ -17,7 +17,7 @@ keeps keys and values repeated to as many heads as the queries have.
 
 from __future__ import annotations
 
-from samecurve.planner.hardware import ASSUMED, FUSED_NORMS, Constant
+from samecurve.planner.hardware import FUSED_NORMS
 from samecurve.planner.job import Job
 
 NORMS = {"16-bit": 16, "copies": 16, "autocast": 26, "fp32": 24}  # by Job.flow; not divided by tensor parallelism alone
@@ -26,10 +26,8 @@ PRODUCT_INPUTS = {"16-bit": 4, "copies": 4, "autocast": 10, "fp32": 8}
 HEAD_NORM = {"16-bit": 6, "copies": 6, "autocast": 6, "fp32": 8}  # per element of queries and keys
 POST_NORM = {"16-bit": 12, "copies": 12, "autocast": 16, "fp32": 16}  # of both, which are no inputs of products
 LAST_NORM = 24  # of the last norm, and of gradients on their way back, tracked as above
-EXPERT_IMBALANCE = Constant(1.2, "busiest by average expert", ASSUMED, "routers do not balance their tokens fully")
-COMPILED = Constant(
-    0.75, "share of kept bytes", ASSUMED, "torch.compile recomputes cheap element-wise results in the backward pass"
-)
+EXPERT_IMBALANCE = 1.2  # busiest by average expert (assumed)
+COMPILED = 0.75  # share of kept bytes: torch.compile recomputes cheap element-wise results (assumed)
 
 
 def layer_bytes(job: Job) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from samecurve.errors import ConfigurationError
 from samecurve.planner import memory, step_time
 from samecurve.planner.calibration import Calibration
-from samecurve.planner.hardware import ASSUMED, BY_COST, Constant, canonical, gpu, is_known, is_unknown, shipped
+from samecurve.planner.hardware import BY_COST, canonical, gpu, is_known, is_unknown, shipped
 from samecurve.planner.job import Job, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.specs.gpus import GIB
@@ -162,25 +162,14 @@ def _strategy(cells: _Cells) -> Strategy:
 
 
 ONE_NODE, LARGE = 8, 128
-UNMEASURED = Constant(
-    1.6,
-    "multiple of an interval's width",
-    ASSUMED,
-    "where no public run is near: experts, fp8, fp32, context parallelism, offloading, other GPUs, more GPUs",
-)
-UNKNOWN_GPU = Constant(math.log(2), "logarithm of measured by predicted", ASSUMED, "a GPU counted as an A100, by name")
-
-
-def _widths(width: float, why: str) -> tuple[Constant, Constant]:
-    low, high = (Constant(end, "logarithm of measured by predicted", ASSUMED, why) for end in (-width, width))
-    return low, high
-
-
-DEFAULT_WIDTHS = _widths(0.35, "where profiles.json has no residuals")
-CPU_WIDTHS = {
-    "time": _widths(1.4, "a factor of 4, as no public run is one on a CPU"),
-    "memory": _widths(0.3, "no public run is one on a CPU"),
-}
+# Assumed multiple of an interval's width where no public run is near: experts, fp8, fp32, context parallelism,
+# offloading, other GPUs, more GPUs.
+UNMEASURED = 1.6
+# Logarithms of measured by predicted, assumed: a GPU that is counted as an A100, stacks without residuals in
+# profiles.json, and CPUs, of which there is no public run.
+UNKNOWN_GPU = math.log(2)
+DEFAULT_WIDTHS = (-0.35, 0.35)
+CPU_WIDTHS = {"time": (-1.4, 1.4), "memory": (-0.3, 0.3)}
 
 
 @dataclass(frozen=True)

@@ -1,90 +1,41 @@
-"""Numbers of machines and formulas with their units and origins: GPUs by name, and the constants of software stacks."""
+"""Rates of GPUs by name, and the constants of software stacks.
+
+A comment behind a number says where it comes from; without one it is measured here or counted. MAMF and bandwidths are
+those of github.com/stas00/ml-engineering.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from samecurve.specs import gpus
 
-MEASURED, DATA_SHEET, ASSUMED = "measured elsewhere", "data sheet", "assumed"
-FITTED, FILE, CALIBRATED = "fitted", "cluster file", "calibration"
-ORIGINS = (MEASURED, DATA_SHEET, ASSUMED, FITTED, FILE, CALIBRATED)
-ENGINEERING = "github.com/stas00/ml-engineering"
+MEASURED_SHARE = 0.8  # best product by the data sheet's peak: assumed, as 794 of 989 TFLOP/s, measured on an H100
+LEAST_OF_LABEL = 0.9  # memory that torch sees by the label's: assumed; a T4's is 0.91, an L4's 0.92
+SEEN_SHARE = 0.985  # GiB that torch sees by GB of the label: assumed, as 39.4 of an A100-40GB's 40
+PROCESS_GIB = 0.6  # of a process on a CPU, beside its tensors: assumed
 
-
-class Constant(float):
-    """A number that knows its origin; the result of arithmetic with it is a plain float.
-
-    Attributes:
-        unit: such as GB/s, or what a share or a factor is of.
-        origin: one of ORIGINS.
-        source: what the origin is in detail: a file and its line, a paper, the machine of a measurement.
-    """
-
-    __slots__ = ("origin", "source", "unit")
-
-    def __new__(cls, value: float, unit: str, origin: str, source: str) -> Constant:
-        assert unit and source and origin in ORIGINS
-        made = super().__new__(cls, value)
-        made.unit, made.origin, made.source = unit, origin, source
-        return made
-
-    def __getnewargs__(self) -> tuple:
-        """Return the arguments with which a copy is made."""
-        return float(self), self.unit, self.origin, self.source
-
-
-def plain(value: float) -> float:
-    """Return a number as YAML shows it best: without its origin, whole where it is, without errors of rounding."""
-    rounded = float(f"{value:.12g}")
-    return int(rounded) if rounded.is_integer() else rounded
-
-
-def flat(name: str, value: Any) -> Iterator[tuple[str, Constant]]:
-    """Generate the constants in nested mappings and tuples, with dotted names. What is absent, such as 0, has none."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from flat(f"{name}.{key or 'others'}", inner)
-    elif isinstance(value, tuple):
-        for index, inner in enumerate(value):
-            yield from flat(f"{name}.{index}", inner)
-    elif isinstance(value, Constant):
-        yield name, value
-
-
-MEASURED_SHARE = Constant(
-    0.8, "best product by the data sheet's peak", ASSUMED, "as 794 of 989 TFLOP/s, measured on an H100"
-)
-LEAST_OF_LABEL = Constant(0.9, "memory that torch sees by the label's", ASSUMED, "a T4's is 0.91, an L4's 0.92")
-SEEN_SHARE = Constant(0.985, "GiB that torch sees by GB of the label", ASSUMED, "as 39.4 of an A100-40GB's 40")
-PROCESS_GIB = Constant(0.6, "GiB of a process on a CPU", ASSUMED, "Python, torch and libraries beside its tensors")
-
-_GATHER = 361.4  # GB/s of an all-gather of 16 GiB on 8 H200s; other generations by NVIDIA's rates of an all-reduce
-_SLIDE = "all_gather of 8 H200s, scaled by NVIDIA's slide of all-reduce rates"
-# GB/s of bus bandwidth of an all-gather in a full node, large payloads, by the links of gpus.csv.
+_GATHER = 361.4  # GB/s of an all-gather of 16 GiB on 8 H200s (measured)
+# GB/s of bus bandwidth of an all-gather in a full node, large payloads, by the links of gpus.csv. NVLink 2 and 3 are
+# scaled by NVIDIA's rates of an all-reduce (122 and 232 for 370 GB/s), NVLink 5 and the slower links of export versions
+# by data sheets.
 LINKS = {
-    name: Constant(rate, "GB/s", origin, f"{ENGINEERING}: {source}" if origin == MEASURED else source)
-    for name, rate, origin, source in (
-        ("NVLink2", _GATHER * 122 / 370, ASSUMED, f"{_SLIDE}, NVLink 2"),
-        ("NVLink3", _GATHER * 232 / 370, ASSUMED, f"{_SLIDE}, NVLink 3"),
-        ("NVLink4", _GATHER, MEASURED, "all_gather of 8 H200s"),
-        ("NVLink5", _GATHER * 2, ASSUMED, "all_gather of 8 H200s, scaled by the data sheets' rates of NVLink 5 and 4"),
-        # export versions have slower links
-        ("H800", _GATHER * 400 / 900, ASSUMED, "all_gather of 8 H200s, and the data sheets' 400 of 900 GB/s"),
-        ("A800", _GATHER * 232 / 370 * 400 / 600, ASSUMED, f"{_SLIDE}, and the data sheets' 400 of 600 GB/s"),
-        ("PCIe3", 12, ASSUMED, "half of PCIe 4"),
-        ("PCIe4", 24, MEASURED, "an all-reduce over PCIe 4"),
-        ("PCIe5", 48, MEASURED, "an all-reduce over PCIe 5"),
-        ("MI300X", 312.9, MEASURED, "8 MI300X"),
-        ("as MI300X", 312.9, ASSUMED, "as an MI300X's"),
-        ("CDNA2", 100, ASSUMED, "two rings over Infinity Fabric links of 50 GB/s (AMD's MI250 documentation)"),
-    )
+    "NVLink2": _GATHER * 122 / 370,
+    "NVLink3": _GATHER * 232 / 370,
+    "NVLink4": _GATHER,
+    "NVLink5": _GATHER * 2,
+    "H800": _GATHER * 400 / 900,
+    "A800": _GATHER * 232 / 370 * 400 / 600,
+    "PCIe3": 12,  # assumed, half of PCIe 4
+    "PCIe4": 24,  # measured all-reduce
+    "PCIe5": 48,  # measured all-reduce
+    "MI300X": 312.9,  # measured
+    "as MI300X": 312.9,  # assumed
+    "CDNA2": 100,  # assumed: two rings over Infinity Fabric links of 50 GB/s (AMD's MI250 documentation)
 }
 
 
@@ -93,7 +44,7 @@ class Gpu:
     """Rates of one GPU.
 
     Attributes:
-        matmul_tflops: best measured bf16 product, not the data sheet's.
+        matmul_tflops: best measured bf16 product, else MEASURED_SHARE of the data sheet's.
         fp8_tflops: the same in fp8; 0 if the GPU has none.
         hbm_gb_per_s: memory bandwidth of the data sheet.
         bus_gb_per_s: bus bandwidth of an all-gather of a full node, large payloads.
@@ -101,6 +52,7 @@ class Gpu:
         generation: key of SUSTAINED and ATTENTION.
         fp32_tflops: products in fp32; 0: as fast as bf16, for want of a number.
         sms: streaming multiprocessors; 0 if they are not known, or for a CPU.
+        is_measured: whether matmul_tflops is.
     """
 
     matmul_tflops: float
@@ -111,19 +63,12 @@ class Gpu:
     generation: str
     fp32_tflops: float = 0
     sms: int = 0
+    is_measured: bool = False
 
 
-EPYC = "one core of a server (AMD EPYC of 2023), 2026-11-26"  # runs calibrate it for other processors
-_CORE = Constant(0.1, "TFLOP/s", MEASURED, f"bench matmul in fp32, {EPYC}")
-CPU = Gpu(
-    _CORE,
-    0,
-    Constant(20, "GB/s", MEASURED, f"a copy of 64 MiB, {EPYC}"),
-    Constant(1.3, "GB/s", MEASURED, f"bench collectives, Gloo between processes of a host, {EPYC}"),
-    Constant(64, "GiB", ASSUMED, "memory of a host; a run reads its own"),
-    "cpu",
-    _CORE,
-)
+# One core of a server (AMD EPYC of 2023, 2026-11-26; runs calibrate it for other processors): bench matmul in fp32, a
+# copy of 64 MiB, bench collectives with Gloo between processes of a host. A host's 64 GiB are assumed.
+CPU = Gpu(0.1, 0, 20, 1.3, 64, "cpu", 0.1, is_measured=True)
 
 
 @lru_cache(maxsize=1)
@@ -131,24 +76,12 @@ def rows() -> dict[str, Gpu]:
     """Return the GPUs by the regular expression of their names; the first that matches counts."""
     known = {}
     for row in gpus.rows():
-        memory = Constant(row.gib, "GiB", MEASURED, "as torch reports it") if row.gib else labelled(row.label)
-        hbm = Constant(row.hbm, "GB/s", DATA_SHEET, "memory bandwidth")
-        best, fp8, fp32 = _product(row.best, row.half), _product(row.best_fp8, row.fp8), _product(0, row.fp32)
-        known[row.pattern] = Gpu(best, fp8, hbm, LINKS[row.link], memory, row.generation or "other", fp32, row.sms)
+        best, fp8 = row.best or MEASURED_SHARE * row.half, row.best_fp8 or MEASURED_SHARE * row.fp8
+        known[row.pattern] = Gpu(
+            best, fp8, row.hbm, LINKS[row.link], row.gib or SEEN_SHARE * row.label, row.generation or "other",
+            MEASURED_SHARE * row.fp32, row.sms, bool(row.best),
+        )  # fmt: skip
     return {**known, r"^cpu$": CPU}
-
-
-def _product(measured: float, peak: float) -> float:
-    """Return the TFLOP/s of the fastest product, estimated from the data sheet's peak where none is measured."""
-    if measured:
-        return Constant(measured, "TFLOP/s", MEASURED, f"{ENGINEERING}: MAMF")
-    share = f"{MEASURED_SHARE:g} of the data sheet's {peak:g}"
-    return Constant(MEASURED_SHARE * peak, "TFLOP/s", ASSUMED, share) if peak else 0
-
-
-def labelled(gigabytes: float) -> Constant:
-    """Estimate the memory that torch sees from the label's."""
-    return Constant(SEEN_SHARE * gigabytes, "GiB", ASSUMED, f"{SEEN_SHARE:g} of the label's {gigabytes:g} GB")
 
 
 def gpu(kind: str) -> Gpu:
@@ -169,7 +102,7 @@ def _with_memory(card: Gpu, kind: str) -> Gpu:
     _, label = split_name(kind)
     is_same = LEAST_OF_LABEL * label <= card.memory_gib <= label
     is_host = label > 2 * card.memory_gib  # the 480 GB in the name of a GH200 are the CPU's
-    return card if not label or is_same or is_host else replace(card, memory_gib=labelled(label))
+    return card if not label or is_same or is_host else replace(card, memory_gib=SEEN_SHARE * label)
 
 
 def is_unknown(kind: str) -> bool:
@@ -182,7 +115,7 @@ def _pattern(kind: str) -> str | None:
     """Find the row of a kind. None: there is none, or only that of another variant, such as a laptop's GPU."""
     name, _ = split_name(kind)
     patterns = (pattern for pattern in rows() if re.search(pattern, name, re.IGNORECASE))
-    return None if is_variant(kind) else next(patterns, None)
+    return None if _VARIANTS.search(kind) else next(patterns, None)
 
 
 def known_names() -> list[str]:
@@ -220,11 +153,6 @@ def split_name(kind: str) -> tuple[str, float]:
         return name, 0
     name = f"{name} {match[1]}GB"
     return name, float(match[1]) / (2 if _DIES.search(name) else 1)
-
-
-def is_variant(kind: str) -> bool:
-    """Whether the number of a GPU stands for another one here, such as RTX 4090 D or a laptop's."""
-    return bool(_VARIANTS.search(kind))
 
 
 # Constants of a software stack that no data sheet gives; scripts/fit_planner.py fits them to published runs.
@@ -268,34 +196,19 @@ class Profile:
     logits_bytes: float = 12.0
 
 
-CONSTANTS = tuple(field.name for field in fields(Profile))
-SUSTAINED = {
-    generation: Constant(share, "share of the best product's rate", ASSUMED, "under a power limit, for minutes")
-    for generation, share in {"ampere": 1.0, "hopper": 0.88, "blackwell": 0.8, "other": 0.7, "cpu": 1.0}.items()
-}
-ATTENTION = {
-    generation: Constant(
-        share, "share of an A100's efficiency", ASSUMED, "fused kernels of 2023 were written for Ampere"
-    )
-    for generation, share in {"ampere": 1.0, "hopper": 0.75, "blackwell": 0.6, "other": 0.6, "cpu": 1.0}.items()
-}
-# FlashAttention 2 is about twice as fast as the first, with which llm-foundry was measured.
-FIRST_FLASH_ATTENTION = {
-    "llm-foundry-fsdp": Constant(0.5, "share of FlashAttention 2's rate", MEASURED, "arXiv:2307.08691")
-}
-ALIASES = {
-    "megatron-core": "megatron",
-    "megatron-lm": "megatron",
-    "megatron-deepspeed": "megatron",
-    "nemo": "megatron",
-    "fsdp": "llm-foundry-fsdp",
-}
+# By generation (assumed): the share of the best measured product that a GPU sustains for minutes under its power limit,
+# and the share of an A100's efficiency that fused attention kernels of 2023, written for Ampere, reach.
+SUSTAINED = {"ampere": 1.0, "hopper": 0.88, "blackwell": 0.8, "other": 0.7, "cpu": 1.0}
+ATTENTION = {"ampere": 1.0, "hopper": 0.75, "blackwell": 0.6, "other": 0.6, "cpu": 1.0}
+# FlashAttention 2 is about twice as fast as the first (arXiv:2307.08691), with which llm-foundry was measured.
+FIRST_FLASH_ATTENTION = {"llm-foundry-fsdp": 0.5}
+_MEGATRON = ("megatron", "megatron-core", "megatron-lm", "megatron-deepspeed", "nemo")
+ALIASES = {**dict.fromkeys(_MEGATRON, "megatron"), "fsdp": "llm-foundry-fsdp"}
 FUSED_NORMS = {"nanotron"}  # stacks whose RMSNorm is one kernel
 # What becomes of inputs that sequence parallelism gathers: DTensor keeps them. Not listed: freed, and gathered again.
-GATHERED = {"fsdp2": "kept", "tp": "kept"}
-GATHERED |= dict.fromkeys(("megatron", *(name for name in ALIASES if ALIASES[name] == "megatron")), "one buffer")
+GATHERED = {"fsdp2": "kept", "tp": "kept", **dict.fromkeys(_MEGATRON, "one buffer")}
 # Stacks whose selective recomputation is that of arXiv:2205.05198; in others it is by operator.
-ATTENTION_ALONE = {"megatron", "nanotron", *(name for name in ALIASES if ALIASES[name] == "megatron")}
+ATTENTION_ALONE = {"nanotron", *_MEGATRON}
 BY_COST = {"nanotron"}  # stacks that cut a pipeline by cost, head included
 
 
@@ -319,13 +232,3 @@ def syncs_every_micro_batch(stack: str, zero: int, pipeline: bool) -> bool:
 
 def is_known(stack: str) -> bool:
     return stack in shipped()["stacks"]
-
-
-def sustained(generation: str) -> float:
-    """Share of the best measured product that a GPU of a generation sustains for minutes, under its power limit."""
-    return SUSTAINED[generation]
-
-
-def attention_rate(generation: str, stack: str) -> float:
-    """Share of a stack's attention efficiency that a GPU of a generation reaches with the stack's kernel."""
-    return ATTENTION[generation] * FIRST_FLASH_ATTENTION.get(stack, 1)

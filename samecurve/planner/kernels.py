@@ -5,44 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samecurve.planner.activations import bytes_per_score, layer_bytes, mask_elements, score_bytes
-from samecurve.planner.hardware import ASSUMED, MEASURED, Constant, Profile, attention_rate, sustained
+from samecurve.planner.hardware import ATTENTION, FIRST_FLASH_ATTENTION, SUSTAINED, Profile
 from samecurve.planner.job import Job
 
 BACKWARD_ATTENTION = 2.5  # five products instead of two, as the fused kernel recomputes the scores
-COMPILED_FLOOR = Constant(0.5, "share of launches that remain", ASSUMED, "compiled layers launch fewer kernels")
-EXPERT_LAUNCH_US = Constant(
-    100, "us", ASSUMED, "ten kernels of an expert that takes its turn: selection, products, addition"
-)
+COMPILED_FLOOR = 0.5  # share of launches that remain in compiled layers (assumed)
+EXPERT_LAUNCH_US = 100  # of an expert that takes its turn: ten kernels to select, multiply and add (assumed)
 # Host time on a CPU, whose core also computes, of a layer's forward pass and of a step without its layers: what a layer
 # of width 32 adds to a step, by 2.5, and what 4 of them leave, without collectives. Hooks are part of it: DTensor's,
-# FSDP2's, and ZeRO-3's on each module.
-_EPYC = "AMD EPYC, torch 2.13.0, deepspeed 0.19.8, 2026-11-26"
+# FSDP2's, and ZeRO-3's on each module. Measured (AMD EPYC, torch 2.13.0, deepspeed 0.19.8, 2026-11-26).
 CPU_HOST_US = {
-    name: (Constant(layer, "us of a layer", MEASURED, _EPYC), Constant(step, "us of a step", MEASURED, _EPYC))
-    for name, layer, step in (
-        ("", 310, 12_000),
-        ("fsdp2", 820, 23_000),
-        ("tp", 2_460, 25_000),
-        ("deepspeed", 550, 16_000),
-        ("zero3", 2_790, 22_000),
-    )
+    "": (310, 12_000),
+    "fsdp2": (820, 23_000),
+    "tp": (2_460, 25_000),
+    "deepspeed": (550, 16_000),
+    "zero3": (2_790, 22_000),
 }
 # ZeRO-3's hooks gather and release each module's weights, on a GPU's host, too.
-ZERO3_HOOKS_US = Constant(2_790 - 550, "us of a layer", MEASURED, f"zero3 less deepspeed, as above, {_EPYC}")
+ZERO3_HOOKS_US = 2_790 - 550
 ALIGNED = 8  # elements, 16 bytes in 16 bits, by which tensor cores want widths to be divisible
-UNALIGNED = Constant(
-    272.73 / 398.38, "share of the rate", MEASURED, "MLPs of width 10,922 and 10,944 on an H100 (ml-engineering)"
-)
-UNFUSED = Constant(0.6, "share of the rate of large products", ASSUMED, "products of attention without a fused kernel")
-MASKED = Constant(0.6, "share of the causal kernel's rate", ASSUMED, "SDPA's memory-efficient kernel, with a mask")
-SCORE_TRAFFIC = Constant(2.0, "bytes moved per byte of kept scores", ASSUMED, "written and read once, forward")
+UNALIGNED = 272.73 / 398.38  # share of the rate: MLPs of width 10,922 and 10,944 on an H100 (ml-engineering)
+UNFUSED = 0.6  # share of large products' rate that attention's have without a fused kernel (assumed)
+MASKED = 0.6  # share of the causal kernel's rate of SDPA's memory-efficient kernel, with a mask (assumed)
+SCORE_TRAFFIC = 2.0  # bytes moved per byte of kept scores, written and read once, forward
 # The single operations of models/attention/ring.py, forward: two products, and in fp32 a scale, a log-sum-exp (6
 # passes), a difference and an exponential.
-RING_TRAFFIC = Constant(64, "bytes moved per visible score", ASSUMED, "counted in models/attention/ring.py")
-FP8_CASTS = {
-    recipe: Constant(moved, "bytes moved per element of a product's matrices", ASSUMED, "counted in the casts")
-    for recipe, moved in (("tensorwise", 6), ("rowwise", 8), ("", 6))
-}
+RING_TRAFFIC = 64  # bytes moved per visible score
+FP8_CASTS = {"tensorwise": 6, "rowwise": 8, "": 6}  # bytes moved per element of a product's matrices
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
     """
     flops = 2 * rows * inputs * outputs
     elements = rows * inputs + inputs * outputs + rows * outputs
-    share = constants.matmul_share * sustained(job.card.generation)
+    share = constants.matmul_share * SUSTAINED[job.card.generation]
     rate = job.card.matmul_tflops * 1e12
     has_tensor_cores = job.card.generation != "cpu" and job.precision != "fp32"
     if job.flow and has_tensor_cores and (inputs % ALIGNED or outputs % ALIGNED):
@@ -174,9 +163,9 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
     flops = 4 * job.tokens * job.seq * shape.attention_width / split
     tiles = job.flow and job.exchange == "ring"
     factor = BACKWARD_ATTENTION if job.flash else 2
-    peak = job.card.matmul_tflops * 1e12 * sustained(generation)
+    peak = job.card.matmul_tflops * 1e12 * SUSTAINED[generation]
     if job.flash and not tiles:
-        rate = peak * constants.attention_share * attention_rate(generation, job.stack)
+        rate = peak * constants.attention_share * ATTENTION[generation] * FIRST_FLASH_ATTENTION.get(job.stack, 1)
         if job.masked and generation != "cpu":
             forward = 4 * shape.attention_width / split * _masked_pairs(job) / (MASKED * rate)
         else:

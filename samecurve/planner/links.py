@@ -6,27 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samecurve.planner.hardware import ASSUMED, ENGINEERING, EPYC, MEASURED, Constant, Gpu
+from samecurve.planner.hardware import Gpu
 from samecurve.specs.gpus import MIB
 
-NIC_SHARE = Constant(
-    0.73, "share of the nominal rate, large payloads", MEASURED, f"{ENGINEERING}: busbw (k - 1) / (n - 1) of k nodes"
-)
-UNCROWDED_NODES = Constant(16, "nodes", ASSUMED, "all-reduce over EFA by nodes (the playbook's chart), see `crowding`")
-NODE_STEP_SECONDS = Constant(4e-6, "s of a ring step inside a node", ASSUMED, "latency of NVLink and a kernel")
-CPU_STEP_SECONDS = Constant(
-    5e-4, "s of a ring step", MEASURED, f"half of an all-reduce of some KiB, Gloo over the loopback interface, {EPYC}"
-)
-DEFAULT_NODE_GBIT = Constant(1600, "Gbit/s of a node", ASSUMED, "the network cards of a DGX A100 (data sheet)")
-# GB/s of bus bandwidth of an all-reduce on 8 H200s, of 32 KiB, 64 KiB and so on to 16 GiB.
+NIC_SHARE = 0.73  # of the nominal rate, large payloads: busbw (k - 1) / (n - 1) of k nodes (ml-engineering)
+UNCROWDED_NODES = 16  # assumed, see `crowding`
+NODE_STEP_SECONDS = 4e-6  # of a ring step inside a node: NVLink and a kernel (assumed)
+CPU_STEP_SECONDS = 5e-4  # half of an all-reduce of some KiB by Gloo over the loopback interface (as hardware.CPU)
+DEFAULT_NODE_GBIT = 1600.0  # of a node: the network cards of a DGX A100
+# GB/s of bus bandwidth of an all-reduce on 8 H200s, of 32 KiB, 64 KiB and so on to 16 GiB (ml-engineering).
 _BUS = (
     *(1.44, 2.93, 5.73, 11.74, 23.94, 39.93, 64.53, 107.16, 155.53, 219.89),
     *(275.84, 346.51, 401.93, 436.15, 450.29, 463.58, 469.17, 473.1, 477.45, 482.26),
 )
-NODE_CURVE = tuple(
-    Constant(rate / _BUS[-1], "share of the peak", MEASURED, f"{ENGINEERING}: all-reduce of 8 H200s by payload")
-    for rate in _BUS
-)
+NODE_CURVE = tuple(rate / _BUS[-1] for rate in _BUS)
 SMALLEST = MIB / 32  # payload of the curve's first point
 
 

@@ -8,30 +8,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from samecurve.planner import tensor_lines
-from samecurve.planner.hardware import ASSUMED, BY_COST, CALIBRATED, FILE, MEASURED, Constant, Profile, profile
+from samecurve.planner.hardware import BY_COST, PROCESS_GIB, Profile, profile
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.tensor_lines import MOMENTS, Line
 from samecurve.specs.gpus import GIB
 
-CONTEXT_GIB = Constant(0.9, "GiB", ASSUMED, "CUDA context with torch's kernels; ml-engineering: 0.90 and 0.92 GB")
-NCCL_GIB = Constant(
-    1.2, "GiB", ASSUMED, "buffers of several communicators; ml-engineering: 1.45 GB at the first barrier"
-)
-FRAGMENTATION = Constant(0.08, "share of allocated memory", ASSUMED, "torch_reserved over torch_allocated")
-# The C library keeps some of what tensors give back: 0.51 GiB of tensors, and 0.63 to 0.73 GiB more than without.
-RESIDENT_GAPS = Constant(
-    0.3,
-    "share of a process's tensors",
-    MEASURED,
-    "a layer of width 512 on 16,384 tokens (AMD EPYC, torch 2.13.0, 2026-11-24)",
-)
-BLOCK_ROUNDING = Constant(1.01, "allocated by requested bytes", ASSUMED, "the allocator rounds blocks up")
+# Assumed: ml-engineering has 0.90 and 0.92 GB of context, and 1.45 GB of buffers at the first barrier.
+CONTEXT_GIB, NCCL_GIB = 0.9, 1.2
+FRAGMENTATION = 0.08  # torch_reserved over torch_allocated (assumed)
+# Of a process's tensors. The C library keeps some of what they give back: 0.51 GiB of tensors, and 0.63 to 0.73 GiB
+# more than without, in a layer of width 512 on 16,384 tokens (AMD EPYC, torch 2.13.0, 2026-11-24).
+RESIDENT_GAPS = 0.3
+BLOCK_ROUNDING = 1.01  # allocated by requested bytes (assumed)
 STATES = 16  # bytes per parameter of what Adam updates: fp32 weight, gradient and two moments
 SUMS = 4  # bytes per parameter of gradients that ZeRO-3 sums in host memory until the update, beside Adam's copy
-WORKSPACE_GIB = Constant(
-    0.1, "GiB", ASSUMED, "cuBLAS: up to 32 MiB for each stream (torch's CUBLAS_WORKSPACE_CONFIG), some streams"
-)
+WORKSPACE_GIB = 0.1  # cuBLAS: up to 32 MiB for each of some streams (torch's CUBLAS_WORKSPACE_CONFIG; assumed)
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class Anatomy:
     reserved_gib: float | None = None
     reserved_source: str = ""
     gpus: int = 1
-    gaps: Constant = FRAGMENTATION
+    gaps: float = FRAGMENTATION
 
     @cached_property
     def totals(self) -> dict[str, float]:
@@ -90,7 +82,7 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
     resident = job.memory_kind == "resident"
     gaps = RESIDENT_GAPS if resident else FRAGMENTATION
     held = 0 if resident else WORKSPACE_GIB * GIB
-    workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", WORKSPACE_GIB.origin)
+    workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", "assumed")
     kept, source = reserved(job)
     rank_classes = []
     for stage in chosen or stages(job, job.stack in BY_COST):
@@ -114,13 +106,12 @@ def reserved(job: Job) -> tuple[float | None, str]:
 
     A cluster file's own number comes first, because it also counts what others hold on those machines.
     """
-    given, learnt = job.reserved_gib, job.calibration
-    if isinstance(given, Constant) and given.origin == FILE:
-        return given, "the cluster's reserved_gib"
-    measured = learnt.process(job.library, job.dims.world_size) if learnt else None
-    if measured is not None:
-        return measured, CALIBRATED
-    return given, given.origin if isinstance(given, Constant) else "the cluster's reserved_gib"
+    if job.reserved_gib is not None:
+        return job.reserved_gib, "cluster file"
+    learnt = job.calibration.process(job.library, job.dims.world_size) if job.calibration else None
+    if learnt is not None:
+        return learnt, "calibration"
+    return PROCESS_GIB if job.card.generation == "cpu" else None, "assumed"
 
 
 def _offloaded(job: Job) -> list[Line]:
@@ -183,15 +174,22 @@ def overhead(rank_class: Anatomy) -> list[Line]:
     """List what a GPU holds beside tensors: the allocator's rounding and gaps, the CUDA context and NCCL's buffers."""
     share = BLOCK_ROUNDING * (1 + rank_class.gaps) - 1
     end, middle, update = (rank_class.total(moment) * share for moment in MOMENTS)
-    fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", rank_class.gaps.origin)
+    fragmentation = Line(
+        "fragmentation",
+        end,
+        middle,
+        update,
+        f"{share:.0%} of the tensors",
+        "assumed" if rank_class.gaps == FRAGMENTATION else "measured",
+    )
     if rank_class.reserved_gib is not None:
         held = rank_class.reserved_gib * GIB
         return [fragmentation, Line("reserved", held, held, held, "context and libraries", rank_class.reserved_source)]
     context, nccl = CONTEXT_GIB * GIB, NCCL_GIB * GIB if rank_class.gpus > 1 else 0
     return [
         fragmentation,
-        Line("context", context, context, context, "CUDA context with torch's kernels", CONTEXT_GIB.origin),
-        Line("NCCL", nccl, nccl, nccl, "buffers of several communicators", NCCL_GIB.origin),
+        Line("context", context, context, context, "CUDA context with torch's kernels", "assumed"),
+        Line("NCCL", nccl, nccl, nccl, "buffers of several communicators", "assumed"),
     ]
 
 

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
-from samecurve.planner import (
-    activations,
-    answers,
-    hardware,
-    kernels,
-    ledger,
-    links,
-    memory,
-    search,
-    step_time,
-    tensor_lines,
-)
+from samecurve.planner import hardware, ledger, memory
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.hardware import CALIBRATED, FITTED, ORIGINS, Constant, flat
 from samecurve.planner.inputs import Wanted
 from samecurve.planner.job import Job
 from samecurve.planner.ledger import Exchange
@@ -270,91 +257,24 @@ def step_flops(shape: ModelShape, rows: float, seq: float) -> float:
     return 3 * (shape.layers * layer_flops(shape, rows, seq) + 2 * rows * seq * shape.head_parameters)
 
 
-# Every constant of a plan's machines and of the formulas, with its origin: for --json, and in one line of text.
-
-
-FORMULAS = (hardware, links, kernels, step_time, memory, tensor_lines, activations, answers, search)
-
-
-def constants(machines: Cluster) -> dict[str, Constant]:
-    """Return the constants by dotted names, for example gpu.hbm_gb_per_s or kernels.COMPILED_FLOOR."""
-    by_name = dict(_of_machines(machines))
-    for module in FORMULAS:
-        name = module.__name__.rpartition(".")[2]
-        # names with an underscore are parts of others
-        named = {key: value for key, value in vars(module).items() if key.isupper() and key[0] != "_"}
-        by_name |= flat(name, named)
-    return by_name
-
-
-def _of_machines(machines: Cluster) -> Iterator[tuple[str, Constant]]:
-    for name, part in (("gpu", machines.card), ("host", machines.host)):
-        yield from flat(name, {field.name: getattr(part, field.name) for field in fields(part)})
-    yield from flat("network", {"gbit_per_s_per_node": machines.node_gbit})
-    for index, level in enumerate(machines.levels):  # names as in a cluster file
-        rates = {str(ranks): rate for ranks, rate in level.measured}
-        others = {"gbit_per_s_per_node": level.node_gbit, "latency_us": level.latency_us}
-        yield from flat(f"links.{index}", {"bus_gb_per_s": rates, **others})
-    yield from flat("memory", {"reserved_gib": machines.reserved_gib})
-    yield from flat("calibration", _learnt(machines))
-
-
-def _learnt(machines: Cluster) -> dict[str, Any]:
-    """Return what runs or results of bench on such machines taught."""
-    learnt = machines.calibration
-    if not learnt:
-        return {}
-    units = {
-        "time": "multiple of the predicted seconds",
-        "stack_time": "multiple of the predicted seconds",
-        "memory": "multiple of the predicted tensors",
-        "process_gib": "GiB",
-    }
-    return {
-        name: {
-            key: Constant(value, unit, CALIBRATED, learnt.describe()) for key, value in getattr(learnt, name).items()
-        }
-        for name, unit in units.items()
-    }
-
-
-def constants_record(machines: Cluster) -> dict[str, dict[str, Any]]:
-    """Return the constants as JSON: value, unit, origin and source by name."""
-    return {
-        name: {"value": float(constant), "unit": constant.unit, "origin": constant.origin, "source": constant.source}
-        for name, constant in constants(machines).items()
-    }
-
-
 def inputs_line(machines: Cluster, job: Job | None) -> str:
-    """Say in one line where the numbers behind a plan come from, with the values of the most important ones.
+    """Say in one line which rates a plan rests on, and where they come from.
 
     Args:
         machines: the cluster.
         job: of the answer, None if nothing can run.
     """
-    card, outer = machines.card, machines.levels[1:]
+    card, outer, learnt = machines.card, machines.levels[1:], machines.calibration
     near = machines.levels[0].measured[-1][1] if machines.levels else card.bus_gb_per_s
-    shown = [("products", card.matmul_tflops), ("GPU memory", card.hbm_gb_per_s), ("links in a node", near)]
+    origin = "measured elsewhere" if card.is_measured else f"{hardware.MEASURED_SHARE:g} of the data sheet"
+    rates = [f"products {card.matmul_tflops:,.4g} TFLOP/s ({origin})", f"GPU memory {card.hbm_gb_per_s:,.4g} GB/s"]
+    rates.append(f"links in a node {near:,.4g} GB/s")
     if machines.nodes > 1:
-        far = [level.measured[-1][1] if level.measured else level.node_gbit for level in outer] or [machines.node_gbit]
-        names = [level.name for level in outer] or ["network"]
-        shown += list(zip(names, far, strict=True))
-    by_origin: dict[str, list[str]] = {origin: [] for origin in ORIGINS}
-    for name, constant in shown:
-        assert isinstance(constant, Constant)
-        by_origin[constant.origin].append(f"{name} {constant:,.4g} {constant.unit}")
-    by_origin[FITTED].append("efficiencies, latencies, overlap")
-    held = [("CUDA context", memory.CONTEXT_GIB), ("NCCL", memory.NCCL_GIB)]
-    given, learnt = machines.reserved_gib, machines.calibration
-    if isinstance(given, Constant):
-        held = [("reserved memory", given)]
-    if job and memory.reserved(job)[1] == CALIBRATED:
-        held = []
-        by_origin[CALIBRATED].append("reserved memory")
-    gaps = memory.RESIDENT_GAPS if machines.kind == "cpu" else memory.FRAGMENTATION
-    for name, constant in (*held, ("fragmentation", gaps)):
-        by_origin[constant.origin].append(name)
-    if learnt and (learnt.time or learnt.memory):
-        by_origin[CALIBRATED].append("factors of all these")
-    return "Inputs: " + "; ".join(f"{', '.join(names)} ({origin})" for origin, names in by_origin.items() if names)
+        for level in outer:
+            rate, unit = (level.measured[-1][1], "GB/s") if level.measured else (level.node_gbit, "Gbit/s of a node")
+            rates.append(f"{level.name} {rate:,.4g} {unit}")
+        if not outer:
+            rates.append(f"network {machines.node_gbit:,.4g} Gbit/s of a node")
+    source = memory.reserved(job)[1] if job else "assumed"
+    factors = "; all of these times the factors of a calibration" if learnt and (learnt.time or learnt.memory) else ""
+    return f"Inputs: {', '.join(rates)}; memory beside tensors ({source}); efficiencies and latencies (fitted){factors}"

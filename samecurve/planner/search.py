@@ -13,7 +13,7 @@ from itertools import product
 from samecurve.planner import memory, step_time, strategies
 from samecurve.planner.answers import Held, Prediction, hold, prediction
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.hardware import FITTED, Constant, is_known
+from samecurve.planner.hardware import is_known
 from samecurve.planner.inputs import Wanted
 from samecurve.planner.job import Job
 from samecurve.planner.strategies import Template, simplicity
@@ -79,9 +79,7 @@ def checkpointings(wanted: Wanted) -> list[str]:
 
 # Of two public runs that differ in nothing but the shape, and whose predicted step times differ by this much, the one
 # that is predicted to be faster was so in 8 of 10 cases.
-COMPARED = Constant(
-    0.07, "logarithm of two step times", FITTED, 'public runs (benchmarks/planner.md, "Which of two is faster")'
-)
+COMPARED = 0.07  # logarithm (benchmarks/planner.md, "Which of two is faster")
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from functools import cached_property
 from samecurve.planner import kernels, links
 from samecurve.planner.activations import expert_imbalance
 from samecurve.planner.data_parallel_time import data_seconds
-from samecurve.planner.hardware import ASSUMED, BY_COST, Constant, Profile, profile
+from samecurve.planner.hardware import BY_COST, Profile, profile
 from samecurve.planner.job import Job, axis_link
 from samecurve.planner.links import Link
 from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
 from samecurve.strategy.pipeline_schedules import SCHEDULES
 
-HIDDEN_TENSOR_PARALLEL = Constant(0.5, "share of collectives that is exposed", ASSUMED, "with overlapped products")
-SEND_SECONDS = Constant(100e-6, "s", ASSUMED, "host time of one send to a neighbouring stage")
+HIDDEN_TENSOR_PARALLEL = 0.5  # share of collectives that overlapped products leave exposed (assumed)
+SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage (assumed)
 GRADIENT_BYTES = 4  # of keys' and values' gradients on their way around a ring
-COLLECTIVE_SECONDS = Constant(20e-6, "s", ASSUMED, "host time of one collective inside a layer")
+COLLECTIVE_SECONDS = 20e-6  # host time of one collective inside a layer (assumed)
 UPDATE_BYTES = 40  # of fp32 master weight, gradient and moments that Adam reads and writes per parameter
-CORE_GB_PER_S = Constant(2, "GB/s", ASSUMED, "host memory traffic of one core in the update")
+CORE_GB_PER_S = 2  # host memory traffic of one core in the update (assumed)
 
 ZERO_BUBBLE_SHARE = {"zb-1p": 1 / 3, "zb-2p": 0.0}  # of 1F1B's idle slots (arXiv:2401.10241)
 

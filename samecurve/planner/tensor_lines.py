@@ -16,7 +16,7 @@ from samecurve.planner.activations import (
     mask_elements,
     score_gradient_bytes,
 )
-from samecurve.planner.hardware import ASSUMED, GATHERED, Constant, Profile
+from samecurve.planner.hardware import GATHERED, Profile
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, in_flight, shard_sizes, stage_parameters
 from samecurve.specs import loss_chunks
@@ -27,7 +27,7 @@ from samecurve.strategy.timetables import order
 # Bytes per logit of a loss from whole logits: their logarithms of probabilities, and two gradients, all fp32 (torch's
 # profiler, 2.13.0).
 FULL_LOSS = 12
-AHEAD_SHARE = Constant(0.8, "share of a GPU's memory", ASSUMED, "up to which the host runs ahead")
+AHEAD_SHARE = 0.8  # of a GPU's memory, up to which the host runs ahead (assumed)
 MOMENTS = ("forward", "backward", "optimizer")
 
 

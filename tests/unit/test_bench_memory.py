@@ -20,7 +20,7 @@ from samecurve.planner import calibrate, calibration, cluster, forecast, plan_te
 from samecurve.planner import memory as planned
 from samecurve.planner.calibration import ALONE, Calibration
 from samecurve.planner.cluster import built_in
-from samecurve.planner.hardware import ASSUMED, CALIBRATED, PROCESS_GIB
+from samecurve.planner.hardware import PROCESS_GIB
 from samecurve.specs.gpus import GIB
 from samecurve.strategy.plan import Strategy
 
@@ -202,9 +202,7 @@ def test_a_memory_result_alone_replaces_what_a_process_is_assumed_to_hold(tmp_pa
     assert " ".join(next(each for each in shown.splitlines() if each.startswith("reserved")).split()) == (
         "reserved 0.50 0.50 0.50 context and libraries (calibration)"
     )
-    assert "reserved memory (calibration)" in shown and "factors of all these" not in shown
-    listed = json.loads(out.read_text())["constants"]["hardware"]["calibration.process_gib.torch"]
-    assert (listed["value"], listed["unit"], listed["origin"]) == (0.5, "GiB", CALIBRATED)
+    assert "memory beside tensors (calibration)" in shown and "factors of a calibration" not in shown
 
 
 def held(job) -> dict[str, tuple[float, str]]:
@@ -218,7 +216,7 @@ def test_a_gpu_has_communicators_where_there_are_others(tmp_path):
     assert read.note == "one process 0.75 GiB, others 1.75 GiB beside tensors, assumed 2.10 GiB"
     two, one = (replace(job_of("ddp", cluster), calibration=read.learnt) for cluster in ("h100x2", "h100x1"))
     one = replace(one, strategy=Strategy())
-    assert held(two) == {"reserved": (1.75, CALIBRATED)} and held(one) == {"reserved": (0.75, CALIBRATED)}
+    assert held(two) == {"reserved": (1.75, "calibration")} and held(one) == {"reserved": (0.75, "calibration")}
 
 
 def test_a_single_gpu_says_nothing_about_communicators(tmp_path):
@@ -228,8 +226,8 @@ def test_a_single_gpu_says_nothing_about_communicators(tmp_path):
     one = replace(two, strategy=Strategy())
     assert held(two).keys() == {"context", "NCCL"}
     machines = replace(built_in("h100x2"), calibration=read.learnt)
-    assert "reserved memory (calibration)" in plan_text.inputs_line(machines, one)
-    assert "CUDA context, NCCL, fragmentation (assumed)" in plan_text.inputs_line(machines, two)
+    assert "memory beside tensors (calibration)" in plan_text.inputs_line(machines, one)
+    assert "memory beside tensors (assumed)" in plan_text.inputs_line(machines, two)
 
 
 def test_a_runs_own_measurement_wins(tmp_path):
@@ -267,10 +265,10 @@ def test_a_cluster_files_own_number_comes_first(tmp_path):
     path.write_text("gpu: H100-80GB\nnodes: 1\ngpus_per_node: 2\nreserved_gib: 5\n")
     job = replace(job_of("ddp", "h100x2"), calibration=learnt)
     own = cluster.read_cluster(str(path)).reserved_gib
-    assert held(replace(job, reserved_gib=own)) == {"reserved": (5, "the cluster's reserved_gib")}
-    assert held(job_of("ddp"))["reserved"] == (PROCESS_GIB, ASSUMED)
+    assert held(replace(job, reserved_gib=own)) == {"reserved": (5, "cluster file")}
+    assert held(job_of("ddp"))["reserved"] == (PROCESS_GIB, "assumed")
     path.write_text(cluster.cluster_text(built_in("cpux2")))
-    assert "reserved_gib" not in path.read_text() and cluster.read_cluster(str(path)).reserved_gib is PROCESS_GIB
+    assert "reserved_gib" not in path.read_text() and cluster.read_cluster(str(path)).reserved_gib is None
 
 
 def test_a_run_keeps_its_measured_peak_beside_a_memory_result(cache):

@@ -6,6 +6,7 @@ import csv
 import json
 import runpy
 import sys
+from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -50,7 +51,7 @@ def test_page_picture_and_profiles_are_written(tmp_path, monkeypatch, capsys):
     found = json.loads((tmp_path / "profiles.json").read_text())
     assert set(found["stacks"]) == {"default", "nanotron", "megatron"}
     assert found["origin"] == "scripts/fit_planner.py on made_up.csv, 6 runs"
-    assert set(found["stacks"]["default"]) == set(hardware.CONSTANTS)
+    assert set(found["stacks"]["default"]) == {field.name for field in fields(hardware.Profile)}
     page = (tmp_path / "planner.md").read_text()
     assert "| out of memory, states | 1 | 0 | 0.0 % |" in page and "Of 2 cells" in page
     assert "| step time, worst source (" in page and "| 1 - rank correlation of speeds" in page

@@ -439,9 +439,12 @@ def test_cluster_files(config, tmp_path, capsys):
         ),
         (
             "gpu: h100\nnodes: 1\ngpus_per_node: 8\ngbit_per_s_per_node: fast\n",
-            'found "fast" (text), expected a positive',
+            'found "fast" (text), expected a number',
         ),
-        ("gpu: h100\nnodes: 1\ngpus_per_node: 8\ngbit_per_s_per_node: .inf\n", "found Infinity, expected a positive"),
+        (
+            "gpu: h100\nnodes: 1\ngpus_per_node: 8\ngbit_per_s_per_node: .inf\n",
+            "found Infinity, expected a finite number",
+        ),
         ("- h100\n", "found a list, expected a block of keys"),
         (
             "gpu: H100\nnodes: 1\ngpus_per_node: 8\nreserved_gib: 100\n",
