@@ -41,10 +41,10 @@ from samecurve.planner import (
     strategies,
 )
 from samecurve.planner.calibration import Calibration
-from samecurve.planner.cluster import Cluster, read_cluster
+from samecurve.planner.cluster import read_cluster
 from samecurve.planner.hardware import canonical, is_unknown
 from samecurve.planner.hardware import shipped as shipped_constants
-from samecurve.planner.inputs import Wanted, checkpointing, left_out
+from samecurve.planner.inputs import PlanRequest, checkpointing, left_out
 from samecurve.planner.job import Job
 from samecurve.planner.search import Choice
 from samecurve.specs.environment import processor, versions
@@ -106,13 +106,13 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
         return 0
     whole = read_cluster(arguments.cluster)
     machines = whole.scaled(arguments.gpus) if arguments.gpus else whole
-    wanted = inputs.read(arguments.model, arguments.overrides)
+    request = inputs.read(arguments.model, arguments.overrides)
     shipped = strategies.shipped()
     asked = [strategies.read(strategy_path(given)) for given in arguments.strategy or ()] or shipped
     learnt, notes = _learnt(canonical(machines.kind), paths)
     whole, machines = (replace(size, calibration=learnt) for size in (whole, machines))
     find = search.evaluate if arguments.strategy else search.search
-    choices = find(wanted, machines, asked)
+    choices = find(request, machines, asked)
     if all(choice.invalid for choice in choices):  # exit code 2; valid ones that do not fit are 6
         print("\n".join(notes), end="\n" if notes else "")  # what was learnt is written already
         raise ConfigurationError("\n".join(f"{choice.name}: {choice.reason}" for choice in choices))
@@ -122,28 +122,28 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
         plans = [plan_text.record(choice) for choice in choices]
         _write(arguments.json, {"plans": plans, "constants": shipped_constants()})
     first_line = plan_text.answer(best, sum(choice.tie for choice in order) - best.tie) if best else ""
-    exact = replace(wanted, fixed=frozenset(inputs.SEARCHED)) if arguments.strategy else wanted
+    exact = replace(request, fixed=frozenset(inputs.SEARCHED)) if arguments.strategy else request
     if not best:
         hint = remedies.smallest_change(exact, machines, whole, asked, shipped)
         first_line = f"nothing {'fits' if order[0].job else 'can run'} on {machines.gpus} x {machines.kind}: {hint}"
     print(
-        "\n".join([first_line, plan_text.job_size(wanted), plan_text.inputs_line(machines, order[0].job), *notes, ""])
+        "\n".join([first_line, plan_text.job_size(request), plan_text.inputs_line(machines, order[0].job), *notes, ""])
     )
     _print_table(choices, arguments)
-    assert wanted.source.recipe
-    limits = left_out(wanted.source.recipe, machines.card)
+    assert request.source.recipe
+    limits = left_out(request.source.recipe, machines.card)
     print("".join(f"\nNot in these numbers: {limit}" for limit in limits), end="\n" if limits else "")
     if arguments.why or arguments.strategy:
         rejected = remedies.rejected(choices, exact, whole, bool(arguments.strategy))
         print("\n".join(["\nNot chosen:", *rejected]) if rejected else "", end="\n" if rejected else "")
-    _print_details(order[0], wanted, arguments)
+    _print_details(order[0], request, arguments)
     failure = None if best else _nothing_fits(first_line, choices, order[0])
     if best and arguments.output:
-        typed = emission.Request(arguments.model, tuple(arguments.overrides))
-        written = emission.emit(arguments.output, best, wanted, machines, typed, arguments.launcher or LAUNCHERS)
+        typed = emission.Typed(arguments.model, tuple(arguments.overrides))
+        written = emission.emit(arguments.output, best, request, machines, typed, arguments.launcher or LAUNCHERS)
         print(f"\nwritten and read back: {', '.join(written)}")
     if arguments.dry_run and order[0].job:
-        return _dry_run(order[0], wanted, machines, arguments.rank)._replace(failure=failure)
+        return _dry_run(order[0], request, arguments.rank)._replace(failure=failure)
     if failure:
         raise failure
     return 0
@@ -158,18 +158,17 @@ def _nothing_fits(first_line: str, choices: Sequence[Choice], shown: Choice) -> 
     return error
 
 
-def _dry_run(chosen: Choice, wanted: Wanted, machines: Cluster, rank: int | None) -> Subcommand:
+def _dry_run(chosen: Choice, request: PlanRequest, rank: int | None) -> Subcommand:
     """Return the work of tracking a rank of a choice, with its micro-batch size and recomputation."""
-    assert chosen.job and chosen.template and wanted.source.recipe
+    assert chosen.job and request.source.recipe
     _check_rank(chosen, rank or 0)
-    changed = wanted.with_memory(chosen.job.micro_batch, chosen.job.checkpointing)
-    strategy, _ = strategies.describe(changed, chosen.template, chosen.sizes or {}, machines.gpus)
-    recipe = wanted.source.recipe
+    changed = request.with_memory(chosen.job.micro_batch, chosen.job.checkpointing)
+    recipe = request.source.recipe
     kept = checkpointing(recipe.memory) == chosen.job.checkpointing
     kind = {} if kept else {"activation_checkpointing": chosen.job.checkpointing}
     memory_block = recipe.memory.model_copy(update=kind)
     recipe = recipe.model_copy(update={"batch": changed.batch, "memory": memory_block, "compile": "off"})
-    return Subcommand("samecurve.bench.dry_run", (Plan(recipe, strategy, "", ()), chosen.job, rank))
+    return Subcommand("samecurve.bench.dry_run", (Plan(recipe, chosen.job.strategy, "", ()), chosen.job, rank))
 
 
 def _check_rank(chosen: Choice, rank: int) -> None:
@@ -239,14 +238,14 @@ def _print_table(choices: Sequence[Choice], arguments: argparse.Namespace) -> No
         print(plan_text.table(few[: arguments.rows or ROWS]))
 
 
-def _print_details(shown: Choice, wanted: Wanted, arguments: argparse.Namespace) -> None:
+def _print_details(shown: Choice, request: PlanRequest, arguments: argparse.Namespace) -> None:
     """Print what is asked for beside the table, about the answer or, where nothing fits, what comes nearest."""
     if not shown.job:
         return
-    print("".join(f"\n{section}\n" for section in _sections(shown.name, shown.job, wanted, arguments)), end="")
+    print("".join(f"\n{section}\n" for section in _sections(shown.name, shown.job, request, arguments)), end="")
     if arguments.ranks:
         _check_rank(shown, arguments.rank or 0)
-        batch = wanted.with_memory(shown.job.micro_batch, shown.job.checkpointing).batch
+        batch = request.with_memory(shown.job.micro_batch, shown.job.checkpointing).batch
         print(f"\n{placement.report(batch, shown.job, arguments.rank or 0)}")
 
 
@@ -285,12 +284,12 @@ def _option(option: str) -> str:
     return _POSITIONAL.get(option, f"--{option}")
 
 
-def _sections(name: str, job: Job, wanted: Wanted, arguments: argparse.Namespace) -> Iterator[str]:
+def _sections(name: str, job: Job, request: PlanRequest, arguments: argparse.Namespace) -> Iterator[str]:
     """Generate the sections about a choice: memory, step, and those of --overlap, --ledger, --shapes and --layout.
 
     Args:
         name: of the strategy.
-        arguments: of the command, which say what is wanted.
+        arguments: of the command, which say what is request.
     """
     tables = [plan_text.anatomy_table(stage, job.memory_gib) for stage in memory.anatomy(job)]
     yield "\n".join([f"Memory of {name}; torch_allocated counts the lines above fragmentation:", *tables])
@@ -305,4 +304,4 @@ def _sections(name: str, job: Job, wanted: Wanted, arguments: argparse.Namespace
         complaints = "\n".join(shape_rules.complaints(job)) or "Every dimension divides as it should."
         yield f"{shape_rules.title(job)}\n{plan_text.aligned(shape_rules.table(job))}\n{complaints}"
     if arguments.layout:
-        yield placement.picture(job, wanted.batch.global_batch_size)
+        yield placement.picture(job, request.batch.global_batch_size)

@@ -173,7 +173,7 @@ CPU_WIDTHS = {"time": (-1.4, 1.4), "memory": (-0.3, 0.3)}
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryPrediction:
     """Memory of a job with its 80 % interval, and whether it fits."""
 
     memory_gib: float
@@ -197,7 +197,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Prediction(Held):
+class Prediction(MemoryPrediction):
     """Step time and memory of a job, each with an 80 % interval, and whether it fits."""
 
     seconds: float
@@ -254,22 +254,22 @@ def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:
 
 def predict(job: Job) -> Prediction:
     """Predict one job."""
-    return prediction(job, hold(job), step_time.breakdown(job).total)
+    return prediction(job, predict_memory(job), step_time.breakdown(job).total)
 
 
-def prediction(job: Job, held: Held, seconds: float) -> Prediction:
+def prediction(job: Job, memory_use: MemoryPrediction, seconds: float) -> Prediction:
     """Put memory and step time of one job together."""
-    return Prediction(*vars(held).values(), seconds=seconds, seconds_interval=_interval(seconds, job, "time"))
+    return Prediction(*vars(memory_use).values(), seconds=seconds, seconds_interval=_interval(seconds, job, "time"))
 
 
-def hold(job: Job) -> Held:
+def predict_memory(job: Job) -> MemoryPrediction:
     """Predict the memory of one job, without its step time."""
     classes = memory.anatomy(job)
     shown = fullest_gib(job, classes)
     # what fits is judged by all that a GPU holds, whichever counter `shown` is of
     fullest = max(classes, key=lambda rank_class: rank_class.peak)
     total = memory.counted(fullest, "nvidia_smi") / GIB
-    return Held(shown, _interval(shown, job, "memory"), total, total <= job.memory_gib, fullest.binding)
+    return MemoryPrediction(shown, _interval(shown, job, "memory"), total, total <= job.memory_gib, fullest.binding)
 
 
 def fullest_gib(job: Job, classes: Sequence[memory.Anatomy]) -> float:

@@ -228,10 +228,11 @@ def _level(block: LinkBlock, index: int, file: ClusterFile, card: Gpu) -> Level:
 
 def cluster_text(machines: Cluster) -> str:
     """Format a cluster file that describes these machines."""
-    card, content = machines.card, {"gpu": machines.kind}
+    card = machines.card
+    content: dict[str, Any] = {"gpu": machines.kind}
     if machines.kind == "device":
         peaks = {"bf16": card.matmul_tflops, "fp8": card.fp8_tflops, "fp32": card.fp32_tflops}
-        device = {"memory_gib": card.memory_gib, "hbm_gb_per_s": card.hbm_gb_per_s}
+        device: dict[str, Any] = {"memory_gib": card.memory_gib, "hbm_gb_per_s": card.hbm_gb_per_s}
         device["peak_tflops"] = {key: value / MEASURED_SHARE for key, value in peaks.items() if value}
         content = {"device": device}
     content |= {"nodes": machines.nodes, "gpus_per_node": machines.gpus_per_node}

@@ -37,7 +37,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Overlap:
     """Collectives that run beside one computation.
 
     Attributes:
@@ -76,14 +76,14 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
         constants: of the strategy's stack.
         one: seconds of one layer's forward and backward, behind which communication may hide.
     """
-    groups = beside(job, stage, constants, one)
+    groups = overlapped(job, stage, constants, one)
     exposed = {
         when: sum(group.exposed for group in groups if group.when == when) for when in ("each", "last", "others")
     }
     return exposed["each"] + exposed["others"], exposed["last"] - exposed["others"]
 
 
-def beside(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list[Beside]:
+def overlapped(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list[Overlap]:
     """List the data-parallel collectives of a stage by the computation that they run beside.
 
     Args:
@@ -94,21 +94,21 @@ def beside(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list[Bes
     backward = ("backward pass", layers * one.backward, share)
     alone = ("", 0.0, 0.0)
     if job.sharding.gathers_once:
-        return [Beside("last", gathers, *alone), Beside("last", reduces, *backward)]
+        return [Overlap("last", gathers, *alone), Overlap("last", reduces, *backward)]
     if job.zero == 3:  # of each layer, hidden behind the layer before
         again = [gather for gather in (gathered_again(job, stage, gathers, constants),) if gather]
-        forward = Beside("each", gathers, "forward pass", layers * one.forward, share)
+        forward = Overlap("each", gathers, "forward pass", layers * one.forward, share)
         if not job.sharding.reduces_once:
-            return [forward, Beside("each", [*again, *reduces], *backward)]
-        return [forward, Beside("others", again, *backward), Beside("last", [*again, *reduces], *backward)]
+            return [forward, Overlap("each", [*again, *reduces], *backward)]
+        return [forward, Overlap("others", again, *backward), Overlap("last", [*again, *reduces], *backward)]
     if syncs_every_micro_batch(job.stack, job.zero, job.dims.pp > 1):
         # not hidden: published runs of this kind take 3 to 30 times as long
-        return [Beside("each", reduces, *alone)]
+        return [Overlap("each", reduces, *alone)]
     if reduces_each_micro_batch(job):
-        return [Beside("each", reduces, *backward), Beside("last", gathers, *alone)]
+        return [Overlap("each", reduces, *backward), Overlap("last", gathers, *alone)]
     if job.stack == "deepspeed":  # gathers what it has updated before the next step
-        return [Beside("last", reduces, *backward), Beside("last", gathers, *alone)]
-    return [Beside("last", [*reduces, *gathers], *backward)]
+        return [Overlap("last", reduces, *backward), Overlap("last", gathers, *alone)]
+    return [Overlap("last", [*reduces, *gathers], *backward)]
 
 
 def gathered_again(job: Job, stage: Stage, gathers: Sequence[Transfer], constants: Profile) -> Transfer | None:

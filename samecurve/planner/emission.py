@@ -19,14 +19,14 @@ from samecurve.launch import scripts
 from samecurve.launch.target import Target, command, read_back, unnamed
 from samecurve.planner import cluster, inputs, model_shape, plan_text
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.inputs import Wanted
+from samecurve.planner.inputs import PlanRequest
 from samecurve.planner.search import Choice
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.records import read_record
 
 
 @dataclass(frozen=True)
-class Request:
+class Typed:
     """The typed arguments: MODEL_OR_RECIPE and the overrides."""
 
     model: str
@@ -34,7 +34,7 @@ class Request:
 
 
 def emit(
-    folder: str, choice: Choice, wanted: Wanted, machines: Cluster, request: Request, launchers: Sequence[str]
+    folder: str, choice: Choice, request: PlanRequest, machines: Cluster, typed: Typed, launchers: Sequence[str]
 ) -> list[str]:
     """Write everything that starts a choice, and read it back as the run would. Returns the files' paths.
 
@@ -43,9 +43,9 @@ def emit(
     Args:
         folder: where to write; created if it does not exist. Files of an earlier plan are replaced or removed.
         choice: one that can run, of a strategy with files.
-        wanted: the job that was planned.
+        request: the job that was planned.
         machines: the cluster that was planned for.
-        request: the recipe that was planned, or the model to make one for, and the overrides.
+        typed: the recipe that was planned, or the model to make one for, and the overrides.
         launchers: names from target.LAUNCHERS, for which to write start scripts.
 
     Raises:
@@ -53,15 +53,15 @@ def emit(
             lost.
     """
     assert choice.template and choice.sizes is not None  # shapes without files are never emitted
-    recipe = request.model if inputs.is_recipe(request.model) else os.path.join(folder, "recipe.yaml")
-    overrides = tuple(latest_overrides([*request.overrides, *recipe_values(choice, wanted)]))
+    recipe = typed.model if inputs.is_recipe(typed.model) else os.path.join(folder, "recipe.yaml")
+    overrides = tuple(latest_overrides([*typed.overrides, *recipe_values(choice, request)]))
     strategy = os.path.join(folder, "strategy.yaml")
     nodes = unnamed(machines.nodes, machines.gpus_per_node)
     target = Target(recipe, strategy, overrides, nodes, folder=folder)
     texts = _strategy(folder, choice) | {"cluster.yaml": cluster.cluster_text(machines)}
-    if not inputs.is_recipe(request.model):
-        bare = inputs.bare_recipe(request.model, model_shape.read(request.model))
-        about = f"# The job that was planned for {request.model}; data.path is for you to add.\n"
+    if not inputs.is_recipe(typed.model):
+        bare = inputs.bare_recipe(typed.model, model_shape.read(typed.model))
+        about = f"# The job that was planned for {typed.model}; data.path is for you to add.\n"
         texts["recipe.yaml"] = about + yaml.safe_dump(bare, sort_keys=False)
     record = {"recipe": recipe, "overrides": overrides, "launchers": list(launchers), **plan_text.record(choice)}
     assert choice.job
@@ -76,15 +76,15 @@ def emit(
     return [os.path.join(folder, name) for name in names]
 
 
-def recipe_values(choice: Choice, wanted: Wanted) -> list[str]:
+def recipe_values(choice: Choice, request: PlanRequest) -> list[str]:
     """Return the overrides by which the choice differs from the recipe; only what the search may choose."""
     assert choice.job
     values = []
-    rows = wanted.rows_of_a_rank(choice.job.dims.dp)
+    rows = request.rows_of_a_rank(choice.job.dims.dp)
     # describe_job lowers a micro-batch to a rank's rows, which the search has not chosen
-    if choice.job.micro_batch != min(wanted.batch.micro_batch_size, rows):
+    if choice.job.micro_batch != min(request.batch.micro_batch_size, rows):
         values.append(f"batch.micro_batch_size={choice.job.micro_batch}")
-    if choice.job.checkpointing != wanted.checkpointing:
+    if choice.job.checkpointing != request.checkpointing:
         values.append(f"memory.activation_checkpointing={choice.job.checkpointing}")
     return values
 

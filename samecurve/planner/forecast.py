@@ -20,7 +20,7 @@ from samecurve.planner.answers import predict
 from samecurve.planner.calibrate import shown_gib
 from samecurve.planner.cluster import KINDS, Cluster, built_in
 from samecurve.planner.hardware import canonical, known_gpu
-from samecurve.planner.inputs import Wanted
+from samecurve.planner.inputs import PlanRequest
 from samecurve.planner.job import to_json
 from samecurve.planner.plan_text import PUBLIC
 from samecurve.strategy.plan import Plan
@@ -63,8 +63,8 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         source = RecipeSource(Document(plan.recipe_path), plan.recipe, frozenset())
         # of multimodal models
         text_fields = fields.get("text_config") or fields
-        wanted = Wanted.of_recipe(source, text_fields, "the model's config")
-        job = strategies.job(wanted, plan.strategy, machines)
+        request = PlanRequest.of_recipe(source, text_fields, "the model's config")
+        job = strategies.job(request, plan.strategy, machines)
         prediction = predict(job)
     except (ConfigurationError, ValueError, ZeroDivisionError) as error:
         # the run goes on without a prediction

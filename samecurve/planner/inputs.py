@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ ADAM = 8
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """A training job apart from strategy and machines.
 
     Attributes:
@@ -130,7 +130,6 @@ class Wanted:
         attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
         fp8: as the recipe's `fp8`; "" for none.
         compile: whether layers are compiled; not where `auto` has still to decide.
-        known: what `strategies.describe` has found out about a source, a shape and a family, also of changed copies.
     """
 
     shape: ModelShape
@@ -145,7 +144,6 @@ class Wanted:
     fp8: str = ""
     compile: bool = False
     family: str = ""
-    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_recipe(
@@ -155,7 +153,7 @@ class Wanted:
         name: str,
         vocab: int | None = None,
         fixed: frozenset[str] = frozenset(),
-    ) -> Wanted:
+    ) -> PlanRequest:
         """Describe what a recipe trains.
 
         Args:
@@ -185,10 +183,15 @@ class Wanted:
             str(fields.get("model_type") or ""),
         )
 
-    def with_memory(self, micro_batch: int, checkpointing: str) -> Wanted:
+    def with_memory(self, micro_batch: int, checkpointing: str) -> PlanRequest:
         """Change what may be changed without changing the curve."""
         batch = self.batch.model_copy(update={"micro_batch_size": micro_batch})
         return replace(self, batch=batch, checkpointing=checkpointing)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.batch.global_batch_size * self.batch.sequence_length
 
     def rows_of_a_rank(self, ranks: int) -> int:
         """Rows of a step that the fullest data-parallel rank reads."""
@@ -203,7 +206,7 @@ def _has_chunked_loss(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
 
 
 def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
-    """Return `Wanted.attention`; models/attention/choice.py may choose another one where a GPU has been measured."""
+    """Return `PlanRequest.attention`; where a GPU has been measured, models/attention/choice.py may choose another."""
     asked = recipe.model.attention
     if asked != "auto":
         return asked
@@ -227,7 +230,7 @@ def is_recipe(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def read(name: str, overrides: Sequence[str]) -> Wanted:
+def read(name: str, overrides: Sequence[str]) -> PlanRequest:
     """Read a recipe, or a model's config.json, its folder or a hub name in the local cache.
 
     What the overrides set is fixed; other memory settings are for the search to choose. No data are needed.
@@ -250,7 +253,7 @@ def read(name: str, overrides: Sequence[str]) -> Wanted:
     # a block that is given whole on the command line fixes its keys, too
     blocks = {(block,) for block, _ in SEARCHED.values()} & typed.keys()
     fixed = frozenset(name for name, path in SEARCHED.items() if path in typed or path[:1] in blocks)
-    return Wanted.of_recipe(source, fields, described, recipe.tokenizer.vocabulary_size, fixed)
+    return PlanRequest.of_recipe(source, fields, described, recipe.tokenizer.vocabulary_size, fixed)
 
 
 def _recipe(name: str, overrides: Sequence[str]) -> RecipeSource:

@@ -241,8 +241,9 @@ _PARTS = {
 
 
 def to_json(job: Job) -> dict[str, Any]:
-    """Return the job without what was learnt from other runs."""
-    return {name: value for name, value in asdict(job).items() if name != "calibration"}
+    """Return the job without what was learnt from other runs, and without the contents of the strategy's files."""
+    strategy = replace(job.strategy, path=None, accelerate={}, deepspeed_path=None, deepspeed=None, nvme_paths=())
+    return {name: value for name, value in asdict(replace(job, strategy=strategy)).items() if name != "calibration"}
 
 
 def from_json(content: Mapping[str, Any]) -> Job:

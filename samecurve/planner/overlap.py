@@ -19,10 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from samecurve.planner import kernels, links, step_time
-from samecurve.planner.data_parallel_time import Beside, Transfer, beside
+from samecurve.planner.data_parallel_time import Overlap, Transfer, overlapped
 from samecurve.planner.hardware import BY_COST, Profile, profile
 from samecurve.planner.job import Job, axis_link
-from samecurve.planner.links import Link
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.step_time import StepTime
 from samecurve.specs.gpus import GIB
@@ -106,42 +105,18 @@ class Ratio:
         return f"{name}, adds {self.exposed:.3g} of {self.seconds:.3g} s"
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What a rank sends at one time: bytes, those of an element, to how many ranks over which link, and seconds."""
-
-    num_bytes: float
-    width: float
-    ranks: int
-    over: Link
-    seconds: float
-
-    def rates(self, job: Job) -> tuple[float, float, float]:
-        """Return the last arguments of the textbook's ratios: F, B and e."""
-        return flops_rate(job), self.over.bus_gb_per_s * 1e9, self.width
-
-    def inputs(self, job: Job, times: str, behind: str, formula: str) -> str:
-        flops, bandwidth, _ = self.rates(job)
-        attained = self.num_bytes / self.seconds / 1e9
-        return (
-            f"{self.num_bytes / GIB:.3g} GiB {times} at {attained:.3g} GB/s, e={self.width:g}, n={self.ranks} "
-            f"over the {self.over.level}, "
-            f"{behind}; {formula}, F={flops / 1e12:.4g} TFLOP/s, B={bandwidth / 1e9:.3g} GB/s"
-        )
-
-
 def ratios(job: Job, constants: Profile | None = None) -> list[Ratio]:
     """List every exchange of the slowest stage's ranks that the step time counts."""
     constants = constants or profile(job.stack)
     whole = step_time.breakdown(job, constants)
     classes = stages(job, job.stack in BY_COST)
     stage = next(kind for kind in classes if step_time.stage_time(job, kind, constants) == replace(whole, bubble=0))
-    inner = {"tp": _tensor_parallel, "cp": _context_parallel, "ep": _expert_parallel, "pp": _pipeline}
-    exchanges = [*_data_parallel(job, stage, constants)]
-    for axis, describe in inner.items():
-        if getattr(job.dims, axis) > 1:
-            exchanges += describe(job, stage, constants, whole)
-    return exchanges
+    exchanges = _Exchanges(job, stage, constants, whole)
+    listed = [*exchanges.data_parallel()]
+    listed += exchanges.tensor_parallel() if job.dims.tp > 1 else []
+    listed += [exchanges.ring() if job.exchange == "ring" else exchanges.context_parallel()] if job.exchange else []
+    listed += [exchanges.expert_parallel()] if job.dims.ep > 1 else []
+    return listed + ([exchanges.pipeline()] if job.dims.pp > 1 else [])
 
 
 def flops_rate(job: Job) -> float:
@@ -150,165 +125,143 @@ def flops_rate(job: Job) -> float:
     return tflops * 1e12
 
 
-def _learnt(job: Job, part: str) -> float:
-    return job.calibration.time_factor(part, job.library) if job.calibration else 1.0
+class _Exchanges:
+    """Compares the exchanges of one stage with its computation."""
 
+    def __init__(self, job: Job, stage: Stage, constants: Profile, whole: StepTime):
+        self.job, self.stage, self.constants, self.whole = job, stage, constants, whole
+        self.layer = kernels.layer(job, constants)
+        self.layers_per_step = job.grad_accum * stage.layers
 
-def _data_parallel(job: Job, stage: Stage, constants: Profile) -> Iterator[Ratio]:
-    one, learnt = kernels.layer(job, constants), _learnt(job, "data_parallel")
-    for group in beside(job, stage, constants, one):
-        times = group.times(job.grad_accum)
-        if not times or not group.seconds:
-            continue
-        for transfer in group.transfers:
-            seconds = learnt * times * transfer.seconds
-            sent = Sent(transfer.volume_bytes, transfer.width, transfer.ranks, transfer.over, transfer.seconds)
-            yield Ratio(
-                f"data parallel, {transfer.content}",
-                "data_parallel",
-                # where nothing is computed meanwhile, the ratio is that to the backward pass
-                group.seconds / (group.behind or stage.layers * one.backward),
-                seconds,
-                seconds * group.exposed / group.seconds,
-                group.share > 0 and group.behind > 0,
-                sent.inputs(
-                    job, f"x {times} a step", _described(group, transfer), _data_formula(job, sent, transfer, group)
-                ),
-            )
+    def learnt(self, part: str) -> float:
+        return self.job.calibration.time_factor(part, self.job.library) if self.job.calibration else 1.0
 
+    def rates(self, sent: Transfer) -> tuple[float, float, float]:
+        """Return the last arguments of the textbook's ratios: F, B and e."""
+        return flops_rate(self.job), sent.over.bus_gb_per_s * 1e9, sent.width
 
-def _described(group: Beside, transfer: Transfer) -> str:
-    if not group.behind:
-        return f"{transfer.seconds:.3g} s with nothing beside"
-    together = f" ({group.seconds:.3g} s together)" if len(group.transfers) > 1 else ""
-    relation = "beside" if group.share else "after"
-    return f"{transfer.seconds:.3g} s{together} {relation} {group.behind:.3g} s of {group.computation}"
-
-
-def _data_formula(job: Job, sent: Sent, transfer: Transfer, group: Beside) -> str:
-    """Give the textbook's ratio to the 2 T P FLOPs of a forward pass, or to the 4 T P of a backward pass."""
-    rates, once = sent.rates(job), group.when == "last"
-    tokens, name = (job.tokens * job.grad_accum, "T") if once else (job.tokens, "s b")
-    one_way = textbook_data_parallel(tokens, sent.ranks, *rates)
-    if transfer.content == "all-reduce of gradients":
-        return f"e (n - 1) / n F / (2 {name} B) = {textbook_data_parallel(tokens, sent.ranks, *rates):.3g}"
-    if group.computation == "forward pass":
-        return f"e (n - 1) / n F / (2 {name} B) = {one_way:.3g}"
-    if "replicas" in transfer.content:  # both ways, of one shard
-        return f"e (n - 1) / n F / (2 {name} B x shards) = {one_way / max(job.shard, 1):.3g}"
-    return f"e (n - 1) / n F / (4 {name} B) = {one_way / 2:.3g}"
-
-
-def _tensor_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
-    """List the sums of hidden states; under sequence parallelism, each is a reduce-scatter and an all-gather."""
-    size, over = job.dims.tp, axis_link(job, "tp", constants)
-    scale = _learnt(job, "tensor_parallel") * job.grad_accum * stage.layers
-    calls = (2 if job.mlp_split == size else 1) * (3 if job.repeats_layers else 2)
-    volume = links.all_reduce_volume(job.element_bytes * job.tokens * job.shape.hidden, size)
-    seconds = step_time.tensor_seconds(replace(job, async_tp=False), constants)
-    waits = whole.tensor_parallel - scale * step_time.tensor_seconds(job, constants)
-    layer = kernels.layer(job, constants).total
-    behind = f"{layer:.3g} s of a layer {'run beside' if job.async_tp else 'wait'}"
-    behind += f", {waits:.3g} s a step for the slowest host" if waits > 1e-9 else ""
-    names = ["all-gather", "reduce-scatter"] if job.strategy.tp_sequence_parallel else ["all-reduce"]
-    sent = Sent(calls * volume / len(names), job.element_bytes, size, over, seconds / len(names))
-    ratio = textbook_tensor_parallel(job.shape.hidden, size, *sent.rates(job))
-    inputs = sent.inputs(job, "a layer", behind, f"e (n - 1) F / (2 h B) = {ratio:.3g}")
-    return [
-        Ratio(
-            f"tensor parallel, {name} of hidden states",
-            "tensor_parallel",
-            seconds / layer,
-            scale * seconds / len(names),
-            whole.tensor_parallel / len(names),
-            job.async_tp,
-            inputs,
+    def inputs(self, sent: Transfer, times: str, behind: str, formula: str) -> str:
+        flops, bandwidth, _ = self.rates(sent)
+        return (
+            f"{sent.volume_bytes / GIB:.3g} GiB {times} at {sent.volume_bytes / sent.seconds / 1e9:.3g} GB/s, "
+            f"e={sent.width:g}, n={sent.ranks} over the {sent.over.level}, {behind}; {formula}, "
+            f"F={flops / 1e12:.4g} TFLOP/s, B={bandwidth / 1e9:.3g} GB/s"
         )
-        for name in names
-    ]
 
+    def in_layers(self, part: str, sent: Transfer, computation: float, behind: str, formula: str) -> Ratio:
+        """Compare an exchange of each layer with the computation beside it, or which waits for it."""
+        seconds = self.learnt(part) * self.layers_per_step * sent.seconds
+        inputs, value = self.inputs(sent, "a layer", behind, formula), sent.seconds / computation
+        return Ratio(sent.content, part, value, seconds, getattr(self.whole, part), False, inputs)
 
-def _context_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
-    if job.exchange == "ring":
-        return [_ring(job, stage, constants, whole)]
-    size, over, shape = job.dims.cp, axis_link(job, "cp", constants), job.shape
-    width, by_heads = shape.attention_width / job.dims.tp, job.exchange == "ulysses"
-    per_token = 2 * width * (1 + shape.kv_share) / size if by_heads else 2 * width * shape.kv_share
-    passes = 3 if job.repeats_layers else 2
-    seconds, moved = step_time.context_seconds(job, constants), passes * job.element_bytes * job.tokens * per_token
-    sent = Sent(moved * (size - 1), job.element_bytes, size, over, seconds)
-    name = "queries, keys, values and outputs (Ulysses)" if by_heads else "gathered keys and values"
-    weights = shape.active_layer_parameters / job.dims.tp
-    exchange = f"context parallel, {name}", "context_parallel", seconds, whole.context_parallel
-    return [_in_a_layer(job, stage, constants, sent, exchange, (per_token, weights))]
+    def data_parallel(self) -> Iterator[Ratio]:
+        job, factor = self.job, self.learnt("data_parallel")
+        for group in overlapped(job, self.stage, self.constants, self.layer):
+            times = group.times(job.grad_accum)
+            if not times or not group.seconds:
+                continue
+            # where nothing is computed meanwhile, the ratio is that to the backward pass
+            value = group.seconds / (group.behind or self.stage.layers * self.layer.backward)
+            for sent in group.transfers:
+                seconds = factor * times * sent.seconds
+                behind = f"{sent.seconds:.3g} s with nothing beside"
+                if group.behind:
+                    together = f" ({group.seconds:.3g} s together)" if len(group.transfers) > 1 else ""
+                    relation = "beside" if group.share else "after"
+                    behind = f"{sent.seconds:.3g} s{together} {relation} {group.behind:.3g} s of {group.computation}"
+                inputs = self.inputs(sent, f"x {times} a step", behind, self.data_formula(sent, group))
+                exposed, overlaps = seconds * group.exposed / group.seconds, group.share > 0 and group.behind > 0
+                yield Ratio(
+                    f"data parallel, {sent.content}", "data_parallel", value, seconds, exposed, overlaps, inputs
+                )  # fmt: skip
 
+    def data_formula(self, sent: Transfer, group: Overlap) -> str:
+        """Give the textbook's ratio to the 2 T P FLOPs of a forward pass, or to the 4 T P of a backward pass."""
+        job, once = self.job, group.when == "last"
+        tokens, name = (job.tokens * job.grad_accum, "T") if once else (job.tokens, "s b")
+        ratio = textbook_data_parallel(tokens, sent.ranks, *self.rates(sent))
+        if sent.content == "all-reduce of gradients" or group.computation == "forward pass":
+            return f"e (n - 1) / n F / (2 {name} B) = {ratio:.3g}"
+        if "replicas" in sent.content:  # both ways, of one shard
+            return f"e (n - 1) / n F / (2 {name} B x shards) = {ratio / job.shard:.3g}"
+        return f"e (n - 1) / n F / (4 {name} B) = {ratio / 2:.3g}"
 
-def _ring(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> Ratio:
-    """Compare the sends of keys, values and their gradients with the attention to other blocks."""
-    size, over, shape = job.dims.cp, axis_link(job, "cp", constants), job.shape
-    seconds, attention = step_time.ring_seconds(job, constants)
-    sent = Sent(step_time.ring_sends(job)[1], job.element_bytes, size, over, seconds)
-    behind = f"{seconds:.3g} s beside {attention:.3g} s of attention to other blocks"
-    formula = f"e k n F / (s B) = {textbook_ring(job.seq, size, shape.kv_share, *sent.rates(job)):.3g}"
-    return Ratio(
-        "context parallel, keys and values around the ring",
-        "context_parallel",
-        seconds / attention,
-        _learnt(job, "context_parallel") * job.grad_accum * stage.layers * seconds,
-        whole.context_parallel,
-        True,
-        sent.inputs(job, "a layer", behind, formula),
-    )
+    def tensor_parallel(self) -> list[Ratio]:
+        """List the sums of hidden states; under sequence parallelism, each is a reduce-scatter and an all-gather."""
+        job, size, over = self.job, self.job.dims.tp, axis_link(self.job, "tp", self.constants)
+        calls = (2 if job.mlp_split == size else 1) * (3 if job.repeats_layers else 2)
+        volume = links.all_reduce_volume(job.element_bytes * job.tokens * job.shape.hidden, size)
+        seconds = step_time.tensor_seconds(replace(job, async_tp=False), self.constants)
+        layer = self.layer.total
+        behind = f"{layer:.3g} s of a layer {'run beside' if job.async_tp else 'wait'}"
+        names = ["all-gather", "reduce-scatter"] if job.strategy.tp_sequence_parallel else ["all-reduce"]
+        listed = []
+        for name in names:
+            content = f"tensor parallel, {name} of hidden states"
+            sent = Transfer(
+                content, job.element_bytes, calls * volume / len(names), size, over, seconds / len(names)
+            )  # fmt: skip
+            ratio = textbook_tensor_parallel(job.shape.hidden, size, *self.rates(sent))
+            row = self.in_layers("tensor_parallel", sent, layer, behind, f"e (n - 1) F / (2 h B) = {ratio:.3g}")
+            value, exposed = seconds / layer, row.exposed / len(names)
+            listed.append(replace(row, value=value, exposed=exposed, overlaps=job.async_tp))
+        return listed
 
+    def context_parallel(self) -> Ratio:
+        job, size, shape = self.job, self.job.dims.cp, self.job.shape
+        width, by_heads = shape.attention_width / job.dims.tp, job.exchange == "ulysses"
+        per_token = 2 * width * (1 + shape.kv_share) / size if by_heads else 2 * width * shape.kv_share
+        name = "queries, keys, values and outputs (Ulysses)" if by_heads else "gathered keys and values"
+        calls, seconds = 3 if job.repeats_layers else 2, step_time.context_seconds(job, self.constants)
+        sent = self.to_each_rank(f"context parallel, {name}", "cp", size, calls * per_token, seconds)
+        return self.waited_for("context_parallel", sent, per_token)
 
-def _expert_parallel(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
-    """List dispatch and combine, forward and backward, of `top_k` copies of each token."""
-    size, over, shape = job.dims.ep, axis_link(job, "dp", constants, job.dims.ep), job.shape
-    calls = 6 if job.repeats_layers else 4
-    copies = shape.top_k * shape.hidden / job.mlp_split / size
-    seconds, moved = step_time.expert_seconds(job, constants), calls * job.element_bytes * job.tokens * copies
-    sent = Sent(moved * (size - 1), job.element_bytes, size, over, seconds)
-    exchange = "expert parallel, dispatch and combine", "expert_parallel", seconds, whole.expert_parallel
-    weights = shape.active_layer_parameters / job.dims.tp
-    return [_in_a_layer(job, stage, constants, sent, exchange, (2 * copies, weights))]
+    def expert_parallel(self) -> Ratio:
+        """Compare dispatch and combine, forward and backward, of `top_k` copies of each token."""
+        job, size = self.job, self.job.dims.ep
+        copies = job.shape.top_k * job.shape.hidden / job.mlp_split / size
+        calls, seconds = 6 if job.repeats_layers else 4, step_time.expert_seconds(job, self.constants)
+        sent = self.to_each_rank("expert parallel, dispatch and combine", "dp", size, calls * copies, seconds)
+        return self.waited_for("expert_parallel", sent, 2 * copies)
 
+    def to_each_rank(self, content: str, axis: str, ranks: int, elements: float, seconds: float) -> Transfer:
+        """Describe what a rank sends of each token to all others, so many elements to each."""
+        job, over = self.job, axis_link(self.job, axis, self.constants, ranks)
+        volume = job.element_bytes * job.tokens * elements * (ranks - 1)
+        return Transfer(content, job.element_bytes, volume, ranks, over, seconds)
 
-def _in_a_layer(
-    job: Job,
-    stage: Stage,
-    constants: Profile,
-    sent: Sent,
-    exchange: tuple[str, str, float, float],
-    sizes: tuple[float, float],
-) -> Ratio:
-    """Compare an exchange for which a layer's computation waits with that computation.
+    def waited_for(self, part: str, sent: Transfer, per_token: float) -> Ratio:
+        """Compare an exchange for which a layer waits with that layer. per_token: elements to each rank, one way."""
+        weights, layer = self.job.shape.active_layer_parameters / self.job.dims.tp, self.layer.total
+        ratio = textbook_exchanged_layer(per_token, weights, sent.ranks, *self.rates(sent))
+        behind = f"{sent.seconds:.3g} s, for which {layer:.3g} s of a layer wait"
+        return self.in_layers(part, sent, layer, behind, f"e w (n - 1) F / (2 P B) = {ratio:.3g}")
 
-    Args:
-        exchange: its name, its part of the step, its seconds in a layer, and the seconds of that part.
-        sizes: elements per token that a rank sends to each other one, and a layer's weights that a token meets.
-    """
-    name, part, seconds, exposed = exchange
-    layer = kernels.layer(job, constants).total
-    ratio = textbook_exchanged_layer(*sizes, sent.ranks, *sent.rates(job))
-    scale = _learnt(job, part) * job.grad_accum * stage.layers
-    behind = f"{seconds:.3g} s, for which {layer:.3g} s of a layer wait"
-    inputs = sent.inputs(job, "a layer", behind, f"e w (n - 1) F / (2 P B) = {ratio:.3g}")
-    return Ratio(name, part, seconds / layer, scale * seconds, exposed, False, inputs)
+    def ring(self) -> Ratio:
+        """Compare the sends of keys, values and their gradients with the attention to other blocks."""
+        job, size, over = self.job, self.job.dims.cp, axis_link(self.job, "cp", self.constants)
+        seconds, attention = step_time.ring_seconds(job, self.constants)
+        content = "context parallel, keys and values around the ring"
+        sent = Transfer(content, job.element_bytes, step_time.ring_sends(job)[1], size, over, seconds)
+        ratio = textbook_ring(job.seq, size, job.shape.kv_share, *self.rates(sent))
+        behind = f"{seconds:.3g} s beside {attention:.3g} s of attention to other blocks"
+        row = self.in_layers("context_parallel", sent, attention, behind, f"e k n F / (s B) = {ratio:.3g}")
+        return replace(row, overlaps=True)
 
-
-def _pipeline(job: Job, stage: Stage, constants: Profile, whole: StepTime) -> list[Ratio]:
-    """List the sends of hidden states and of their gradients to the neighbouring stages."""
-    over, layers = axis_link(job, "pp", constants, 2), stage.layers / job.virtual_stages
-    width = 4 if job.strategy.schedule in SCHEDULES else job.element_bytes
-    cut = job.dims.tp if job.strategy.tp_sequence_parallel else 1
-    seconds, forward = step_time.send_seconds(job, constants), layers * kernels.layer(job, constants).forward
-    sent = Sent(width * job.tokens * job.shape.hidden / cut, width, 2, over, seconds)
-    ratio = textbook_pipeline(job.shape.hidden, max(layers, 1), *sent.rates(job))
-    sends = 2 * job.virtual_stages * job.grad_accum
-    behind = f"{seconds:.3g} s, for which {forward:.3g} s of the next stage's forward pass wait"
-    name = "pipeline, hidden states and their gradients"
-    inputs = sent.inputs(job, f"x {sends} a step", behind, f"e F / (32 h l B) = {ratio:.3g}, l={layers:g}")
-    scale = _learnt(job, "pipeline_sends")
-    return [
-        Ratio(name, "pipeline_sends", seconds / forward, scale * sends * seconds, whole.pipeline_sends, False, inputs)
-    ]
+    def pipeline(self) -> Ratio:
+        """Compare the sends of hidden states and of their gradients with the next stage's forward pass."""
+        job, layers = self.job, self.stage.layers / self.job.virtual_stages
+        width = 4 if job.strategy.schedule in SCHEDULES else job.element_bytes
+        parts = job.dims.tp if job.strategy.tp_sequence_parallel else 1
+        over, seconds = axis_link(job, "pp", self.constants, 2), step_time.send_seconds(job, self.constants)
+        content = "pipeline, hidden states and their gradients"
+        sent = Transfer(content, width, width * job.tokens * job.shape.hidden / parts, 2, over, seconds)
+        ratio = textbook_pipeline(job.shape.hidden, max(layers, 1), *self.rates(sent))
+        times, forward = 2 * job.virtual_stages * job.grad_accum, layers * self.layer.forward
+        behind = f"{seconds:.3g} s, for which {forward:.3g} s of the next stage's forward pass wait"
+        formula = f"e F / (32 h l B) = {ratio:.3g}, l={layers:g}"
+        inputs, of_step = self.inputs(sent, f"x {times} a step", behind, formula), times * seconds
+        return Ratio(
+            content, "pipeline_sends", seconds / forward, self.learnt("pipeline_sends") * of_step,
+            self.whole.pipeline_sends, False, inputs,
+        )  # fmt: skip

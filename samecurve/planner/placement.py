@@ -19,7 +19,8 @@ NAMES = {"pp": "stage", "dp": "data-parallel rank", "cp": "sequence part", "tp":
 def used(dims: ParallelDims) -> dict[str, str]:
     """Return the short names of the dimensions in use, the fastest-varying first: one alone of two for data is dp."""
     both = dims.dp_replicate > 1 and dims.dp_shard > 1
-    short = {"dp_replicate": "replica", "dp_shard": "shard"} if both else dict.fromkeys(BATCH, "dp")
+    short: dict[str, str] = {"dp_replicate": "replica", "dp_shard": "shard"}
+    short = short if both else {name: "dp" for name in BATCH}
     return {name: short.get(name, name) for name in reversed(DIMENSIONS) if dims.size(name) > 1}
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 
 from samecurve.planner import hardware, ledger, memory
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.inputs import Wanted
+from samecurve.planner.inputs import PlanRequest
 from samecurve.planner.job import Job
 from samecurve.planner.ledger import Exchange
 from samecurve.planner.memory import Anatomy, overhead
@@ -140,11 +140,11 @@ def answer(best: Choice, others: int) -> str:
     return f"{best.name} ({shape}) on {machines}: {speed}, {step}, {held} ({origin}{idle}{ties})"
 
 
-def job_size(wanted: Wanted) -> str:
+def job_size(request: PlanRequest) -> str:
     """Format what is trained in a step: `109.5 million parameters, 64 rows of 2048 tokens per step`."""
-    batch = wanted.batch
+    batch = request.batch
     rows = f"{batch.global_batch_size} rows of {batch.sequence_length} tokens per step"
-    return f"{wanted.shape.parameters / 1e6:,.1f} million parameters, {rows}"
+    return f"{request.shape.parameters / 1e6:,.1f} million parameters, {rows}"
 
 
 def at_most(count: int, choices: Sequence[Choice]) -> list[Choice]:
@@ -178,29 +178,15 @@ def _step_seconds(value: float) -> str:
     return f"{value:.3f}" if value < 1000 else f"{value:,.0f}"
 
 
-def rejection(choice: Choice, more: tuple[Choice, str] | None) -> str:
-    """Say in one line why a family of strategies is out, and on how many GPUs it would fit.
-
-    Args:
-        more: the choice on the fewest GPUs on which it does, and what else has to change (`remedies.more_gpus`).
-    """
+def rejection(choice: Choice, helps: str) -> str:
+    """Say in one line why a strategy is out: its largest line of memory, and what helps; or why it cannot run."""
     if not (choice.job and choice.prediction):
         return f"{choice.name}: {choice.reason}"
     fullest = max(memory.anatomy(choice.job), key=lambda rank_class: rank_class.peak)
     line = next(candidate for candidate in fullest.lines if candidate.name == fullest.binding)
-    held = getattr(line, fullest.moment) / GIB
-    helps = f"it {elsewhere(more)}" if more else "more GPUs do not help"
-    return (
-        f"{choice.name} ({sizes(choice.job)}): {choice.prediction.total_memory_gib:.0f} GiB of "
-        f"{choice.job.memory_gib:.0f}, {fullest.binding} {held:.0f}; {helps}"
-    )
-
-
-def elsewhere(more: tuple[Choice, str]) -> str:
-    """Say on how many GPUs a choice of `remedies.more_gpus` fits, or is tight, and what else has to change."""
-    choice, changed = more
-    assert choice.job
-    return f"{'fits' if choice.verdict == 'fits' else 'is tight'} on {choice.job.dims.world_size} GPUs{changed}"
+    largest = f"{fullest.binding} {getattr(line, fullest.moment) / GIB:.0f}"
+    needed = f"{choice.prediction.total_memory_gib:.0f} GiB of {choice.job.memory_gib:.0f}"
+    return f"{choice.name} ({sizes(choice.job)}): {needed}, {largest}; {helps}"
 
 
 def record(choice: Choice) -> dict:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from samecurve.planner import memory, step_time, strategies
-from samecurve.planner.answers import Held, Prediction, hold, prediction
+from samecurve.planner.answers import MemoryPrediction, Prediction, predict_memory, prediction
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.hardware import is_known
-from samecurve.planner.inputs import Wanted
+from samecurve.planner.inputs import PlanRequest
 from samecurve.planner.job import Job
 from samecurve.planner.strategies import Template, simplicity
 
-Sizes = dict[str, int]
 LONGEST_PIPELINE = 64
 CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
 LEAST_CONTEXT = 8192  # tokens of a row from which splitting it is worth a look
@@ -33,48 +32,46 @@ def powers(limit: int) -> list[int]:
     return [2**exponent for exponent in range(max(limit, 1).bit_length())]
 
 
-def sizes(template: Template, wanted: Wanted, machines: Cluster) -> Iterator[Sizes]:
+def sizes(template: Template, request: PlanRequest, machines: Cluster) -> Iterator[dict[str, int]]:
     """Generate the sizes of a strategy file's axes to compare; which ones are legal is for its own check to say."""
-    gpus, most = machines.gpus, wanted.shape.layers // template.stages_per_rank
-    heads = wanted.shape.heads if template.by_heads else 0
+    gpus, most = machines.gpus, request.shape.layers // template.stages_per_rank
+    heads = request.shape.heads if template.by_heads else 0
     # For short rows one size of context parallelism, the file's own, is enough to compare.
-    parts = CONTEXT_SIZES[1:] if wanted.batch.sequence_length >= LEAST_CONTEXT else ()
+    parts = CONTEXT_SIZES[1:] if request.batch.sequence_length >= LEAST_CONTEXT else ()
     choices = {
         "pp": [ranks for ranks in divisors(gpus) if 1 < ranks <= min(most, LONGEST_PIPELINE)],
         "dp_replicate": [ranks for ranks in divisors(gpus) if ranks in (*powers(gpus), machines.nodes) and ranks > 1],
         "cp": [ranks for ranks in parts if gpus % ranks == 0 and heads % ranks == 0],
         "tp": [ranks for ranks in divisors(gpus) if 1 < ranks <= machines.gpus_per_node],
         "ep": [
-            ranks for ranks in divisors(math.gcd(gpus, wanted.shape.experts)) if 1 < ranks <= machines.gpus_per_node
+            ranks for ranks in divisors(math.gcd(gpus, request.shape.experts)) if 1 < ranks <= machines.gpus_per_node
         ],
         "hpz": [ranks for ranks in divisors(machines.gpus_per_node) if 1 < ranks < gpus],
         "tp_sequence": [False, True],
     }
     # Where a number of GPUs has no legal size, the file's own one lets its check say why.
-    own = {axis: [size] if (size := template.size(axis)) else [] for axis in template.axes}
-    yield from (
-        dict(zip(template.axes, combination, strict=True))
-        for combination in product(*(choices[axis] or own[axis] for axis in template.axes))
-    )
+    own = {axis: [size] if size else [] for axis, size in template.own_sizes.items()}
+    for combination in product(*(choices[axis] or own[axis] for axis in own)):
+        yield dict(zip(own, combination, strict=True))
 
 
-def micro_batches(wanted: Wanted, ranks: int) -> list[int]:
+def micro_batches(request: PlanRequest, ranks: int) -> list[int]:
     """List micro-batch sizes in ascending order, at most the rows of a rank."""
-    if "micro_batch" in wanted.fixed:
-        return [wanted.batch.micro_batch_size]
-    most = wanted.rows_of_a_rank(ranks)
-    return sorted({*powers(most), most, min(wanted.batch.micro_batch_size, most)})
+    if "micro_batch" in request.fixed:
+        return [request.batch.micro_batch_size]
+    most = request.rows_of_a_rank(ranks)
+    return sorted({*powers(most), most, min(request.batch.micro_batch_size, most)})
 
 
-def checkpointings(wanted: Wanted) -> list[str]:
+def checkpointings(request: PlanRequest) -> list[str]:
     """List the kinds of recomputation to compare, the fastest first."""
-    if "checkpointing" in wanted.fixed:
-        return [wanted.checkpointing]
-    recipe = wanted.source.recipe
+    if "checkpointing" in request.fixed:
+        return [request.checkpointing]
+    recipe = request.source.recipe
     # Liger rotates queries and keys in place, which selective recomputation keeps
     whole = recipe and (recipe.model.kernels == "liger" or recipe.memory.selective_save == "attention")
     selective = [] if whole else ["selective"]
-    return list(dict.fromkeys(["none", wanted.checkpointing, *selective, "full"]))
+    return list(dict.fromkeys(["none", request.checkpointing, *selective, "full"]))
 
 
 # Of two public runs that differ in nothing but the shape, and whose predicted step times differ by this much, the one
@@ -98,7 +95,7 @@ class Choice:
 
     name: str
     template: Template | None = None
-    sizes: Sizes | None = None
+    sizes: dict[str, int] | None = None
     job: Job | None = None
     prediction: Prediction | None = None
     reason: str = ""
@@ -132,7 +129,7 @@ class Choice:
 
     @property
     def verdict(self) -> str:
-        """fits, tight or too large (see `Held.verdict`), or cannot run."""
+        """fits, tight or too large (see `MemoryPrediction.verdict`), or cannot run."""
         return self.prediction.verdict(self.job.memory_gib) if self.job and self.prediction else "cannot run"
 
     @property
@@ -151,30 +148,30 @@ class Choice:
         return simplicity(self.name), parts, recomputes, ranks, self.prediction.total_memory_gib
 
 
-def evaluate(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
+def evaluate(request: PlanRequest, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
     """Predict the strategies exactly as their files and the recipe say, in the order given."""
-    exact = replace(wanted, fixed=frozenset(("micro_batch", "checkpointing")))
+    exact = replace(request, fixed=frozenset(("micro_batch", "checkpointing")))
     return [sized(exact, machines, template, template.own_sizes) for template in templates]
 
 
-def search(wanted: Wanted, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
+def search(request: PlanRequest, machines: Cluster, templates: Sequence[Template]) -> list[Choice]:
     """Find the best micro-batch and recomputation of every strategy and size, and rank them.
 
     Of what a strategy's own check refuses, one choice with the reason remains.
     """
     kept: list[Choice] = []
     for template in templates:
-        tried = [sized(wanted, machines, template, sizes) for sizes in sizes(template, wanted, machines)]
+        tried = [sized(request, machines, template, sizes) for sizes in sizes(template, request, machines)]
         runnable = [choice for choice in tried if choice.prediction]
         kept += runnable or tried[:1] or [Choice(template.name, template, reason="none of its sizes suits these GPUs")]
     return ranked(kept)
 
 
-def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -> Choice:
+def sized(request: PlanRequest, machines: Cluster, template: Template, sizes: dict[str, int]) -> Choice:
     """Predict a strategy of given sizes with the best micro-batch and recomputation that the search may choose.
 
     Args:
-        wanted: the job; `fixed` names what must stay.
+        request: the job; `fixed` names what must stay.
         machines: the cluster, with the number of GPUs.
         template: the strategy's files.
         sizes: sizes of the axes that the files set.
@@ -182,7 +179,7 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
     Returns:
         The prediction, or a choice that only has the reason why the strategy cannot run.
     """
-    strategy, problems = strategies.describe(wanted, template, sizes, machines.gpus)
+    strategy, problems = strategies.describe(request, template, sizes, machines.gpus)
     if problems:
         # lists of reasons begin with the strategy's name, which may be that of a block
         reason = "; ".join(
@@ -193,10 +190,10 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
         return Choice(template.name, template, sizes, reason=reason, invalid=invalid)
     ranks = strategy.dims.dp
 
-    def describe(changed: Wanted) -> Job | None:
+    def describe(changed: PlanRequest) -> Job | None:
         return strategies.job(changed, strategy, machines) if strategies.takes(changed, strategy) else None
 
-    chosen = _best(wanted, ranks, describe)
+    chosen = _best(request, ranks, describe)
     if chosen.job and (reason := host_problem(chosen.job, machines)):
         return Choice(template.name, template, sizes, reason=reason)
     return replace(chosen, name=template.name, template=template, sizes=sizes)
@@ -205,45 +202,46 @@ def sized(wanted: Wanted, machines: Cluster, template: Template, sizes: Sizes) -
 def host_problem(job: Job, machines: Cluster) -> str:
     """Say why a node's host memory does not hold what is offloaded to it; "" if it does."""
     # on a CPU the host's memory is that of its processes, which the anatomy counts
-    held = memory.offloaded_gib(job, "cpu") if job.strategy.offload and machines.card.generation != "cpu" else 0
-    if held <= machines.host.memory_gib:
+    needed = memory.offloaded_gib(job, "cpu") if job.strategy.offload and machines.card.generation != "cpu" else 0
+    if needed <= machines.host.memory_gib:
         return ""
-    return f"offloading needs {held:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
+    return f"offloading needs {needed:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
 
 
-def _best(wanted: Wanted, ranks: int, describe: Callable[[Wanted], Job | None]) -> Choice:
+def _best(request: PlanRequest, ranks: int, describe: Callable[[PlanRequest], Job | None]) -> Choice:
     """Predict all micro-batches and recomputations of a shape; return the fastest that fits, else the smallest.
 
     Args:
         describe: returns None for what the shape does not take.
     """
-    fast: dict[int, tuple[Job, Held]] = {}  # by micro-batch, with the least recomputation, which is the fastest
-    tight: list[tuple[Job, Held]] = []
-    large: list[tuple[Job, Held]] = []
-    for checkpointing in checkpointings(wanted):
-        for micro_batch in micro_batches(wanted, ranks):
-            job = None if micro_batch in fast else describe(wanted.with_memory(micro_batch, checkpointing))
+    fast: dict[
+        int, tuple[Job, MemoryPrediction]
+    ] = {}  # by micro-batch, with the least recomputation, which is the fastest
+    tight: list[tuple[Job, MemoryPrediction]] = []
+    large: list[tuple[Job, MemoryPrediction]] = []
+    for checkpointing in checkpointings(request):
+        for micro_batch in micro_batches(request, ranks):
+            job = None if micro_batch in fast else describe(request.with_memory(micro_batch, checkpointing))
             if not job:
                 continue
-            held = hold(job)
-            verdict = held.verdict(job.memory_gib)
+            memory_use = predict_memory(job)
+            verdict = memory_use.verdict(job.memory_gib)
             if verdict == "fits":
-                fast[micro_batch] = job, held
+                fast[micro_batch] = job, memory_use
             else:
-                (tight if verdict == "tight" else large).append((job, held))
+                (tight if verdict == "tight" else large).append((job, memory_use))
             # a larger one needs more memory; not so under GPipe, whose micro-batches each keep a gradient of the head
             if verdict == "too large" and job.strategy.schedule != "GPipe":
                 break
     if not (fast or tight or large):
         return Choice("", reason="its pipeline schedule takes none of these micro-batches, or not this recomputation")
-    tokens = wanted.batch.global_batch_size * wanted.batch.sequence_length
     if fast or tight:
-        timed = [(job, held, step_time.breakdown(job).total) for job, held in fast.values() or tight]
-        job, held, seconds = min(timed, key=lambda trial: trial[2])
+        timed = [(*trial, step_time.breakdown(trial[0]).total) for trial in fast.values() or tight]
+        job, memory_use, seconds = min(timed, key=lambda trial: trial[2])
     else:
-        job, held = min(large, key=lambda trial: trial[1].total_memory_gib)
+        job, memory_use = min(large, key=lambda trial: trial[1].total_memory_gib)
         seconds = step_time.breakdown(job).total
-    return Choice("", job=job, prediction=prediction(job, held, seconds), tokens=tokens)
+    return Choice("", job=job, prediction=prediction(job, memory_use, seconds), tokens=request.tokens)
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:

@@ -114,7 +114,7 @@ def test_communication_of_a_step(layout, passes):
     shape = ModelShape(4, 4096, 32, 32, 16384, 32000, gated=True, tied=True)
     job = Job(shape, layout, gpu("H100-80GB"), 1, 4096, stack="textbook")
     stage = stages(job, False)[0]
-    parts = data_parallel_time.beside(job, stage, Profile(), Seconds(1, 2))
+    parts = data_parallel_time.overlapped(job, stage, Profile(), Seconds(1, 2))
     sent = [each.volume_bytes / each.width / shape.parameters for part in parts for each in part.transfers]
     assert sent == pytest.approx(passes, rel=2e-3)
 

@@ -71,7 +71,7 @@ def test_accumulation_divides_gradient_traffic():
     per_token = []
     for count in (1, 8):
         each = replace(job, grad_accum=count)
-        (part,) = data_parallel_time.beside(each, stage, constants, kernels.layer(each, constants))
+        (part,) = data_parallel_time.overlapped(each, stage, constants, kernels.layer(each, constants))
         moved = sum(exchange.num_bytes for exchange in ledger.ledger(each, stage) if exchange.content == "gradients")
         assert part.times(count) == 1 and moved > 0
         per_token.append((moved / count, part.times(count) * part.seconds / count))
