@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from samecurve.cli.commands import Subcommand, require_positive, whole_number
 from samecurve.errors import ConfigurationError, TopologyError
@@ -54,7 +53,7 @@ from samecurve.strategy.resolve import strategy_path
 
 ROWS = 10  # of the table
 SHOWN_SIZES = 3  # of one strategy
-_OF_TABLES = ("runs", "json", "calibrate")  # all that --runs takes
+_OF_TABLES = {"runs", "json", "calibrate"}  # all that --runs takes
 # Options, and those of which each needs one.
 _NEEDED = {"rank": ("ranks", "dry_run"), "launcher": ("output",)}
 _POSITIONAL = {"model": "MODEL_OR_RECIPE", "overrides": "key=value"}
@@ -252,32 +251,24 @@ def _print_details(shown: Choice, request: PlanRequest, arguments: argparse.Name
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigurationError for options without effect, naming what each needs, and for those that are missing."""
     given = {name: value for name, value in vars(arguments).items() if value is not False and value not in (None, [])}
+    problems = []
     if arguments.runs:
-        beside = [
-            _option(name) for name in sorted(given, key=lambda name: name not in _POSITIONAL) if name not in _OF_TABLES
-        ]
-        problems = [f"--runs {arguments.runs}: each row says its model and machines; leave out {', '.join(beside)}"]
-        problems = problems if beside else []
-        if not arguments.json:
-            problems.append("--runs: the predictions need a file; add --json OUT.json")
-    elif given.keys() == {"calibrate"}:
-        return  # to learn, without a plan
-    else:
-        problems = _without_effect(given)
+        beside = [name for name in (*_POSITIONAL, *sorted(given)) if name in given.keys() - _OF_TABLES]
+        named = ", ".join(_option(name) for name in dict.fromkeys(beside))
+        problems += (
+            [f"--runs {arguments.runs}: each row says its model and machines; leave out {named}"] if named else []
+        )
+        problems += [] if arguments.json else ["--runs: the predictions need a file; add --json OUT.json"]
+    elif given.keys() != {"calibrate"}:  # which learns, without a plan
         if not {"model", "cluster"} <= given.keys():
-            problems.insert(0, "plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
+            problems.append("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
+        for name, needed in _NEEDED.items():
+            if name in given and not given.keys() & set(needed):
+                words = " ".join(given[name]) if isinstance(given[name], list) else given[name]
+                fix = f"add {' or '.join(map(_option, needed))}"
+                problems.append(f"{_option(name)} {words}: it has no effect alone; {fix}")
     if problems:
         raise ConfigurationError("\n".join(problems))
-
-
-def _without_effect(given: dict[str, Any]) -> list[str]:
-    problems: list[str] = []
-    for name, needed in _NEEDED.items():
-        if name in given and not given.keys() & set(needed):
-            value = given[name]
-            words = " ".join(map(str, value)) if isinstance(value, list) else value
-            problems.append(f"{_option(name)} {words}: it has no effect alone; add {' or '.join(map(_option, needed))}")
-    return problems
 
 
 def _option(option: str) -> str:
@@ -291,7 +282,7 @@ def _sections(name: str, job: Job, request: PlanRequest, arguments: argparse.Nam
         name: of the strategy.
         arguments: of the command, which say what is request.
     """
-    tables = [plan_text.anatomy_table(stage, job.memory_gib) for stage in memory.anatomy(job)]
+    tables = [plan_text.anatomy_table(stage) for stage in memory.anatomy(job)]
     yield "\n".join([f"Memory of {name}; torch_allocated counts the lines above fragmentation:", *tables])
     yield plan_text.step_table(step_time.breakdown(job))
     if arguments.overlap:

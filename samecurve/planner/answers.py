@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,6 @@ NEEDED = (
 ).split()
 USUAL_HEAD, USUAL_VOCABULARY = 128, 50_257  # width of an attention head; GPT-2's vocabulary
 SURPLUS = "cells without a column"  # contains spaces, unlike the names of columns
-SHOWN = 60  # characters of surplus cells
 UNUSED = (
     "source url model params_b step_s tokens_per_s_per_gpu mfu_pct_published memory_gib status oom_evidence time_ok "
     "memory_ok quality note"
@@ -54,52 +53,44 @@ def read_runs(path: Path) -> list[dict[str, str]]:
     problems += [f"{path}: unknown column {name!r}" for name in names if name not in (*NEEDED, *UNUSED)]
     problems += [f"{path}: column {name!r} is there twice" for name, count in Counter(names).items() if count > 1]
     if not problems:  # rows of other columns say nothing
-        problems = [f"{path}:{line}: {text}" for line, text in _row_problems(rows)]
+        for line, row in rows:
+            if SURPLUS in row:
+                beyond = ", ".join(map(repr, row[SURPLUS]))[:60]
+                fix = "quote a cell with a comma, or remove them"
+                problems.append(f"{path}:{line}: cells beyond the last column: {beyond}; {fix}")
         problems += [] if rows else [f"{path}: no row below the names of the columns; give a row for each run"]
     if problems:
         raise ConfigurationError("\n".join(problems))
     return [row for _, row in rows]
 
 
-def _row_problems(rows: Sequence[tuple[int, dict[str, str]]]) -> Iterator[tuple[int, str]]:
-    """Generate (line, problem) of rows whose cells may be shifted."""
-    for line, row in rows:
-        if SURPLUS in row:
-            beyond = ", ".join(map(repr, row[SURPLUS]))[:SHOWN]
-            yield line, f"cells beyond the last column: {beyond}; quote a cell with a comma, or remove them"
-
-
-class _Cells:
-    """Reads the cells of a row. Raises ValueError, which names the column."""
-
-    def __init__(self, row: dict[str, str]):
-        self.row = row
-
-    def text(self, name: str) -> str:
-        return self.row[name].strip()
+class _Cells(dict[str, str]):
+    """The cells of a row by column. Raises ValueError, which names the column."""
 
     def word(self, name: str) -> str:
         """Return a word of a list, in small letters: a table may say Megatron."""
-        return self.text(name).lower()
+        return self[name].strip().lower()
 
     def number(self, name: str, default: float = 0) -> float:
-        text = self.text(name)
+        text = self[name].strip()
         try:
             value = float(text) if text else default
         except ValueError:
             raise ValueError(f"column {name}: {text!r} is not a number") from None
         if not math.isfinite(value) or value < 0:
-            told = "a finite number" if value > 0 or math.isnan(value) else "no negative number"
-            raise ValueError(f"column {name}: found {text!r}, expected {told}; leave the cell empty if it is unknown")
+            legal = "a finite number" if value > 0 or math.isnan(value) else "no negative number"
+            raise ValueError(f"column {name}: found {text!r}, expected {legal}; leave the cell empty if it is unknown")
         return value
 
     def count(self, name: str, default: int = 1) -> int:
+        """Return a number; `default` where there is none, or 0."""
         return int(self.number(name, default)) or default
 
     def size(self, name: str, default: float = 0) -> int:
+        """Return a positive number, without which nothing is known."""
         value = int(self.number(name, default))
         if value < 1:
-            raise ValueError(f"column {name}: found {self.text(name)!r}, expected a positive number")
+            raise ValueError(f"column {name}: found {self[name].strip()!r}, expected a positive number")
         return value
 
     def flag(self, name: str) -> bool:
@@ -116,45 +107,38 @@ def job_of_row(row: dict[str, str]) -> Job:
             column.
     """
     cells = _Cells(row)
-    shape, strategy = _shape(cells), _strategy(cells)
-    rows = max(1, cells.count("global_batch") // strategy.dims.dp)  # of a step on one data-parallel rank
+    gated, hidden = cells.word("mlp") != "gelu", cells.size("hidden")
+    heads = cells.size("heads", max(1, hidden // USUAL_HEAD))
+    ffn = cells.size("ffn", round(8 * hidden / 3) if gated else 4 * hidden)
+    shape = ModelShape(
+        cells.size("layers"), hidden, heads, cells.count("kv_heads", heads), ffn,
+        cells.size("vocab", USUAL_VOCABULARY), gated, cells.flag("tied"), int(cells.number("experts")),
+        int(cells.number("top_k")), 0 if gated else cells.size("seq"),  # learned positions of a GPT
+    )  # fmt: skip
+    sizes = {name: cells.count(name) for name in ("tp", "pp", "cp", "ep")}
+    replicas = cells.count("dp", max(1, cells.count("gpus") // (sizes["tp"] * sizes["pp"] * sizes["cp"])))
+    zero = int(cells.number("zero"))
+    shard = cells.count("shard", replicas) if zero else 1
+    strategy = Strategy(
+        sharding=f"zero{zero}" if zero else "none", schedule=row["schedule"].strip(),
+        dims=ParallelDims(dp_replicate=replicas // shard, dp_shard=shard, **sizes),
+        tp_sequence_parallel=cells.flag("sequence_parallel"),
+    )  # fmt: skip
+    rows = max(1, cells.count("global_batch") // replicas)  # of a step on one data-parallel rank
     micro_batch = cells.size("micro_batch", max(1, rows // cells.count("grad_accum")))
-    sizes = [cells.number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")]
-    kind, precision = cells.text("gpu"), cells.word("precision")
+    states = [cells.number(f"{name}_bytes") for name in ("weight", "grad", "accum", "master", "optim")]
+    kind, precision = row["gpu"].strip(), cells.word("precision")
     if not kind:
         raise ValueError("column gpu: missing; give a kind such as H100-80GB")
     return Job(
         shape, strategy, gpu(kind), micro_batch, cells.size("seq"),
         cells.count("grad_accum", max(1, rows // micro_batch)),
-        StateBytes(*sizes) if any(sizes) else StateBytes(), kind, cells.number("gpu_memory_gib"),
+        StateBytes(*states) if any(states) else StateBytes(), kind, cells.number("gpu_memory_gib"),
         cells.count("gpus_per_node", 8), cells.number("inter_node_gbit"), "fp8" if "fp8" in precision else precision,
         cells.word("fp8_recipe"), cells.flag("flash"), cells.flag("compile"), cells.flag("async_tp"),
         cells.flag("chunked_loss"), cells.word("activation_checkpointing") or "none", cells.word("stack"),
         cells.word("memory_kind"), packed_experts=cells.flag("packed_experts"),
         virtual_stages=cells.count("virtual_stages"),
-    )  # fmt: skip
-
-
-def _shape(cells: _Cells) -> ModelShape:
-    gated, hidden = cells.word("mlp") != "gelu", cells.size("hidden")
-    heads = cells.size("heads", max(1, hidden // USUAL_HEAD))
-    ffn = cells.size("ffn", round(8 * hidden / 3) if gated else 4 * hidden)
-    return ModelShape(
-        cells.size("layers"), hidden, heads, cells.count("kv_heads", heads), ffn,
-        cells.size("vocab", USUAL_VOCABULARY), gated, cells.flag("tied"), int(cells.number("experts")),
-        int(cells.number("top_k")), 0 if gated else cells.size("seq"),  # learned positions of a GPT
-    )  # fmt: skip
-
-
-def _strategy(cells: _Cells) -> Strategy:
-    sizes = {name: cells.count(name) for name in ("tp", "pp", "cp", "ep")}
-    replicas = cells.count("dp", max(1, cells.count("gpus") // (sizes["tp"] * sizes["pp"] * sizes["cp"])))
-    zero = int(cells.number("zero"))
-    shard = cells.count("shard", replicas) if zero else 1
-    dims = ParallelDims(dp_replicate=replicas // shard, dp_shard=shard, **sizes)
-    return Strategy(
-        sharding=f"zero{zero}" if zero else "none", schedule=cells.text("schedule"), dims=dims,
-        tp_sequence_parallel=cells.flag("sequence_parallel"),
     )  # fmt: skip
 
 
@@ -288,8 +272,7 @@ def answer(row: dict[str, str], learnt: Calibration | None = None) -> dict:
     except (ValueError, ZeroDivisionError, OverflowError) as error:
         # one strange row must not end the answers of a whole table
         return {"id": row["id"], "unsupported": str(error)}
-    low, high = predicted.seconds_interval
-    least, most = predicted.memory_interval
+    (low, high), (least, most) = predicted.seconds_interval, predicted.memory_interval
     return {
         "id": row["id"],
         "step_seconds": predicted.seconds,

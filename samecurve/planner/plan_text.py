@@ -1,4 +1,4 @@
-"""Tables and bars of a plan, as text."""
+"""Tables of a plan, as text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from samecurve.planner.inputs import PlanRequest
 from samecurve.planner.job import Job
 from samecurve.planner.ledger import Exchange
 from samecurve.planner.memory import Anatomy, overhead
-from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.search import Choice
 from samecurve.planner.step_time import StepTime
 from samecurve.planner.tensor_lines import MOMENTS
 from samecurve.specs.gpus import GIB, MIB
-
-BAR = 60
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -34,8 +31,8 @@ def short_seconds(value: float) -> str:
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
-def anatomy_table(rank_class: Anatomy, gpu_gib: float) -> str:
-    """Format one class of ranks: GiB of every line at every moment, its formula and source, and a bar of the peak."""
+def anatomy_table(rank_class: Anatomy) -> str:
+    """Format one class of ranks: GiB of every line at every moment, its formula and source."""
     rows = [[f"{rank_class.stage.name} stage, GiB", *MOMENTS]]
     shown = [
         line for line in (*rank_class.lines, *overhead(rank_class)) if any(getattr(line, moment) for moment in MOMENTS)
@@ -45,28 +42,14 @@ def anatomy_table(rank_class: Anatomy, gpu_gib: float) -> str:
     texts = aligned(rows).splitlines()
     notes = ["", *(f"{line.formula} ({line.source})" for line in shown), ""]
     described = [f"{text}  {note}".rstrip() for text, note in zip(texts, notes, strict=True)]
-    parts = [(line.name, getattr(line, rank_class.moment) / GIB) for line in shown]
-    return "\n".join([*described, bar(parts, max(gpu_gib, sum(value for _, value in parts)), f"of {gpu_gib:.0f} GiB")])
-
-
-def bar(parts: Sequence[tuple[str, float]], whole: float, label: str) -> str:
-    """Draw parts of a whole as one bar, a letter for each, with a legend."""
-    drawn, legend, end = "", [], 0.0
-    for index, (name, value) in enumerate(part for part in parts if part[1] > 0):
-        letter = chr(ord("a") + index)
-        end += value
-        # counted from the start of the bar, so that rounding errors do not add up
-        cells = round(BAR * end / whole) - len(drawn)
-        drawn += letter * max(cells, 0)
-        legend.append(f"{letter} {name}")
-    return f"|{drawn[:BAR].ljust(BAR, '.')}| {label}\n " + ", ".join(legend)
+    return "\n".join(described)
 
 
 def step_table(time: StepTime) -> str:
-    """Format the parts of a step in seconds, with a bar."""
+    """Format the parts of a step in seconds."""
     parts = [(field.name.replace("_", " "), getattr(time, field.name)) for field in fields(time)]
     rows = [["step, s", ""], *([name, f"{value:.4f}"] for name, value in parts if value)]
-    return aligned([*rows, ["total", f"{time.total:.4f}"]]) + "\n" + bar(parts, time.total, f"of {time.total:.3f} s")
+    return aligned([*rows, ["total", f"{time.total:.4f}"]])
 
 
 def ledger_table(stage: str, exchanges: Sequence[Exchange]) -> str:
@@ -199,8 +182,6 @@ def record(choice: Choice) -> dict:
         return {"strategy": choice.name, "verdict": choice.verdict, "reason": choice.reason}
     job, prediction = choice.job, choice.prediction
     dims = job.dims
-    # The model's own FLOPs, without recomputed ones: their share of the data sheet's peak is the MFU.
-    model_flops = step_flops(job.shape, choice.tokens / job.seq, job.seq)
     return {
         "strategy": choice.name,
         "sizes": {"shard": job.shard} | {axis: getattr(dims, axis) for axis in ("dp", "tp", "pp", "cp", "ep")},
@@ -211,7 +192,6 @@ def record(choice: Choice) -> dict:
         "activation_checkpointing": job.checkpointing,
         "tokens_per_second": choice.tokens_per_s,
         "tokens_per_second_interval": choice.tokens_per_s_interval,
-        "tflops_per_gpu": model_flops / (prediction.seconds * dims.world_size * 1e12),
         "step_seconds": prediction.seconds,
         "step_seconds_interval": prediction.seconds_interval,
         "peak_memory_gib": prediction.total_memory_gib,
@@ -221,26 +201,6 @@ def record(choice: Choice) -> dict:
         "binding": prediction.binding,
         "ledger": {stage: [asdict(exchange) for exchange in listed] for stage, listed in ledger.ledgers(job).items()},
     }
-
-
-# FLOPs of a model: 2 per multiplied weight and token forward, 4 s a between tokens, and twice that backward, which
-# computes two products for each one of the forward. Without the mask's half, as is the custom.
-
-
-def layer_flops(shape: ModelShape, rows: float, seq: float) -> float:
-    """Return the FLOPs of one layer's forward: 24 B s h^2 + 4 B s^2 h in a GPT, which is all of inference."""
-    tokens = rows * seq
-    return 2 * tokens * shape.active_layer_parameters + attention_flops(shape, rows, seq)
-
-
-def attention_flops(shape: ModelShape, rows: float, seq: float) -> float:
-    """Return the FLOPs between tokens in one layer's forward: scores and weighted values, 4 B s^2 a."""
-    return 4 * rows * seq**2 * shape.attention_width
-
-
-def step_flops(shape: ModelShape, rows: float, seq: float) -> float:
-    """Return the model's FLOPs of a training step, of which MFU is a share (arXiv:2205.05198, equation 8)."""
-    return 3 * (shape.layers * layer_flops(shape, rows, seq) + 2 * rows * seq * shape.head_parameters)
 
 
 def inputs_line(machines: Cluster, job: Job | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from samecurve.planner import kernels, links
@@ -42,11 +42,6 @@ class StepTime:
     @cached_property
     def total(self) -> float:
         return sum(vars(self).values())
-
-    @property
-    def largest(self) -> str:
-        """Name of the largest part beside the computation."""
-        return max((part.name for part in fields(self)[1:]), key=lambda name: getattr(self, name))
 
 
 def breakdown(job: Job, constants: Profile | None = None) -> StepTime:

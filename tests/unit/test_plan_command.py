@@ -250,7 +250,7 @@ def test_one_job(config, tmp_path, capsys):
     assert header.split()[:2] == ["strategy", "sizes"] and first.split()[0] == best.split()[0]
     assert re.search(r"^ddp \(dp 16\): 1\d\d GiB of 79, optimizer 60; more GPUs do not help$", shown, re.M)
     assert re.search(r"^single: .*distributed_type: NO, which is one process", shown, re.M)
-    assert "communication / computation" in shown and "| of 79 GiB" in shown
+    assert "communication / computation" in shown
     plans = json.loads(out.read_text())["plans"]
     folder = Path(plan.__file__).resolve().parents[2] / "configs"
     assert {each["strategy"] for each in plans} == {path.stem for path in folder.glob("*.yaml")}

@@ -16,7 +16,6 @@ from samecurve.planner.cluster import built_in
 from samecurve.planner.hardware import gpu, profile
 from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.model_shape import ModelShape
-from samecurve.planner.plan_text import attention_flops, layer_flops, step_flops
 from samecurve.planner.stages import stages
 from samecurve.planner.step_time import idle_slots
 from samecurve.planner.strategies import read
@@ -82,29 +81,6 @@ def test_400_of_989_teraflops_are_40_percent():
     """The guide prints 0.40 %."""
     peak = table_peak("NVIDIA H100 80GB HBM3", "bf16")
     assert peak and f"{400 / peak.tflops:.0%}" == "40%"
-
-
-@pytest.mark.parametrize(
-    ("shape", "mfu", "hfu"),
-    [
-        (gpt(48, 6144, 64), 41.5, 43.7),
-        (gpt(96, 12288, 96), 51.4, 52.8),
-        (gpt(105, 20480, 128), 56.0, 57.0),
-        (gpt(128, 25600, 160), 56.3, 57.0),
-    ],
-)
-def test_mfu_and_hfu(shape, mfu, hfu):
-    """22B, 175B, 530B and 1T with selective recomputation (arXiv:2205.05198, table 5), which prints one decimal."""
-    # the paper counts the whole attention once more (equation 9: s / 3h instead of s / 6h)
-    model, again = step_flops(shape, 1, 2048), 3 * shape.layers * attention_flops(shape, 1, 2048)
-    assert mfu * (model + again) / model == pytest.approx(hfu, abs=0.11)
-
-
-def test_flops_of_inference():
-    """24 B s h^2 + 4 B s^2 h for one layer."""
-    rows, seq, hidden = 3, 512, GPT_7B.hidden
-    expected = 24 * rows * seq * hidden**2 + 4 * rows * seq**2 * hidden
-    assert layer_flops(GPT_7B, rows, seq) == expected
 
 
 @pytest.mark.parametrize(
