@@ -59,7 +59,7 @@ class FakeGpu:
         monkeypatch.setattr(memory_probe, "train_step", lambda device: self.hold(0.25, 3.0))
         monkeypatch.setattr(memory_probe, "connect", lambda backend, device: self.hold(1.0, 0.5))
 
-    def predict_memory(self, beside: float, tensors: float) -> None:
+    def hold(self, beside: float, tensors: float) -> None:
         self.used, self.reserved = self.used + beside + tensors, self.reserved + tensors
 
 
