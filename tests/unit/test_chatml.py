@@ -21,7 +21,7 @@ from transformers import (
 
 from samecurve.cli import commands
 from samecurve.config.schema import Recipe
-from samecurve.data.chatml import apply_chatml
+from samecurve.data.tokenizer import apply_chatml
 from samecurve.errors import DataError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.interfaces.task import Task

@@ -17,7 +17,7 @@ from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows, Gr
 from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.datasets.text import GroupedLabelledRows, GroupedMaskedRows, LabelledRows, MaskedRows, Masking
-from samecurve.data.packing import best_fit_decreasing
+from samecurve.data.datasets.packed_samples import best_fit_decreasing
 from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX

@@ -102,7 +102,7 @@ def test_answers_in_the_history_are_trained(tmp_path, train_on):
 
 
 def chat_encoder_template() -> str:
-    from samecurve.data.chatml import CHAT_TEMPLATE
+    from samecurve.data.tokenizer import CHAT_TEMPLATE
 
     return CHAT_TEMPLATE.replace("{{ bos_token }}", "")
 
