@@ -37,18 +37,14 @@ PROCESSES_PER_CORE = 8  # a thousand Python processes on two cores take all of a
 
 def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Run the command `bench collectives` in a launcher's processes, or else in processes started here."""
-    backend = _backend(arguments.backend)
+    if arguments.backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigurationError("--backend: found nccl, but PyTorch finds no GPU; use gloo")
+    backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     known = [*COLLECTIVES, barrier.NAME]
     names = printing.parse_names("--collectives", arguments.collectives, known, known)
     if "RANK" not in os.environ:
         return _start(arguments, backend)
     return _measure(arguments, backend, names, sizes)
-
-
-def _backend(asked: str | None) -> str:
-    if asked == "nccl" and not torch.cuda.is_available():
-        raise ConfigurationError("--backend: found nccl, but PyTorch finds no GPU; use gloo")
-    return asked or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
 def _start(arguments: argparse.Namespace, backend: str) -> int:

@@ -14,10 +14,7 @@ from samecurve.data.schemas.retrieval import MatchSource
 from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from samecurve.config.schema import Data
-    from samecurve.data.hub import Split
 
 
 def find_conversations(
@@ -76,7 +73,8 @@ def find_matches(name: str, data: Data, selection: sources.Selection = sources.W
     if name == DOCSTRINGS:
         return DocstringSource(name, sources.builtin_files())
     files = sources.find_source(name, data.pattern, selection=selection).files
-    first = _first_row(files[0])
+    rows = (row for _, row in sources.table_rows(files[0], MatchSource.documents_are) if isinstance(row, dict))
+    first = next(rows, {})  # decides on the negatives of all rows
     negatives = _negative_columns(first) if data.negative_columns is None else data.negative_columns
     columns = [("anchor_column", data.anchor_column), ("positive_column", data.positive_column)]
     columns += [("negative_columns", column) for column in negatives]
@@ -84,12 +82,6 @@ def find_matches(name: str, data: Data, selection: sources.Selection = sources.W
     number = number if number is not None else len(listed) if isinstance(listed, list) else 0
     rest = data.format, number, data.num_negatives is not None
     return MatchSource(name, files, "text", tuple(columns), *rest, selection=selection)
-
-
-def _first_row(file: Path | Split) -> dict:
-    """Return the first row that can be read, which decides on the negatives of all rows."""
-    rows = (row for _, row in sources.table_rows(file, MatchSource.documents_are) if isinstance(row, dict))
-    return next(rows, {})
 
 
 def _negative_columns(row: dict) -> list[str]:

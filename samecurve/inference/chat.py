@@ -83,23 +83,19 @@ def read_and_answer(session: ChatSession, read: Callable[[str], str]) -> int:
         if command == "/quit":
             return 0
         if line.startswith("/"):
-            _run_command(session, command, rest.strip())
+            if command == "/reset":
+                session.turns = []
+                print("new conversation")
+            elif command == "/system":
+                session.system, session.turns = rest.strip(), []
+                print(f"new conversation with{'' if session.system else 'out'} a system prompt")
+            else:
+                print(f"{command}: unknown command; {_list_commands()}")
         elif line:
             try:
                 session.answer(line)
             except ConfigurationError as error:
                 print(f"{error}; /reset begins a new conversation")
-
-
-def _run_command(session: ChatSession, command: str, argument: str) -> None:
-    if command == "/reset":
-        session.turns = []
-        print("new conversation")
-    elif command == "/system":
-        session.system, session.turns = argument, []
-        print(f"new conversation with{'' if argument else 'out'} a system prompt")
-    else:
-        print(f"{command}: unknown command; {_list_commands()}")
 
 
 def _list_commands() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from rich.columns import Columns
@@ -93,7 +93,14 @@ class Progress:
         self._done = record["step"]
         numbers = numbers_of(record, smoothed_loss)
         if self._console.is_terminal:
-            self._draw(record["step"], numbers)
+            step = record["step"]
+            row = Table.grid(padding=(0, 1))
+            row.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step, width=32), self._rest())
+            with contextlib.suppress(OSError):
+                if self._live is None:
+                    self._live = Live(console=self._console, auto_refresh=False)
+                    self._live.start()
+                self._live.update(Group(row, Columns(numbers, padding=(0, 2))), refresh=True)
         elif record["step"] in (1, self.total_steps) or record["step"] % self._every == 0 or self._first():
             position = f"{record['step']:>{len(str(self.total_steps))}}/{self.total_steps}"
             self.log("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
@@ -125,15 +132,6 @@ class Progress:
             self._started = psutil.Process().create_time()
         return self._started
 
-    def _draw(self, step: int, numbers: Iterable[str]) -> None:
-        row = Table.grid(padding=(0, 1))
-        row.add_row(f"step {step}/{self.total_steps}", ProgressBar(self.total_steps, step, width=32), self._rest())
-        with contextlib.suppress(OSError):
-            if self._live is None:
-                self._live = Live(console=self._console, auto_refresh=False)
-                self._live.start()
-            self._live.update(Group(row, Columns(numbers, padding=(0, 2))), refresh=True)
-
 
 def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
     """Build the header as (label, text) pairs."""
@@ -142,6 +140,7 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
     rows, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
     texts = facts.data.get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
     counted = "" if counts == "tokens" else f"the loss is the mean over {counts}, counted as `tokens` in metrics.jsonl"
+    new_head = ", ".join(model.new_head)
     warmup = f", {recipe.warmup_steps} of them warm-up" if recipe.warmup_steps else ""
     lines = [
         ("recipe", f"{plan.recipe_path} ({recipe.task}, {recipe.steps} steps{warmup})"),
@@ -152,7 +151,7 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         ("world", _world(strategy.launcher, engine)),
         ("mesh", _mesh(engine)),
         ("parameters", _parameters(engine)),
-        ("new head", _new_head(model.new_head, recipe.seed)),
+        ("new head", new_head and f"drawn from seed {recipe.seed}, {len(model.new_head)} parameters: {new_head}"),
         ("not read", model.unread_tensors and f"of model.path: {model.unread_tensors}"),
         ("not read", f"of model.config: {', '.join(model.unread_keys)}" if model.unread_keys else ""),
         (
@@ -207,11 +206,6 @@ def attention_line(facts: RunFacts) -> str:
         length = recipe.batch.sequence_length
         return f"sdpa without cuDNN's kernels: their gradients can be NaN at {length} tokens (64 modulo 128)"
     return f"{chosen} ({facts.attention_choice})" if facts.attention_choice else chosen
-
-
-def _new_head(names: Sequence[str], seed: int) -> str:
-    """Describe the output head that a pretrained model lacked and the run initialized."""
-    return f"drawn from seed {seed}, {len(names)} parameters: {', '.join(names)}" if names else ""
 
 
 def _kernels(engine: EngineDescription) -> str:

@@ -166,17 +166,14 @@ class HangWatchdog:
         liveness = self.liveness()
         # before stacks are collected: a woken rank beats again
         text = liveness.describe_hang(self.stacks.folder.parent)
-        self._collect_stacks(liveness)
-        limit = f"no progress for {self._limit:g} s (watchdog.timeout_seconds)"
-        return HangError(f"{limit}: {text}; the stacks of all ranks are in {self.stacks.folder}")
-
-    def _collect_stacks(self, liveness: Liveness) -> None:
-        """Collect the stacks of this machine's ranks; done by the lowest rank of the machine that is not frozen."""
+        # collect the stacks of this machine's ranks; done by the lowest rank of the machine that is not frozen
         frozen = {peer.beat.rank for peer in liveness.frozen}
         self.given_up = frozen  # remembered, because a stopped process that is woken for its stacks beats once more
         local = [peer.beat for peer in liveness.running if self.heartbeats.is_local(peer.beat)]
         if not any(beat.rank < self.rank and beat.rank not in frozen for beat in local):
             self.stacks.collect({beat.rank: beat.pid for beat in local}, frozen)
+        limit = f"no progress for {self._limit:g} s (watchdog.timeout_seconds)"
+        return HangError(f"{limit}: {text}; the stacks of all ranks are in {self.stacks.folder}")
 
 
 def last_resort(code: int, report: Callable[[], None] = lambda: None) -> threading.Timer:

@@ -100,7 +100,11 @@ def parse(content: bytes, schema: Any = dict) -> tuple[Any, str]:
             return None, f"damaged: not JSON ({error})"
     problem = mismatch(value, schema)
     if not problem and content.count(b"[") + content.count(b"{") > MOST_LEVELS:
-        problem = _too_deep(value)
+        level, num_levels = [value], 0
+        while level := [item for item in level if isinstance(item, (dict, list))]:
+            num_levels += 1
+            level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        problem = f"damaged: more than {MOST_LEVELS} levels of brackets" if num_levels > MOST_LEVELS else ""
     return (None, problem) if problem else (value, "")
 
 
@@ -199,11 +203,3 @@ def _shown(value: Any) -> str:
         return _NAMES[type(value)]
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _too_deep(value: Any) -> str:
-    level, num_levels = [value], 0
-    while level := [item for item in level if isinstance(item, (dict, list))]:
-        num_levels += 1
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-    return f"damaged: more than {MOST_LEVELS} levels of brackets" if num_levels > MOST_LEVELS else ""

@@ -12,12 +12,11 @@ from samecurve.config.schema import Batch
 from samecurve.data.batches import StepBatches
 from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows, Rows
 from samecurve.data.datasets.mixture import MixedRows
-from samecurve.data.datasets.packed_samples import PackedSampleRows
+from samecurve.data.datasets.packed_samples import PackedSampleRows, best_fit_decreasing
 from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows, GroupedScoredRows, ScoredRows
 from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.datasets.text import GroupedLabelledRows, GroupedMaskedRows, LabelledRows, MaskedRows, Masking
-from samecurve.data.datasets.packed_samples import best_fit_decreasing
 from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
