@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+
+from samecurve.models.pipeline_split import Layer
 
 MOE = {"moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 16}
 WINDOW = {"sliding_window": 6}
@@ -11,6 +14,8 @@ FIELDS = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "gemma2": WINDOW,
     "gemma3_text": WINDOW,
+    # by default 262,144 rows of 256 numbers for each layer: 134 million parameters
+    "gemma4_text": {"vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
@@ -70,3 +75,11 @@ def tiny_config(family: str, **fields) -> PreTrainedConfig:
     """4 heads of 8 in all of them, so as wide as the 32 numbers of a token."""
     heads = {"head_dim": 8} if family in HEAD_DIM else {}
     return AutoConfig.for_model(family, **COMMON | TOKENS | heads | FIELDS.get(family, {}) | fields)
+
+
+def run_layers(layers: list[Layer], input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Run a model's pipeline layers in sequence: its logits, (rows, sequence_length, vocabulary_size)."""
+    flow = layers[0]((input_ids, position_ids))
+    for layer in layers[1:]:
+        flow = layer(flow)
+    return flow
