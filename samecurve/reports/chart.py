@@ -1,6 +1,6 @@
 """Loss curves as a small hand-written SVG: the reference's curve, and a bar for how far each other one is from it.
 
-Colours are attributes, for a light background. The classes `grid` and `axis` let a page restyle the elements.
+All colours are attributes, for a light background.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def _bars(curves: Sequence[Curve], reference: Curve, tolerance: float, bottom: f
     parts = [f'<text x="{BARS_RIGHT}" y="{TOP - 14}" font-weight="bold" text-anchor="end">{escape(title)}</text>']
     for tick in powers_of_ten(apart=2):
         ends = f'x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{TOP}" y2="{bottom}"'
-        parts.append(f'<line class="grid" {ends} stroke="#e5e5e5"/>')
+        parts.append(f'<line {ends} stroke="#e5e5e5"/>')
         at = f'x="{x(tick):.1f}" y="{bottom + 17}" text-anchor="middle"'
-        parts.append(f'<text class="axis" {at} fill="{AXIS}">{power_text(tick)}</text>')
+        parts.append(f'<text {at} fill="{AXIS}">{power_text(tick)}</text>')
     for row, curve in enumerate(curves):
         y, colour = TOP + BAR_HEIGHT * row, SAME if curve.difference <= tolerance else DIFFERENT
         size = f'width="{x(curve.difference) - BARS_LEFT:.1f}" height="{BAR_HEIGHT - 4}"'
@@ -125,21 +125,21 @@ class Panel:
         for tick in self._ticks:
             y, label = self.y(tick), escape(self._text(tick))
             ends = f'x1="{box.left:g}" x2="{box.right:g}" y1="{y:.1f}" y2="{y:.1f}"'
-            parts.append(f'<line class="grid" {ends} stroke="#e5e5e5"/>')
+            parts.append(f'<line {ends} stroke="#e5e5e5"/>')
             at = f'x="{box.left - 6:g}" y="{y + 4:.1f}" text-anchor="end"'
-            parts.append(f'<text class="axis" {at} fill="{AXIS}">{label}</text>')
+            parts.append(f'<text {at} fill="{AXIS}">{label}</text>')
         for step in step_ticks(*self._steps):
             ends = f'x1="{self.x(step):.1f}" x2="{self.x(step):.1f}" y1="{box.bottom:g}" y2="{box.bottom + 4:g}"'
-            parts.append(f'<line class="axis" {ends} stroke="{AXIS}"/>')
+            parts.append(f'<line {ends} stroke="{AXIS}"/>')
             parts.append(self._below(self.x(step), 17, tick_text(step)))
         parts.append(self._below((box.left + box.right) / 2, step_y, "step"))
         shape = f"M{box.left:g} {box.top:g}V{box.bottom:g}H{box.right:g}"
-        parts.append(f'<path class="axis" d="{shape}" fill="none" stroke="{AXIS}"/>')
+        parts.append(f'<path d="{shape}" fill="none" stroke="{AXIS}"/>')
         return parts
 
     def _below(self, x: float, distance: float, text: str) -> str:
         at = f'x="{x:.1f}" y="{self.box.bottom + distance:g}" text-anchor="middle"'
-        return f'<text class="axis" {at} fill="{AXIS}">{text}</text>'
+        return f'<text {at} fill="{AXIS}">{text}</text>'
 
     def line(self, points: Sequence[tuple[int, float | None]], style: str) -> str:
         drawn = [f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in points if value is not None]

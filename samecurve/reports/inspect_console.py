@@ -18,10 +18,10 @@ from samecurve.storage.terminal import TextConsole
 from samecurve.tasks import registry
 
 _STYLE = """
-mark { background: var(--mark); color: inherit }
+mark { background: #a6e3a1; color: inherit }
 td.bar div { background: #4a7fb5; height: .8rem; display: inline-block }
-.row { display: flex; height: 1.1rem; background: var(--grid); margin: 3px 0 }
-.row div { background: #9fb6cf; border-right: 1px solid var(--paper); box-sizing: border-box }
+.row { display: flex; height: 1.1rem; background: #e5e5e5; margin: 3px 0 }
+.row div { background: #9fb6cf; border-right: 1px solid #fff; box-sizing: border-box }
 .row div div { background: #57ab5a; height: 100%; border: 0 }
 """
 

@@ -1,7 +1,4 @@
-"""Plot of one quantity of one or two runs over the optimizer steps, as a small SVG without scripts.
-
-As in chart.py, colours are attributes and classes let a page restyle them: `run0` and `run1` for the runs' lines.
-"""
+"""Plot of one quantity of one or two runs over the optimizer steps, as a small SVG without scripts."""
 
 from __future__ import annotations
 
@@ -100,7 +97,7 @@ def plot(
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="sans-serif" font-size="12" role="img">',
         f"<title>{escape(title)}</title>",
-        f'<rect class="paper" width="{width}" height="{height}" fill="white"/>',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
         *panel.frame(named, TITLE_Y, step_y=32),
         *legend,
         *_marks(panel, [mark for mark in marks if first <= mark.step <= last]),
@@ -142,7 +139,7 @@ def _stroke(series: Series, wide: bool) -> str:
     width, style = STYLES[series.kind]
     width *= WIDER if wide and not series.run else 1
     shape = f'fill="none" stroke-linecap="round" stroke-width="{width:g}" {style}'.rstrip()
-    return f'class="run{series.run}" stroke="{COLOURS[series.run]}" {shape}'
+    return f'stroke="{COLOURS[series.run]}" {shape}'
 
 
 def _line(panel: Panel, series: Series, wide: bool) -> Iterator[str]:
@@ -156,12 +153,12 @@ def _line(panel: Panel, series: Series, wide: bool) -> Iterator[str]:
     points = [point for piece in pieces for point in piece]
     if series.kind == "dots" and len(points) <= MOST_DOTS:
         radius = 4 if wide and not series.run else 2.5
-        rest = f'r="{radius}" class="dot{series.run}" fill="{COLOURS[series.run]}"'
+        rest = f'r="{radius}" fill="{COLOURS[series.run]}"'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" {rest}/>' for x, y in points)
     for step, value in series.points:
         if step == series.circled and is_finite(value):
             at = f'cx="{panel.x(step):.1f}" cy="{panel.y(value):.1f}" r="6"'
-            yield f'<circle {at} class="run{series.run}" fill="none" stroke="{COLOURS[series.run]}" stroke-width="2"/>'
+            yield f'<circle {at} fill="none" stroke="{COLOURS[series.run]}" stroke-width="2"/>'
 
 
 def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
@@ -171,11 +168,11 @@ def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
         x, colour = panel.x(mark.step), COLOURS[mark.run]
         title = f"<title>{escape(mark.tooltip)}</title>"
         ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{panel.box.top:g}" y2="{panel.box.bottom:g}"'
-        line = f'<line class="run{mark.run}" {ends} stroke="{colour}" stroke-dasharray="1 3" stroke-width="1.5"/>'
+        line = f'<line {ends} stroke="{colour}" stroke-dasharray="1 3" stroke-width="1.5"/>'
         label = ""
         if x >= free:
             at = f'x="{x:.1f}" y="{panel.box.top - 3:g}" text-anchor="middle" font-size="10"'
-            label = f'<text class="mark{mark.run}" {at} fill="{colour}">{escape(mark.label)}</text>'
+            label = f'<text {at} fill="{colour}">{escape(mark.label)}</text>'
             free = x + CHARACTER_WIDTH * (len(mark.label) + 1)
         yield f"<g>{title}{line}{label}</g>"
 

@@ -37,13 +37,9 @@ MOST_SAMPLES = 6
 _STYLE = """
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 1rem 1.5rem }
 figure { margin: 0; break-inside: avoid } figure:first-child { grid-column: 1 / -1 }
-svg { width: 100%; height: auto } svg text { fill: var(--ink) }
-svg .paper { fill: none } svg .grid { stroke: var(--grid) } svg .axis { stroke: var(--muted) }
-svg text.axis { fill: var(--muted); stroke: none }
-svg .run0 { stroke: var(--run0) } svg .dot0, svg .mark0 { fill: var(--run0) } .name0 { color: var(--run0) }
-svg .run1 { stroke: var(--run1) } svg .dot1, svg .mark1 { fill: var(--run1) } .name1 { color: var(--run1) }
+svg { width: 100%; height: auto } .name0 { color: #0072b2 } .name1 { color: #d55e00 }
 @media print { .plots { grid-template-columns: 1fr 1fr } }
-.bad { color: var(--bad); white-space: pre-wrap; overflow-wrap: anywhere } .small { color: var(--muted) }
+.bad { color: #b00020; white-space: pre-wrap; overflow-wrap: anywhere } .small { color: #5f5f5f }
 .samples td { white-space: pre-wrap; font-family: monospace }
 summary { font-size: 1.1rem; font-weight: 600; margin-top: 2rem; cursor: pointer }
 """

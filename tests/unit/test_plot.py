@@ -12,7 +12,7 @@ import pytest
 
 from samecurve.cli import commands
 from samecurve.reports.history import NUM_BUCKETS, History
-from samecurve.reports.plot import MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, thinned
+from samecurve.reports.plot import COLOURS, MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, thinned
 from samecurve.run.sessions import SessionRecord
 from samecurve.storage import jsonl
 from samecurve.storage.jsonl import MOST_RECORDS
@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def lines(svg: str) -> list[str]:
     """The shapes of the series, without the axes."""
     paths = ElementTree.fromstring(svg).iter(f"{SVG}path")
-    return [path.get("d") for path in paths if path.get("class", "").startswith("run") and "," in path.get("d")]
+    return [path.get("d") for path in paths if path.get("stroke") in COLOURS and "," in path.get("d")]
 
 
 def texts(svg: str) -> list[str]:
@@ -139,4 +139,4 @@ def test_marks_lie_at_their_steps_and_labels_do_not_cover_each_other():
     told = [group.find(f"{SVG}title").text for group in root.iter(f"{SVG}g")]
     assert told == ["told 1", "told 50", "told 51", "told 101"]  # there is no step 102
     assert [group.find(f"{SVG}line").get("x1") for group in root.iter(f"{SVG}g")] == ["58.0", "237.3", "241.0", "424.0"]
-    assert [label.text for label in root.iter(f"{SVG}text") if label.get("class") == "mark0"] == ["1", "50", "101"]
+    assert [label.text for label in root.iter(f"{SVG}text") if label.get("font-size") == "10"] == ["1", "50", "101"]
