@@ -1,4 +1,4 @@
-"""Output of the benchmarks: a table on a terminal, plain lines in a file, and the same numbers as JSON."""
+"""Output of the benchmarks: tables, and the same numbers as JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from samecurve.errors import ConfigurationError
 from samecurve.storage.atomic import write_json
-from samecurve.storage.terminal import TextConsole
+from samecurve.storage.terminal import TextConsole, aligned
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -19,28 +17,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print a table. The first column is text, the others are formatted numbers."""
-    screen = TextConsole()
-    if title:
-        screen.print(f"\n{title}")
-    if screen.is_terminal:
-        table = Table(*columns)
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(*row)
-        screen.print(table)
-        return
-    for line in plain_lines([columns, *rows]):
-        screen.print(line)
-
-
-def plain_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first, *rest = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
-    return lines
+    print_line("\n".join([*([f"\n{title}"] if title else []), aligned([columns, *rows])]))
 
 
 def print_line(line: str) -> None:

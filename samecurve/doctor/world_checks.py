@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from samecurve.doctor.findings import Finding, failed
 from samecurve.doctor.host import HostFacts
 from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.storage.terminal import aligned
 
 # Another version may compute or send something else: the run would stop in a collective, or lose the same curve.
 MUST_AGREE = ("python", "torch", "accelerate", "deepspeed", "transformers", "nccl", "driver")
@@ -42,16 +43,8 @@ def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     if not different:
         yield Finding("versions", f"the same on {len(hosts)} hosts: {', '.join(MUST_AGREE)}")
         return
-    width = max(len(facts.host) for facts in hosts)
-    columns = [max(len(name), *(len(facts.versions.get(name, "")) for facts in hosts)) for name in different]
-    rows = [
-        ("", different),
-        *((facts.host, [facts.versions.get(name) or "-" for name in different]) for facts in hosts),
-    ]
-    table = "\n".join(
-        f"{host:<{width}}  " + "  ".join(f"{cell:<{size}}" for cell, size in zip(cells, columns, strict=True)).rstrip()
-        for host, cells in rows
-    )
+    rows = [[facts.host, *(facts.versions.get(name) or "-" for name in different)] for facts in hosts]
+    table = aligned([["", *different], *rows])
     drivers = different == ["driver"]
     fix = "install one driver on all hosts" if drivers else "pip install -r requirements.txt -c constraints.txt on each"
     yield failed("versions", table, f"{', '.join(different)} differ between hosts", fix, ConfigurationError)

@@ -15,15 +15,7 @@ from samecurve.planner.search import Choice
 from samecurve.planner.step_time import StepTime
 from samecurve.planner.tensor_lines import MOMENTS
 from samecurve.specs.gpus import GIB, MIB
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns; the first row is the header and the first column text."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if not index else cell.rjust(width) for index, (cell, width) in enumerate(pairs))
-        for pairs in ([*zip(row, widths, strict=True)] for row in rows)
-    )
+from samecurve.storage.terminal import aligned
 
 
 def short_seconds(value: float) -> str:

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import IO, Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -162,3 +162,13 @@ class TextConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True  # rich's own method would end the process
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows as a table of text: the first column starts at the left, the others end at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(text.rjust(width) for text, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

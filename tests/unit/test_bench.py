@@ -70,11 +70,6 @@ def test_commands_of_a_command_are_listed():
     assert "no.yaml: cannot be read" in done.stderr
 
 
-def test_plain_lines_are_aligned():
-    found = printing.plain_lines([["square", "fp32"], ["64", "0.1"], ["16384", "12.5"]])
-    assert found == ["square  fp32", "64       0.1", "16384   12.5"]
-
-
 @pytest.mark.parametrize("given", ["1,x", "-1"])
 def test_lists_that_are_none_are_refused(given):
     with pytest.raises(ConfigurationError, match=f"--sizes: found {given}, but it must be whole numbers"):

@@ -16,7 +16,7 @@ from samecurve.cli import commands
 from samecurve.errors import DataError
 from samecurve.run import lifecycle
 from samecurve.storage import terminal
-from samecurve.storage.terminal import Stream, TextConsole, json_line, printable
+from samecurve.storage.terminal import Stream, TextConsole, aligned, json_line, printable
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "a\x1b]52;c;cHduZWQ=\x07\x1b[2J\x9b31m\x08\x7fb\u202ec\u2066\u2028d\re"
@@ -145,3 +145,7 @@ def test_a_live_bar_is_drawn_by_codes(monkeypatch):
     text = shown.decode()
     assert code == 0 and "second bar" in text and "\x1b[2K" in text
     assert "\N{SYMBOL FOR ESCAPE}[2K" not in text and "\x1b]0;" not in text
+
+
+def test_numbers_of_a_table_end_at_the_right():
+    assert aligned([["square", "fp32"], ["64", "0.1"], ["16384", ""]]) == "square  fp32\n64       0.1\n16384"

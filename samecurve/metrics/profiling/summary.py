@@ -11,6 +11,7 @@ from samecurve.metrics.profiling.deepspeed_comms import Logged
 from samecurve.metrics.profiling.op_kinds import KINDS
 from samecurve.metrics.profiling.trace import Breakdown
 from samecurve.metrics.profiling.waiting import Waiting
+from samecurve.storage.terminal import aligned
 
 if TYPE_CHECKING:
     from samecurve.interfaces.engine import MemoryUsage
@@ -103,7 +104,7 @@ def _time(breakdown: Breakdown, rank: int) -> Iterator[str]:
         (text, f"{breakdown.shares[kind]:.1%}", f"{1000 * breakdown.seconds[kind] / len(breakdown.steps):,.2f}")
         for kind, text in KINDS.items()
     ]
-    yield from _table(rows)
+    yield aligned(rows)
     if breakdown.communication_seconds:
         hidden = 1 - breakdown.seconds["communication"] / breakdown.communication_seconds
         ms = 1000 * breakdown.communication_seconds / len(breakdown.steps)
@@ -118,14 +119,14 @@ def _waiting(waiting: Waiting, num_steps: int) -> Iterator[str]:
         for kind, count in waiting.planned_passes.items()
     ]
     idle = f"waiting, of {ms:,.1f} ms", f"{waiting.idle:.1%}", f"{waiting.predicted_idle:.1%}"
-    yield from _table([("per step", "measured", "by the schedule"), idle, *passes])
+    yield aligned([("per step", "measured", "by the schedule"), idle, *passes])
     yield "The schedule's share of waiting assumes stages that take equally long and messages that take no time."
 
 
 def _memory(breakdown: Breakdown, held: MemoryUsage) -> Iterator[str]:
     rows = [("memory of this rank", "MiB")]
     rows += [(_MEMORY[name], _mib(size)) for name, size in memory(breakdown, held).items()]
-    yield from _table(rows)
+    yield aligned(rows)
 
 
 def _dimension(dimension: DimensionCommunication) -> dict:
@@ -142,7 +143,7 @@ def _collectives(breakdown: Breakdown) -> Iterator[str]:
     for dimension in breakdown.dimensions:
         rows.append((dimension.name, *_communication(dimension.total, num)))
         rows += [(f"  {name}", *_communication(collective, num)) for name, collective in dimension.collectives.items()]
-    yield from _table(rows)
+    yield aligned(rows)
     yield "Exposed: without computation at the same time. Bytes of a call: the larger of its input and output."
     for collective in breakdown.collectives:
         if collective.untyped:
@@ -169,7 +170,7 @@ def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
         )
         for entry in logged
     ]
-    yield from _table(rows)
+    yield aligned(rows)
 
 
 def _top(breakdown: Breakdown) -> Iterator[str]:
@@ -177,15 +178,7 @@ def _top(breakdown: Breakdown) -> Iterator[str]:
     for operator in breakdown.operators[:NUM_OPERATORS]:
         calls = f"{operator.calls / len(breakdown.steps):,.1f}"
         rows.append((operator.name[:60], f"{operator.seconds / breakdown.total_seconds:.1%}", calls, operator.kind))
-    yield from _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Format rows as a table: the first column is left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        others = (text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))
-        yield "  ".join([row[0].ljust(widths[0]), *others])
+    yield aligned(rows)
 
 
 def _steps(breakdown: Breakdown) -> str:
