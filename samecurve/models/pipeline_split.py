@@ -227,11 +227,3 @@ def _submodule(model: PreTrainedModel, name: str, module_class: type[ModuleType]
     module = model.get_submodule(name)
     assert isinstance(module, module_class), name
     return module
-
-
-def sequential(layers: list[Layer], input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Run the layers in sequence and return logits (micro_batch_size, sequence_length, vocabulary_size)."""
-    flow = layers[0]((input_ids, position_ids))
-    for layer in layers[1:]:
-        flow = layer(flow)
-    return flow

@@ -29,11 +29,8 @@ def state_names(
     if settings.name == "muon":
         kept = {True: OPTIMIZERS["muon"].states, False: OPTIMIZERS["adamw"].states}
         return {name: kept[name in matrices] for name in shapes}
-    return dict.fromkeys(shapes, (*OPTIMIZERS[settings.name].states, *(["compensation"] if _kahan(settings) else [])))
-
-
-def _kahan(settings: Optimizer) -> bool:
-    return settings.name == "adamw_bf16" and settings.bf16_rounding == "kahan"
+    kahan = settings.name == "adamw_bf16" and settings.bf16_rounding == "kahan"
+    return dict.fromkeys(shapes, (*OPTIMIZERS[settings.name].states, *(["compensation"] if kahan else [])))
 
 
 def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -48,16 +45,6 @@ def factor_shapes(settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> d
     for name, (*others, rows, columns) in ((name, shape) for name, shape in shapes.items() if len(shape) > 1):
         factors[name, "row_var"], factors[name, "col_var"] = (*others, rows, 1), (*others, 1, columns)
     return factors
-
-
-def num_bytes_per_parameter(settings: Optimizer) -> float:
-    """Bytes per parameter for weight, gradient and optimizer state of a large matrix, unsharded and not offloaded."""
-    if settings.name == "adamw_8bit":
-        # fp32 weight and gradient; a moment is one byte per value and one fp32 scale per block
-        return 4 * 2 + 2 * (1 + 4 / BLOCK_8BIT)
-    if settings.name == "adamw_bf16":
-        return 2 * (4 + _kahan(settings))
-    return 4 * (2 + len(OPTIMIZERS[settings.name].states))
 
 
 def build_optimizer(

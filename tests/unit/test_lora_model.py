@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from test_export import tokenizer
 from test_weights import FAMILIES, LLAMA
 from test_weights import recipe as model_recipe
+from tiny_families import run_layers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.checkpoint import compatibility
@@ -19,7 +20,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models.flops import token_flops
 from samecurve.models.lora import is_adapted, is_adapter_weight, trained_shapes, weights_fingerprint
-from samecurve.models.pipeline_split import sequential, split_layers
+from samecurve.models.pipeline_split import split_layers
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import header, weight_files
 from samecurve.models.weights import load_weights
@@ -108,7 +109,7 @@ def test_the_layers_of_a_pipeline_are_the_adapted_model(folders, family):
     model = moved(filled(adapted_recipe(folders[family])))
     layers = split_layers(model)
     positions = torch.arange(16).expand(2, 16)
-    assert torch.equal(sequential(layers, IDS, positions), model(IDS, position_ids=positions).logits)
+    assert torch.equal(run_layers(layers, IDS, positions), model(IDS, position_ids=positions).logits)
     assert {name for layer in layers for name, _ in layer.named_weights()} == {n for n, _ in model.named_parameters()}
 
 

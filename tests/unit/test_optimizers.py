@@ -15,7 +15,7 @@ from samecurve.config.schema import Optimizer
 from samecurve.errors import ConfigurationError
 from samecurve.optim import adamw_bf16
 from samecurve.optim.adamw_bf16 import first_hash, random_bits, rounded, to_nearest
-from samecurve.optim.factory import build_optimizer, check_shards, num_bytes_per_parameter
+from samecurve.optim.factory import build_optimizer, check_shards
 from samecurve.optim.muon import orthogonalize
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.optimizers import OPTIMIZERS, SMALLEST_8BIT, OptimizerName
@@ -325,7 +325,7 @@ BYTES = {
     "muon": 12,
     "adamw_8bit": 10.03,
     "adamw_bf16": 8,
-}  # the table of docs/optimizers.md
+}  # the table of docs/optimizers.md has them, and 2 more with kahan
 
 
 @pytest.mark.parametrize(
@@ -341,4 +341,3 @@ def test_bytes_per_parameter_are_those_of_the_live_tensors(name, more, expected)
     kept = [value for value in state.values() if isinstance(value, torch.Tensor)]
     total = sum(tensor.untyped_storage().nbytes() for tensor in (weight, weight.grad, *kept))
     assert total / weight.numel() == pytest.approx(expected, rel=2e-3)
-    assert num_bytes_per_parameter(settings(name, **more)) == pytest.approx(expected, rel=1e-3)

@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+from tiny_families import run_layers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from samecurve.errors import ConfigurationError
-from samecurve.models.pipeline_split import PIPELINED, Decoder, TiedHead, last_scores, sequential, split_layers
+from samecurve.models.pipeline_split import PIPELINED, Decoder, TiedHead, last_scores, split_layers
 
 COMMON = {
     "vocab_size": 61,
@@ -62,7 +63,7 @@ def test_sequential_layers_are_the_model(case, tied, attention):
     assert isinstance(layers[-1], TiedHead) == tied
 
     expected = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-    logits = sequential(layers, input_ids, position_ids)
+    logits = run_layers(layers, input_ids, position_ids)
     assert torch.equal(logits, expected)
 
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
@@ -82,10 +83,10 @@ def test_without_an_lm_head(case):
     positions = torch.arange(12).expand(3, -1)
     classifier = AutoModelForSequenceClassification.from_config(config).eval()
     layers = split_layers(classifier)
-    scores = last_scores(sequential(layers, input_ids, positions), input_ids, 60)
+    scores = last_scores(run_layers(layers, input_ids, positions), input_ids, 60)
     assert torch.equal(scores, classifier(input_ids=input_ids, use_cache=False).logits) and scores.shape == (3, 3)
     bare = AutoModel.from_config(config).eval()
-    states = sequential(split_layers(bare), input_ids, positions)
+    states = run_layers(split_layers(bare), input_ids, positions)
     assert torch.equal(states, bare(input_ids=input_ids, use_cache=False).last_hidden_state)
     for model, split in ((classifier, layers), (bare, split_layers(bare))):
         found = dict(pair for layer in split for pair in layer.named_weights())
@@ -98,7 +99,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other(case):
     input_ids, position_ids = packed_rows()
     other = input_ids.clone()
     other[0, :5] = (other[0, :5] + 1) % 61
-    difference = (sequential(layers, input_ids, position_ids) - sequential(layers, other, position_ids)).abs().amax(-1)
+    difference = (run_layers(layers, input_ids, position_ids) - run_layers(layers, other, position_ids)).abs().amax(-1)
     assert difference[0, :5].min() > 0
     assert difference[0, 5:].max() == 0
 
@@ -107,10 +108,10 @@ def test_second_micro_batch_gets_its_own_masks():
     model = build("llama", True).eval()
     layers = split_layers(model)
     input_ids, position_ids = packed_rows()
-    sequential(layers, input_ids, position_ids)
+    run_layers(layers, input_ids, position_ids)
     flipped = position_ids.flip(0)
     expected = model(input_ids=input_ids, position_ids=flipped, use_cache=False).logits
-    assert torch.equal(sequential(layers, input_ids, flipped), expected)
+    assert torch.equal(run_layers(layers, input_ids, flipped), expected)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -135,7 +136,7 @@ def test_a_cut_model_may_be_on_meta_and_be_filled_later():
         for name, weight in layer.named_weights():
             weight.data.copy_(weights[name].data)
     expected = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-    assert torch.equal(sequential(layers, input_ids, position_ids), expected)
+    assert torch.equal(run_layers(layers, input_ids, position_ids), expected)
 
 
 def test_one_pipeline_layer_per_decoder_layer():
