@@ -64,9 +64,9 @@ def export_launch_env(strategy: Strategy, environ: Mapping[str, str] = os.enviro
     would make a device mesh of its own are deleted, and under pipeline schedules those of FSDP, too: the engines make
     both themselves.
     """
-    if strategy.distributed:
-        for name in [name for name in environ if name.startswith(_REPLACED)]:
-            del os.environ[name]
+    replaced = (*_REPLACED, "ACCELERATE_DYNAMO_") if strategy.distributed else ("ACCELERATE_DYNAMO_",)
+    for name in [name for name in environ if name.startswith(replaced)]:
+        del os.environ[name]
     os.environ.update(environment(strategy))
     for name in [name for name in environ if name in _MESH or name.startswith("PARALLELISM_CONFIG_")]:
         del os.environ[name]  # Accelerate would make a second mesh, or refuse an arrangement that it does not know

@@ -49,7 +49,7 @@ from samecurve.planner.search import Choice
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
 from samecurve.strategy.plan import Plan
-from samecurve.strategy.resolve import strategy_path
+from samecurve.strategy.resolve import strategy_path, taken_values
 
 ROWS = 10  # of the table
 SHOWN_SIZES = 3  # of one strategy
@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         nargs="+",
         metavar="STRATEGY",
-        help="exactly these: names in configs/, or files (default: all of configs/)",
+        help="exactly these: names in configs/, or files (default: all of configs/). Of a single one, values that the "
+        "recipe does not give are read, as in a run",
     )
     parser.add_argument("--rows", type=whole_number("--rows"), metavar="N", help=f"rows of the table (default: {ROWS})")
     parser.add_argument("--why", action="store_true", help="also show why the other strategies were not chosen")
@@ -105,10 +106,13 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
         return 0
     whole = read_cluster(arguments.cluster)
     machines = whole.scaled(arguments.gpus) if arguments.gpus else whole
-    request = inputs.read(arguments.model, arguments.overrides)
     shipped = strategies.shipped()
     asked = [strategies.read(strategy_path(given)) for given in arguments.strategy or ()] or shipped
+    taken: dict[str, str] = {}
+    fill = strategies.filling(asked[0], machines.gpus, taken) if len(asked) == 1 else None
+    request = inputs.read(arguments.model, arguments.overrides, fill)
     learnt, notes = _learnt(canonical(machines.kind), paths)
+    notes += taken_values(request.source, taken)
     whole, machines = (replace(size, calibration=learnt) for size in (whole, machines))
     find = search.evaluate if arguments.strategy else search.search
     choices = find(request, machines, asked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -230,23 +230,24 @@ def is_recipe(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def read(name: str, overrides: Sequence[str]) -> PlanRequest:
+def read(name: str, overrides: Sequence[str], fill: Callable[[Document], object] | None = None) -> PlanRequest:
     """Read a recipe, or a model's config.json, its folder or a hub name in the local cache.
 
-    What the overrides set is fixed; other memory settings are for the search to choose. No data are needed.
+    What the overrides set is fixed; other memory settings are for the search to choose. No data are needed. `fill`: as
+    in `loader.read_recipe`.
 
     Raises:
         ConfigurationError: with every problem found.
     """
     if is_recipe(name):
-        source = _recipe(name, overrides)
+        source = _recipe(name, overrides, fill)
         assert source.recipe is not None
         model = source.recipe.model
         described = f"{name}: model.{'config' if model.config else f'path {model.path}'}"
         fields = model.config or model_shape.read(str(model.path), f"{described}: ")
     else:
         fields, described = model_shape.read(name), name
-        source = _bare(name, fields, overrides)
+        source = _bare(name, fields, overrides, fill)
     recipe = source.recipe
     assert recipe is not None
     typed = source.document.typed
@@ -256,8 +257,8 @@ def read(name: str, overrides: Sequence[str]) -> PlanRequest:
     return PlanRequest.of_recipe(source, fields, described, recipe.tokenizer.vocabulary_size, fixed)
 
 
-def _recipe(name: str, overrides: Sequence[str]) -> RecipeSource:
-    source = loader.read_recipe(name, overrides)
+def _recipe(name: str, overrides: Sequence[str], fill: Callable[[Document], object] | None) -> RecipeSource:
+    source = loader.read_recipe(name, overrides, fill)
     elsewhere = loader.data_elsewhere(source)
     problems = [problem for problem in source.document.problems if problem.key not in elsewhere]
     if problems:
@@ -283,13 +284,17 @@ def bare_recipe(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bare(name: str, fields: dict[str, Any], overrides: Sequence[str]) -> RecipeSource:
-    document = Document(name)
+def _bare(
+    name: str, fields: dict[str, Any], overrides: Sequence[str], fill: Callable[[Document], object] | None
+) -> RecipeSource:
+    document = Document(name, scratch_files={name})  # nobody typed this batch, so that a strategy's file replaces it
     # a recipe needs data, and Python's own library is on every machine
     data = {"data": {"path": TASKS["pretrain"].builtin}}
     document.content = merge_blocks(document.content, merge_blocks(bare_recipe(name, fields), data))
     for override in overrides:
         apply_override(document, override)
+    if fill is not None:
+        fill(document)
     if name.endswith(".json") and not document.typed.keys() & {("tokenizer",), ("tokenizer", "vocabulary_size")}:
         _check_vocabulary(name)
     recipe = loader.validate_recipe(document)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.plan import Files, Strategy
+from samecurve.strategy.recipe_values import fill_recipe
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.
@@ -110,6 +111,15 @@ def read(path: str) -> Template:
     if problems:
         raise ConfigurationError(format_problems(problems))
     return Template(path, files)
+
+
+def filling(template: Template, gpus: int, taken: dict[str, str]) -> Callable[[Document], None]:
+    """Return what writes values of a strategy's files into a recipe that lacks them, see `recipe_values.fill_recipe`.
+
+    `taken` gets their places.
+    """
+    ranks = resolve.describe_strategy(template.files, Launch("torchrun", gpus)).dims.dp
+    return lambda document: taken.update(fill_recipe(document, template.files, ranks))
 
 
 def shipped() -> list[Template]:

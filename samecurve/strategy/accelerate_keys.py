@@ -161,13 +161,26 @@ def _recomputation(value: Any) -> tuple:
     return ("full",) if value else ("none",)
 
 
-_TPU = Rejected("TPUs are not supported; remove it", (None, False, "no", "", []))
+def _compile(value: Any) -> tuple:
+    if str(value).lower() in ("no", "false"):  # not compiled by Accelerate, which says nothing about the recipe
+        return ("off", "auto", "regional", "full")
+    if str(value).lower() != "inductor":
+        raise ValueError("expected NO or INDUCTOR")
+    return ("full", "regional")
+
+
+def _compiled_layers(value: Any) -> tuple:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return ("regional",) if value else ("full", "off", "auto", "regional")
+
+
+_TPU = NoEffect("only TPUs read it, and distributed_type names none", silent=(False, "no", "", []))
 _DEVICE = one_of("none", "cpu", "nvme")
 _WORLD = "weights are the same on every rank from the start"
-_ROWS = Rejected("rows of any length are split, and the recipe's model.attention decides; remove it")
-_COMPILE = Rejected(
-    "the recipe sets torch.compile, by the key compile; remove it", (None, "NO", "no", False, "default")
-)
+_ROWS = NoEffect("rows of any length are split")
+_BACKEND = RecipeOwned("compile", values=_compile)
+_COMPILED = NoEffect("the recipe's compile decides how", BOOLEAN, silent=(False,))
 
 # Keys of Accelerate's YAML that only samecurve reads: Accelerate ignores unknown nested keys. fsdp_forward_prefetch is
 # not among them, although Accelerate reads that key under FSDP1 alone.
@@ -182,7 +195,7 @@ OURS = (
 ACCELERATE: Table = {
     "compute_environment": one_of("LOCAL_MACHINE"),
     "distributed_type": ValueRule(
-        'one of "NO" (in quotes: a bare NO is false in YAML), MULTI_GPU (also for CPUs), FSDP, DEEPSPEED',
+        "one of NO, MULTI_GPU (also for CPUs), FSDP, DEEPSPEED",
         lambda value: value in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"),
     ),
     "num_processes": COUNT,
@@ -200,13 +213,13 @@ ACCELERATE: Table = {
     "mixed_precision": RecipeOwned("precision", values=_mixed_precision),
     "fp16": RecipeOwned("precision", values=enabled("fp16")),
     "fp8_config": Rejected("FP8 is set by the recipe's key fp8; remove it", (None, {})),
-    "dynamo_backend": _COMPILE,
+    "dynamo_backend": _BACKEND,
     "dynamo_config": {
-        "dynamo_backend": _COMPILE,
-        "dynamo_mode": _COMPILE,
-        "dynamo_use_fullgraph": _COMPILE,
-        "dynamo_use_dynamic": _COMPILE,
-        "dynamo_use_regional_compilation": _COMPILE,
+        "dynamo_backend": _BACKEND,
+        "dynamo_mode": Rejected("only the default mode is built; remove it", (None, "default")),
+        "dynamo_use_fullgraph": _COMPILED,
+        "dynamo_use_dynamic": _COMPILED,
+        "dynamo_use_regional_compilation": RecipeOwned("compile", values=_compiled_layers),
     },
     "megatron_lm_config": Rejected("Megatron-LM is not supported; remove it", (None, {})),
     "mpirun_config": Rejected("processes are started by torchrun, not by MPI; remove it", (None, {})),
@@ -249,6 +262,9 @@ ACCELERATE: Table = {
         ),
         "fsdp_use_orig_params": NoEffect("FSDP2 always keeps the model's own parameters", BOOLEAN),
         "fsdp_sync_module_states": NoEffect(_WORLD, BOOLEAN),
+        "fsdp_ignored_modules": Rejected(
+            "the gradients of ignored modules would not be summed over the ranks; remove it"
+        ),
         "fsdp_limit_all_gathers": NoEffect("FSDP2 always limits them", BOOLEAN, foreign=True),
     },
     "parallelism_config": {
@@ -263,13 +279,13 @@ ACCELERATE: Table = {
         ),
         "parallelism_config_cp_comm_strategy": one_of("allgather", "alltoall"),  # the second is a ring
         "parallelism_config_sp_size": COUNT,
-        "parallelism_config_sp_backend": Rejected(
-            f"Ulysses of {dated('deepspeed')} drops the masks between packed documents, so samecurve has its own; "
-            "remove it"
+        "parallelism_config_sp_backend": NoEffect(
+            f"Ulysses of {dated('deepspeed')} drops the masks between packed documents, so samecurve has its own",
+            one_of("deepspeed"),
         ),
         "parallelism_config_sp_seq_length": _ROWS,
         "parallelism_config_sp_seq_length_is_variable": _ROWS,
-        "parallelism_config_sp_attn_implementation": _ROWS,
+        "parallelism_config_sp_attn_implementation": NoEffect("the recipe's model.attention decides"),
         "parallelism_config_tp_sequence_parallel": BOOLEAN,
         "parallelism_config_pp_size": ValueRule("an integer above 1", lambda value: _whole(value) and value > 1),
         "parallelism_config_pp_schedule": one_of(*SCHEDULES),
@@ -291,6 +307,7 @@ ACCELERATE: Table = {
         "offload_param_nvme_path": TEXT,
         "zero3_save_16bit_model": NoEffect("the export gathers the weights itself, in fp32", BOOLEAN),
         "deepspeed_moe_layer_cls_names": TEXT,
+        "seq_parallel_communication_data_type": NoEffect("only DeepSpeed's JSON has this key", foreign=True),
     },
 }
 # Keys from which a DeepSpeed JSON is made where the YAML names none, and their places in it.

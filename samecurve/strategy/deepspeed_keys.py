@@ -66,6 +66,11 @@ _EXPERTS = Rejected(
 _SEQUENCE = (
     f"Ulysses of {_DEEPSPEED} drops the masks between packed documents; remove it, or use configs/fsdp_ulysses.yaml"
 )
+_PLAIN_COMPILE = ValueRule(
+    f"a block without deepcompile and passes, which have not been compared with one process ({_DEEPSPEED})",
+    lambda block: isinstance(block, dict) and not any(block.get(key) for key in ("deepcompile", "passes")),
+)
+_READ_NOWHERE = NoEffect("DeepSpeed reads no such key", foreign=True)
 _RECOMPUTATION = NoEffect("Hugging Face's models do not call it; memory.activation_checkpointing recomputes")
 _LOSS_SCALE = NoEffect("bf16 needs no loss scale", foreign=True)
 # runtime/pipe/engine.py: only if is_model_parallel
@@ -361,6 +366,7 @@ DEEPSPEED: Table = {
     "comet": _MONITOR,
     "monitor_config": NoEffect(_MONITOR.reason, foreign=True),
     "torch_autocast": Rejected("the recipe's precision decides what is cast; remove it"),
+    **dict.fromkeys(("comms_config", "cuda_visible_devices", "log"), _READ_NOWHERE),
     "bfloat16": NoEffect("the old name of bf16"),
     "checkpoint": _CHECKPOINT,
     "datastates_ckpt": _CHECKPOINT,
@@ -372,10 +378,10 @@ DEEPSPEED: Table = {
     "data_efficiency": Rejected("it changes the data that the recipe chose; remove it"),
     "hybrid_engine": Rejected("it serves generation during training (RLHF), which is not supported; remove it"),
     "autotuning": Rejected("it starts runs other than the recipe's; remove it"),
-    "compile": Rejected(_UNCOMPARED),
+    "compile": NoEffect("only DeepSpeed's engine.compile() reads it; the recipe's compile compiles", _PLAIN_COMPILE),
     "tensor_parallel": _TENSOR_PARALLEL,
     "sequence_parallel_size": Rejected(_SEQUENCE, (None, 1)),
-    "seq_parallel_communication_data_type": Rejected(_SEQUENCE),
+    "seq_parallel_communication_data_type": NoEffect("only sequence_parallel_size above 1 makes DeepSpeed read it"),
     "expert_parallel": _EXPERTS,
     "use_data_before_expert_parallelism": _EXPERTS,
     "weight_quantization": Rejected("quantised weights change the training result; remove it"),

@@ -207,11 +207,11 @@ def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Ma
 
     Values that accelerate launch exports from its YAML are judged there and not here; `accelerate` is its content.
     """
-    inline = accelerate.get("deepspeed_config")
+    inner = [accelerate.get(name) for name in ("deepspeed_config", "dynamo_config")]
     flags = dict(launch.flags or {})
     for flag, variable, harmless, reason in _OVERRIDES:
         value = environ.get(variable, "")
-        in_file = flag in accelerate or (isinstance(inline, dict) and inline.get(flag) is not None)
+        in_file = flag in accelerate or any(isinstance(block, dict) and flag in block for block in inner)
         if flag in flags:
             if flags.pop(flag).lower() not in harmless:
                 yield ConfigProblem(

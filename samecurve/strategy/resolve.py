@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -87,7 +87,10 @@ def resolve_plan(
         strategy=strategy,
         recipe_path=arguments.recipe,
         overrides=tuple(arguments.overrides),
-        notes=(*source.document.notes, *notes, *_taken_and_ignored(source, taken, no_effect)),
+        notes=(
+            *(*source.document.notes, *notes, *taken_values(source, taken)),
+            *([f"without effect here: {', '.join(no_effect)}"] if no_effect else []),
+        ),
         processes_to_start=0 if launchers.OWN_PROCESSES in environ else arguments.num_processes or 0,
         from_strategy=taken,
         no_effect=no_effect,
@@ -98,12 +101,10 @@ def resolve_plan(
     return replace(plan, resume=resume, fresh=arguments.fresh)
 
 
-def _taken_and_ignored(source: RecipeSource, taken: Mapping[str, str], no_effect: Mapping[str, str]) -> Iterator[str]:
-    if taken:
-        values = [f"{key} {json.dumps(source.value(key))} ({place})" for key, place in taken.items()]
-        yield f"not in the recipe, so the strategy's file sets {', '.join(values)}"
-    if no_effect:
-        yield f"without effect here: {', '.join(no_effect)}"
+def taken_values(source: RecipeSource, taken: Mapping[str, str]) -> list[str]:
+    """Return the line about the values that a recipe has from the strategy's file; [] without any."""
+    values = [f"{key} {json.dumps(source.value(key))} ({place})" for key, place in taken.items()]
+    return [f"not in the recipe, so the strategy's file sets {', '.join(values)}"] if values else []
 
 
 def named_checkpoint(run: Path, name: str) -> Path:

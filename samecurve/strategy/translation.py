@@ -94,11 +94,7 @@ class _Reading:
 
     def rename(self) -> None:
         """Give keys that have several names, and deprecated ones that mean others, the names of the tables."""
-        if self.accelerate.get("distributed_type") == "MULTI_CPU":
-            self.accelerate.content["distributed_type"] = "MULTI_GPU"  # which also trains on CPUs
-            if self.accelerate.get("use_cpu") is True:
-                self.accelerate.content["use_cpu"] = False
-                self.no_effect["use_cpu"] = "without an accelerator the CPU is used"
+        self._settle_type()
         if isinstance(whole := self.deepspeed.get(_ZERO), bool):  # as DeepSpeed reads it: read_zero_config_deprecated
             self.deepspeed.content[_ZERO] = {"stage": int(whole)}
             self.notes.append(f"{self.deepspeed.place((_ZERO,))}: {_ZERO} {json.dumps(whole)} is stage {int(whole)}")
@@ -112,6 +108,18 @@ class _Reading:
             if asked is True and isinstance(block, dict) and f"offload_{part}" not in block:
                 block[old] = {"device": "cpu"}
                 self._rename(self.deepspeed, (_ZERO, old), f"offload_{part}")
+
+    def _settle_type(self) -> None:
+        if self.accelerate.get("distributed_type") == "MULTI_CPU":
+            self.accelerate.content["distributed_type"] = "MULTI_GPU"  # which also trains on CPUs
+            if self.accelerate.get("use_cpu") is True:
+                self.accelerate.content["use_cpu"] = False
+                self.no_effect["use_cpu"] = "without an accelerator the CPU is used"
+        if self.accelerate.get("distributed_type") in ("NO", False):  # YAML reads a bare NO as false
+            self.accelerate.content["distributed_type"] = "NO"
+            for key in ("fsdp_config", "deepspeed_config", "num_processes"):
+                if self.accelerate.content.pop(key, None) not in (None, {}, 1):
+                    self.no_effect[key] = "distributed_type NO is one process"
 
     def _rename(self, document: Document, path: KeyPath, name: str) -> None:
         block, usual = document.get(*path[:-1]), (*path[:-1], name)

@@ -160,13 +160,16 @@ _BLOCKS = {"fsdp_config": ("FSDP",), "parallelism_config": ("FSDP", "MULTI_GPU")
 def _accelerate(document: Document) -> None:
     kind = document.get("distributed_type")
     if "distributed_type" not in document.content:
-        document.problem(("distributed_type",), 'missing; set it to "NO" (in quotes), MULTI_GPU, FSDP or DEEPSPEED')
+        document.problem(("distributed_type",), "missing; set it to NO, MULTI_GPU, FSDP or DEEPSPEED")
         return
     for block, needed in _BLOCKS.items():
         if document.get(block) and kind not in needed:
             place = document.place(("distributed_type",))
-            text = f"only {' and '.join(needed)} use this block, but distributed_type is {kind} ({place})"
-            document.problem((block,), f"{text}; remove the block, or change distributed_type")
+            text = f"{' and '.join(needed)} alone read this block, but distributed_type is {kind} ({place})"
+            fix = "remove the block, or change distributed_type"
+            if block == "parallelism_config" and kind == "DEEPSPEED":
+                fix = "use one of configs/fsdp_*.yaml, or remove the block"
+            document.problem((block,), f"{text}; {fix}")
     check_parallelism(document)
 
 

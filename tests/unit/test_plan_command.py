@@ -272,6 +272,24 @@ def test_strategies_that_are_named_are_evaluated_as_they_are(config, tmp_path, c
     assert {each.get("micro_batch_size", 1) for each in plans} == {1}
 
 
+def test_values_of_a_single_strategy_file_count_as_in_a_run(config, tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    path.write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'
+    )
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"output_dir: x\nsteps: 9\nmodel: {{config: {CONFIG}}}\ntokenizer: {{vocabulary_size: 512}}\n"
+        "data: {path: rows.txt}\n"
+    )
+    for model in (config, str(recipe)):
+        out = tmp_path / "plan.json"
+        assert main(["plan", model, "--cluster", "h100x8", "--strategy", str(path), "--json", str(out)]) in (0, 6)
+        shown = capsys.readouterr().out
+        assert 'precision "fp16"' in shown and "batch.micro_batch_size 2" in shown and "mine.json:1" in shown
+        assert [plan["micro_batch_size"] for plan in json.loads(out.read_text())["plans"]] == [2]
+
+
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_tp", "hsdp"])
 def test_nothing_fits_and_what_would(name, config, capsys):
     """The smallest number of GPUs with the file's own sizes, and a setting; both are true."""

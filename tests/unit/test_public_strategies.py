@@ -133,9 +133,16 @@ def zero(zero_optimization, **changes):
 # name of the file, its content, and: the strategy, the recipe's values from it, and fragments of the header's lines
 # fmt: off
 RUN = [
-    ("multi_gpu.yaml", accelerate(), "ddp", {}, ["downcast_bf16"]),
+    ("multi_gpu.yaml", accelerate(), "ddp", {}, []),
     ("multi_gpu_fp16.yaml", accelerate(mixed_precision="fp16"), "ddp", {"precision": "fp16"}, ["multi_gpu_fp16.yaml"]),
     ("single_gpu.yaml", accelerate("NO", num_processes=1, mixed_precision="no"), "single", {"precision": "fp32"}, []),
+    ("single_gpu_of_8.yaml", accelerate("NO"), "single", {}, ["num_processes"]),
+    ("bare_no.yaml", accelerate(False, num_processes=1, fsdp_config=FSDP1), "single", {}, ["fsdp_config"]),
+    ("downcast.yaml", accelerate(downcast_bf16=True, tpu_name="t"), "ddp", {}, ["downcast_bf16", "tpu_name"]),
+    ("dynamo.yaml", accelerate(dynamo_config={"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_dynamic": False}), "ddp", {"compile": "full"}, []),
+    ("dynamo_regional.yaml", accelerate(dynamo_config={"dynamo_backend": "inductor", "dynamo_use_regional_compilation": True, "dynamo_use_fullgraph": True}), "ddp", {"compile": "regional"}, ["dynamo_use_fullgraph"]),
+    ("ulysses.yaml", {**fsdp(FSDP2), "parallelism_config": {"parallelism_config_sp_size": 2, "parallelism_config_sp_backend": "deepspeed", "parallelism_config_sp_seq_length_is_variable": True, "parallelism_config_sp_attn_implementation": "flash_attention_2"}},
+     "fsdp reshard", {}, ["sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation"]),
     ("cpus.yaml", accelerate("MULTI_CPU", use_cpu=True), "ddp", {}, ["use_cpu"]),
     ("old_fp16.yaml", {"distributed_type": "MULTI_GPU", "fp16": False, "num_processes": 2}, "ddp", {}, []),
     ("deepspeed_zero1.yaml", inline(zero_stage=1, gradient_accumulation_steps=1, zero3_init_flag=False), "zero1", {"batch.global_batch_size": 2}, ["zero3_init_flag"]),
@@ -168,6 +175,8 @@ RUN = [
     ("bfloat16.json", {"bfloat16": {"enabled": "true"}, "zero_optimization": {"stage": "1"}}, "zero1", {}, []),
     ("unused.json", zero({"stage": 2, "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "offload_param": {"device": "none"}}), "zero2", {}, ["zero_optimization.sub_group_size", "stage3_max_live_parameters"]),
     ("fp32.json", zero(ZERO2, fp16={"enabled": False}, bf16={"enabled": False}), "zero2", {"precision": "fp32"}, []),
+    ("zero1_torch_compile.json", zero({"stage": 1}, compile={"disable": False, "backend": "inductor"}), "zero1", {}, ["compile"]),
+    ("read_nowhere.json", zero(ZERO2, comms_config={"verbose": False}, log={"steps_per_print": 50}, cuda_visible_devices=0, seq_parallel_communication_data_type="bf16"), "zero2", {}, ["comms_config", "log", "cuda_visible_devices", "seq_parallel_communication_data_type"]),
     ("comment.json", zero(ZERO2, _comment="ours", activation_checkpointing={"partition_activations": True}, tensorboard={"enabled": True}), "zero2", {}, ["_comment", "activation_checkpointing.partition_activations", "tensorboard"]),
     ("megatron.json", {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5, "zero_optimization": {"stage": 1},
                        "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "betas": [0.9, 0.99], "eps": "1e-6", "weight_decay": 0.01}},
@@ -194,7 +203,7 @@ def resolved(folder, monkeypatch, name, content, *overrides, recipe=SILENT, envi
     (folder / "r.yaml").write_text(recipe)
     (folder / "text.txt").write_text("words")
     (folder / name).write_text(json.dumps(content))
-    alone = content.get("distributed_type") == "NO"
+    alone = content.get("distributed_type") in ("NO", False)
     return message(folder, ["r.yaml", *overrides, "--strategy", name], {} if alone else environ, ancestors)
 
 
@@ -255,7 +264,8 @@ REFUSED = [
     (zero(ZERO2, data_efficiency={"enabled": True}), "data_efficiency", ["changes the data"]),
     (zero(ZERO2, curriculum_learning={"enabled": True}), "curriculum_learning", ["removed the old curriculum"]),
     (zero(ZERO2, tensor_parallel={"autotp_size": 2}), "tensor_parallel", ["AutoTP", "configs/fsdp_tp.yaml"]),
-    (zero(ZERO2, compile={"enabled": True}), "compile", ["compared with one process"]),
+    (zero(ZERO2, compile={"deepcompile": True}), "compile", ["compared with one process"]),
+    ({**inline(), "parallelism_config": {"parallelism_config_sp_size": 2}}, "parallelism_config", ["FSDP and MULTI_GPU", "configs/fsdp_*.yaml"]),
     (zero({**ZERO2, "round_robin": True}), "zero_optimization.round_robin", ["did you mean round_robin_gradients"]),
     (zero(ZERO2, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 10}}), "optimizer.type", ["OneBitAdam", "AdamW, Adam, Lion"]),
     (zero(ZERO2, optimizer={"type": "Adam", "params": {"lr": 1e-4, "adam_w_mode": False}}), "optimizer.params.adam_w_mode", ["not built"]),
