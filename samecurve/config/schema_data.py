@@ -136,9 +136,10 @@ class Data(Section):
     """Causal models: pack documents into full rows, without attention across documents. false: one document per row,
     truncated and padded. The other tasks need false."""
     truncation: Truncation = "right"
-    """Conversations, pairs, and texts without packing that are longer than a row: `right` keeps the first tokens (TRL's
-    `keep_start`), `left` the last ones, whatever they are (`keep_end`): it cuts off a system prompt and the token that
-    begins a text. `drop` leaves such documents out, and `error` stops and names the first."""
+    """Conversations, pairs, labelled and matching texts, and texts without packing that are longer than a row: `right`
+    keeps the first tokens (TRL's `keep_start`), `left` the last ones, whatever they are (`keep_end`): it cuts off a
+    system prompt and the token that begins a text, but `classify` and `embed` keep the tokenizer's special tokens.
+    `drop` leaves such documents out, and `error` stops and names the first."""
     group_by_length: bool = False
     """Without packing: put rows of similar length into one step and pad to the longest of them."""
     validation_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from samecurve.errors import DataError
+from samecurve.specs.data_names import Truncation
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
@@ -78,6 +79,38 @@ class Encoder(ABC):
     @abstractmethod
     def encode(self, documents: list) -> list[Encoded]:
         """Encode the documents, in order, and update `counts`. Raises DataError for one that cannot be encoded."""
+
+
+class TruncatingEncoder(Encoder):
+    """Base of encoders that truncate each text to `sequence_length` tokens, special tokens included.
+
+    Counts:
+        too_long_documents: documents that are left out, because data.truncation is `drop`.
+        the first of `counted`: what was truncated.
+    """
+
+    ends_texts = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, truncation: Truncation = "right"):
+        super().__init__(tokenizer)
+        self._length, self._truncation = sequence_length, truncation
+        self._rust.enable_truncation(sequence_length, direction="left" if truncation == "left" else "right")
+        # the identity so far is that of the tokenizer without truncation
+        self.identity = digest(self.identity, sequence_length, truncation)
+
+    def _stays(self, place: str, encodings: Sequence[Any]) -> bool:
+        """Whether a document is not left out. Raises DataError for a longer text where data.truncation is `error`."""
+        num_longer = sum(bool(encoding.overflowing) for encoding in encodings)
+        if num_longer and self._truncation == "error":
+            raise DataError(
+                f"{place}: longer than the {self._length} tokens of batch.sequence_length; raise it, or set "
+                "data.truncation to right, left or drop"
+            )
+        if num_longer and self._truncation == "drop":
+            self.counts["too_long_documents"] += 1
+            return False
+        self.counts[self.counted[0]] += num_longer
+        return True
 
 
 def _known(token_id: Any) -> list[int]:

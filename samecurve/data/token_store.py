@@ -233,16 +233,17 @@ def _write(files: NewEntry, source: DataSource, encoder: Encoder, validation_fra
                 bad.check(num_rows, complete=False)
         bad.check(num_rows)
     counts = {part: writers[part].offsets[-1] for part in PARTS}
+    counted = {name: count - before[name] for name, count in encoder.counts.items()}
     meta = {
         "source": source.name,
         "dtype": encoder.dtype.name,
         "beside": encoder.token_arrays,
         "labelled": encoder.labelled,
         "num_tokens": counts,
-        "empty_documents": num_empty,
+        "empty_documents": num_empty - counted.get("too_long_documents", 0),
         "bad_rows": bad.count,
         "columns": columns.as_dict(),
-        "counts": {name: count - before[name] for name, count in encoder.counts.items()},
+        "counts": counted,
     }
     files.write("meta.json", json.dumps(meta).encode())
 

@@ -21,6 +21,7 @@ from samecurve.data.schemas.classification import Example, ExampleEncoder, text_
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import folders, loading
 from samecurve.losses import contrastive
+from samecurve.specs.data_names import Truncation
 from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
@@ -130,6 +131,11 @@ class Predictor(ABC):
     def _column(self, row: dict) -> str:
         return self.data.text_column
 
+    @property
+    def _side(self) -> Truncation:
+        """The side that is cut off of a text that is too long: none is left out or refused."""
+        return "left" if self.data.truncation == "left" else "right"
+
     def _truncate(self, text: str, tokens: Sequence[int] | np.ndarray) -> EncodedText:
         return EncodedText(text, tokens[: self.length], truncated=len(tokens) > self.length)
 
@@ -143,7 +149,8 @@ class Classifier(Predictor):
 
     @cached_property
     def encoder(self) -> ExampleEncoder:
-        return ExampleEncoder(self.tokenizer, self.length, self.names, self.data.text_pair_column is not None)
+        pairs = self.data.text_pair_column is not None
+        return ExampleEncoder(self.tokenizer, self.length, self.names, pairs, self._side)
 
     def encode(self, place: str, source: str | dict) -> EncodedText:
         column, pair = self.data.text_pair_column, None
@@ -212,7 +219,7 @@ class Embedder(Predictor):
 
     @cached_property
     def encoder(self) -> ExampleEncoder:
-        return ExampleEncoder(self.tokenizer, self.length, ("",), pairs=False)
+        return ExampleEncoder(self.tokenizer, self.length, ("",), False, self._side)
 
     def encode(self, place: str, source: str | dict) -> EncodedText:
         return _encoded(self.encoder, Example(place, self._text(place, source), None, ""))

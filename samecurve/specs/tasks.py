@@ -163,7 +163,10 @@ _BY_NAME = {
     ),
     "classify": TaskSpec(
         MODULES,
-        ("data.text_column", "data.text_pair_column", "data.label_column", "data.labels", "tokenizer.pad_token"),
+        (
+            *("data.text_column", "data.text_pair_column", "data.label_column", "data.labels"),
+            *("data.truncation", "tokenizer.pad_token"),
+        ),
         row="one text",
         scheduled=True,
         auto_class="AutoModelForSequenceClassification",
@@ -186,7 +189,7 @@ _BY_NAME = {
         DOCSTRINGS,
         (
             *("data.anchor_column", "data.positive_column", "data.negative_columns"),
-            *("data.format", "data.num_negatives"),
+            *("data.format", "data.num_negatives", "data.truncation"),
             *("tokenizer.pad_token", "embed.temperature", "embed.pooling"),
         ),
         {

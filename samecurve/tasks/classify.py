@@ -96,7 +96,7 @@ def load_task(recipe: Recipe) -> ClassifyTask:
 
     text_tokenizer = tokenizer.padding(tokenizer.load_tokenizer(recipe, find_source))
     length, pairs = recipe.batch.sequence_length, data.text_pair_column is not None
-    encoder = classification.ExampleEncoder(text_tokenizer, length, names, pairs)
+    encoder = classification.ExampleEncoder(text_tokenizer, length, names, pairs, data.truncation)
 
     def make_rows(stream: token_store.TokenStream) -> LabelledRows:
         return splits.padded_rows(

@@ -142,5 +142,5 @@ def load_task(recipe: Recipe) -> EmbedTask:
         kinds = RetrievalRows, GroupedRetrievalRows
         return splits.padded_rows(recipe, kinds, stream, splits.token_id(text_tokenizer, "pad"))
 
-    encoder = retrieval.MatchEncoder(text_tokenizer, length)
+    encoder = retrieval.MatchEncoder(text_tokenizer, length, recipe.data.truncation)
     return EmbedTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows), recipe)

@@ -64,6 +64,23 @@ def test_a_row_is_what_the_tokenizer_makes_of_each_of_its_texts(tmp_path):
     assert task.train.num_inputs(np.arange(4)) == sum(arrays_of(task)["attention_mask"].ravel())
 
 
+@pytest.mark.parametrize("truncation", ["left", "drop"])
+def test_long_texts_are_cut_or_left_out_as_asked(truncation, tmp_path):
+    task = registry.load_task(made(tmp_path, data={"truncation": truncation}))
+    names = ("anchor", "positive", "negative")
+    whole = [[len(task.tokenizer(row[name])["input_ids"]) for name in names] for row in ROWS]
+    longer = sum(max(lengths) > 8 for lengths in whole)
+    if truncation == "drop":
+        assert len(task.train) == len(ROWS) - longer and task.splits.counts["too_long_documents"] == longer > 0
+        return
+    task.tokenizer.truncation_side = "left"
+    rows = arrays_of(task)
+    for index, row in enumerate(ROWS):
+        for nth, name in enumerate(names):
+            ids = task.tokenizer(row[name], truncation=True, max_length=8)["input_ids"]
+            assert rows["input_ids"][index, nth][rows["attention_mask"][index, nth] == 1].tolist() == ids
+
+
 def arrays_of(task) -> dict:
     return task.train[np.arange(len(task.train))].inputs
 

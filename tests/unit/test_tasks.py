@@ -64,6 +64,21 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):
     assert set(arrays.inputs) == {"input_ids", "attention_mask"}
 
 
+def test_long_texts_are_cut_or_left_out_as_asked(tmp_path):
+    left = registry.load_task(made(tmp_path, truncation="left"))
+    arrays = left.train[np.arange(4)]
+    left.tokenizer.truncation_side = "left"
+    for index, row in enumerate(ROWS):
+        kept = arrays.inputs["attention_mask"][index] == 1
+        ids = left.tokenizer(row["text"], truncation=True, max_length=8)["input_ids"]
+        assert arrays.inputs["input_ids"][index][kept].tolist() == ids
+    dropped = registry.load_task(made(tmp_path, truncation="drop"))
+    assert len(dropped.train) == len(ROWS) - 2 and dropped.splits.empty_documents == 0
+    assert dropped.splits.counts["too_long_documents"] == 2
+    with pytest.raises(DataError, match=r"2 of 4 rows .*\n.*:\d+: longer than the 8 tokens .*data\.truncation"):
+        registry.load_task(made(tmp_path, truncation="error"))
+
+
 @pytest.mark.parametrize("content", ["", '["no", "y', '["yes", "no"]', "[" * 100_000])
 def test_damaged_class_names_are_read_again(tmp_path, content):
     registry.load_task(made(tmp_path))

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samecurve.data import sources
-from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.encoder import Encoded, Encoder, TruncatingEncoder
 from samecurve.data.formats import check_characters, no_column
 from samecurve.data.row_checks import nearest
 from samecurve.errors import DataError
+from samecurve.specs.data_names import Truncation
 from samecurve.storage.cache import build_once, digest
 
 if TYPE_CHECKING:
@@ -155,18 +156,24 @@ def _read_names(source: ExampleSource) -> list[str]:
     return names
 
 
-class ExampleEncoder(Encoder):
+class ExampleEncoder(TruncatingEncoder):
     """Encodes a text or a pair with the tokenizer's own special tokens, truncated to `sequence_length` tokens.
 
     The tokens are those of transformers' text-classification pipeline. Special tokens within a text are encoded as
     text.
     """
 
-    counted = ("truncated_documents",)
+    counted = ("truncated_documents", "too_long_documents")
     labelled = True
-    ends_texts = False
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, names: tuple[str, ...], pairs: bool):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        sequence_length: int,
+        names: tuple[str, ...],
+        pairs: bool,
+        truncation: Truncation = "right",
+    ):
         """Create the encoder.
 
         Args:
@@ -174,20 +181,20 @@ class ExampleEncoder(Encoder):
             sequence_length: largest number of tokens of a row, special tokens included.
             names: class names; a class's id is its index.
             pairs: whether rows hold two texts. Models that take token_type_ids then get them.
+            truncation: `data.truncation`.
         """
-        super().__init__(tokenizer)
-        self._rust.enable_truncation(sequence_length)
+        super().__init__(tokenizer, sequence_length, truncation)
         self._index = {name: index for index, name in enumerate(names)}
         self.segmented = pairs and "token_type_ids" in tokenizer.model_input_names
-        # the identity so far is that of the tokenizer without truncation
-        self.identity = digest(_VERSION, self.identity, sequence_length, names, self.segmented)
+        self.identity = digest(_VERSION, self.identity, names, self.segmented)
 
     def encode(self, documents: list[Example]) -> list[Encoded]:
         inputs = [d.text if d.pair is None else (d.text, d.pair) for d in documents]
         encodings = self._rust.encode_batch(inputs, add_special_tokens=True)
-        self.counts["truncated_documents"] += sum(bool(encoding.overflowing) for encoding in encodings)
         return [
             Encoded(e.ids, segments=e.type_ids if self.segmented else None, label=self._index[d.label])
+            if self._stays(d.place, [e])
+            else Encoded([])
             for d, e in zip(documents, encodings, strict=True)
         ]
 

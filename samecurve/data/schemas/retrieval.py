@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from samecurve.data import sources
-from samecurve.data.encoder import Encoded, Encoder
+from samecurve.data.encoder import Encoded, TruncatingEncoder
 from samecurve.data.row_checks import nearest
 from samecurve.data.schemas.classification import text_of
 from samecurve.errors import DataError
+from samecurve.specs.data_names import Truncation
 from samecurve.specs.row_formats import MATCHES, RowFormat, choice, fitting, named
 from samecurve.storage.cache import digest
 
@@ -131,21 +132,19 @@ class MatchSource(sources.TableSource):
         return {f"{name}[{nth}]": text for nth, text in enumerate(values)}
 
 
-class MatchEncoder(Encoder):
+class MatchEncoder(TruncatingEncoder):
     """Encodes each text with the tokenizer's own special tokens, truncated to `sequence_length` tokens.
 
     The texts of a row are concatenated, and segments give the text that a token is from. A row is left out if one of
     its texts holds no token.
     """
 
-    counted = ("truncated_texts",)
+    counted = ("truncated_texts", "too_long_documents")
     segmented = True
-    ends_texts = False
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int):
-        super().__init__(tokenizer)
-        self._rust.enable_truncation(sequence_length)
-        self.identity = digest(_VERSION, self.identity, sequence_length, "match")
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, truncation: Truncation = "right"):
+        super().__init__(tokenizer, sequence_length, truncation)
+        self.identity = digest(_VERSION, self.identity, "match")
 
     def encode(self, documents: list[Match]) -> list[Encoded]:
         encodings = iter(
@@ -153,11 +152,10 @@ class MatchEncoder(Encoder):
                 [text for document in documents for text in document.texts], add_special_tokens=True
             )
         )
-        return [self._joined([next(encodings) for _ in document.texts]) for document in documents]
+        return [self._joined(document.place, [next(encodings) for _ in document.texts]) for document in documents]
 
-    def _joined(self, encodings: list) -> Encoded:
-        self.counts["truncated_texts"] += sum(bool(encoding.overflowing) for encoding in encodings)
-        if any(all(encoding.special_tokens_mask) for encoding in encodings):
+    def _joined(self, place: str, encodings: list) -> Encoded:
+        if not self._stays(place, encodings) or any(all(encoding.special_tokens_mask) for encoding in encodings):
             return Encoded([], segments=[])
         ids = [token for encoding in encodings for token in encoding.ids]
         return Encoded(ids, segments=[nth for nth, encoding in enumerate(encodings) for _ in encoding.ids])
