@@ -148,12 +148,13 @@ class ChatEncoder(ConversationEncoder):
             spans = self._without_untrained(conversation, template, text, [(a, b) for a, b in marked if a < b])
         else:
             spans = self._by_difference(conversation, template, text)
-        if not spans:
+        asked_for = self._asked_for(conversation, template, text)
+        if not spans and not asked_for:
             raise DataError(
                 f"{conversation.place}: the chat template marks no text of this conversation as the assistant's, so no "
                 f"token would be trained; {_FIX}"
             )
-        return text, [self._with_end(conversation, text, span) for span in spans]
+        return text, [*(self._with_end(conversation, text, span) for span in spans), *asked_for]
 
     def _template(self, conversation: Conversation) -> str:
         tools = list(conversation.tools) if conversation.tools else None
@@ -259,6 +260,29 @@ class ChatEncoder(ConversationEncoder):
                     f"{_shown(header)} cannot be separated from the answer; {_FIX}"
                 )
             spans.append(self._trimmed(text, len(asked), len(answered)))
+        return spans
+
+    def _asked_for(self, conversation: Conversation, template: str, text: str) -> list[Span]:
+        """Return the spans of others' turns of weight 1: the content, and the tokenizer's end of text if that follows.
+
+        The rule is axolotl's (should_train and train_on_eot in prompt_strategies/chat_template.py).
+        """
+        spans = []
+        for index, message in enumerate(conversation.messages if self.schema.train_on == "assistant" else ()):
+            if message["role"] == "assistant" or message.get("weight") != 1:
+                continue
+            probe = ({**message, "content": _PROBE},)
+            probed = replace(conversation, messages=(*conversation.messages[:index], *probe))
+            head, _, tail = self._apply(probed, template, index + 1)[0].partition(_PROBE)
+            whole = self._apply(conversation, template, index + 1)[0]
+            if not (text.startswith(whole) and whole.startswith(head) and whole.endswith(tail)):
+                raise DataError(
+                    f"{conversation.place}: message {index}: the chat template renders this turn differently when "
+                    f"others follow, so its tokens cannot be found; remove its `train`"
+                )
+            start, end = len(head), len(whole) - len(tail)
+            eos = str(self.tokenizer.eos_token or "")
+            spans.append((start, end + len(eos) if text.startswith(eos, end) else end))
         return spans
 
     def _header(self, conversation: Conversation, template: str, index: int) -> str:

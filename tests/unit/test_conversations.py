@@ -393,7 +393,7 @@ CASES = {
     "weight of a question": (
         turn(role="user", content="b", weight=1),
         {},
-        (HERE, "messages[1].weight", "1", "only assistant turns", "'user'", "remove the weight"),
+        (HERE, "messages[1].weight", "1", "assistant turns alone", "'user'", "remove the weight", "train: true"),
     ),
     "no weight": (
         turn(role="assistant", content="b", weight=0),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import chat_templates
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -17,6 +18,7 @@ from samecurve.data.columns import Columns
 from samecurve.data.find import find_conversations
 from samecurve.data.formats import parquet_rows
 from samecurve.data.row_checks import write_bad_rows
+from samecurve.data.schemas import conversation
 from samecurve.data.schemas.conversation import ChatSchema
 from samecurve.data.selection import Selection
 from samecurve.data.token_store import load_corpus
@@ -135,6 +137,35 @@ def test_train_false_is_weight_zero(tmp_path):
     for flag, message in (("no", "train is 'no'; write true or false"), (True, "train: true and weight: 0; keep one")):
         with pytest.raises(DataError, match=message):
             of(train=flag, weight=0)
+
+
+# without {% generation %} marks, and with them
+MARKED = chat_templates.CHATML.replace("message['content'] + '<|im_end|>\n' }}", "'' }}{% if message['role'] == "
+    "'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "end"),
+    [
+        ("chatml", None, "<|im_end|>"),
+        ("chatml", MARKED, "<|im_end|>"),
+        ("llama3", None, "<|eot_id|>"),
+        ("gemma", None, ""),
+    ],
+)
+def test_turns_of_others_are_trained_as_axolotl_does(family, template, end):
+    """Their content, and the eos_token behind it: Gemma's turns end with another token."""
+    tokenizer = chat_templates.make_tokenizer(family)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    turns = [("human", "one", False), ("gpt", "two", None), ("human", " three ", True), ("gpt", "four", None)]
+    row = [{"from": role, "value": text, "train": flag} for role, text, flag in turns]
+    said = conversation.conversation("here", {"conversations": row}, ChatSchema())
+    (encoded,) = ChatEncoder(tokenizer, ChatSchema()).encode([said])
+    trained = tokenizer.decode([t for t, is_trained in zip(encoded.tokens, encoded.trained, strict=True) if is_trained])
+    three = " three " if family == "chatml" else "three"  # the other templates trim
+    closed = chat_templates.END_OF_TURN[family]
+    assert trained == f"two{closed}{three}{end}four{closed}"
 
 
 def turn(**message: object) -> list[dict]:

@@ -346,7 +346,7 @@ def _check_trained(place: str, column: str, messages: Turns, schema: ChatSchema)
             f"{place}: {column!r} has a turn of weight 0, but data.train_on={schema.train_on} trains all turns; set it "
             "to assistant, or remove the weight"
         )
-    if schema.train_on != "assistant" or any(weights):
+    if schema.train_on != "assistant" or any(weights) or any(message.get("weight") == 1 for message in messages):
         return
     roles = ", ".join(message["role"] for message in messages)
     fix = "; remove the row, or set data.train_on=all"

@@ -32,7 +32,8 @@ def messages_of(place: str, column: str, value: Any) -> Turns:
     """Read a column's list of {role, content}, of ShareGPT's {from, value}, or of {human, assistant}.
 
     An assistant's message may have a `weight` of 0 or 1, as in OpenAI's fine-tuning files, or `train: false`, as in
-    axolotl's, which means the weight 0. A turn of weight 0 is not trained. Calls that follow a text of the assistant,
+    axolotl's, which means the weight 0. A turn of weight 0 is not trained; one of another role with `train: true` is.
+    Calls that follow a text of the assistant,
     or other calls, are joined with it to one turn.
 
     Args:
@@ -199,10 +200,10 @@ def _read_weight(place: str, at: str, message: dict[str, Any]) -> None:
             text = f"{place}: {at} has {name}: {str(flag).lower()} and weight: {message['weight']}"
             raise DataError(f"{text}; keep one of the two")
         weight, key = flag, name
-    if weight and message["role"] != "assistant":
+    if weight and message["role"] != "assistant" and key != "train":
         raise DataError(
-            f"{place}: {at}.{key} is {str(weight).lower()}, but only assistant turns are trained, and this one's role "
-            f"is {message['role']!r}; remove the {key}"
+            f"{place}: {at}.{key} is {str(weight).lower()}, but it trains assistant turns alone, and this one's role "
+            f"is {message['role']!r}; remove the {key}, or write train: true to train this turn, too"
         )
 
 
