@@ -15,7 +15,7 @@ from samecurve.config import inheritance, own_code, rules
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.key_hints import block_as_value, called_here
 from samecurve.config.overrides import apply_override
-from samecurve.config.paths import split_row_counts
+from samecurve.config.paths import read_config_file, split_row_counts
 from samecurve.config.rules_storage import split_output_url
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
@@ -53,11 +53,13 @@ def read_recipe(
     (strategy/validate.py).
     """
     document = _read_based(path, ())
+    read_config_file(document)  # before its keys are overridden
     for argument in overrides:
         apply_override(document, argument)
     inheritance.settle_command_line(document)
     split_output_url(document)
     split_row_counts(document)
+    read_config_file(document)
     if fill is not None:
         fill(document)
     recipe, invalid = _validate(document)

@@ -8,7 +8,7 @@ import re
 import stat
 from pathlib import Path
 
-from samecurve.config.documents import Document, describe
+from samecurve.config.documents import Document, describe, read_document
 
 _MIXTURE = ("data", "mixture")
 _COUNTED = re.compile(r"([^#]+)#(\d+)")
@@ -54,6 +54,23 @@ def split_row_counts(document: Document) -> None:
         document.places.setdefault(here, document.place((*key, "path")))
         block["max_samples"] = number
         document.notes.append(f"{'.'.join(here)}: {number}, the first rows, because the path ends with #{number}")
+
+
+def read_config_file(document: Document) -> None:
+    """Replace a path in `model.config`, of a config.json or of its folder, by the fields of the file."""
+    path = document.get("model", "config")
+    if not isinstance(path, str):
+        return
+    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    fields = read_document(file)
+    here = ("model", "config")
+    document.content["model"] = {**document.content["model"], "config": fields.content or None}
+    if fields.problems or not fields.content:
+        why = fields.problems[0].text if fields.problems else "it is empty"
+        document.unreadable(here, f"found {describe(path)}, a text, and so the path of a config.json, but {why}")
+        return
+    document.places |= {(*here, *key): place for key, place in fields.places.items()}
+    document.notes.append(f"model.config: the fields of {file}")
 
 
 def pattern_hint(path: str, key: str = "data.pattern") -> str:

@@ -49,7 +49,8 @@ class Model(Section):
     trust_remote_code: bool = False
     """Run the Python files that come with `path`, including those of its tokenizer. They can do anything."""
     config: dict[str, Any] | None = None
-    """The fields of a Hugging Face config for a model from scratch. `model_type` is required."""
+    """The fields of a Hugging Face config for a model from scratch, or the path of a `config.json` or its folder.
+    `model_type` is required."""
     attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flex_attention"] = "auto"
     """The attention implementation. `auto` is `varlen` for most decoders in bf16 on a CPU, on a GPU what the benchmark
     found faster, else `sdpa`, or `eager` where the family has no `sdpa`. `flash_attention_2` needs bf16 or fp16 and,

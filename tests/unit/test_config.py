@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from report_cases import BLOCK, GOOD, INTEGER, NUMBER, TEXT, Plan, changed, check_report, message, write
 
@@ -558,6 +562,25 @@ def test_what_one_gives_replaces_its_alternative(overrides, notes, tmp_path, mon
     if overrides[0] == "model.path=m":
         assert (plan.recipe.model.path, plan.recipe.model.config) == ("m", None)
         assert plan.recipe.tokenizer.vocabulary_size is None
+
+
+def test_a_config_file_stands_for_its_fields(tmp_path, monkeypatch):
+    """Its keys can be overridden, on both sides of it; a file that is none is one problem."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {})
+    (tmp_path / "m").mkdir()
+    fields = {"model_type": "llama", "num_hidden_layers": 4, "torch_dtype": "bfloat16"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(fields))
+    for path in ("m", "m/config.json"):
+        plan = message(tmp_path, ["r.yaml", f"model.config={path}"], {})
+        assert isinstance(plan, Plan), plan
+        assert plan.recipe.model.config == fields and f"the fields of {Path('m/config.json')}" in plan.notes[-1]
+    text = (tmp_path / "r.yaml").read_text()
+    (tmp_path / "r.yaml").write_text(re.sub(r"config: \{.*\}", "config: m", text))
+    plan = message(tmp_path, ["r.yaml", "model.config.num_hidden_layers=2"], {})
+    assert isinstance(plan, Plan) and plan.recipe.model.config == {**fields, "num_hidden_layers": 2}
+    report, _ = message(tmp_path, ["r.yaml", "model.config=none.json"], {})
+    assert report.startswith("1 problem") and "command line: model.config: found" in report and "config.json" in report
 
 
 @pytest.mark.parametrize("block", ["data", "data.mixture.0"])
