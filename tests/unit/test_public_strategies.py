@@ -8,8 +8,10 @@ import copy
 import json
 
 import pytest
+import yaml
 from report_cases import ACCELERATE, TORCHRUN, Plan, launched, message
 
+from benchmarks import strategy_files
 from samecurve.strategy.accelerate_keys import ACCELERATE as YAML_KEYS
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
 
@@ -415,3 +417,18 @@ def test_values_for_a_replaced_model_yield_to_the_file(recipe, taken, tmp_path, 
         assert (key in found.from_strategy) == (value is not None), key
         assert value in (None, getattr(getattr(found.recipe, block) if block else found.recipe, name)), key
     assert "precision: fp32 of small.yaml:7 was for a model from scratch" in found.notes
+
+
+def test_public_files_are_counted_by_repository(tmp_path, monkeypatch, capsys):
+    (tmp_path / "owner+name" / "configs").mkdir(parents=True)
+    files = {"a.yaml": fsdp(), "b.json": zero(ZERO2), "c.json": zero(ZERO2, compression_training={})}
+    for name, content in files.items():
+        (tmp_path / "owner+name" / "configs" / name).write_text(
+            yaml.safe_dump(content) if "yaml" in name else json.dumps(content)
+        )
+    monkeypatch.chdir(tmp_path)  # which the program leaves
+    monkeypatch.setattr("sys.argv", ["strategy_files", str(tmp_path)])
+    strategy_files.main()
+    table, report = capsys.readouterr().out.split("\n\n")
+    assert table.splitlines()[-1] == "| owner/name | 1 | 1 | 2 | 1 |"
+    assert report.startswith("owner+name/configs/c.json\n1 problem") and "compression_training" in report
