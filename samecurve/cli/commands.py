@@ -40,6 +40,7 @@ COMMANDS = {
     "predict": "run a classifier, reward model, embedding model or masked language model",
     "evaluate": "evaluate a trained model on held-out data",
     "lm_eval": "evaluate a trained model on public benchmarks",
+    "adopt": "go on from a checkpoint of Trainer, Accelerate, DeepSpeed or torch",
     "export": "export a run or a checkpoint as a folder to share, with a model card",
     "bench": "measure matrix products, collectives, memory, data loading and a recipe's step",
     "merge": "merge an adapter into its base model, and check that the result is the same",

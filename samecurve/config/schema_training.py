@@ -124,6 +124,9 @@ class Schedule(Section):
     """`wsd` only, and required there: the length of the final decay in steps."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """The last learning rate divided by the peak."""
+    delay_steps: int = Field(default=0, ge=0, le=LARGEST_INTEGER)
+    """Steps by which warm-up and decay come later. 1 gives the rates of transformers' schedules, whose first step of a
+    warm-up has the rate 0."""
 
 
 class Loss(Section):

@@ -23,8 +23,11 @@ def learning_rate(recipe: Recipe, update: int) -> float:
     - linear and cosine reach r at the last step.
     - wsd (warm-up, stable, decay) stays at the peak until the last `decay_steps` updates, in which the rate falls
       linearly to r (Hu et al. 2024, arXiv:2404.06395).
+
+    With `delay_steps` an update has the rate of the one so many updates before.
     """
     schedule, peak, warmup = recipe.schedule, recipe.optimizer.learning_rate, recipe.warmup_steps
+    update = max(update - schedule.delay_steps, 0)
     if update < warmup:
         return peak * (math.log(update + 1) / math.log(warmup) if schedule.warmup_type == "log" else update / warmup)
     if schedule.name == "constant":

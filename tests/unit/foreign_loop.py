@@ -1,0 +1,146 @@
+"""Twenty steps of another library on given rows, with a checkpoint after ten: what `adopt` has to continue.
+
+    python foreign_loop.py FORMAT FOLDER
+
+FOLDER has rows.pt, a list of steps with `input_ids`, `attention_mask` and `shift_labels`, each (rows, tokens), and
+config.json of a transformers model. Writes the checkpoint and continued.pt: losses of steps 11 to 20 and last weights.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler, set_seed
+
+SAVED, STEPS, WARMUP = 10, 20, 5
+RATE, DECAY, NORM = 3e-3, 0.1, 1.0
+
+
+def model_of(folder: Path) -> torch.nn.Module:
+    set_seed(5)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
+
+
+def loss_of(model: torch.nn.Module, rows: dict[str, Tensor], divisor: int) -> Tensor:
+    logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
+    summed = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["shift_labels"].flatten(), reduction="sum")
+    return summed / divisor
+
+
+def finish(folder: Path, losses: list[float], weights: dict[str, Tensor]) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        torch.save({"losses": losses[SAVED:], "weights": weights}, folder / "continued.pt")
+
+
+class RowsInOrder(Trainer):
+    losses: list[float]
+
+    def _get_train_sampler(self, *_):
+        return SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model, inputs, **options):
+        loss = super().compute_loss(model, inputs, **options)
+        self.losses.append(loss.item())
+        return loss
+
+
+def trainer(folder: Path, steps: list[dict[str, Tensor]]) -> None:
+    rows = [{key: values[index] for key, values in rows.items()} for rows in steps for index in range(8)]
+    for row in rows:
+        row["labels"] = row["shift_labels"]
+    arguments = TrainingArguments(
+        str(folder / "out"),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=RATE,
+        weight_decay=DECAY,
+        max_grad_norm=NORM,
+        lr_scheduler_type="linear",
+        warmup_steps=WARMUP,
+        save_steps=SAVED // 2,
+        report_to="none",
+        remove_unused_columns=False,  # among them shift_labels
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    made = RowsInOrder(model_of(folder), arguments, train_dataset=rows)
+    made.losses = []
+    made.train()
+    losses = [sum(pair) for pair in zip(made.losses[::2], made.losses[1::2], strict=True)]
+    for later in range(SAVED + SAVED // 2, STEPS + 1, SAVED // 2):
+        (folder / "out" / f"checkpoint-{later}").rename(folder / f"later-{later}")
+    finish(folder, losses, made.model.state_dict())
+
+
+def two_groups(model: torch.nn.Module) -> list[dict]:
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def accelerate(folder: Path, steps: list[dict[str, Tensor]]) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    config = ProjectConfiguration(str(folder / "out"), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_config=config)
+    plain = model_of(folder)
+    optimizer = torch.optim.AdamW(two_groups(plain), RATE, weight_decay=DECAY)
+    schedule = get_scheduler("linear", optimizer, WARMUP, STEPS)
+    model, optimizer, schedule = accelerator.prepare(plain, optimizer, schedule)
+    losses = []
+    for number, rows in enumerate(steps, 1):
+        divisor, loss = int((rows["shift_labels"] != -100).sum()), 0.0
+        for half in range(2):
+            part = {key: values[4 * half : 4 * half + 4] for key, values in rows.items()}
+            with accelerator.accumulate(model):
+                piece = loss_of(model, part, divisor)
+                accelerator.backward(2 * piece)  # which divides by the accumulation
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), NORM)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            loss += piece.item()
+        losses.append(loss)
+        if number == SAVED:
+            accelerator.save_state()
+    finish(folder, losses, plain.state_dict())
+
+
+def dcp(folder: Path, steps: list[dict[str, Tensor]]) -> None:
+    from torch.distributed.checkpoint import save
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    model = model_of(folder)
+    optimizer = torch.optim.AdamW(two_groups(model), RATE, weight_decay=DECAY)
+    schedule, losses = get_scheduler("linear", optimizer, WARMUP, STEPS), []
+    for number, rows in enumerate(steps, 1):
+        loss = loss_of(model, rows, int((rows["shift_labels"] != -100).sum()))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if number == SAVED:
+            states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            save(states, checkpoint_id=str(folder / "out" / f"step-{number}"), no_dist=True)
+    finish(folder, losses, model.state_dict())
+
+
+FORMATS = {"trainer": trainer, "accelerate": accelerate, "dcp": dcp}
+
+
+def main(name: str, folder: Path) -> None:
+    FORMATS[name](folder, torch.load(folder / "rows.pt"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
