@@ -200,7 +200,7 @@ def _order(checkpoint: ForeignCheckpoint, names: Names, sizes: list[int], states
         why = "several orders of the model's parameters fit" if orders else "no known order of the parameters fits"
         raise CheckpointError(
             f"{checkpoint.folder}: the optimizer's states are numbered, in groups of {sizes}, and {why}; save them by "
-            "name (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or delete the optimizer's file to go "
-            "on with the weights alone"
+            "name (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or go on with the weights alone: "
+            "move the optimizer's file away"
         )
     return [*orders.pop()]

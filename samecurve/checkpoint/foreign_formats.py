@@ -66,7 +66,8 @@ def locate(path: Path) -> tuple[str, Path]:
             return name, folder
     raise ConfigurationError(
         f"{path}: no checkpoint of transformers.Trainer, Accelerate (save_state), DeepSpeed or torch's distributed "
-        "checkpoint is here; give its folder, or the one with checkpoint-10, checkpoint-20, ..."
+        "checkpoint is here; give its folder, or the one with checkpoint-10, checkpoint-20, ...; to begin a run from "
+        "the weights of a model alone, set model.path"
     )
 
 
@@ -132,11 +133,9 @@ def _read_files(checkpoint: ForeignCheckpoint, names: Names, model: PreTrainedMo
 def _file_weights(checkpoint: ForeignCheckpoint, names: Names, model: PreTrainedModel) -> dict[str, Tensor]:
     folder = checkpoint.folder
     adapter = folder / "adapter_model.safetensors"
-    pickled = next(
-        (path for path in (folder / "pytorch_model.bin", folder / f"{_FSDP_WEIGHTS}.bin") if path.is_file()), None
-    )
-    if pickled:
-        tensors = load_pickle(pickled)
+    pickled = [path for name in ("pytorch_model.bin", f"{_FSDP_WEIGHTS}.bin") if (path := folder / name).is_file()]
+    if pickled and not any(folder.glob("*.safetensors")):
+        tensors = load_pickle(pickled[0])
         return {name: tensors[key] for name, key in keys_of(folder, tensors, names).items()}
     if checkpoint.format == "transformers.Trainer" and not adapter.is_file():
         # save_pretrained stores some families in another layout than the model's

@@ -11,6 +11,7 @@ Weights are always taken, AdamW's moments and the step where the format has them
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from samecurve.cli.commands import Subcommand
@@ -27,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Subcommand:
     if not arguments.path.is_dir():
         raise ConfigurationError(f"{arguments.path}: no such folder; give a checkpoint, or the folder of several")
-    # in one process, whatever strategy trains later
-    plan = preflight.plan([arguments.recipe, *arguments.overrides], {})
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigurationError(
+            "WORLD_SIZE: adopt is one process, whatever strategy trains later; run it without a launcher"
+        )
+    plan = preflight.plan([arguments.recipe, *arguments.overrides], os.environ)
     return Subcommand("samecurve.training.adoption", (plan, arguments.path))

@@ -2,6 +2,9 @@
 
 The source is RUN/model, or the newest checkpoint if the run has not finished. No distributed launch is needed. An
 adapter stays an adapter; `merge` combines it with its base model.
+
+With --format, another library goes on training from the newest checkpoint: `accelerator.load_state(FOLDER)`, or
+`torch.distributed.checkpoint.load(..., checkpoint_id=FOLDER)`. The folder has weights and AdamW's moments.
 """
 
 from __future__ import annotations
@@ -32,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a checkpoint of the run instead of RUN/model: latest, best, its name (step_00000040) or its folder",
     )
+    parser.add_argument(
+        "--format",
+        choices=("huggingface", "accelerate", "dcp"),
+        default="huggingface",
+        help="a model to share, or a checkpoint to train on with Accelerate or torch (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder to write (default: RUN/model-DTYPE)")
     parser.add_argument("--license", metavar="TEXT", help="license for the model card, for example apache-2.0")
     add_code_arguments(parser)
@@ -42,6 +51,8 @@ def run(arguments: argparse.Namespace) -> Subcommand:
     directory = folders.run_directory(arguments.run)
     if directory is None:
         raise ConfigurationError(f"{arguments.run}: no run here (no run.json); give the output_dir of a run")
+    if arguments.format != "huggingface":
+        return _resumable(arguments, directory)
     chosen = _chosen(arguments.run, directory, arguments.checkpoint)
     checkpoint = None if chosen else _checkpoint(directory, arguments.checkpoint)
     origin = f"model-{checkpoint.name}" if checkpoint else (chosen or directory / "model").name
@@ -57,6 +68,25 @@ def run(arguments: argparse.Namespace) -> Subcommand:
     source = chosen or folders.model_folder(directory)
     made = replace(made, merged=_is_adapter(directory / "model") and not _is_adapter(source))
     return Subcommand("samecurve.export.convert", (directory, source, output, made, None))
+
+
+def _resumable(arguments: argparse.Namespace, directory: Path) -> Subcommand:
+    """Check the arguments for a checkpoint of another library. Raises ConfigurationError, StorageError."""
+    checkpoint = _checkpoint(directory, arguments.checkpoint or "latest")
+    assert checkpoint is not None  # None is a run's own export, which was not asked for
+    output = arguments.output or directory / f"{checkpoint.name}-{arguments.format}"
+    recipe = folders.with_code(
+        folders.parse_recipe(read_state(checkpoint), checkpoint / "state.json"), arguments.trust_remote_code
+    )
+    if arguments.dtype != "fp32" or arguments.license:
+        raise ConfigurationError(
+            f"--dtype, --license: not for --format {arguments.format}, which keeps the fp32 values"
+        )
+    if recipe.adapter.name is not None:
+        raise ConfigurationError(f"--format {arguments.format}: not for adapters; export without it, for peft to load")
+    if output.exists():
+        raise StorageError(f"{output}: exists already; choose another folder with --output")
+    return Subcommand("samecurve.export.resumable", (checkpoint, output, recipe, arguments.format))
 
 
 def _chosen(given: Path, directory: Path, checkpoint: str | None) -> Path | None:

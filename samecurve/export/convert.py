@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from samecurve.checkpoint.compatibility import refusals
 from samecurve.checkpoint.format import CheckpointReader
@@ -29,6 +31,11 @@ from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.storage.records import read_record
 from samecurve.tasks import registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from samecurve.interfaces.task import Task
 
 
 def run(directory: Path, source: Path, output: Path, made: ExportInfo, recipe: Recipe | None) -> int:
@@ -127,15 +134,21 @@ def _read(path: Path, schema: Any = dict) -> dict:
     return read_record(path, schema).require(CheckpointError, "export the model again from a checkpoint (--checkpoint)")
 
 
-def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path, made: ExportInfo) -> None:
-    """Export a checkpoint as the training would have done. Weights are read name by name from the ranks' files.
+class OpenedCheckpoint(NamedTuple):
+    """A checkpoint that fits its recipe: the task, the model on the meta device, and the reader of its tensors."""
 
-    Args:
-        directory: run directory.
-        folder: folder of the checkpoint.
-        recipe: recipe of the run. Its data give the tokenizer and the names of classes.
-        output: folder of the new model.
-        made: dtype and facts for the model card.
+    task: Task
+    skeleton: PreTrainedModel
+    reader: CheckpointReader
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, fp32 tensor) of each trained parameter, read from the ranks' files one by one."""
+        for name, shape in trained_shapes(self.skeleton).items():
+            yield name, self.reader.read(name, "weight", Region(0, shape.numel())).view(shape)
+
+
+def open_checkpoint(folder: Path, recipe: Recipe) -> OpenedCheckpoint:
+    """Open a checkpoint as the training would do, whose recipe's data give the tokenizer and the names of classes.
 
     Raises:
         CheckpointError: if model or data differ from those of the checkpoint.
@@ -159,15 +172,30 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
         raise CheckpointError(
             f"{folder}: the model or data differ from the checkpoint's; restore the same ones\n{listed}"
         )
-    reader, shapes = CheckpointReader(folder), trained_shapes(skeleton)
-    reader.check_names(shapes)
-    whole = {name: Region(0, shape.numel()) for name, shape in shapes.items()}
-    tensors = ((name, reader.read(name, "weight", whole[name]).view(shape)) for name, shape in shapes.items())
+    reader = CheckpointReader(folder)
+    reader.check_names(trained_shapes(skeleton))
+    return OpenedCheckpoint(task, skeleton, reader)
+
+
+def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path, made: ExportInfo) -> None:
+    """Export a checkpoint as the training would have done.
+
+    Args:
+        directory: run directory.
+        folder: folder of the checkpoint.
+        recipe: recipe of the run.
+        output: folder of the new model.
+        made: dtype and facts for the model card.
+
+    Raises:
+        CheckpointError, DataError: as open_checkpoint.
+    """
+    opened = open_checkpoint(folder, recipe)
+    task, skeleton = opened.task, opened.skeleton
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
-    save_task_files = task.save_task_files
     export(
-        chain(tensors, constant_tensors(skeleton, recipe)),
+        chain(opened.weights(), constant_tensors(skeleton, recipe)),
         skeleton,
-        ExportTarget(output, task.tokenizer, dtype=dtype, card=card, save_task_files=save_task_files),
+        ExportTarget(output, task.tokenizer, dtype=dtype, card=card, save_task_files=task.save_task_files),
         True,  # the only process
     )

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
 
 
+# no other process waits for this one, so nothing watches its phases
+UNWATCHED = cast(
+    "RunSupervisor", SimpleNamespace(phase=lambda *_: None, progress=lambda: None, local_progress=lambda: None)
+)
+
+
 def run(plan: Plan, path: Path) -> int:
     """Write weights, moments and position of the newest checkpoint below `path` into the recipe's output_dir.
 
@@ -40,11 +46,17 @@ def run(plan: Plan, path: Path) -> int:
         DataError, StorageError: the recipe's rows cannot be read, or output_dir cannot be written.
     """
     directory = RunDirectory(plan.recipe.output_dir, reads=(path,))
+    try:
+        _adopt(plan, path, directory)
+    finally:
+        directory.close()
+    return 0
+
+
+def _adopt(plan: Plan, path: Path, directory: RunDirectory) -> None:
     accelerator = factory.start(plan)
-    # a process alone, which nobody waits for: nothing watches its phases
-    watch = SimpleNamespace(phase=lambda *_: None, progress=lambda: None, local_progress=lambda: None)
     progress = Progress(plan.recipe.steps, 1, enabled=True)
-    context = Context(plan, accelerator, directory, cast("RunSupervisor", watch), ControlGroup(), progress)
+    context = Context(plan, accelerator, directory, UNWATCHED, ControlGroup(), progress)
     context, built, checkpoints = startup.prepare(context)
     recipe = context.recipe
     adopted = read_foreign(path, names_of(built.skeleton), built.skeleton)
@@ -64,7 +76,6 @@ def run(plan: Plan, path: Path) -> int:
         print(f"  {line}")
     order = f"{adopted.step} steps of {recipe.batch.global_batch_size} rows (batch.global_batch_size)"
     print(f"  rows: the run goes on at row {samples:,} of the recipe's own order: {order}")
-    return 0
 
 
 def names_of(skeleton: Any) -> Names:

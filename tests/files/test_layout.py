@@ -59,6 +59,7 @@ STRATEGIES_ELSEWHERE = {
     "bench.memory": ("deepspeed", _PACKAGE),
     "bench.memory_probe": ("deepspeed zero", "measures a process with it beside one without"),
     "bench.step": ("deepspeed", _PACKAGE),
+    "checkpoint.foreign_formats": ("deepspeed zero", "the format of another library's checkpoint"),
     "cli.bench.step": ("single", "the default of --strategy"),
     "cli.doctor": ("deepspeed", "reports the problems of the strategy's two files"),
     "cli.launch": ("deepspeed", _LAUNCHER),

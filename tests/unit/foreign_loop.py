@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ def loss_of(model: torch.nn.Module, rows: dict[str, Tensor], divisor: int) -> Te
     return summed / divisor
 
 
-def finish(folder: Path, losses: list[float], weights: dict[str, Tensor]) -> None:
+def finish(folder: Path, losses: list[float], weights: Any) -> None:
     if os.environ.get("RANK", "0") == "0":
         torch.save({"losses": losses[SAVED:], "weights": weights}, folder / "continued.pt")
 
@@ -84,34 +86,93 @@ def two_groups(model: torch.nn.Module) -> list[dict]:
     return [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def accelerate(folder: Path, steps: list[dict[str, Tensor]]) -> None:
+def own_part(rows: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Cut this rank's rows of a step into `count` micro-batches."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    parts = {key: values.chunk(world)[rank].chunk(count) for key, values in rows.items()}
+    return [{key: values[index] for key, values in parts.items()} for index in range(count)]
+
+
+def accelerate(folder: Path, steps: list[dict[str, Tensor]], **plugins: Any) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
     config = ProjectConfiguration(str(folder / "out"), automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_config=config)
+    accelerator = Accelerator(cpu=not plugins, gradient_accumulation_steps=2, project_config=config, **plugins)
     plain = model_of(folder)
     optimizer = torch.optim.AdamW(two_groups(plain), RATE, weight_decay=DECAY)
     schedule = get_scheduler("linear", optimizer, WARMUP, STEPS)
-    model, optimizer, schedule = accelerator.prepare(plain, optimizer, schedule)
+    # not prepared, the schedule would be stepped once per process
+    model, optimizer = accelerator.prepare(plain, optimizer)
     losses = []
     for number, rows in enumerate(steps, 1):
-        divisor, loss = int((rows["shift_labels"] != -100).sum()), 0.0
-        for half in range(2):
-            part = {key: values[4 * half : 4 * half + 4] for key, values in rows.items()}
+        divisor, loss = int((rows["shift_labels"] != -100).sum()), torch.zeros(())
+        for part in own_part(rows, 2):
             with accelerator.accumulate(model):
                 piece = loss_of(model, part, divisor)
-                accelerator.backward(2 * piece)  # which divides by the accumulation
+                accelerator.backward(2 * accelerator.num_processes * piece)  # by which accumulation and ranks divide
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), NORM)
                 optimizer.step()
-                schedule.step()
                 optimizer.zero_grad()
-            loss += piece.item()
-        losses.append(loss)
+            loss += piece.detach()
+        schedule.step()
+        losses.append(accelerator.reduce(loss).item())
         if number == SAVED:
             accelerator.save_state()
-    finish(folder, losses, plain.state_dict())
+    finish(folder, losses, accelerator.get_state_dict(model))
+    accelerator.end_training()
+
+
+def fsdp(folder: Path, steps: list[dict[str, Tensor]]) -> None:
+    """On a CPU, where Accelerate alone would train the ranks apart (samecurve.engines.cpu_bridge)."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState(backend="gloo")
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    accelerate(folder, steps, fsdp_plugin=plugin)
+
+
+def zero(folder: Path, steps: list[dict[str, Tensor]], stage: int) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled first
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    plain = model_of(folder)
+    optimizer = torch.optim.AdamW(two_groups(plain), RATE, weight_decay=DECAY)
+    schedule = get_scheduler("linear", optimizer, WARMUP, STEPS)
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": NORM,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=config)
+    world, losses = torch.distributed.get_world_size(), []
+    for number, rows in enumerate(steps, 1):
+        (part,) = own_part(rows, 1)
+        loss = loss_of(engine, part, int((rows["shift_labels"] != -100).sum()))
+        engine.backward(world * loss)
+        engine.step()
+        schedule.step()
+        torch.distributed.all_reduce(loss := loss.detach())
+        losses.append(loss.item())
+        if number == SAVED:
+            engine.save_checkpoint(str(folder / "out"))
+    with deepspeed.zero.GatheredParameters([*plain.parameters()], enabled=stage == 3):
+        finish(folder, losses, {name: value.detach().clone() for name, value in plain.named_parameters()})
+    torch.distributed.destroy_process_group()
 
 
 def dcp(folder: Path, steps: list[dict[str, Tensor]]) -> None:
@@ -135,7 +196,42 @@ def dcp(folder: Path, steps: list[dict[str, Tensor]]) -> None:
     finish(folder, losses, model.state_dict())
 
 
-FORMATS = {"trainer": trainer, "accelerate": accelerate, "dcp": dcp}
+FORMATS = {"trainer": trainer, "accelerate": accelerate, "dcp": dcp, "fsdp": fsdp}
+FORMATS |= {f"zero{stage}": partial(zero, stage=stage) for stage in (1, 2, 3)}
+
+
+def read_back(name: str, folder: Path, checkpoint: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Load a checkpoint by the library itself into a new model, and return the losses of the next steps and weights."""
+    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model = model_of(folder)
+    optimizer = torch.optim.AdamW(two_groups(model), 1.0)
+    schedule = get_scheduler("linear", optimizer, WARMUP, STEPS)
+    if name == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        accelerator.load_state(str(checkpoint))
+    else:
+        # the schedule's function wants the peak, and its own count of the steps
+        states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "step": 0}
+        load(states, checkpoint_id=str(checkpoint), no_dist=True)
+        model.load_state_dict(states["model"])
+        set_optimizer_state_dict(model, optimizer, states["optimizer"])
+        schedule.base_lrs = [RATE, RATE]
+        schedule.last_epoch = states["step"]
+    losses = []
+    for rows in torch.load(folder / "rows.pt")[SAVED:]:
+        loss = loss_of(model, rows, int((rows["shift_labels"] != -100).sum()))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
 
 
 def main(name: str, folder: Path) -> None:

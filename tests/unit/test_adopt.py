@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import foreign_loop
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
 
+from benchmarks.ports import free_port
+from samecurve.checkpoint.foreign_formats import locate
+from samecurve.checkpoint.resume import read_state
+from samecurve.cli import commands
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
+from samecurve.errors import CheckpointError, SamecurveError
 from samecurve.metrics.console import Progress
 from samecurve.optim.schedule import learning_rate
 from samecurve.run.run_directory import RunDirectory
@@ -63,18 +73,17 @@ class Here:
         AcceleratorState._reset_state(reset_partial_state=True)
         plan = self.plan(*overrides)
         run = RunDirectory(plan.recipe.output_dir, resume="auto")
-        nothing = lambda *_: None  # noqa: E731
-        watch = SimpleNamespace(phase=nothing, progress=nothing, local_progress=nothing)
-        return Context(plan, factory.start(plan), run, watch, ControlGroup(), Progress(plan.recipe.steps, 1, False))
+        return Context(plan, factory.start(plan), run, adoption.UNWATCHED, ControlGroup(), Progress(1, 1, False))
 
     def adopt(self, path: Path, *overrides: str) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         adoption.run(self.plan(*overrides), path)
 
-    def go_on(self, *overrides: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def go_on(self, *overrides: str) -> tuple[list[float], dict[str, torch.Tensor | None]]:
         """Train the steps that are left, and return their losses and the last weights."""
         context, built, checkpoints = startup.prepare(self.context(*overrides))
         engine = factory.build(context.accelerator, context.plan, built.skeleton, built.task)
+        assert checkpoints.resumed_from
         start = checkpoints.load(checkpoints.resumed_from, engine)
         recipe, task = context.recipe, built.task
         where = (recipe.steps, start.step, start.samples, start.anchor)
@@ -111,6 +120,14 @@ def here(tmp_path_factory) -> Here:
     return made
 
 
+def launch(kind: str, folder: Path, world: int) -> None:
+    options = ["--nproc_per_node", str(world), "--master_port", str(free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, foreign_loop.__file__, kind, str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (folder / "continued.pt").is_file(), done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def made(here, tmp_path_factory):
     """Return the folder in which a format's loop has run, made once."""
@@ -122,21 +139,131 @@ def made(here, tmp_path_factory):
             for file in ("rows.pt", "config.json"):
                 (folder / file).write_bytes((here.folder / file).read_bytes())
             AcceleratorState._reset_state(reset_partial_state=True)
-            foreign_loop.main(name, folder)
+            kind, _, world = name.partition("_on_")
+            if world:
+                launch(kind, folder, int(world))
+            else:
+                foreign_loop.main(kind, folder)
         return folders[name]
 
     return make
 
 
-@pytest.mark.parametrize("name", ["trainer", "accelerate", "dcp"])
+LONG = [pytest.param(f"{name}_on_2", marks=pytest.mark.full) for name in ("zero1", "zero2", "zero3", "fsdp")]
+
+
+@pytest.mark.parametrize("name", ["trainer", "accelerate", "dcp", "zero2_on_1", *LONG])
 def test_continues_as_the_library_itself(here, made, capsys, name):
     folder = made(name)
     out = f"output_dir={folder / 'run'}"
     here.adopt(folder / "out", out)
     printed = capsys.readouterr().out
     assert "step 10: weights, exp_avg, exp_avg_sq" in printed and "optimizer." not in printed, printed
-    losses, weights = here.go_on(out)
+    assert_continues(folder, here.go_on(out))
+
+
+def assert_continues(folder: Path, after: tuple[list[float], Mapping[str, torch.Tensor | None]]) -> None:
+    losses, weights = after
     expected = torch.load(folder / "continued.pt")
     assert losses == pytest.approx(expected["losses"], abs=1e-5)
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected["weights"][name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "dcp"])
+def test_exported_checkpoint_trains_on_in_library(here, made, name):
+    folder, run = made("dcp"), here.folder / f"for_{name}"
+    here.adopt(folder / "out", f"output_dir={run}")
+    (run / "run.json").write_text("{}")  # as if train.py had begun
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not commands.main(["export", str(run), "--format", name])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_continues(folder, foreign_loop.read_back(name, folder, run / f"step_00000010-{name}"))
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/adopt-ran-code",)
+
+
+def harm_optimizer(folder: Path) -> None:
+    torch.save({"state": Evil(), "param_groups": []}, folder / "optimizer.pt")
+
+
+def harm_metadata(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+
+
+def merge_groups(folder: Path) -> None:
+    content = torch.load(folder / "optimizer.pt")
+    first, second = content["param_groups"]
+    content["param_groups"] = [first | {"params": first["params"][::-1] + second["params"]}]
+    torch.save(content, folder / "optimizer.pt")
+
+
+def move_updates(folder: Path) -> None:
+    content = torch.load(folder / "optimizer.pt")
+    content["state"][0]["step"] += 1
+    torch.save(content, folder / "optimizer.pt")
+
+
+def rename_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.9.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def spoil_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name, harm, expected",
+    [
+        ("trainer", harm_optimizer, "optimizer.pt: refused, as reading it would run code"),
+        ("dcp", harm_metadata, ".metadata: refused, as reading it would run code (posix.mkdir)"),
+        ("trainer", merge_groups, "no known order of the parameters fits"),
+        ("trainer", move_updates, "updated some parameters more often than others (step counters 10, 11)"),
+        ("trainer", rename_weight, "model.layers.1.mlp.up_proj.weight"),
+        ("accelerate", rename_weight, "model.layers.1.mlp.up_proj.weight: only in the model"),
+        ("accelerate", spoil_weight, "model.norm.weight: weight has values that are not finite"),
+    ],
+)
+def test_unusable_checkpoint_is_refused(here, made, tmp_path, name, harm, expected):
+    folder = tmp_path / "given-10"
+    shutil.copytree(locate(made(name) / "out")[1], folder)
+    harm(folder)
+    with pytest.raises(CheckpointError) as refusal:
+        here.adopt(folder, f"output_dir={tmp_path / 'run'}")
+    assert str(folder) in str(refusal.value) and expected in str(refusal.value)
+    assert not Path("/tmp/adopt-ran-code").exists() and not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_missing_moments_and_other_settings_are_said(here, made, tmp_path, capsys):
+    folder = tmp_path / "checkpoint-10"
+    shutil.copytree(made("trainer") / "out" / "checkpoint-10", folder)
+    out = f"output_dir={tmp_path / 'run'}"
+    here.adopt(folder, out, "optimizer.betas=[0.9,0.95]", "schedule.delay_steps=0")
+    printed = capsys.readouterr().out
+    assert "optimizer.betas: (0.9, 0.95) in the recipe; the checkpoint has optimizer.betas=[0.9,0.999]" in printed
+    assert "learning rate of the next step: 0.0018 by the recipe, 0.002 in the checkpoint" in printed
+    (folder / "optimizer.pt").unlink()
+    here.adopt(folder, f"output_dir={tmp_path / 'other'}")
+    assert "step 10: weights are in" in (printed := capsys.readouterr().out)
+    assert "no moments of AdamW: the optimizer and the schedule of its learning rate begin anew" in printed
+    saved = read_state(tmp_path / "other" / "checkpoints" / "step_00000010")
+    assert (saved["updates"], saved["samples"]) == (0, 80)
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [(("steps=10",), "steps: 10, but"), (("output_dir={run}",), "holds checkpoints of an earlier run")],
+)
+def test_recipe_without_room_is_refused(here, made, tmp_path, overrides, expected):
+    run = tmp_path / "run"
+    here.adopt(made("dcp") / "out", f"output_dir={run}")
+    given = [override.format(run=run) for override in (f"output_dir={tmp_path / 'new'}", *overrides)]
+    with pytest.raises(SamecurveError, match=expected):
+        here.adopt(made("dcp") / "out", *given)
