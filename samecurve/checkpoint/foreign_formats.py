@@ -97,14 +97,23 @@ def read_foreign(path: Path, names: Names, model: PreTrainedModel) -> ForeignChe
     """
     checkpoint = ForeignCheckpoint(*locate(path))
     folder = checkpoint.folder
-    if any((folder / name).exists() for name in ("latest", "pytorch_model")) or any(folder.glob("*_model_states.pt")):
-        _read_zero(checkpoint, names)
-    elif (folder / f"{_FSDP_WEIGHTS}_0").is_dir():
-        _read_dcp(checkpoint, names, folder / f"{_FSDP_WEIGHTS}_0", folder / "optimizer_0")
-    elif (folder / ".metadata").is_file():
-        _read_dcp(checkpoint, names, folder, folder)
-    else:
-        _read_files(checkpoint, names, model)
+    try:
+        if (
+            (folder / "pytorch_model").is_dir()
+            or (folder / "latest").is_file()
+            or any(folder.glob("*_model_states.pt"))
+        ):
+            _read_zero(checkpoint, names)
+        elif (folder / f"{_FSDP_WEIGHTS}_0").is_dir():
+            _read_dcp(checkpoint, names, folder / f"{_FSDP_WEIGHTS}_0", folder / "optimizer_0")
+        elif (folder / ".metadata").is_file():
+            _read_dcp(checkpoint, names, folder, folder)
+        else:
+            _read_files(checkpoint, names, model)
+    except (KeyError, TypeError, IndexError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder}: not as {checkpoint.format} writes it ({type(error).__name__}: {str(error):.200})"
+        ) from error
     checkpoint.step = max(checkpoint.step, checkpoint.updates)
     state = folder / _TRAINER_STATE
     if state.is_file():
@@ -258,34 +267,27 @@ def _read_zero(checkpoint: ForeignCheckpoint, names: Names) -> None:
     folder = _zero_folder(checkpoint.folder)
     ranks = [load_pickle(path, *classes) for path in _by_rank(folder, "*_optim_states.pt")]
     model = load_pickle(_by_rank(folder, "*_model_states.pt")[0], *classes)
-    try:
-        optimizers = [rank["optimizer_state_dict"] for rank in ranks]
-        stage, count = int(optimizers[0]["zero_stage"]), optimizers[0]["partition_count"]
-        count = max(count) if isinstance(count, list) else count
-        if count != len(ranks):
-            raise CheckpointError(
-                f"{folder}: has the states of {len(ranks)} ranks, but {count} wrote it; copy all files"
-            )
-        split = _split_zero3 if stage == 3 else _split_zero12
-        flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        base = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
-        shapes, padding = model["param_shapes"], optimizers[0].get("param_alignment_paddings")
-        weights = split([rank[flat] for rank in optimizers], shapes, padding)
-        states = [[rank[base]["state"][index] for index in range(len(rank[flat]))] for rank in optimizers]
-        kinds = {key for rank in states for state in rank for key in state}
-        per_name: dict[str, dict[str, Any]] = {name: {} for name in weights}
-        for kind in kinds:
-            whole = None
-            if states[0][0][kind] is not None and isinstance(states[0][0][kind], Tensor) and states[0][0][kind].dim():
-                whole = split([[state[kind] for state in rank] for rank in states], shapes, padding)
-            for name, values in per_name.items():
-                values[kind] = whole[name] if whole else states[0][0][kind]
-        groups = optimizers[0][base]["param_groups"]
-        checkpoint.step = model["global_steps"]
-    except (KeyError, TypeError, IndexError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder}: not a checkpoint of ZeRO-1, 2 or 3 ({type(error).__name__}: {error})"
-        ) from error
+    optimizers = [rank["optimizer_state_dict"] for rank in ranks]
+    stage, count = int(optimizers[0]["zero_stage"]), optimizers[0]["partition_count"]
+    count = max(count) if isinstance(count, list) else count
+    if count != len(ranks):
+        raise CheckpointError(f"{folder}: has the states of {len(ranks)} ranks, but {count} wrote it; copy all files")
+    split = _split_zero3 if stage == 3 else _split_zero12
+    flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    base = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    shapes, padding = model["param_shapes"], optimizers[0].get("param_alignment_paddings")
+    weights = split([rank[flat] for rank in optimizers], shapes, padding)
+    states = [[rank[base]["state"][index] for index in range(len(rank[flat]))] for rank in optimizers]
+    kinds = {key for rank in states for state in rank for key in state}
+    per_name: dict[str, dict[str, Any]] = {name: {} for name in weights}
+    for kind in kinds:
+        first, whole = states[0][0][kind], {}
+        if isinstance(first, Tensor) and first.dim():  # not the step counter
+            whole = split([[state[kind] for state in rank] for rank in states], shapes, padding)
+        for name, values in per_name.items():
+            values[kind] = whole.get(name, first)
+    groups = optimizers[0][base]["param_groups"]
+    checkpoint.step = model["global_steps"]
     keys = keys_of(folder, weights, names)
     checkpoint.weights = {name: weights[key] for name, key in keys.items()}
     take_states(checkpoint, {name: per_name[key] for name, key in keys.items()}, groups)

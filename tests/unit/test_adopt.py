@@ -171,7 +171,7 @@ def assert_continues(folder: Path, after: tuple[list[float], Mapping[str, torch.
 
 
 @pytest.mark.parametrize("name", ["accelerate", "dcp"])
-def test_exported_checkpoint_trains_on_in_library(here, made, name):
+def test_exported_checkpoint_continues_in_library(here, made, name):
     folder, run = made("dcp"), here.folder / f"for_{name}"
     here.adopt(folder / "out", f"output_dir={run}")
     (run / "run.json").write_text("{}")  # as if train.py had begun
@@ -188,6 +188,10 @@ class Evil:
 
 def harm_optimizer(folder: Path) -> None:
     torch.save({"state": Evil(), "param_groups": []}, folder / "optimizer.pt")
+
+
+def number_groups(folder: Path) -> None:
+    torch.save({"state": {0: {}}, "param_groups": [7]}, folder / "optimizer.pt")
 
 
 def harm_metadata(folder: Path) -> None:
@@ -224,6 +228,7 @@ def spoil_weight(folder: Path) -> None:
     [
         ("trainer", harm_optimizer, "optimizer.pt: refused, as reading it would run code"),
         ("dcp", harm_metadata, ".metadata: refused, as reading it would run code (posix.mkdir)"),
+        ("trainer", number_groups, "not as transformers.Trainer writes it (TypeError"),
         ("trainer", merge_groups, "no known order of the parameters fits"),
         ("trainer", move_updates, "updated some parameters more often than others (step counters 10, 11)"),
         ("trainer", rename_weight, "model.layers.1.mlp.up_proj.weight"),
@@ -267,3 +272,20 @@ def test_recipe_without_room_is_refused(here, made, tmp_path, overrides, expecte
     given = [override.format(run=run) for override in (f"output_dir={tmp_path / 'new'}", *overrides)]
     with pytest.raises(SamecurveError, match=expected):
         here.adopt(made("dcp") / "out", *given)
+
+
+@pytest.mark.full
+def test_train_py_resumes_under_zero3(here, made, tmp_path):
+    folder, root = made("trainer"), Path(adoption.__file__).parents[2]
+    given = [str(here.recipe), f"output_dir={tmp_path / 'run'}", "logging.every_steps=1", "export.verify=off"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    strategy = ["--strategy", "configs/zero3.yaml"]
+    for command in (["-m", "samecurve", "adopt", str(folder / "out")], [*launcher, "train.py", *strategy]):
+        done = subprocess.run(
+            [sys.executable, *command, *given], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert not done.returncode, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses == pytest.approx(torch.load(folder / "continued.pt")["losses"], abs=1e-5)

@@ -69,8 +69,10 @@ def test_warmup_as_a_share_of_the_steps(steps, ratio, warmup):
     assert found == warmup == min(theirs, steps - 1)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
-def test_rates_of_transformers(name):
+def test_rates_of_transformers(name, delay):
+    """Its n-th update has the rule's value at n - 1, which delay_steps gives here, too."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
     reference = {
         "constant": lambda: get_constant_schedule_with_warmup(optimizer, 5),
@@ -79,11 +81,10 @@ def test_rates_of_transformers(name):
         "wsd": lambda: get_wsd_schedule(optimizer, 5, 8, num_training_steps=20, decay_type="linear"),
     }[name]()
     rule = reference.lr_lambdas[0]
-    made = recipe(
-        name=name, warmup_steps=5, decay_steps=8 if name == "wsd" else None, min_lr_ratio=0.1 if name == "cosine" else 0
-    )
+    decay, least = 8 if name == "wsd" else None, 0.1 if name == "cosine" else 0
+    made = recipe(name=name, warmup_steps=5, decay_steps=decay, min_lr_ratio=least, delay_steps=delay)
     for update in range(1, 21):
-        assert learning_rate(made, update) == pytest.approx(PEAK * rule(update), rel=1e-9, abs=1e-12), update
+        assert learning_rate(made, update) == pytest.approx(PEAK * rule(update - delay), rel=1e-9, abs=1e-12), update
 
 
 def test_decay_applies_to_matrices_only_and_by_hand():
