@@ -113,7 +113,7 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
 
 
 def _use(recipe: dict, directory: Path) -> tuple[str, str]:
-    task = recipe.get("task")
+    task = recipe.get("task", "")
     if task in TASKS and TASKS[task].chats and recipe.get("data", {}).get("chat") and not TASKS[task].predicts:
         return "chat with the model", f"python -m samecurve chat {quoted(directory)}"
     if task in TASKS and TASKS[task].predicts:

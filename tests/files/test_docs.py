@@ -113,7 +113,9 @@ def test_recipe_keys_are_keys(name):
         rf"(?<![\w./-])({'|'.join(sections)})\.(\w+)\b",
         re.sub(r"^ConfigurationError.*?^```", "", text(name), flags=re.M | re.S),
     )
-    found = [(section, key) for section, key in found if key not in ("md", "py", "yaml", "jsonl", "safetensors", "bin", "pt")]
+    found = [
+        (section, key) for section, key in found if key not in ("md", "py", "yaml", "jsonl", "safetensors", "bin", "pt")
+    ]
     assert [f"{section}.{key}" for section, key in found if key not in sections[section].model_fields] == []
 
 
