@@ -6,6 +6,7 @@ python -m benchmarks.accelerate_script.compare
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from benchmarks.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "benchmarks" / "accelerate_script.md"
 PROCESSES = (1, 2, 4)
+LIMIT_SECONDS = 120
 GLOBAL_BATCH, RESUME_AT = 8, 14  # batches: the 4th of 10 of the second epoch, behind which an optimizer step ends
 # flags of complete.py by the name of the row; a process reads batch_size rows unless batches are split
 CLASSES = {
@@ -34,16 +36,29 @@ CLASSES = {
 }
 
 
-def run(flags: list[str], world: int, folder: Path, *more: str) -> dict[str, dict[int, float]]:
-    """Return grad_norm and eval_loss by optimizer step, as the tracker has them."""
+def run(flags: list[str], world: int, folder: Path, *more: str, again: bool = True) -> dict[str, dict[int, float]]:
+    """Return grad_norm and eval_loss by optimizer step, as the tracker has them.
+
+    A start that fails is repeated once: on a busy machine, processes over gloo may hang or abort when they end.
+    """
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", str(free_port())]
     launcher = launcher if world > 1 else []
     command = [sys.executable, *launcher, "benchmarks/accelerate_script/complete.py", *flags, *more]
     command += ["--output_dir", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as started:
+        try:
+            output, _ = started.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            started.terminate()  # torchrun ends its processes
+            output = f"{started.communicate()[0]}\nnot ended after {LIMIT_SECONDS} s"
+    if started.returncode:
+        print(f"{' '.join(command)}\n{output}", file=sys.stderr, flush=True)
+        if not again:
+            sys.exit(1)
+        shutil.rmtree(folder)
+        return run(flags, world, folder, *more, again=False)
     (events,) = {path.parent for path in folder.rglob("events.out.tfevents.*") if path.parent.name == "logs"}
     log = EventAccumulator(str(events)).Reload()
     return {tag: {event.step: event.value for event in log.Scalars(tag)} for tag in ("grad_norm", "eval_loss")}
