@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import accelerate
 import pytest
@@ -111,18 +111,20 @@ def test_automatic_values_of_deepspeed_need_no_transformers_model():
 def test_batch_norm_over_processes_on_a_cpu(shape, monkeypatch):
     """Two processes with the same rows: each normalizes as BatchNorm does over both."""
     monkeypatch.setattr(sync_batch_norm, "all_reduce", lambda values, group: 2 * values)
-    monkeypatch.setattr(sync_batch_norm, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=None)))
+    monkeypatch.setattr(sync_batch_norm, "dist", Mock(group=Mock(WORLD=None)))
     mine, theirs = nn.SyncBatchNorm(3), (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3)
+    sync_batch_norm.install(mine, torch.device("cpu"))
+    assert not isinstance(mine, nn.SyncBatchNorm)  # which DDP would refuse
     torch.manual_seed(0)
     values, weight = torch.randn(shape, requires_grad=True), torch.randn(shape)
     twice = torch.cat([values.detach()] * 2).requires_grad_()
-    result, expected = sync_batch_norm._forward(mine, values), theirs(twice)
+    result, expected = mine(values), theirs(twice)
     torch.testing.assert_close(result, expected[: shape[0]])
     torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
     (result * weight).sum().backward()
     (expected * torch.cat([weight] * 2)).sum().backward()
     torch.testing.assert_close(values.grad, twice.grad[: shape[0]], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(sync_batch_norm._forward(mine.eval(), values), theirs.eval()(values))
+    torch.testing.assert_close(mine.eval()(values), theirs.eval()(values))
 
 
 @pytest.mark.parametrize(
