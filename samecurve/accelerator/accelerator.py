@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
+import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.utils import (
@@ -15,10 +17,13 @@ from accelerate.utils import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
+    DynamoBackend,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    TorchDynamoPlugin,
 )
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
@@ -49,7 +54,7 @@ class Accelerator(PreparedData, Trackers, States):
     Args:
         count: returns the number of units over which the loss of a batch is a mean; by default as count_units.
         dims: arrangement of the processes; None: all of them read different rows, as the launcher's variables say.
-        kwargs: Accelerate's own. A prepared DataLoader's batch_size is that of all processes together
+        args, kwargs: Accelerate's own. A prepared DataLoader's batch_size is that of all processes together
             (`split_batches=True`), and its order a function of the seed and the epoch (`use_seedable_sampler=True`),
             unless `dataloader_config` says otherwise.
 
@@ -57,20 +62,28 @@ class Accelerator(PreparedData, Trackers, States):
         mesh: the processes by their parallel dimensions.
     """
 
-    def __init__(self, *, count: Callable[[Any], int] | None = None, dims: ParallelDims | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        count: Callable[[Any], int] | None = None,
+        dims: ParallelDims | None = None,
+        **kwargs: Any,
+    ):
+        given = inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments
+        own_policy = getattr(given.get("fsdp_plugin"), "mixed_precision_policy", None)
         # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and Accelerate 1.15 passes DDP an option under the
         # name that torch 2.13 deprecates and torch 2.11 knows alone: both would warn on every rank.
         names = "all_gather_into_tensor|reduce_scatter_tensor"
         warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        super().__init__(**(kwargs if dims else _for_script(kwargs)))
+        super().__init__(**(given if dims else _for_script(given)))
         if (world := dist.group.WORLD) is not None:
             _WORLDS.append(world)
         self.count = count
         self.mesh = Mesh(dims or self._script_dims(), self.process_index, self.device)
         if self.autocast_handler is not None and not self.autocast_handler.enabled:
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
-        if dims is None and self.is_fsdp2:
+        if dims is None and self.is_fsdp2 and own_policy is None:
             policy = MixedPrecisionPolicy(compute_dtype(self._precision), reduce_dtype=torch.float32)
             fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
@@ -95,7 +108,7 @@ class Accelerator(PreparedData, Trackers, States):
         models = [part for part in args if isinstance(part, nn.Module)]
         for model in models:
             sync_batch_norm.install(model, self.device)
-            if self.num_processes > 1 and (warning := _unequal_layers(model)):
+            if self.num_processes > 1 and self.is_main_process and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
             if self.deepspeed_plugin is not None:
                 self.deepspeed_engine_wrapped = None  # `backward` is of the model that was prepared last
@@ -125,8 +138,16 @@ class Accelerator(PreparedData, Trackers, States):
         """Shard the one model as the engines do, and give the optimizers its shards in place of its weights."""
         parts = [part if isinstance(part, nn.Module) else self._prepare_one(part, first_pass=True) for part in args]
         parts = [part if isinstance(part, nn.Module) else self._prepare_one(part) for part in parts]
+        plugin = fsdp.plugin_of(self)
         for index, model in enumerate(parts):
             if isinstance(model, nn.Module):
+                if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                    raise ConfigurationError(
+                        "dynamo_backend under FSDP2: compile the layers in the script, before prepare"
+                    )
+                if plugin.activation_checkpointing:
+                    plugin.set_auto_wrap_policy(model)
+                    model = fsdp2_apply_ac(self, model)
                 names = {weight: name for name, weight in model.named_parameters()}
                 parts[index] = model = self.prepare_model(model)
                 shards = dict(model.named_parameters())
@@ -176,7 +197,8 @@ class Accelerator(PreparedData, Trackers, States):
             The L2 norm before clipping, an fp64 scalar on the CPU: the same on every process and under every strategy.
         """
         if self.distributed_type == DistributedType.DEEPSPEED:
-            return torch.tensor(self._take_deepspeed_step(max_norm), dtype=torch.float64)
+            norm = self._take_deepspeed_step(max_norm) if self.sync_gradients else math.nan  # not known before the step
+            return torch.tensor(norm, dtype=torch.float64)
         if norm_type != 2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +49,8 @@ def shard(accelerator: Accelerator, model: Model, mesh: Mesh, whole: Collection[
     for layer in _layers(model, plugin):
         fully_shard(layer, **options, reshard_after_forward=plugin.reshard_after_forward)
     _shard_ends(model, plugin, options)
+    if not is_meta:  # a script computes its loss from what the model returns, in fp32 as under DDP's autocast
+        options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
     fully_shard(model, **options)
     if is_meta:
         # only CPUOffloadPolicy, not the policy without offload, has pin_memory

@@ -151,3 +151,10 @@ def test_a_data_set_of_tuples_counts_rows():
     alone = model()
     cross_entropy(alone(ROWS), LABELS.abs() % 3).backward()
     torch.testing.assert_close(one.weight.grad, alone.weight.grad)
+
+
+def test_arguments_by_place_are_accelerates():
+    accelerator = samecurve.Accelerator(True, False, "bf16", 3, True)
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
+    with pytest.raises(TypeError, match="mixed_prescision"):
+        samecurve.Accelerator(mixed_prescision="bf16")
