@@ -141,10 +141,8 @@ class Accelerator(PreparedData, Trackers, States):
         plugin = fsdp.plugin_of(self)
         for index, model in enumerate(parts):
             if isinstance(model, nn.Module):
-                if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-                    raise ConfigurationError(
-                        "dynamo_backend under FSDP2: compile the layers in the script, before prepare"
-                    )
+                if cast(TorchDynamoPlugin, self.state.dynamo_plugin).backend != DynamoBackend.NO:
+                    raise ConfigurationError("dynamo_backend under FSDP2: compile layers in the script, before prepare")
                 if plugin.activation_checkpointing:
                     plugin.set_auto_wrap_policy(model)
                     model = fsdp2_apply_ac(self, model)
