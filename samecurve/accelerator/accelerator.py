@@ -6,7 +6,8 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import accelerate
@@ -17,6 +18,7 @@ from accelerate.utils import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
+    DummyOptim,
     DynamoBackend,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
-from samecurve.accelerator import cpu_bridge, fsdp, sync_batch_norm
+from samecurve.accelerator import cpu_bridge, fsdp, launch_env, sync_batch_norm
 from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
@@ -69,7 +71,8 @@ class Accelerator(PreparedData, Trackers, States):
         dims: ParallelDims | None = None,
         **kwargs: Any,
     ):
-        given = inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments
+        bound = inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments
+        given = {name: value for name, value in bound.items() if value is not None}
         own_policy = getattr(given.get("fsdp_plugin"), "mixed_precision_policy", None)
         # DeepSpeed 0.19 calls functions that torch 2.13 has renamed, and Accelerate 1.15 passes DDP an option under the
         # name that torch 2.13 deprecates and torch 2.11 knows alone: both would warn on every rank.
@@ -83,10 +86,21 @@ class Accelerator(PreparedData, Trackers, States):
         self.mesh = Mesh(dims or self._script_dims(), self.process_index, self.device)
         if self.autocast_handler is not None and not self.autocast_handler.enabled:
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
+        if dims is None:
+            self._refuse_what_is_not_exact()
         if dims is None and self.is_fsdp2 and own_policy is None:
             policy = MixedPrecisionPolicy(compute_dtype(self._precision), reduce_dtype=torch.float32)
             fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
+        self._accumulates = False  # by `accumulate`, not by a count of the script's own
+
+    def _refuse_what_is_not_exact(self) -> None:
+        if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
+            raise ConfigurationError("FSDP: set fsdp_version: 2 (FullyShardedDataParallelPlugin(fsdp_version=2))")
+        if self.mixed_precision == "fp16" and self.device.type == "cpu":
+            raise ConfigurationError("mixed_precision: fp16 needs a GPU, Accelerate would train fp32; use bf16")
+        if self.is_fsdp2 and fsdp.plugin_of(self).ignored_modules is not None:
+            raise ConfigurationError("fsdp_ignored_modules: nothing would reduce their gradients; freeze them instead")
 
     @property
     def _precision(self) -> str:
@@ -111,7 +125,8 @@ class Accelerator(PreparedData, Trackers, States):
             if self.num_processes > 1 and self.is_main_process and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
             if self.deepspeed_plugin is not None:
-                self.deepspeed_engine_wrapped = None  # `backward` is of the model that was prepared last
+                if any(isinstance(part, torch.optim.Optimizer | DummyOptim) for part in args):
+                    self.deepspeed_engine_wrapped = None  # `backward` is of the model that is trained
                 _fill_auto(self.deepspeed_plugin, model, args, self.num_processes)
         prepared = super().prepare(*args, device_placement=device_placement)
         if self.distributed_type != DistributedType.DEEPSPEED:
@@ -138,21 +153,40 @@ class Accelerator(PreparedData, Trackers, States):
         """Shard the one model as the engines do, and give the optimizers its shards in place of its weights."""
         parts = [part if isinstance(part, nn.Module) else self._prepare_one(part, first_pass=True) for part in args]
         parts = [part if isinstance(part, nn.Module) else self._prepare_one(part) for part in parts]
-        plugin = fsdp.plugin_of(self)
         for index, model in enumerate(parts):
             if isinstance(model, nn.Module):
-                if cast(TorchDynamoPlugin, self.state.dynamo_plugin).backend != DynamoBackend.NO:
-                    raise ConfigurationError("dynamo_backend under FSDP2: compile layers in the script, before prepare")
-                if plugin.activation_checkpointing:
-                    plugin.set_auto_wrap_policy(model)
-                    model = fsdp2_apply_ac(self, model)
+                model = self._whole_model(model)
                 names = {weight: name for name, weight in model.named_parameters()}
                 parts[index] = model = self.prepare_model(model)
                 shards = dict(model.named_parameters())
-                for optimizer in (part for part in parts if isinstance(part, torch.optim.Optimizer)):
-                    for group in optimizer.param_groups:
-                        group["params"] = [shards[names[weight]] for weight in group["params"]]
+                optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+                for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                    if any(weight not in names for weight in group["params"]):
+                        raise ConfigurationError("FSDP2: the optimizer has a parameter that is not the model's")
+                    group["params"] = [shards[names[weight]] for weight in group["params"]]
         return tuple(parts)
+
+    def _whole_model(self, model: nn.Module) -> nn.Module:
+        """Do to a script's model what has to be done before it is sharded, as Accelerate does."""
+        plugin = fsdp.plugin_of(self)
+        if cast(TorchDynamoPlugin, self.state.dynamo_plugin).backend != DynamoBackend.NO:
+            raise ConfigurationError("dynamo_backend under FSDP2: compile layers in the script, before prepare")
+        if any(weight.is_meta for weight in model.parameters()):
+            raise ConfigurationError("FSDP2: the model has weights on the meta device; load them first")
+        if self.mixed_precision != "no":  # the optimizer updates fp32
+            for weight in model.parameters():
+                weight.data = weight.data.float() if weight.requires_grad else weight.data
+        if plugin.activation_checkpointing:
+            plugin.set_auto_wrap_policy(model)
+            model = fsdp2_apply_ac(self, model)
+        return model
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """See Accelerate."""
+        self._accumulates = True
+        with super().accumulate(*models):
+            yield
 
     def backward(self, loss: Tensor, reduction: str = "mean", num_items: int | None = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's loss to that of the step.
@@ -181,9 +215,15 @@ class Accelerator(PreparedData, Trackers, States):
             return self.mesh.loss_ranks / num_items
         units = self.units
         if units is None:  # no prepared loader counts: micro-batches are taken to be equally large
+            if reduction == "sum":
+                raise ConfigurationError(
+                    'backward(reduction="sum"): no prepared loader counts the step; give num_items'
+                )
             return 1 / self.gradient_accumulation_steps
         share = units.micro_batch if reduction == "mean" else min(units.micro_batch, 1)  # a copied row does not count
-        return share * (self.mesh.loss_ranks / max(units.step, 1))
+        weight = share * (self.mesh.loss_ranks / max(units.step, 1))
+        # without `accumulate` each micro-batch counts as a step, and the script itself takes several for one
+        return weight if self._accumulates else weight / self.gradient_accumulation_steps
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip the gradients of the step, as torch.nn.utils.clip_grad_norm_ does in one process.
@@ -216,9 +256,11 @@ class Accelerator(PreparedData, Trackers, States):
         if not self._step_taken:
             if max_norm is not None:
                 engine.optimizer.clip_grad = max_norm
+                engine._config.gradient_clipping = max_norm  # of stage 0 in fp32
             engine.step()
             self._step_taken = True
-        return float(engine.get_global_grad_norm())
+        norm = engine.get_global_grad_norm()
+        return math.nan if norm is None else float(norm)
 
     @property
     def _deepspeed(self) -> Any:
@@ -240,10 +282,13 @@ class _DeepSpeedOptimizer(DeepSpeedOptimizerWrapper):
 def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Prepare the process for a script of the user's own, and return Accelerate's arguments with our defaults."""
     sharded = "fsdp_plugin" in kwargs or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    deepspeed = "deepspeed_plugin" in kwargs or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    deepspeed = "deepspeed_plugin" in kwargs or "deepspeed_plugins" in kwargs
+    deepspeed = deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     distributed = sharded or deepspeed or int(os.environ.get("WORLD_SIZE", "1")) > 1
     handlers: list[Any] = list(kwargs.get("kwargs_handlers") or ())
     given = {type(handler) for handler in handlers}
+    if sharded or deepspeed:
+        launch_env.set_world_of_one()
     if cpu_bridge.needed():
         cpu_bridge.prepare(distributed=distributed, sharded=sharded, deepspeed=deepspeed)
         if distributed and InitProcessGroupKwargs not in given:
@@ -268,6 +313,8 @@ def _fill_auto(plugin: DeepSpeedPlugin, model: nn.Module, prepared: tuple, num_p
     if plugin.is_auto("train_micro_batch_size_per_gpu"):  # which DeepSpeed only reports
         sizes = [part.batch_size or 1 for part in prepared if isinstance(part, DataLoader)]
         config["train_micro_batch_size_per_gpu"] = max(1, min(sizes, default=1) // num_processes)
+    if plugin.is_auto("gradient_clipping"):
+        config["gradient_clipping"] = 0.0  # for Accelerate 1.0: a loop that does not clip would be clipped here alone
     if not hasattr(getattr(model, "config", None), "hidden_size"):
         zero = config.get("zero_optimization", {})
         for key in [key for key in zero if plugin.is_auto(f"zero_optimization.{key}")]:

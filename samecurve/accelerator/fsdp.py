@@ -41,9 +41,10 @@ def shard(accelerator: Accelerator, model: Model, mesh: Mesh, whole: Collection[
     plugin: Any = plugin_of(accelerator)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if not is_meta:
-        model.to(accelerator.device)
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
+        for tensor in (*model.parameters(), *model.buffers()):  # one at a time; fully_shard moves each unit
+            value = tensor.detach().to(accelerator.device)
+            dist.broadcast(value, 0)
+            tensor.data.copy_(value)
     ignored = {weight for name, weight in model.named_parameters() if name in whole}
     options = {**unit_options(accelerator, mesh), "ignored_params": ignored}
     for layer in _layers(model, plugin):

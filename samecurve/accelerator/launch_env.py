@@ -74,10 +74,15 @@ def export_launch_env(strategy: Strategy, environ: Mapping[str, str] = os.enviro
         for name in [name for name in environ if name == "ACCELERATE_USE_FSDP" or name.startswith("FSDP_")]:
             del os.environ[name]  # stages are sharded by the engine, and Accelerate would make FSDP of the whole
     if strategy.distributed:
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if "MASTER_PORT" not in environ else {}
-        for key, value in alone.items():
-            os.environ.setdefault(key, value)
+        set_world_of_one(environ)
+
+
+def set_world_of_one(environ: Mapping[str, str] = os.environ) -> None:
+    """Set the variables of a launcher for a process without one."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if "MASTER_PORT" not in environ else {}
+    for key, value in alone.items():
+        os.environ.setdefault(key, value)
 
 
 def rejoin_after_restart(backend: str | None, timeout: timedelta, environ: Mapping[str, str] = os.environ) -> None:

@@ -181,6 +181,13 @@ class PreparedData(accelerate.Accelerator):
         position.move(position.epoch)  # the restored position is replaced
         return cast(DataLoader, skipping)
 
+    def gather(self, tensor: Any) -> Any:
+        """See Accelerate. Within a prepared loader's loop processes may have differently many rows, copies included."""
+        loader = self.gradient_state.active_dataloader
+        if self.num_processes == 1 or not isinstance(loader, PreparedLoader) or len(set(loader.part.rows)) == 1:
+            return super().gather(tensor)
+        return self._gather_rows(tensor, [True] * self.num_processes)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values per row from all processes: each row of the data set once, in the order of the loader.
 
@@ -193,14 +200,8 @@ class PreparedData(accelerate.Accelerator):
         if not isinstance(loader, PreparedLoader):
             return super().gather_for_metrics(input_data, use_gather_object)
         counted = [rows > 0 for rows in loader.part.rows]
-        lengths: list[int] = []
-
-        def note_length(tensor: Tensor) -> Tensor:
-            lengths.append(len(tensor) if tensor.ndim else 1)
-            return tensor
-
         try:
-            recursively_apply(note_length, input_data, error_on_other_type=True)
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
         if use_gather_object:
@@ -208,14 +209,20 @@ class PreparedData(accelerate.Accelerator):
             return gather_object(input_data if own or isinstance(input_data, Mapping) else input_data[:0])
         if self.num_processes == 1:
             return input_data
+        return self._gather_rows(input_data, counted)
+
+    def _gather_rows(self, values: Any, counted: list[bool]) -> Any:
+        """Concatenate the rows of the processes that count, which may be differently many."""
+        lengths: list[int] = []
+        recursively_apply(lambda tensor: lengths.append(len(tensor) if tensor.ndim else 1), values)
         lengths_by_tensor = zip(*self._control.conclude(lengths, list), strict=True)
 
         def gather_rows(tensor: Tensor) -> Tensor:
-            lengths = next(lengths_by_tensor)
-            tensor, longest = tensor if tensor.ndim else tensor[None], max(lengths)
-            padding = tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])
-            gathered: Any = self.gather(torch.cat([tensor, padding]))
-            parts = zip(gathered.tensor_split(self.num_processes), lengths, counted, strict=True)
+            of_ranks = next(lengths_by_tensor)
+            tensor = tensor if tensor.ndim else tensor[None]
+            padding = tensor.new_zeros(max(of_ranks) - len(tensor), *tensor.shape[1:])
+            gathered: Any = super(PreparedData, self).gather(torch.cat([tensor, padding]))
+            parts = zip(gathered.tensor_split(self.num_processes), of_ranks, counted, strict=True)
             return torch.cat([part[:length] for part, length, counts in parts if counts])
 
-        return recursively_apply(gather_rows, input_data)
+        return recursively_apply(gather_rows, values)

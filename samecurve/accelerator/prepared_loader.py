@@ -247,6 +247,7 @@ class PreparedLoader(DataLoaderShard):
             position.current = None
         except GeneratorExit:
             trained = self._window_end >= 0
+            self._drop_unfinished()
             if position.current is current and not trained:  # else a newer iteration has the position
                 peeked = index == start
                 position.move(*before) if peeked else position.move(epoch + 1)
@@ -254,6 +255,17 @@ class PreparedLoader(DataLoaderShard):
         finally:
             self._source = iter(())
             self.end()
+
+    def _drop_unfinished(self) -> None:
+        """Forget the gradients of an optimizer step that a loop left in its middle: it had counted all of the step."""
+        accelerator = self.accelerator
+        unfinished = 0 if accelerator.sync_gradients else accelerator.step % self.gradient_state.num_steps
+        if self._window_end < 0 or not unfinished:
+            return
+        accelerator.step -= unfinished
+        for optimizer in accelerator._optimizers:
+            optimizer.optimizer.zero_grad()
+        logger.warning(f"a loop ended within an optimizer step: the gradients of {unfinished} micro-batches are gone")
 
     def _read(self) -> _Part:
         batch = next(self._source)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import samecurve
 from samecurve.accelerator import accelerator as module
 from samecurve.accelerator import sync_batch_norm
+from samecurve.errors import ConfigurationError
 
 ROWS = torch.arange(44.0).reshape(11, 4).sin()
 LABELS = torch.tensor(
@@ -101,10 +102,12 @@ def test_a_model_that_casts_itself_is_not_wrapped():
 
 def test_automatic_values_of_deepspeed_need_no_transformers_model():
     zero = {"stage": 3, "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": 5}
-    plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero})
+    automatic = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+    plugin = DeepSpeedPlugin(hf_ds_config={**automatic, "zero_optimization": zero})
     module._fill_auto(plugin, model(), (rows(),), num_processes=4)
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 1  # 3 rows on 4 processes
     assert plugin.deepspeed_config["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 5}
+    assert plugin.deepspeed_config["gradient_clipping"] == 0.0  # Accelerate would clip to 1.0
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (5, 3, 4), (2, 3, 4, 4)])
@@ -158,3 +161,37 @@ def test_arguments_by_place_are_accelerates():
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
     with pytest.raises(TypeError, match="mixed_prescision"):
         samecurve.Accelerator(mixed_prescision="bf16")
+
+
+def test_a_count_of_the_script_itself_divides_as_accelerate_does():
+    gradients = []
+    for kind in (samecurve.Accelerator, accelerate.Accelerator):
+        accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+        one, loader = accelerator.prepare(model(), DataLoader(TensorDataset(ROWS[:8]), batch_size=4))
+        for (values,) in loader:
+            accelerator.backward(one(values).mean())
+        gradients.append(one.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_gradients_of_a_loop_that_was_left_are_dropped():
+    accelerator = samecurve.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD((one := model()).parameters(), lr=0.1)
+    one, optimizer, loader = accelerator.prepare(one, optimizer, DataLoader(TensorDataset(ROWS), batch_size=2))
+    for (values,) in loader:
+        with accelerator.accumulate(one):
+            accelerator.backward(one(values).mean())
+        break
+    assert one.weight.grad is None and accelerator.step == 0
+
+
+def test_a_sum_needs_a_count():
+    accelerator = samecurve.Accelerator(cpu=True)
+    one = accelerator.prepare(model())
+    with pytest.raises(ConfigurationError, match="give num_items"):
+        accelerator.backward(one(ROWS).sum(), reduction="sum")
+
+
+def test_fp16_on_a_cpu_is_refused():
+    with pytest.raises(ConfigurationError, match="use bf16"):
+        samecurve.Accelerator(cpu=True, mixed_precision="fp16")
