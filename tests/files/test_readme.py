@@ -175,8 +175,8 @@ def test_a_command_can_be_typed_here(line):
         parser = ArgumentParser()
         import_module(module).add_arguments(parser)
         parser.parse_intermixed_args([word.strip("[]") for word in arguments])
-    elif words[-1].endswith(".py"):
-        assert words[-1].startswith(("examples/", "scripts/"))
+    elif scripts := [word for word in words if word.endswith(".py")]:
+        assert all(script.startswith(("examples/", "scripts/")) for script in scripts)
     else:
         assert words[0] == "bash" and words[1].startswith("scripts/")
 
