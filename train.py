@@ -42,11 +42,12 @@ def main() -> None:
         with gc_schedule.frozen_imports():
             from samecurve.engines import factory  # imports torch, which takes seconds
 
+            # accelerate.Accelerator(mixed_precision=..., ...), extended in samecurve/accelerator/accelerator.py
             accelerator = factory.start(plan)
 
             from samecurve.training.startup import open_session  # imports transformers, once all ranks have connected
 
-        session = open_session(plan, accelerator, run, watch)
+        session = open_session(plan, accelerator, run, watch)  # prepares all parts; accelerator.load_state if resumed
         train(session)
         session.export()
         session.finish()
@@ -71,7 +72,7 @@ def train(session) -> None:
             rate = learning_rate(recipe, updates + 1)
             usual_loss = meter.smoothed_loss
             checkpoints.whole = None
-            result = engine.step(micro_batches, rate)
+            result = engine.step(micro_batches, rate)  # samecurve/engines/accelerated.py
             updates += result.applied
             record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
             record |= {"skipped_steps": step - updates} | task.step_metrics(result)

@@ -63,16 +63,17 @@ class AcceleratedEngine(ABC):
         accelerator, forward = self.accelerator, self.forward
         assert len(micro_batches) == accelerator.gradient_accumulation_steps, "the loop's batch is not the recipe's"
         set_learning_rate(self.optimizer, learning_rate)
-        counts = forward.count(micro_batches)
+        counts = forward.count(micro_batches)  # over all ranks
         if counts.trained == 0:
             return StepResult.of_nothing()
         scale = self._loss_scale()
         sums = StepSums(forward.mesh, self.task.num_step_statistics, forward.router)
         for batch, context, is_last in forward.with_contexts(micro_batches, counts):
-            with accelerator.accumulate(self.model):
+            with accelerator.accumulate(self.model):  # defers the reduction of gradients where that pays
                 loss, statistics = forward.loss(batch, context)
                 sums.add(loss, statistics)
-                gate = sums.gate() if is_last else 1.0
+                gate = sums.gate() if is_last else 1.0  # nan where the step's loss is not finite: nothing is updated
+                # a sum, divided by the trained tokens of the step: of all micro-batches and ranks
                 accelerator.backward(loss * scale * gate, reduction="sum", num_items=counts.trained)
         read, may_rescale = sums.start_read(), self._may_rescale()
         self._complete_gradients()

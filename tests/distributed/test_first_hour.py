@@ -48,7 +48,6 @@ STAGE_3 = {
     "stage3_max_reuse_distance": 1e9,
 }
 ACCELERATE = {key: value for key, value in CONFIG.items() if key != "gpu_ids"} | {"distributed_type": "DEEPSPEED"}
-ACCELERATES = "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo"  # without effect
 NO_OFFLOAD = {"offload_optimizer_device": "none", "offload_param_device": "none"}
 TOOL = {
     "name": "get_weather",
@@ -217,7 +216,7 @@ STORIES = {
         {"engine": "DeepSpeedEngine", "zero_stage": 2},
         recipe="dpo",
         taken={"precision": "bf16", "batch.micro_batch_size": 4},
-        no_effect=(*ACCELERATES, "deepspeed_config.zero3_init_flag"),
+        no_effect=("deepspeed_config.zero3_init_flag",),
     ),
     "transformers' ds_config_zero3": Story(
         messages,
@@ -272,7 +271,6 @@ STORIES = {
         {"engine": "FSDPLlamaForCausalLM"},
         taken={"precision": "bf16"},
         no_effect=(
-            *ACCELERATES,
             "fsdp_config.fsdp_backward_prefetch",
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
             "fsdp_config.fsdp_state_dict_type",

@@ -95,9 +95,9 @@ def check_states(run, content):
     job = planned(run)
     lines = {line.name: max(line.forward, line.backward) for line in memory.anatomy(job)[content["rank"]].lines}
     held = content["memory_bytes"]
-    if not any(part.startswith("param:") for part in job.offload):
+    if not any(part.startswith("param:") for part in job.strategy.offload):
         assert lines["weights"] == pytest.approx(held["weights"], rel=0.05)
-    if not job.offload:  # else they are in host memory
+    if not job.strategy.offload:  # else they are in host memory
         assert lines["master weights"] + lines["optimizer"] == pytest.approx(held["optimizer"], rel=0.05)
         assert (lines["accumulators"] or lines["gradients"]) == pytest.approx(held["gradients"], rel=0.05)
     if job.zero == 3:  # DeepSpeed allocates its bucket before the profiled steps
