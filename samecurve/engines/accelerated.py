@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from samecurve.accelerator import fsdp
 from samecurve.engines import teacher
 from samecurve.engines.forward import Forward
 from samecurve.engines.memory_usage import memory_usage
@@ -44,6 +45,13 @@ class AcceleratedEngine(ABC):
     optimizer: Any
     forward: Forward
     first_step: FirstStep
+
+    def _accumulate_as(self, plan: Plan) -> None:
+        """Let Accelerate count the micro-batches of this plan's steps. One Accelerator may serve several engines."""
+        accelerator = self.accelerator
+        accelerator.gradient_accumulation_steps = plan.recipe.batch.accumulation_steps(self.shard[1])
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = not fsdp.reduces_once(plan)
+        accelerator.step = 0
 
     def _build_forward(self, plan: Plan, loss_implementation: str, **parts: Any) -> Forward:
         """Build the forward passes of the prepared model. `parts`: dropout, router and part of Forward."""

@@ -19,7 +19,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from samecurve.accelerator import cpu_bridge, fsdp, launch_env, shared_gpu
+from samecurve.accelerator import cpu_bridge, launch_env, shared_gpu
 from samecurve.accelerator.accelerator import Accelerator
 from samecurve.distributed import allocator, control_group, flight_recorder, network, torch_libraries
 from samecurve.distributed.cpu_workers import share_of_cores
@@ -51,9 +51,8 @@ def start(plan: Plan) -> Accelerator:
     accelerator = Accelerator(
         dims=strategy.dims,
         mixed_precision="no" if recipe.precision == "fp32" else recipe.precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            _accumulation(plan), sync_with_dataloader=False, sync_each_batch=not fsdp.reduces_once(plan)
-        ),
+        # engines set the number of steps
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[
             _process_group(plan),
             AutocastKwargs(enabled=not computes_in_copies(plan)),
@@ -106,12 +105,6 @@ def _prepare_environment(plan: Plan) -> None:
     network.choose_interface()
     shared_gpu.prepare()
     launch_env.rejoin_after_restart(cpu_bridge.backend(strategy), control_group.TIMEOUT)
-
-
-def _accumulation(plan: Plan) -> int:
-    if plan.strategy.schedule:
-        return 1  # a pipeline takes all micro-batches of a step at once
-    return plan.recipe.batch.accumulation_steps(plan.strategy.dims.dp)
 
 
 def num_threads(environ: Mapping[str, str] = os.environ) -> int:

@@ -59,7 +59,7 @@ class TorchEngine(AcceleratedEngine):
         self.device: torch.device = accelerator.device
         self.mesh = accelerator.mesh
         self.shard = self.mesh.shard
-        self.accumulation_steps = self.recipe.batch.accumulation_steps(self.shard[1])
+        self._accumulate_as(plan)
         self.loss_scale = LossScale() if self.recipe.precision == "fp16" else None
         self.shapes = trained_shapes(skeleton)
         self.sharded, self.cut = plan.strategy.shards_model, plan.strategy.dims.tp > 1
@@ -177,7 +177,8 @@ class TorchEngine(AcceleratedEngine):
         if applied:
             self.optimizer.step()
         # zeroed gradients stay views of DDP's buckets; new ones would need extra memory until the last micro-batch
-        in_buckets = isinstance(self.model, DistributedDataParallel) and self.accumulation_steps > 1
+        several = self.accelerator.gradient_accumulation_steps > 1
+        in_buckets = several and isinstance(self.model, DistributedDataParallel)
         self.optimizer.zero_grad(set_to_none=not in_buckets)
         if self.loss_scale:
             self.loss_scale.update(applied)
@@ -230,7 +231,7 @@ class TorchEngine(AcceleratedEngine):
             num_teacher_parameters_per_rank=local_numel(taught.parameters()) if taught else 0,
             precision=precision,
             micro_batch_size=self.recipe.batch.micro_batch_size,
-            gradient_accumulation_steps=self.accumulation_steps,
+            gradient_accumulation_steps=self.accelerator.gradient_accumulation_steps,
             gradient_clipping=self.recipe.optimizer.max_grad_norm,
             weight_dtype=dtype_name(weight.dtype),
             reduce_dtype=dtype_name(reduced) if reduced else None,

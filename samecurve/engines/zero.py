@@ -49,6 +49,7 @@ class ZeroEngine(AcceleratedEngine):
         self.device: torch.device = accelerator.device
         self.mesh = accelerator.mesh
         self.shard = self.mesh.shard
+        self._accumulate_as(plan)
         self.shapes = trained_shapes(skeleton)
         self.recipe = recipe = plan.recipe
         # The order matters. ZeRO-3 divides each weight as soon as it is built, so everything that goes by shapes reads

@@ -84,7 +84,7 @@ def note_gradients(engine) -> None:
             yield found  # and when the next one is asked for, this one has been through its backward pass
             gradients = [parameter.grad for parameter in engine.model.parameters()]
             engine.gradient_storages.append(len({gradient.untyped_storage().data_ptr() for gradient in gradients}))
-            del engine.gradient_storages[: -engine.accumulation_steps]
+            del engine.gradient_storages[: -engine.accelerator.gradient_accumulation_steps]
 
     engine.forward.with_contexts = noted
 

@@ -53,7 +53,7 @@ def engine(max_grad_norm: float = 100.0, loss_scale: LossScale | None = None, ac
     made = TorchEngine.__new__(TorchEngine)
     made.accelerator = Accelerator(dims=ParallelDims(), cpu=True, gradient_accumulation_steps=accumulation)
     made.device = made.accelerator.device
-    made.mesh, made.accumulation_steps = made.accelerator.mesh, accumulation
+    made.mesh = made.accelerator.mesh
     made.plan, made.sharded = SimpleNamespace(strategy=Strategy()), False
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=max_grad_norm))
     made.model, made.task, made.loss_scale = Dot(), Task(), loss_scale

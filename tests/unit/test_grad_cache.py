@@ -65,7 +65,7 @@ def engine(accumulation: int, dropout: float = 0.0) -> TorchEngine:
     made = TorchEngine.__new__(TorchEngine)
     made.accelerator = Accelerator(dims=ParallelDims(), cpu=True, gradient_accumulation_steps=accumulation)
     made.device = made.accelerator.device
-    made.mesh, made.accumulation_steps = made.accelerator.mesh, accumulation
+    made.mesh = made.accelerator.mesh
     made.plan, made.sharded, made.whole = SimpleNamespace(strategy=Strategy()), False, []
     made.recipe = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=1e9))
     made.model, made.task, made.loss_scale = Projection(dropout), Meeting(), None
