@@ -19,7 +19,7 @@ strategy = Strategy("ddp", distributed=True, launcher="accelerate")
 recipe = SimpleNamespace(
     precision="fp32", output_dir=".", seed=0, fp8="off",
     model=SimpleNamespace(kernels="torch"), loss=SimpleNamespace(implementation="auto"),
-    profile=SimpleNamespace(steps=None),
+    profile=SimpleNamespace(steps=None), logging=SimpleNamespace(trackers=()),
 )
 accelerator = start(SimpleNamespace(strategy=strategy, recipe=recipe))
 later = dist.new_group()  # as DeepSpeed's and HSDP's, without a timeout
