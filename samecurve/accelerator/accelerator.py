@@ -88,9 +88,10 @@ class Accelerator(PreparedData, Trackers, States):
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
         if dims is None:
             self._refuse_what_is_not_exact()
-        if dims is None and self.is_fsdp2 and own_policy is None:
-            policy = MixedPrecisionPolicy(compute_dtype(self._precision), reduce_dtype=torch.float32)
-            fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
+            if self.is_fsdp2 and own_policy is None:
+                dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)
+                policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+                fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
         self._accumulates = False  # by `accumulate`, not by a count of the script's own
 
@@ -101,10 +102,6 @@ class Accelerator(PreparedData, Trackers, States):
             raise ConfigurationError("mixed_precision: fp16 needs a GPU, Accelerate would train fp32; use bf16")
         if self.is_fsdp2 and fsdp.plugin_of(self).ignored_modules is not None:
             raise ConfigurationError("fsdp_ignored_modules: nothing would reduce their gradients; freeze them instead")
-
-    @property
-    def _precision(self) -> str:
-        return "fp32" if self.mixed_precision == "no" else self.mixed_precision
 
     def _script_dims(self) -> ParallelDims:
         if self.parallelism_config is not None:
@@ -119,8 +116,7 @@ class Accelerator(PreparedData, Trackers, States):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """See Accelerate. Warns of layers that compute something else on another number of processes."""
-        models = [part for part in args if isinstance(part, nn.Module)]
-        for model in models:
+        for model in (part for part in args if isinstance(part, nn.Module)):
             sync_batch_norm.install(model, self.device)
             if self.num_processes > 1 and self.is_main_process and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
