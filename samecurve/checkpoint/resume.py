@@ -36,7 +36,7 @@ _SCHEMA = {
     "meter": {"average?": float, "weight?": float},
     "record": {"step?": COUNT, "loss?": (float, None), "recompilations?": COUNT, "*": object},
     "stopping?": {"metric?": str, "value?": float, "step?": COUNT, "evaluations_since?": COUNT},
-    "anchor?": {"block?": COUNT, "start?": COUNT, "*": _POSITIVE},
+    "anchor?": {"block?": COUNT, "start?": COUNT, "sources?": [{"block": COUNT, "start": COUNT}], "*": _POSITIVE},
     "loss_scale": ({"value": float, "good_steps": COUNT, "deepspeed?": {"*": float}}, {"*": ()}),
     "generators": dict,
     "recipe": {"optimizer?": dict, "tokenizer?": {"template_date?": (str, None)}},

@@ -78,9 +78,9 @@ def _readable(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     if path is None:
         return
     if "://" in path:
-        if key != "data.path" or streaming is False:
-            text = f"found {path}, but only data.path can be a URL, and only with data.streaming: true"
-            yield key, f"{text}; set both, or download the data"
+        if not key.startswith("data.") or streaming is False:
+            text = f"found {path}, but only training data can be at a URL, and only with data.streaming: true"
+            yield key, f"{text}; set it, or download the data"
     elif any(path == spec.builtin for spec in TASKS.values()):
         if task is not None and path != TASKS[task].builtin:
             instead = TASKS[task].builtin or "a file or a folder"

@@ -28,8 +28,7 @@ def in_mixture(index: int) -> tuple[Callable[[Callable[[str], Any]], Iterator[Fi
     parts = (partial(_part_of_the_hub, key, part, default) for part, default in _HUB_KEYS.items())
     return (
         *(partial(pattern, f"{key}.pattern"), partial(_again, index), partial(_within_output_dir, f"{key}.path")),
-        *columns,
-        *parts,
+        *(partial(_number_of_rows, key), *columns, *parts),
     )
 
 
@@ -101,13 +100,14 @@ def _format(value: Callable[[str], Any]) -> Iterator[Finding]:
             yield key, text
 
 
-def _number_of_rows(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """data.max_samples where rows are not read from a file's beginning."""
-    number, path = value("data.max_samples"), value("data.path") or ""
+def _number_of_rows(block: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    """max_samples where rows are not read from a file's beginning. `block`: data or a source of its mixture."""
+    number, path = value(f"{block}.max_samples"), value(f"{block}.path") or ""
     if number is not None and value("data.streaming"):
-        yield "data.max_samples", f"found {number}, but data.streaming reads files in pieces; set one of them to null"
+        yield f"{block}.max_samples", f"found {number}, but data.streaming reads files in pieces; remove one of the two"
     elif number is not None and path.startswith("builtin:"):
-        yield "data.max_samples", f"found {number}, but {path} is read whole; set data.path to a file, or remove this"
+        text = f"found {number}, but {path} is read whole; set {block}.path to a file, or remove this"
+        yield f"{block}.max_samples", text
 
 
 def _idle_buffer(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -115,12 +115,6 @@ def _idle_buffer(value: Callable[[str], Any]) -> Iterator[Finding]:
     if not value("data.streaming") and size != Data.model_fields["shuffle_buffer_mib"].default:
         text = f"found {size:g}, but data.streaming is false and all rows are shuffled without a buffer; remove it"
         yield "data.shuffle_buffer_mib", text
-
-
-def _stream_of_mixture(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.streaming") and value("data.mixture") is not None:
-        text = "found true, but data.mixture is given and only one data set can be streamed; set it to false"
-        yield "data.streaming", text
 
 
 def _stream_without_bad_rows(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -254,9 +248,8 @@ RULES = (
     *(partial(_in_place_of_mixture, *pair) for pair in ({"pattern": None, "max_samples": None} | _HUB_KEYS).items()),
     *(
         _format,
-        _number_of_rows,
+        partial(_number_of_rows, "data"),
         _idle_buffer,
-        _stream_of_mixture,
         _stream_without_bad_rows,
         _stream_by_length,
         _workers_of_stream,

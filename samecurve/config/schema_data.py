@@ -148,7 +148,7 @@ class Data(Section):
     streaming: bool = False
     """`pretrain`, `continue_pretrain`: tokenize during training instead of ahead of it."""
     shuffle_buffer_mib: float = Field(default=64.0, gt=0, le=LARGEST_BUFFER_MIB)
-    """Streaming: the MiB of text that are tokenized and shuffled together."""
+    """Streaming: the MiB of text that are tokenized and shuffled together, for each source."""
     num_workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Processes per device that prepare rows. 0: a thread of the training process. The order of rows stays the same."""
     cache_dir: str | None = None

@@ -71,7 +71,7 @@ class StepBatches:
         num_steps: int,
         start_step: int = 0,
         start_samples: int | None = None,
-        anchor: dict[str, int] | None = None,
+        anchor: dict | None = None,
         num_workers: int = 0,
         count: Callable[..., int] | None = None,
         start_sum: Callable[[Sequence[int]], Future[list[Tensor]]] | None = None,
@@ -93,7 +93,7 @@ class StepBatches:
         return self._origin + self.step * self.batch.global_batch_size
 
     @property
-    def anchor(self) -> dict[str, int]:
+    def anchor(self) -> dict:
         """State of the rows and their order that a checkpoint needs to resume here, in addition to `samples`."""
         return self.rows.anchor(self.samples) | self._steps.history
 

@@ -82,12 +82,13 @@ def load_causal_task(
     Raises:
         DataError: see `splits.load_splits`.
     """
-    if recipe.data.mixture is not None:
-        mixed = mixture_splits.load_mixture(recipe, encoder, find_source, make_rows)
-        return CausalTask(text_tokenizer, mixed, mixture_splits.describe_sources(recipe, mixed))
     if recipe.data.streaming:
-        return CausalTask(text_tokenizer, streaming_splits.load_stream(recipe, encoder, make_rows))
-    return CausalTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows))
+        loaded = streaming_splits.load_stream(recipe, encoder, make_rows)
+    elif recipe.data.mixture is not None:
+        loaded = mixture_splits.load_mixture(recipe, encoder, find_source, make_rows)
+    else:
+        loaded = splits.load_splits(recipe, encoder, find_source, make_rows)
+    return CausalTask(text_tokenizer, loaded, mixture_splits.describe_sources(recipe, loaded))
 
 
 def load_tokenizer(recipe: Recipe, find_source: Callable[[Data], sources.DataSource]) -> PreTrainedTokenizerFast:

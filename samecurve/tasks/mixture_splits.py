@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -12,6 +12,7 @@ from samecurve.data import sources, token_store
 from samecurve.data.columns import Columns
 from samecurve.data.datasets.base import Rows
 from samecurve.data.datasets.mixture import JoinedRows, MixedRows
+from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder
 from samecurve.errors import DataError
 from samecurve.storage.cache import cache_folder
@@ -31,7 +32,7 @@ class WholeSource(sources.DataSource):
         return repr([member.identity for member in self.members])
 
     def check(self) -> Columns:
-        _call_all(member.check for member in self.members)
+        call_all(member.check for member in self.members)
         return Columns()
 
     def texts(self, document) -> list[str]:
@@ -43,7 +44,7 @@ class WholeSource(sources.DataSource):
 
 def find_all_sources(recipe: Recipe, find_source: Callable[[Data], sources.DataSource]) -> sources.DataSource:
     """Return one source of all training documents. Raises one DataError that lists the problems of all sources."""
-    members = _call_all(partial(find_source, data) for data in recipe.data.sources())
+    members = call_all(partial(find_source, data) for data in recipe.data.sources())
     if len(members) == 1:
         return members[0]
     files = tuple(file for source in members for file in source.files)
@@ -76,7 +77,7 @@ def load_mixture(
             origins.setdefault(name, []).append(source.origin)
         return token_store.load_corpus(source, encoder, validation_fraction, cache)
 
-    corpora = _call_all(partial(read, data) for data in recipe.data.sources())
+    corpora = call_all(partial(read, data) for data in recipe.data.sources())
     if fraction > 0 and all(len(corpus.held_out.offsets) == 1 for corpus in corpora):
         fraction = sources.fraction_of_one(find_all_sources(recipe, find_source), fraction)
         origins.clear()
@@ -101,18 +102,20 @@ def load_mixture(
 
 
 def describe_sources(recipe: Recipe, loaded: splits.Splits[Rows]) -> dict[str, object]:
-    """Describe each source for the header and run.json.
+    """Describe each source of a mixture for the header and run.json; {} without a mixture.
 
-    `epochs` is how often a run of recipe.steps steps reads each row of the source.
+    `epochs` is how often a run of recipe.steps steps reads each row of the source, where their number is known.
     """
+    if recipe.data.mixture is None:
+        return {}
     num_rows = recipe.steps * recipe.batch.global_batch_size
-    sources_of_rows = zip(recipe.data.mixture or (), loaded.train.parts, loaded.train.shares, strict=True)
+    sources_of_rows = zip(recipe.data.mixture, loaded.train.parts, loaded.train.shares, strict=True)
     return {
         f"source {index}": {
             "path": source.path,
             "weight": share,
             **splits.describe_rows(rows),
-            "epochs": num_rows * share / len(rows),
+            **({} if isinstance(rows, StreamRows) else {"epochs": num_rows * share / len(rows)}),
         }
         for index, (source, rows, share) in enumerate(sources_of_rows)
     }
@@ -120,7 +123,7 @@ def describe_sources(recipe: Recipe, loaded: splits.Splits[Rows]) -> dict[str, o
 
 def _check_sources(train: MixedRows, corpora: list[token_store.Corpus], recipe: Recipe) -> None:
     """Raise DataError if a step would read a row twice: too few rows of a source, or the same data in two sources."""
-    batch, problems, known = recipe.batch, [], {}
+    batch, problems = recipe.batch, []
     for index, (source, rows) in enumerate(zip(recipe.data.mixture or (), train.parts, strict=True)):
         num_wanted = train.most_in_step(index, batch.global_batch_size)
         if len(rows) < num_wanted:
@@ -132,6 +135,13 @@ def _check_sources(train: MixedRows, corpora: list[token_store.Corpus], recipe: 
                 f"{batch.sequence_length} are fewer than the {num_wanted} that its weight takes of a global batch of "
                 f"{batch.global_batch_size}{fix}"
             )
+    check_distinct(recipe, train, problems)
+
+
+def check_distinct(recipe: Recipe, train: Rows, others: Sequence[str] = ()) -> None:
+    """Raise one DataError with `others` and for two sources of a mixture that have the same data."""
+    problems, known = [*others], {}
+    for index, (source, rows) in enumerate(zip(recipe.data.mixture or (), train.parts, strict=True)):
         first = known.setdefault(rows.fingerprint, index)
         if first != index:
             problems.append(
@@ -142,7 +152,7 @@ def _check_sources(train: MixedRows, corpora: list[token_store.Corpus], recipe: 
         raise DataError("\n".join(problems))
 
 
-def _call_all(calls: Iterable[Callable[[], T]]) -> list[T]:
+def call_all(calls: Iterable[Callable[[], T]]) -> list[T]:
     """Return the results of all calls. Raises one DataError that lists the problems of all of them."""
     results, problems = [], []
     for call in calls:

@@ -8,18 +8,31 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 
 from samecurve.config.schema import Data, Recipe
 from samecurve.data import sources, stream_files, stream_pieces, token_store
 from samecurve.data.datasets.base import Rows
-from samecurve.data.datasets.streaming import StreamRows
+from samecurve.data.datasets.mixture import JoinedRows
+from samecurve.data.datasets.streaming import MixedStreams, StreamRows
 from samecurve.data.encoder import Encoder
+from samecurve.data.selection import Selection
 from samecurve.errors import DataError
 from samecurve.specs.data_names import address
 from samecurve.storage.cache import cache_folder, digest
 from samecurve.tasks import splits
+from samecurve.tasks.mixture_splits import call_all, check_distinct
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """One streamed data set: its training rows, the tokens of its first block, and its origin, if it is of the hub."""
+
+    rows: StreamRows
+    first: token_store.Corpus
+    origin: dict[str, str]
 
 
 def load_stream(
@@ -27,28 +40,60 @@ def load_stream(
 ) -> splits.Splits[Rows]:
     """Load the streamed training rows and the validation rows. Raises DataError for unusable data.
 
-    Documents are held out by their content. Those of the first block are evaluated on; those of later blocks are
-    neither trained nor evaluated on.
+    Documents are held out by their content. Those of the first block of each source are evaluated on; those of later
+    blocks are neither trained nor evaluated on.
     """
-    data, fraction = recipe.data, sources.validation_fraction(recipe)
-    path, selection = splits.path_of(data), sources.Selection.of(recipe, data)
+    fraction = sources.validation_fraction(recipe)
+    opened = partial(_open_stream, recipe, encoder, make_rows)
+    streams = call_all(partial(opened, *source) for source in enumerate(recipe.data.sources()))
+    train: StreamRows | MixedStreams = streams[0].rows
+    if recipe.data.mixture is not None:
+        train = MixedStreams([stream.rows for stream in streams], [source.weight for source in recipe.data.mixture])
+        check_distinct(recipe, train)
+    validation = None
+    if recipe.evaluation is not None:
+        validation = make_rows(_load_evaluation(recipe, recipe.evaluation, encoder).train)
+    elif fraction > 0:
+        held_out = [make_rows(stream.first.held_out) for stream in streams]
+        validation = held_out[0] if len(held_out) == 1 else JoinedRows(held_out)
+    origins = "; ".join(stream.origin[splits.ORIGIN] for stream in streams if stream.origin)
+    num_empty = sum(stream.first.empty_documents for stream in streams)
+    loaded = splits.Splits(train, validation, num_empty, {splits.ORIGIN: origins} if origins else {})
+    if recipe.evaluation is not None:
+        splits.check_validation(loaded, recipe)
+    elif validation is not None and not len(validation):  # check_validation counts all documents of the data
+        num_documents = sum(len(stream.first.train.offsets) - 1 for stream in streams)
+        raise DataError(
+            f"{recipe.data.name}: no document is held out (data.validation_fraction={fraction:g} of the "
+            f"{num_documents} documents of the first block); raise it, or data.shuffle_buffer_mib, or set evaluate.path"
+        )
+    return loaded
+
+
+def _open_stream(
+    recipe: Recipe,
+    encoder: Encoder,
+    make_rows: Callable[[token_store.TokenStream], Rows],
+    source: int,
+    data: Data,
+) -> _Stream:
+    fraction, path, selection = sources.validation_fraction(recipe), splits.path_of(data), Selection.of(recipe, data)
     files = stream_files.find_stream_files(path, data.pattern, data.text_column, selection)
     buffer_bytes = data.shuffle_buffer_mib * 2**20
     pieces = stream_pieces.cut_into_chunks(files, buffer_bytes)
     if not pieces:
         raise DataError(f"{path}: the files are empty; correct data.path or data.pattern")
-    blocks = stream_pieces.ShuffleBlocks(pieces, buffer_bytes, recipe.seed)
-    folder = _Folder(recipe)
+    blocks = stream_pieces.ShuffleBlocks(pieces, buffer_bytes, recipe.seed + source)
+    folder = _Folder(recipe, source)
 
     def read(block: int) -> token_store.Corpus:
-        source = stream_pieces.ChunkSource(path, (), data.text_column, blocks[block])
+        chunks = stream_pieces.ChunkSource(path, (), data.text_column, blocks[block])
         # the pieces contain their files' versions, so that a changed file is tokenised again
-        key = digest(data.text_column, fraction, encoder.identity, *map(astuple, source.pieces))
-        return token_store.load_corpus_into(folder.of(block, key), key, source, encoder, fraction)
+        key = digest(data.text_column, fraction, encoder.identity, *map(astuple, chunks.pieces))
+        return token_store.load_corpus_into(folder.of(block, key), key, chunks, encoder, fraction)
 
     first = read(0)  # now, so that most mistakes in the data are reported before a model is loaded
     read_as = (data.text_column, data.shuffle_buffer_mib, fraction, encoder.identity)
-    fingerprint = digest(stream_pieces.fingerprint(files), *read_as)
     facts = {
         "files": len(files),
         "megabytes": round(sum(file.size for file in files) / 1e6, 1),
@@ -56,22 +101,9 @@ def load_stream(
         "first_block_documents": len(first.train.offsets) - 1,
         "first_block_tokens": len(first.train.tokens),
     }
-    train = StreamRows(lambda block: make_rows(read(block).train), folder.drop, blocks.per_epoch, fingerprint, facts)
-    validation = None
-    if recipe.evaluation is not None:
-        validation = make_rows(_load_evaluation(recipe, recipe.evaluation, encoder).train)
-    elif fraction > 0:
-        validation = make_rows(first.held_out)
-    loaded = splits.Splits(train, validation, first.empty_documents, _origin(data, files))
-    if recipe.evaluation is not None:
-        splits.check_validation(loaded, recipe)
-    elif validation is not None and not len(validation):  # check_validation counts all documents of the data
-        raise DataError(
-            f"{path}: no document is held out (data.validation_fraction={fraction:g} of the "
-            f"{len(first.train.offsets) - 1} documents of the first block); raise it, or data.shuffle_buffer_mib, or "
-            "set evaluate.path"
-        )
-    return loaded
+    fingerprint = digest(stream_pieces.fingerprint(files), *read_as)
+    rows = StreamRows(lambda block: make_rows(read(block).train), folder.drop, blocks.per_epoch, fingerprint, facts)
+    return _Stream(rows, first, _origin(data, files))
 
 
 def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str, str]:
@@ -89,8 +121,7 @@ def _load_evaluation(recipe: Recipe, data: Data, encoder: Encoder) -> token_stor
     if address(path) is None:
         return token_store.load_corpus(splits.find_text(recipe, data), encoder, 0.0, cache)
     # Of a data set of the hub only the split's files are read, instead of downloading all of the data set first.
-    selection = sources.Selection.of(recipe, data)
-    files = stream_files.find_stream_files(path, data.pattern, data.text_column, selection)
+    files = stream_files.find_stream_files(path, data.pattern, data.text_column, Selection.of(recipe, data))
     pieces = tuple(stream_pieces.cut_into_chunks(files, data.shuffle_buffer_mib * 2**20))
     source = stream_pieces.ChunkSource(path, (), data.text_column, pieces)
     key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))
@@ -98,15 +129,15 @@ def _load_evaluation(recipe: Recipe, data: Data, encoder: Encoder) -> token_stor
 
 
 class _Folder:
-    """Folder of a run's tokenised blocks: the first one, for the validation rows, and those near the current position.
+    """Folder of a source's tokenised blocks: the first one, for the validation rows, and those near the position.
 
     Each run has its own folder, because it deletes blocks that it no longer needs. The first process of each machine
     deletes them.
     """
 
-    def __init__(self, recipe: Recipe):
-        run = digest(str(Path(recipe.output_dir).absolute()))
-        self._path = cache_folder(recipe.data.cache_dir) / "streams" / run
+    def __init__(self, recipe: Recipe, source: int):
+        name = digest(str(Path(recipe.output_dir).absolute())) + (f"_source{source}" if source else "")
+        self._path = cache_folder(recipe.data.cache_dir) / "streams" / name
         self._clears = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def of(self, block: int, key: str) -> Path:

@@ -47,8 +47,9 @@ def needs(recipe: Recipe, checkpoints: Path, checkpoint_bytes: int, export_bytes
     listed += [Need(Path(recipe.output_dir), export, export_bytes, export_bytes)] if export_bytes else []
     if recipe.data.streaming:  # a text of this size has about as many bytes of tokens
         size = int(recipe.data.shuffle_buffer_mib * 2**20)
-        blocks = f"2 blocks of {size / GIB:.3g} GiB of the stream (data.shuffle_buffer_mib)"
-        listed.append(Need(cache_folder(recipe.data.cache_dir), blocks, 2 * size, 0))
+        number = 2 * len(recipe.data.sources())
+        blocks = f"{number} blocks of {size / GIB:.3g} GiB of the stream (data.shuffle_buffer_mib)"
+        listed.append(Need(cache_folder(recipe.data.cache_dir), blocks, number * size, 0))
     return listed
 
 

@@ -15,14 +15,17 @@ import pytest
 from file_damage import DAMAGES
 from test_sources import POINTER, zstd
 
+from samecurve.checkpoint import resume
 from samecurve.config import loader
 from samecurve.data import sources, stream_files, stream_pieces, token_store
 from samecurve.data.batches import StepBatches
 from samecurve.data.datasets.base import PackedRows
+from samecurve.data.datasets.mixture import WeightedInterleaver
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.sampler import Steps
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.storage import records
 from samecurve.tasks import registry
 
 BUFFER = 4096
@@ -327,6 +330,61 @@ def test_a_run_goes_on_from_its_anchor_and_makes_no_block_before_it(recipe_file,
     assert read(batches(registry.load_task(found), found, start_step=19, start_samples=76)) == whole[19:]  # without one
 
 
+def mixed(recipe_file: str, folder, *overrides: str):
+    """A recipe of two streams, three rows of tables to one of texts."""
+    parts = f"[{{path: {folder}/data, weight: 3}}, {{path: {folder}/texts, weight: 1}}]"
+    return loader.load_recipe(recipe_file, ["data.path=null", f"data.mixture={parts}", *overrides])
+
+
+def test_streams_are_mixed_by_weight_and_each_in_its_own_order(recipe_file, folder):
+    found = mixed(recipe_file, folder)
+    worlds = []
+    for world in (1, 2):
+        ranks = [read(batches(registry.load_task(found), found, rank, world)) for rank in range(world)]
+        worlds.append([sum((rank[step] for rank in ranks), []) for step in range(found.steps)])
+    assert worlds[0] == worlds[1]
+    rows = sum(worlds[0], [])
+    turns, _ = WeightedInterleaver([3, 1]).at(np.arange(len(rows)))
+    assert (turns == 1).sum() == 30
+    for source, name in enumerate(["data", "texts"]):
+        seed, steps = found.seed + source, found.steps
+        alone = loader.load_recipe(recipe_file, [f"data.path={folder / name}", f"seed={seed}", f"steps={steps}"])
+        if source == 1:  # its epochs are single blocks, which are ordered so that no step has a row twice
+            blocks = registry.load_task(alone).train.make_block(0)
+            expected = sorted(map(tuple, blocks[np.arange(len(blocks))].inputs["input_ids"].tolist()))
+            own = [tuple(rows[place]) for place in np.flatnonzero(turns == source)]
+            assert sorted(own[: len(expected)]) == expected
+        else:
+            expected = sum(read(batches(registry.load_task(alone), alone)), [])
+            own = [rows[place] for place in np.flatnonzero(turns == source)]
+            assert own == expected[: len(own)]
+
+
+def test_a_mixture_of_streams_goes_on_from_its_anchors(recipe_file, folder):
+    found = mixed(recipe_file, folder)
+    whole = read(batches(registry.load_task(found), found))
+    first = batches(registry.load_task(found), found)
+    for _ in itertools.islice(first, 19):
+        pass
+    assert not records.mismatch(first.anchor, resume._SCHEMA["anchor?"])
+    task, made = registry.load_task(found), []
+    make = task.train.parts[0].make_block
+    task.train.parts[0].make_block = lambda block: made.append(block) or make(block)
+    assert read(batches(task, found, start_step=19, start_samples=76, anchor=first.anchor)) == whole[19:]
+    assert min(made) == first.anchor["sources"][0]["block"] > 1
+
+
+def test_a_mixture_of_streams_is_described_and_held_out_by_source(recipe_file, folder):
+    task = registry.load_task(mixed(recipe_file, folder))
+    described = task.describe()
+    assert described["source 0"]["weight"] == 0.75 and described["source 1"]["files"] == 25
+    assert "epochs" not in described["source 0"]
+    assert len(task.validation.parts) == 2 and len(task.validation.parts[0])
+    twice = f"data.mixture=[{{path: {folder}/data, weight: 1}}, {{path: {folder}/data/../data, weight: 1}}]"
+    with pytest.raises((ConfigurationError, DataError), match="has the same data as|already reads"):
+        registry.load_task(loader.load_recipe(recipe_file, ["data.path=null", twice]))
+
+
 def test_a_damaged_block_is_tokenised_again(recipe_file, folder):
     found = loader.load_recipe(recipe_file)
     expected = registry.load_task(found).train.make_block(0).stream.tokens.tolist()
@@ -444,18 +502,18 @@ def test_what_is_described(recipe_file):
             "data.group_by_length: found true, but sorting by length",
         ),
         (
-            ["data.path=null", "data.mixture=[{path: ., weight: 1}]"],
-            "data.streaming: found true, but data.mixture",
+            ["data.path=null", "data.mixture=[{path: '.#5', weight: 1}]"],
+            "data.mixture.0.max_samples: found 5, but data.streaming reads files in pieces",
         ),
         (["data.num_workers=2"], "data.num_workers: found 2, but data.streaming prepares rows in the background"),
         (["data.streaming=false"], "data.shuffle_buffer_mib: found 0.015625, but data.streaming is false"),
         (
             ["data.streaming=false", "data.path=hf://a/b"],
-            "data.path: found hf://a/b, but only data.path can",
+            "data.path: found hf://a/b, but only training data can be at a URL",
         ),
         (
             ["evaluate.path=hf://a/b"],
-            "evaluate.path: found hf://a/b, but only data.path can",
+            "evaluate.path: found hf://a/b, but only training data can be at a URL",
         ),
         (["task=sft"], "data.streaming: found true, but only the tasks pretrain, continue_pretrain use this key"),
     ],

@@ -117,7 +117,7 @@ class Rows(ABC):
         counts = np.unique(indices, return_counts=True)[1]
         return int(counts.max()), -(-len(indices) // len(self))
 
-    def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict[str, int]) -> None:  # noqa: B027
+    def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict) -> None:  # noqa: B027
         """Prepare for reading; called before the first row is read. Only streams need this.
 
         Args:
@@ -127,7 +127,7 @@ class Rows(ABC):
             anchor: `anchor` of the checkpoint that is resumed from; {} for a new run.
         """
 
-    def anchor(self, position: int) -> dict[str, int]:
+    def anchor(self, position: int) -> dict:
         """Return what a checkpoint needs, in addition to the position, to resume without reading earlier rows."""
         return {}
 

@@ -1,16 +1,16 @@
-"""Rows of streamed text, which is tokenised block by block during training."""
+"""Rows of streamed text, which is tokenised block by block during training, from one source or several."""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
 from samecurve.data.datasets.base import Rows
-from samecurve.data.datasets.mixture import SplitRows
+from samecurve.data.datasets.mixture import SourceSteps, SplitRows, WeightedInterleaver
 from samecurve.data.sampler import Bounds, Steps
 from samecurve.errors import DataError
 from samecurve.storage.cache import digest
@@ -20,8 +20,22 @@ from samecurve.storage.cache import digest
 _KEPT_STEPS = 16
 
 
-class StreamRows(SplitRows):
-    """Rows of a stream: one block after the other, each shuffled. A row's index is its global position.
+class Unsized(SplitRows):
+    """Base of rows whose number is unknown before all of them are read. A row's index is its global position."""
+
+    def __len__(self) -> int:
+        raise TypeError("a stream's number of rows is unknown before all of it is read")
+
+    @property
+    def num_targets(self) -> int:
+        raise TypeError("a stream's number of tokens is unknown before all of it is read")
+
+    def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
+        return np.asarray(positions, dtype=np.int64)
+
+
+class StreamRows(Unsized):
+    """Rows of a stream: one block after the other, each shuffled.
 
     The number of rows of a block is known only once it is tokenised. So a position is found by walking forward from an
     anchor: a block and the position of its first row. A checkpoint holds the anchor before its own position, so that
@@ -57,12 +71,14 @@ class StreamRows(SplitRows):
         self._made: dict[int, Future[Rows]] = {}
         self._first_block, self._starts = 0, [0]
         self._seed, self._kept, self._last = 0, 0, None
-        self._steps: Steps | None = None
+        self._steps: Bounds | None = None
 
-    def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict[str, int]) -> None:
-        """Set the steps and the first block; see `Rows.plan`."""
-        self._steps = steps
-        self._seed, self._kept, self._last = seed, _KEPT_STEPS * steps.size, num_steps * steps.size
+    def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict) -> None:
+        self.plan_reads(seed, steps, _KEPT_STEPS * steps.size, num_steps * steps.size, anchor)
+
+    def plan_reads(self, seed: int, steps: Bounds, kept: int, last: int, anchor: dict[str, int]) -> None:
+        """Set which rows are read, and the first block. `kept`: rows that stay readable behind the newest; see plan."""
+        self._seed, self._steps, self._kept, self._last = seed, steps, kept, last
         if "block" in anchor:
             self._first_block, self._starts = anchor["block"], [anchor["start"]]
         self._drop(self._first_block)  # left over from a session that was killed
@@ -71,16 +87,6 @@ class StreamRows(SplitRows):
         with self._lock:
             nth = bisect_right(self._starts, position) - 1
             return {"block": self._first_block + nth, "start": self._starts[nth]}
-
-    def __len__(self) -> int:
-        raise TypeError("a stream's number of rows is unknown before all of it is read")
-
-    @property
-    def num_targets(self) -> int:
-        raise TypeError("a stream's number of tokens is unknown before all of it is read")
-
-    def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
-        return np.asarray(positions, dtype=np.int64)
 
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
         indices = np.asarray(indices, dtype=np.int64)
@@ -147,3 +153,35 @@ class StreamRows(SplitRows):
                 del self._made[block]
         if past:
             self._drop(first_kept)
+
+
+class MixedStreams(Unsized):
+    """Interleaved rows of several streams, in proportion to their weights (see mixture.WeightedInterleaver)."""
+
+    def __init__(self, parts: Sequence[StreamRows], weights: Sequence[float]):
+        self._parts, self._turns = tuple(parts), WeightedInterleaver(weights)
+        self.shares = self._turns.shares
+        self.sequence_length = parts[0].sequence_length
+        self.fingerprint = digest(type(self).__name__, [part.fingerprint for part in parts], self.shares)
+
+    @property
+    def parts(self) -> tuple[StreamRows, ...]:
+        return self._parts
+
+    def plan(self, seed: int, steps: Steps, num_steps: int, anchor: dict) -> None:
+        anchors = anchor.get("sources") or [{} for _ in self._parts]
+        for source, part in enumerate(self._parts):
+            kept = _KEPT_STEPS * self._turns.most(source, steps.size)
+            last = self._turns.before(source, num_steps * steps.size)
+            own_steps = SourceSteps(steps, self._turns, source)
+            part.plan_reads(seed + source, own_steps, kept, last, anchors[source])
+
+    def anchor(self, position: int) -> dict:
+        turns = (self._turns.before(source, position) for source in range(len(self._parts)))
+        return {"sources": [part.anchor(turn) for part, turn in zip(self._parts, turns, strict=True)]}
+
+    def _split(self, indices: np.ndarray) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
+        sources, counts = self._turns.at(indices)
+        for source in np.unique(sources).tolist():
+            inside = np.flatnonzero(sources == source)
+            yield self._parts[source], counts[inside], inside
