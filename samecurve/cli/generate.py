@@ -17,7 +17,9 @@ MAX_NEW_TOKENS = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run directory, or a folder with a model or an adapter")
-    parser.add_argument("--prompt", metavar="TEXT", help="default: a prompt that suits the run's training data")
+    text = "the prompt; default: one that suits the run's training data"
+    parser.add_argument("prompt", metavar="TEXT", nargs="?", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--prompt", metavar="TEXT", help="the same, also before RUN")
     parser.add_argument("--system", metavar="TEXT", help="system prompt, for a chat model")
     parser.add_argument("--raw", action="store_true", help="use no chat template: continue the prompt as plain text")
     text = "with the weights that a run from scratch began with, to compare"

@@ -55,7 +55,8 @@ def _results(facts: dict, history: History, status: dict) -> Iterator[tuple[str,
     refused = refused_text(status)
     if refused:
         yield "refused start", refused.replace("\n", f"\n{'':<{LABEL_WIDTH}}")
-    yield "strategy", f"{facts['strategy']} ({facts['engine']}), {facts['world_size']} processes, {facts['precision']}"
+    processes = "1 process" if facts["world_size"] == 1 else f"{facts['world_size']} processes"
+    yield "strategy", f"{facts['strategy']} ({facts['engine']}), {processes}, {facts['precision']}"
     if "loss" in history.ends:
         yield "loss", "{:.4f} -> {:.4f}".format(*history.ends["loss"]) + f" in {history.num_steps:,} steps"
     evaluated = [record for record in history.evaluations if record["eval_loss"] is not None]

@@ -119,7 +119,7 @@ def load_model(
     """
     disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(_no_load_report)
-    lora.silence_bitsandbytes()
+    lora.silence_imports()
     head = head or CAUSAL
     more: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     model_class, config = _model_class(_config_path(path, adapter), head, trust_remote_code)

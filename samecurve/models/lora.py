@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,13 +47,14 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
 
-def silence_bitsandbytes() -> None:
-    """Silence bitsandbytes before peft is imported.
+def silence_imports() -> None:
+    """Silence what peft imports, before it does: bitsandbytes and DeepSpeed, if they are installed.
 
-    peft imports bitsandbytes if installed, even for an adapter on unquantized weights. On a CPU bitsandbytes then warns
-    about a faster kernel that is available only from a hub.
+    On a CPU the one warns about a faster kernel that is available only from a hub, the other that it found no GPU.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = None) -> None:
@@ -64,7 +66,7 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
     Raises:
         ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted.
     """
-    silence_bitsandbytes()
+    silence_imports()
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 

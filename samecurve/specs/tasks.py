@@ -95,14 +95,7 @@ _BY_NAME = {
     "continue_pretrain": TaskSpec(
         BUILTIN,
         _TEXTS,
-        {
-            "model.path": (None, "starts from a pretrained model; set it to a folder or hub name"),
-            # the first steps of Adam are large, and pretrained weights have something to lose
-            **dict.fromkeys(
-                ("schedule.warmup_steps", "schedule.warmup_ratio"),
-                (0, "starts Adam's moments at 0, which makes the first updates about as large as any; set it above 0"),
-            ),
-        },
+        {"model.path": (None, "starts from a pretrained model; set it to a folder or hub name")},
         by_token=True,
         pipelined=True,
         scheduled=True,
