@@ -20,14 +20,14 @@ from samecurve.launch import ranks
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle, status
 from samecurve.run.run_directory import RunDirectory
-from samecurve.strategy import preflight, slurm
+from samecurve.strategy import launchers, preflight
 from samecurve.training import gc_schedule, rehearsal
 
 
 def main() -> None:
     # reports every error in the recipe, the strategy and the command line, before torch is imported
     with status.refusals():
-        os.environ.update(slurm.variables(os.environ))
+        os.environ.update(launchers.slurm_variables(os.environ))
         plan = preflight.plan(sys.argv[1:], os.environ)
     if plan.processes_to_start:
         ranks.start_and_exit(plan.processes_to_start)

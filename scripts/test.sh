@@ -73,7 +73,7 @@ beside=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$beside"' EXIT
 operators='b.CPUAdamBuilder().load()'
 [ -z "$full" ] || operators+='; b.AsyncIOBuilder().load()' # only NVMe needs it
-quote='from samecurve.distributed import torch_libraries; torch_libraries.quote_path()'
+quote='from samecurve.engines import start; start.quote_path()'
 python -c "$quote; from deepspeed.ops import op_builder as b; $operators" >"$beside/build" 2>&1 &
 pytest "${arguments[@]}" tests/unit tests/files tests/faults >"$beside/tests" 2>&1 &
 first=$! code=0 other=0

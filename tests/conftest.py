@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from samecurve.distributed import torch_libraries
+from samecurve.engines import start
 
-torch_libraries.quote_path()  # tests compile without an engine, too
+start.quote_path()  # tests compile without an engine, too
 
 TESTS = Path(__file__).resolve().parent
 

@@ -41,7 +41,7 @@ def write_weights(recipe_path: str, folder: Path, overrides: list[str]) -> None:
     import torch
 
     from samecurve.config import loader
-    from samecurve.config.overrides import latest_overrides
+    from samecurve.config.inheritance import latest_overrides
     from samecurve.export.hf_export import ExportTarget, export
     from samecurve.models.skeleton import build_skeleton
     from samecurve.tasks import registry

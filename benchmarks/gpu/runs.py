@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from samecurve.bench.jobs import StrategyJob, command, set_aside
-from samecurve.config.overrides import latest_overrides
+from samecurve.config.inheritance import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.run.run_directory import read_metrics
 from samecurve.storage.atomic import utc_timestamp

@@ -15,7 +15,7 @@ import rows
 import torch
 
 from samecurve.config.loader import load_recipe
-from samecurve.distributed.allocator import keep_freed_memory
+from samecurve.engines.start import keep_freed_memory
 from samecurve.losses.chunked_cross_entropy import TokenSums, install_chunked_head, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.optim.parameter_groups import parameter_groups, roles_of

@@ -14,7 +14,6 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from samecurve.accelerator import shared_gpu
 from samecurve.distributed import network
 from samecurve.distributed.control_group import TIMEOUT
 from samecurve.errors import TopologyError
@@ -32,7 +31,7 @@ def needed() -> bool:
 
 def backend(strategy: Strategy) -> str | None:
     """Backend of the process group; None leaves the choice to Accelerate."""
-    return "gloo" if (needed() or shared_gpu.asked()) and strategy.distributed else None
+    return "gloo" if (needed() or gpus_are_shared()) and strategy.distributed else None
 
 
 def prepare(distributed: bool, sharded: bool, deepspeed: bool) -> None:
@@ -84,3 +83,21 @@ def check(accelerator: Accelerator, strategy: Strategy) -> None:
             f"strategy {strategy.name}: on a CPU this version of Accelerate made {actual} over {backend} of it, "
             f"not {expected} over gloo; use the version in constraints.txt"
         )
+
+
+SHARE_GPUS = "SAMECURVE_SHARE_GPUS"
+
+
+def gpus_are_shared() -> bool:
+    """Whether several processes share a GPU over gloo, so that its kernels can be tested under strategies of ranks.
+
+    NCCL refuses two ranks on one device. gloo copies through host memory, so this is slow, and it has no point-to-point
+    transfers of device memory: pipelines need a GPU for each stage. This has not run on a GPU yet.
+    """
+    return SHARE_GPUS in os.environ and torch.cuda.is_available()
+
+
+def share_gpus() -> None:
+    """Number the local ranks by GPU, as Accelerate, DeepSpeed and DeviceMesh read LOCAL_RANK to choose a device."""
+    if gpus_are_shared():
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -1,9 +1,9 @@
-"""Queries to a live DeepSpeed engine, shared by the ZeRO and pipeline engines."""
+"""Queries to a live DeepSpeed engine, shared by ZeRO and pipelines, and how a ZeRO-3 model is partitioned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 
@@ -12,6 +12,7 @@ from samecurve.interfaces.engine import dtype_name
 if TYPE_CHECKING:
     import deepspeed
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from torch import nn
 
 
 def precision(engine: deepspeed.DeepSpeedEngine) -> str:
@@ -131,3 +132,22 @@ def dynamic_scaler(engine: deepspeed.DeepSpeedEngine) -> DynamicLossScaler | Non
     """Return the dynamic loss scaler of fp16; None in another precision or with a fixed scale."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)  # not every optimizer of DeepSpeed has one
     return scaler if engine.fp16_enabled() and getattr(scaler, "dynamic", False) else None
+
+
+def zero3_init(config: Mapping[str, Any]) -> deepspeed.zero.Init:
+    """Make the zero3_init in which a ZeRO-3 model is built.
+
+    DeepSpeed creates hpZ's process group once per process. A second model, such as a teacher, has to get that group.
+    """
+    import deepspeed  # installed only where it is used
+    from deepspeed.utils import groups
+
+    group = groups._get_zero_param_intra_parallel_group()
+    return deepspeed.zero.Init(config_dict_or_path=config, zero_param_parallel_group=group)
+
+
+def secondary_partition(module: nn.Module) -> int:
+    """Return the number of ranks over which a second copy of the weights is sharded, 1 without one."""
+    weight: Any = next(module.parameters())
+    has_copy = getattr(weight, "ds_zero_param_process_group", None) is not None
+    return weight.ds_secondary_tensor_group_size if has_copy else 1

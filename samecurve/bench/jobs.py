@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from samecurve.config import loader as recipes
-from samecurve.config.inheritance import UNITS
+from samecurve.config.inheritance import UNITS, latest_overrides
 from samecurve.config.key_hints import near_file
-from samecurve.config.overrides import latest_overrides
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.reports.history import History

@@ -12,7 +12,7 @@ from samecurve.bench import jobs, printing, timing
 from samecurve.bench.jobs import StrategyJob
 from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant, Verdict, verdicts
 from samecurve.config.documents import Document, format_problems
-from samecurve.config.overrides import apply_override, latest_overrides
+from samecurve.config.inheritance import apply_override, latest_overrides
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.run.run_directory import read_metrics

@@ -25,7 +25,7 @@ from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.jsonl import last_record
 from samecurve.storage.object_store import ObjectStore
 from samecurve.storage.records import parse
-from samecurve.strategy.restarts import is_restart
+from samecurve.strategy.launchers import is_restart
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from samecurve.checkpoint import commit
-from samecurve.checkpoint.best import find_best
-from samecurve.checkpoint.manifest import folder_name
-from samecurve.checkpoint.resume import FORMAT, CheckpointSelector, read_state
+from samecurve.checkpoint.manifest import check_files, folder_name, list_checkpoints
+from samecurve.checkpoint.resume import FORMAT, CheckpointSelector, read_state, state_problems
 from samecurve.checkpoint.snapshot import Snapshot, Taken, generators_of, restore
 from samecurve.errors import CheckpointError, NumericError, StorageError
-from samecurve.storage.atomic import json_values, utc_timestamp
+from samecurve.specs.tasks import BETTER
+from samecurve.storage.atomic import json_values, utc_timestamp, write_json
 from samecurve.storage.fault_injection import fault_point
-from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.filesystem import FileSystem, LocalFileSystem
+from samecurve.storage.records import is_number
 
 if TYPE_CHECKING:
     from samecurve.checkpoint.mirror import Mirror
@@ -299,3 +300,23 @@ class Checkpoints:
             problem = str(error)
         if problem:
             self._log(f"could not remove all old checkpoints in {self._run.checkpoints}: {problem}")
+
+
+def find_best(fs: FileSystem, directory: Path, metric: str) -> Path | None:
+    """Find the good checkpoint with the best value of the metric; None if none has the metric. For rank 0.
+
+    best.json in `directory` gets its name and the value.
+    """
+    values = {}
+    for folder in list_checkpoints(fs, directory):
+        # hashes state.json, which has the metric, but not the weights: this follows every save
+        damaged = check_files(fs, folder, small_only=True)
+        value = None if damaged or state_problems(folder) else read_state(folder)["record"].get(metric)
+        if value is not None and is_number(value):
+            values[folder] = value
+    if not values:
+        return None
+    choose = min if BETTER[metric] == "lower" else max  # of equal ones the first
+    best = choose(reversed(values), key=values.__getitem__)
+    write_json(directory / "best.json", {"checkpoint": best.name, metric: values[best]})
+    return best

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 
 from samecurve.checkpoint import commit, format
-from samecurve.checkpoint.format import CheckpointReader, Entry
-from samecurve.checkpoint.host_copy import HostCopy
-from samecurve.checkpoint.index_excerpts import open_shared
+from samecurve.checkpoint.format import CheckpointReader, Entry, parse_entry, read_index
 from samecurve.checkpoint.manifest import file_name
 from samecurve.checkpoint.resume import STATE
 from samecurve.distributed import rng_state
 from samecurve.errors import NumericError
+from samecurve.interfaces.region import Region
 from samecurve.storage.fault_injection import fault_point
 
 if TYPE_CHECKING:
@@ -155,3 +155,112 @@ def restore(
         rng_state.reseed(seed, saved["step"], world.rank)
     fault_point("load.done")
     return reader
+
+
+_ALIGNMENT = 16  # Tensor.view(dtype) needs an offset that is a multiple of the dtype's size
+_SMALLEST_BYTES = 2**16  # of a block: totals are rounded up to it, or their low bits would become tiny blocks
+
+
+class HostCopy:
+    """Buffers for 1-D tensors of known sizes and dtypes, reused between saves: allocating pinned memory is slow.
+
+    PyTorch rounds every pinned allocation up to a power of two and never gives it back. One buffer per tensor, or one
+    for all of them, could therefore take twice the bytes. The blocks here are powers of two that add up to the total,
+    and a tensor may continue in the next block.
+
+    Args:
+        tensors: those to copy; only their sizes, dtypes and devices are read.
+    """
+
+    def __init__(self, tensors: Iterator[Tensor]):
+        self._sizes, on_gpu, total = [], False, 0
+        for tensor in tensors:
+            self._sizes.append((total, tensor.numel(), tensor.dtype))
+            total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            on_gpu |= tensor.device.type == "cuda"
+        self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in block_sizes(total)]
+
+    def keep(self, index: int, value: Tensor) -> None:
+        """Copy `value`, the index-th tensor. From a GPU the copy is asynchronous: synchronize before `read`."""
+        parts = self._parts(index)
+        for part, piece in zip(parts, value.split([len(part) for part in parts]), strict=True):
+            part.copy_(piece, non_blocking=True)
+
+    def read(self, index: int) -> Tensor:
+        """Return the copy of the index-th tensor: 1-D, a view of the buffer where one block has all of it."""
+        parts = self._parts(index)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _parts(self, index: int) -> list[Tensor]:
+        """Return views of the blocks that hold the index-th tensor, in order; at least one."""
+        begin, numel, dtype = self._sizes[index]
+        end, first, parts = begin + numel * dtype.itemsize, 0, []
+        for block in self.blocks:
+            low, high = max(begin - first, 0), min(end - first, len(block))
+            if low < high:
+                parts.append(block[low:high].view(dtype))
+            first += len(block)
+        return parts or [torch.empty(0, dtype=dtype)]
+
+
+def block_sizes(total: int) -> list[int]:
+    """Split a number of bytes, rounded up to 64 KiB, into different powers of two, the largest first."""
+    rounded = -(-total // _SMALLEST_BYTES) * _SMALLEST_BYTES
+    return [1 << bit for bit in reversed(range(rounded.bit_length())) if rounded >> bit & 1]
+
+
+Wanted = Sequence[tuple[str, Region]]
+
+
+def open_shared(
+    folder: Path, world: ControlGroup, wanted: Wanted, shapes: Mapping[str, Iterable[int]]
+) -> CheckpointReader:
+    """Open a checkpoint for reading the wanted regions only. Collective.
+
+    Rank 0 alone reads the index, and each rank gets the entries of its own regions: with 16,384 ranks and 300
+    parameters the index has 100 MB.
+
+    Args:
+        wanted: (name, region) of everything that this rank will read.
+        shapes: the model's, which the checkpoint's must match.
+
+    Raises:
+        CheckpointError: the index cannot be read, or is of another model; raised on all ranks.
+    """
+    return CheckpointReader(
+        folder, world.gather_scatter(list(wanted), lambda of_all: _excerpts(folder, shapes, of_all))
+    )
+
+
+def _excerpts(folder: Path, shapes: Mapping[str, Iterable[int]], of_all: Iterable[Wanted]) -> list[dict]:
+    content = read_index(folder)
+    CheckpointReader(folder, content).check_names(shapes)
+    entries = {name: _Entries(item["ranges"]) for name, item in content.items()}
+    excerpts = []
+    for wanted in of_all:
+        ranges: dict[str, list] = {}
+        for name, region in wanted:
+            known = ranges.setdefault(name, [])
+            known += [entry for entry in entries[name].near(region) if entry not in known]
+        excerpts.append({name: {"shape": content[name]["shape"], "ranges": near} for name, near in ranges.items()})
+    return excerpts
+
+
+class _Entries:
+    """The entries of one parameter, sorted by where their regions begin."""
+
+    def __init__(self, ranges: list[list[int]]):
+        self._entries = sorted(ranges, key=lambda entry: entry[1])
+        regions = [parse_entry(entry)[1] for entry in self._entries]
+        self._starts = [region.start for region in regions]
+        self._longest = max((_stop(region) - region.start for region in regions), default=0)
+
+    def near(self, region: Region) -> list[list[int]]:
+        """List the entries that may share values with a region, and few others."""
+        # even the longest entry does not reach the region if it begins before this
+        first = bisect_left(self._starts, region.start - self._longest + 1)
+        return self._entries[first : bisect_left(self._starts, _stop(region))]
+
+
+def _stop(region: Region) -> int:
+    return region.start + (region.count - 1) * region.stride + region.length

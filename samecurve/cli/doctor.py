@@ -20,7 +20,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import read_hostfile
 from samecurve.planner import model_shape
 from samecurve.specs.optimizers import OPTIMIZERS
-from samecurve.strategy import resolve, slurm, validate
+from samecurve.strategy import launchers, resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.plan import Strategy
 from samecurve.strategy.recipe_values import fill_recipe
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
         )
         return examination.report(findings, arguments.json)
     needed = needed_bytes(recipe) if recipe else {}
-    os.environ.update(slurm.variables(os.environ))
+    os.environ.update(launchers.slurm_variables(os.environ))
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return Subcommand(
             "samecurve.doctor.ranks", (recipe, strategy, needed, arguments.timeout_seconds, arguments.json)

@@ -18,7 +18,7 @@ from typing import Any
 from samecurve.cli.commands import Subcommand, add_code_arguments, allow_own_code
 from samecurve.config import loader as recipes
 from samecurve.config.documents import Document, format_problems
-from samecurve.config.overrides import apply_override
+from samecurve.config.inheritance import apply_override
 from samecurve.config.rules import columns_of
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError

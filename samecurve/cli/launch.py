@@ -15,7 +15,7 @@ from pathlib import Path
 
 from samecurve.cli.commands import repository_root, require_positive
 from samecurve.config import loader
-from samecurve.config.overrides import latest_overrides
+from samecurve.config.inheritance import latest_overrides
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.launch import scripts, start
 from samecurve.launch.hosts import PORT, HostSlots, read_hostfile, read_hosts, select

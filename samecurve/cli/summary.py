@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from samecurve.config.overrides import latest_overrides
+from samecurve.config.inheritance import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.metrics.predicted import of_session

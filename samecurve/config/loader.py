@@ -13,8 +13,8 @@ from pydantic_core import ErrorDetails
 
 from samecurve.config import inheritance, own_code, rules
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
+from samecurve.config.inheritance import apply_override
 from samecurve.config.key_hints import block_as_value, called_here
-from samecurve.config.overrides import apply_override
 from samecurve.config.paths import read_config_file, split_row_counts
 from samecurve.config.rules_storage import split_output_url
 from samecurve.config.schema import Recipe

@@ -16,13 +16,10 @@ from typing import Any
 
 from samecurve.config import (
     rules_data,
-    rules_logging,
-    rules_memory,
     rules_model,
-    rules_optimizer,
-    rules_profile,
     rules_storage,
     rules_tasks,
+    rules_training,
 )
 from samecurve.config.documents import describe
 from samecurve.config.inheritance import UNITS
@@ -41,16 +38,7 @@ Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
 
 def apply_rules(source: RecipeSource) -> None:
     """Check all rules and add their findings to the source's problems."""
-    parts = (
-        rules_model,
-        rules_memory,
-        rules_tasks,
-        rules_data,
-        rules_optimizer,
-        rules_profile,
-        rules_logging,
-        rules_storage,
-    )
+    parts = rules_model, rules_tasks, rules_data, rules_training, rules_storage
     rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]
     for index in range(source.length("data.mixture")):
         rules += [partial(_readable, f"data.mixture.{index}.path"), *rules_data.in_mixture(index)]

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from samecurve.data.columns import Columns
-from samecurve.data.encoder import Encoded, Encoder
-from samecurve.data.parallel_encoding import encoded
+from samecurve.data.encoder import Encoded, Encoder, encoded
 from samecurve.data.row_checks import BadRow, BadRows
 from samecurve.data.sources import DataSource, fingerprint, fraction_of_one, is_held_out
 from samecurve.errors import StorageError

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samecurve.storage.host import machine
+from samecurve.storage.file_lock import machine
 
 BUSY = 1.5  # load of each core; a run alone reaches 1
 NODES = Path("/sys/devices/system/node")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from samecurve.distributed import network
 from samecurve.specs.environment import version
-from samecurve.storage.host import machine
+from samecurve.storage.file_lock import machine
 from samecurve.strategy import preflight
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "safetensors", "numpy")

@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from samecurve.bench import collectives
 from samecurve.distributed import network
-from samecurve.doctor import examination, shared_folder, world_checks
+from samecurve.doctor import examination, host_checks, shared_folder
 from samecurve.doctor.findings import Finding, failed
 from samecurve.doctor.host import HostFacts
 from samecurve.doctor.shared_folder import SharedFolder
@@ -83,7 +83,7 @@ def _compare(world: World, facts: HostFacts, own: list[Finding], output_dir: str
         Finding(**{**finding, "host": hosts[rank].host}) for rank in hosts for finding in members[rank]["findings"]
     ]
     if len(hosts) > 1:
-        results += world_checks.compare(list(hosts.values()))
+        results += host_checks.compare(list(hosts.values()))
         results.append(_clocks(world, hosts))
     if output_dir:
         results.append(_shared_folder(world, hosts, Path(output_dir)))
@@ -184,7 +184,7 @@ def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
     times = world.all_gather("clock", time.time())
     # a host that died meanwhile says nothing here; the process group will name it
     first = times.get(0, times[world.rank])
-    return world_checks.clocks({facts.host: times[rank] - first for rank, facts in hosts.items() if rank in times})
+    return host_checks.clocks({facts.host: times[rank] - first for rank, facts in hosts.items() if rank in times})
 
 
 def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Path) -> Finding:
@@ -233,7 +233,7 @@ def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
     names = {rank: facts.host for rank, facts in hosts.items()}
     promised = [facts.speeds[facts.route] for facts in hosts.values() if facts.route in facts.speeds]
     results = list(
-        world_checks.links(
+        host_checks.links(
             {(names[a], names[b]): speed for (a, b), speed in speeds.items()}, min(promised, default=0) * 1e6 / 8
         )
     )

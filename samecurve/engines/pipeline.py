@@ -42,8 +42,8 @@ from samecurve.models.weights import load_weights
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
-from samecurve.strategy.deepspeed_config import resolve_auto
 from samecurve.strategy.parallel_dims import ParallelDims
+from samecurve.strategy.plan import resolve_auto
 
 if TYPE_CHECKING:
     from samecurve.accelerator.accelerator import Accelerator

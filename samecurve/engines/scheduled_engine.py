@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.profiler import record_function
 
-from samecurve.accelerator import fsdp
+from samecurve.accelerator import fsdp, mesh
 from samecurve.accelerator.gradient_norm import num_copies, place_gradients, squares_share
 from samecurve.accelerator.sharded_state import DTensorShards
-from samecurve.engines import grad_cache, live_mesh, schedule_stages, tensor_parallel
+from samecurve.engines import grad_cache, schedule_stages, tensor_parallel
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums, measure_of
 from samecurve.engines.loss_implementation import last_stage_takes_chunks
@@ -30,7 +30,6 @@ from samecurve.engines.schedule_stages import HeadChunks, LocalStages
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.engines.teacher import StagedTeacher
-from samecurve.engines.timed_stage import TimedStage
 from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout
@@ -44,7 +43,7 @@ from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.precision import PRECISIONS, compute_dtype
 from samecurve.strategy.parallel_dims import DIMENSIONS
-from samecurve.strategy.timetables import ScheduleRun
+from samecurve.strategy.timetables import Pass, ScheduleRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -301,7 +300,7 @@ class ScheduledEngine:
             weight_dtype=dtype_name(next(iter(weights.values())).dtype),
             reduce_dtype="fp32" if sharded else None,
             sharded=sharded,
-            **live_mesh.describe([*weights.values()], groups),
+            **mesh.describe_live_mesh([*weights.values()], groups),
             num_teacher_parameters_per_rank=taught.num_parameters_per_rank if taught else 0,
             loss_implementation="chunked" if self._chunks else "full",
             # they are reduced after the step's last backward pass
@@ -313,3 +312,34 @@ class ScheduledEngine:
 
 
 _OF_STAGE = ("dp_replicate", "dp_shard", "tp")  # ranks that differ in these have the same stages
+
+
+class TimedStage(PipelineStage):
+    """A PipelineStage with a profiler range around each pass. Sends and receives are outside of the ranges.
+
+    Args:
+        begin: called with a micro-batch's number before each of its passes, because the passes of micro-batches
+            alternate.
+    """
+
+    def __init__(self, begin: Callable[[int], None], *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._begin = begin
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._range("F", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._range("B" if full_backward else "I", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._range("W", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _range(self, kind: str, micro_batch: int) -> record_function:
+        self._begin(micro_batch)
+        return record_function(Pass(self.stage_index, kind, micro_batch).range)

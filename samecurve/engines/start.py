@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shlex
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,15 +24,15 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from samecurve.accelerator import cpu_bridge, launch_env, shared_gpu
+from samecurve.accelerator import cpu_bridge, launch_env
 from samecurve.accelerator.accelerator import Accelerator
-from samecurve.distributed import allocator, control_group, flight_recorder, network, torch_libraries
+from samecurve.distributed import control_group, flight_recorder, network
 from samecurve.distributed.cpu_workers import share_of_cores
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
 from samecurve.models.attention import cudnn
 from samecurve.specs.precision import compute_dtype, torch_dtype
-from samecurve.strategy.deepspeed_config import resolve_auto
+from samecurve.strategy.plan import resolve_auto
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
@@ -42,9 +47,9 @@ def start(plan: Plan) -> Accelerator:
     """
     strategy, recipe = plan.strategy, plan.recipe
     _prepare_environment(plan)
-    torch_libraries.quote_path()
+    quote_path()
     if cpu_bridge.needed():
-        allocator.keep_freed_memory()
+        keep_freed_memory()
         cpu_bridge.prepare(strategy.distributed, strategy.shards_model, strategy.deepspeed is not None)
     if cpu_bridge.needed() or strategy.offloads_optimizer:
         torch.set_num_threads(num_threads())
@@ -65,7 +70,7 @@ def start(plan: Plan) -> Accelerator:
         **plugins(plan),
     )
     set_seed(recipe.seed, device_specific=True)  # not read by initial weights, row order or dropout masks
-    accelerator.scaler = None  # fp16's loss scale goes by the global norm, see loss_scaler.py
+    accelerator.scaler = None  # fp16's loss scale goes by the global norm, see LossScale
     if cpu_bridge.needed():
         cpu_bridge.adjust(accelerator, recipe.precision)
         cpu_bridge.check(accelerator, strategy)
@@ -103,7 +108,7 @@ def _prepare_environment(plan: Plan) -> None:
         flight_recorder.enable()
     launch_env.export_launch_env(strategy)
     network.choose_interface()
-    shared_gpu.prepare()
+    cpu_bridge.share_gpus()
     launch_env.rejoin_after_restart(cpu_bridge.backend(strategy), control_group.TIMEOUT)
 
 
@@ -135,3 +140,42 @@ def plugins(plan: Plan) -> dict:
     # set after construction: Accelerate 1.15 rejects the option for FSDP2 in the constructor; fsdp.py implements it
     plugin.forward_prefetch = strategy.fsdp_forward_prefetch
     return {"fsdp_plugin": plugin}
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_TRIM_BYTES = 2**31 - 1  # the maximum of a C int
+# Larger blocks are still returned to the kernel: keeping them fragments the heap, because the gaps between them are too
+# small for blocks of their size. glibc before 2.35 accepts at most 2 ** 25 (HEAP_MAX_SIZE / 2 in its malloc.c).
+_KEPT_BYTES = 2**26, 2**25
+
+
+def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Make glibc keep the memory that a step frees for the next step.
+
+    By default glibc returns large blocks to the kernel, which hands them out again page by page and clears each page:
+    31,600 page faults in a step of benchmarks/speed/pretrain.yaml, of which 1,700 are left. Other C libraries have no
+    such call. Malloc settings of the user take precedence.
+
+    Returns:
+        Whether the setting is in effect.
+    """
+    own = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" and not own else None
+    if mallopt is None or not any(mallopt(_MMAP_THRESHOLD, most) for most in _KEPT_BYTES):
+        return False  # setting only the trim threshold would stop glibc from adapting its mmap threshold
+    return bool(mallopt(_TRIM_THRESHOLD, _TRIM_BYTES))
+
+
+def quote_path() -> None:
+    """Let torch.compile on a CPU, and DeepSpeed's operators, be compiled where torch's path has a space.
+
+    Both give this path to a shell's words, `-L{TORCH_LIB_PATH}`, without quotes (read in torch 2.13:
+    utils/cpp_extension.py and _inductor/cpp_builder.py; the linker then finds no libtorch).
+    """
+    spec = find_spec("torch")
+    assert spec and spec.origin
+    path = str(Path(spec.origin).parent / "lib")
+    if path != shlex.quote(path):
+        from torch.utils import cpp_extension  # a tenth of a second
+
+        cpp_extension.TORCH_LIB_PATH = shlex.quote(path)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from samecurve.accelerator import fsdp
-from samecurve.engines import context_parallel, zero3_partition
+from samecurve.accelerator import deepspeed_introspection, fsdp
+from samecurve.engines import context_parallel
 from samecurve.engines.schedule_stages import LocalStages
 from samecurve.engines.start import computes_in_copies
 from samecurve.errors import ConfigurationError
@@ -159,7 +159,7 @@ def _partitioned(accelerator: Accelerator, skeleton: PreTrainedModel) -> nn.Modu
     config = accelerator.deepspeed_plugin.deepspeed_config
     zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
     config = {**config, "zero_optimization": zero}
-    with_weights = _frozen(skeleton, zero3_partition.context(config))
+    with_weights = _frozen(skeleton, deepspeed_introspection.zero3_init(config))
     engine, *_ = deepspeed.initialize(model=with_weights, config=config)
     return engine
 

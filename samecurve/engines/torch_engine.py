@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -13,18 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.accelerator import fsdp
+from samecurve.accelerator import fsdp, mesh
 from samecurve.accelerator.gradient_norm import num_copies
-from samecurve.accelerator.loss_scaler import LossScale
 from samecurve.accelerator.sharded_state import DTensorShards
-from samecurve.engines import (
-    context_parallel,
-    expert_parallel,
-    live_mesh,
-    router_loss,
-    sequence_parallel,
-    tensor_parallel,
-)
+from samecurve.engines import context_parallel, expert_parallel, router_loss, tensor_parallel
 from samecurve.engines.accelerated import AcceleratedEngine
 from samecurve.engines.context_parallel import SequencePart
 from samecurve.engines.first_step import FirstStep
@@ -237,10 +230,38 @@ class TorchEngine(AcceleratedEngine):
             reduce_dtype=dtype_name(reduced) if reduced else None,
             whole_gradient_bytes=fsdp.whole_gradient_bytes(self.plan, self.shapes, reduced),
             sharded=isinstance(self.model, FSDPModule),
-            **live_mesh.describe(weights, groups),
+            **mesh.describe_live_mesh(weights, groups),
             context_parallel=exchanging.name if exchanging else "",
-            tp_sequence_parallel=sequence_parallel.cuts_sequence(self.module),
+            tp_sequence_parallel=tensor_parallel.cuts_sequence(self.module),
             offload=offload,
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(self.module)),
         )
+
+
+@dataclass
+class LossScale:
+    """Loss scale that halves on overflow and doubles after `growth_interval` good steps.
+
+    After Micikevicius et al. 2018, arXiv:1710.03740. torch.amp.GradScaler checks the local gradients for overflow;
+    under FSDP2 these are shards, so ranks could disagree about skipping a step.
+    """
+
+    value: float = 2.0**16  # this and the interval are the defaults of torch.amp.GradScaler
+    growth_interval: int = 2000
+    minimum: float = 1.0
+    good_steps: int = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the scale is at its minimum, so that an overflow means that the gradient itself is not finite."""
+        return self.value <= self.minimum
+
+    def update(self, applied: bool) -> None:
+        """Adapt the scale to a finished step. Call it on all ranks with the same value."""
+        if not applied:
+            self.value, self.good_steps = max(self.value / 2, self.minimum), 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from samecurve.accelerator import deepspeed_introspection
 from samecurve.accelerator.sharded_state import Zero3Shards, Zero12Shards
-from samecurve.engines import router_loss, zero3_partition
+from samecurve.engines import router_loss
 from samecurve.engines.accelerated import AcceleratedEngine
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.loss_implementation import install_loss
@@ -76,7 +76,7 @@ class ZeroEngine(AcceleratedEngine):
         if plan.strategy.zero_stage < 3:
             return torch.device(self.device)
         assert self.accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
-        return zero3_partition.context(self.accelerator.deepspeed_plugin.deepspeed_config)
+        return deepspeed_introspection.zero3_init(self.accelerator.deepspeed_plugin.deepspeed_config)
 
     def _prepare(self, model: nn.Module, settings: Optimizer) -> None:
         """Hand the model to DeepSpeed, with an optimizer, and find this rank's shards of both."""
@@ -196,7 +196,7 @@ class ZeroEngine(AcceleratedEngine):
             weight_dtype=dtype_name(engine.get_data_types()[0]),
             sharded=hasattr(next(engine.parameters()), "ds_id"),
             offload=offload,
-            secondary_partition=zero3_partition.secondary_partition(engine.module),
+            secondary_partition=deepspeed_introspection.secondary_partition(engine.module),
             loss_implementation=self.forward.loss_implementation,
             kernels=tuple(liger.replaced(engine.module)),
         )

@@ -13,16 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from samecurve.checkpoint.compatibility import refusals
 from samecurve.checkpoint.format import CheckpointReader
-from samecurve.checkpoint.resume import read_state
+from samecurve.checkpoint.resume import read_state, refusals
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
 from samecurve.export.hf_export import ExportTarget, export, out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.interfaces.engine import dtype_name
-from samecurve.interfaces.fingerprint import identity
 from samecurve.interfaces.region import Region
+from samecurve.interfaces.task import identity
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weight_files import header, read, weight_files

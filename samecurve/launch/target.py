@@ -15,7 +15,7 @@ from samecurve.strategy.resolve import resolve_plan
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
 CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
-MOST_LOSSES = "1000"  # of hosts in one run; repeated failures at one step end it earlier, see run/failures.py
+MOST_LOSSES = "1000"  # of hosts in one run; repeated failures at one step end it earlier, see run/run_directory.py
 
 
 class Variable(str):
@@ -127,7 +127,7 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
         # without --strategy: accelerate's config file is the strategy
         return [*start, "--main_process_port", port, *target.script, *target.overrides]
     if launcher == "slurm":
-        return ["python", *under]  # srun starts every rank; strategy/slurm.py reads its variables
+        return ["python", *under]  # srun starts every rank; strategy/launchers.py reads its variables
     if launcher == "kubernetes":
         meeting = [Variable("--node_rank=$(JOB_COMPLETION_INDEX)"), f"--nproc_per_node={devices}"]
         meeting += ["--master_addr=samecurve-0.samecurve", f"--master_port={port}"]

@@ -1,4 +1,4 @@
-"""Metrics of each optimizer step: loss, throughput, and utilization of the device's peak (MFU, HFU)."""
+"""Metrics of each optimizer step: loss, throughput, use of the device's peak (MFU, HFU), waiting for data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.accelerator.accelerator import Accelerator
-    from samecurve.config.schema import Recipe
+    from samecurve.config.schema import Data, Recipe
     from samecurve.interfaces.engine import StepResult
     from samecurve.interfaces.task import Task
-
 
 SMOOTHING = 0.9
 GROUPS = {
@@ -252,3 +252,42 @@ def device_memory_bytes(device: torch.device, processes: int) -> int:
 
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(processes, 1)
+
+
+WINDOW_STEPS = 50
+FEWEST_STEPS = 20  # a start waits for workers that begin; too few steps would give that wait too much weight
+THRESHOLD = 0.05
+
+
+class WaitAdvice:
+    """Monitors the share of time that rank 0 spent waiting for data, over the last WINDOW_STEPS steps together."""
+
+    def __init__(self, data: Data):
+        self._data = data
+        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (seconds of waiting, seconds of step)
+        self._first, self._reported = True, False
+
+    def after(self, record: dict) -> str:
+        """Return the advice when THRESHOLD is first exceeded, else "". record: the step's line of metrics.jsonl."""
+        if self._reported or self._first:
+            self._first = False
+            return ""
+        seconds = record["step_seconds"]
+        self._steps.append((record["data_wait_fraction"] * seconds, seconds))
+        waited, all_seconds = map(sum, zip(*self._steps, strict=True))
+        if len(self._steps) < FEWEST_STEPS or waited <= THRESHOLD * all_seconds:
+            return ""
+        self._reported = True
+        share = f"{waited / all_seconds:.0%} of the time of the last {len(self._steps)} steps"
+        return f"waiting for data took {share}: {self._fix()}"
+
+    def _fix(self) -> str:
+        if self._data.streaming:
+            return (
+                "the stream is read and tokenised too slowly; data.streaming=false tokenises the data before training"
+            )
+        workers = self._data.num_workers
+        return (
+            f"data.num_workers is {workers}; try {max(1, 2 * workers)}, or measure how many are enough: "
+            "python -m samecurve bench dataloader RECIPE"
+        )

@@ -30,7 +30,7 @@ from transformers import __version__ as transformers_version
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from samecurve.config.documents import suggest
-from samecurve.config.rules_model_config import size_problems
+from samecurve.config.rules_model import size_problems
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import choose_attention

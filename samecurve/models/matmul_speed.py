@@ -211,7 +211,7 @@ def _alternatives(precision: str, device: torch.device) -> list[str]:
 
 
 def _fix(recipe: Recipe, precision: str) -> str:
-    """Describe the change of precision, including keys that require bf16 (rules_optimizer.py, rules_memory.py)."""
+    """Describe the change of precision, including keys that require bf16 (config/rules_training.py)."""
     keys = {"precision": precision}
     if precision != "bf16" and recipe.optimizer.name == "adamw_bf16":
         keys["optimizer.name"] = "adamw"

@@ -39,7 +39,7 @@ class Trial(NamedTuple):
 def build(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> torch.optim.Optimizer:
     """See build_optimizer."""
     optimizer = _construct(groups, settings)
-    # samecurve/engines/optimizer_state.py creates the states of a weight before its first update
+    # samecurve/accelerator/sharded_state.py creates the states of a weight before its first update
     optimizer.empty_state = partial(_empty_state, _trial(settings))  # type: ignore[attr-defined]
     return optimizer
 

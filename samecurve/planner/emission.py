@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from samecurve.config import loader
-from samecurve.config.overrides import latest_overrides
+from samecurve.config.inheritance import latest_overrides
 from samecurve.errors import ConfigurationError
 from samecurve.launch import scripts
 from samecurve.launch.target import Target, command, read_back, unnamed

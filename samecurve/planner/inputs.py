@@ -10,7 +10,7 @@ from typing import Any
 
 from samecurve.config import loader
 from samecurve.config.documents import Document, format_problems, merge_blocks, read_document
-from samecurve.config.overrides import apply_override
+from samecurve.config.inheritance import apply_override
 from samecurve.config.schema import Adapter, Memory, Recipe
 from samecurve.config.schema_data import SMALLEST_VOCABULARY
 from samecurve.config.schema_training import Batch

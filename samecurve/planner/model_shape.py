@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samecurve.config.rules_model_config import size_problems
+from samecurve.config.rules_model import size_problems
 from samecurve.errors import ConfigurationError
 from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families
 from samecurve.storage.records import read_record

@@ -30,7 +30,7 @@ class Beat:
     """Content of one heartbeat file.
 
     Attributes:
-        machine: equal for processes whose process ids can be compared, see `storage.host.machine`.
+        machine: equal for processes whose process ids can be compared, see `storage.file_lock.machine`.
         num_phases: number of calls of `HangWatchdog.phase`.
         num_marks: number of calls of `HangWatchdog.progress` since the last call of `phase`.
         idle_seconds: time since the last call of either.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from samecurve.config import own_code
 from samecurve.distributed.cpu_workers import num_cores
-from samecurve.interfaces.fingerprint import identity
+from samecurve.interfaces.task import identity
 from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.models.weights import constant_tensors

@@ -16,22 +16,21 @@ Only rank 0 writes. On other ranks the same calls do nothing, so that the traini
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from samecurve.checkpoint.manifest import list_checkpoints, step_of
-from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError, StorageError
-from samecurve.run import failures as restarts
-from samecurve.run.status import STATUS, counted, read_status, split_refused, with_refused
+from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, SamecurveError, StorageError
+from samecurve.run.status import REFUSED, STATUS, counted, read_status, split_refused, with_refused
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json
 from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder, next_free
 from samecurve.storage.jsonl import JsonlFile, last_record, scan
 from samecurve.storage.records import COUNT, are_numbers, is_number
-from samecurve.strategy.restarts import STARTING_OVER, is_restart
+from samecurve.strategy.launchers import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
 RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl", BAD_ROWS)
@@ -122,8 +121,8 @@ class RunDirectory:
         # a killed start may have moved status.json to `previous/N/` already
         folders = (self.path, *reversed(previous_folders(self.path)))
         last = next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
-        self._failures = restarts.count_failures(last, last_step(self.path))
-        restarts.check_repeated_failures(self._failures, last, os.environ)
+        self._failures = count_failures(last, last_step(self.path))
+        check_repeated_failures(self._failures, last, os.environ)
         self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
         self._present = self._find_present()
         if self.continues:
@@ -329,3 +328,45 @@ def iterate_metrics(path: Path) -> Iterator[dict | None]:
         if record is not None and not are_numbers(record):
             record = {key: value for key, value in record.items() if is_number(value) or key == "expert_share"}
         yield record
+
+
+MOST_FAILURES = 3
+
+
+def count_failures(status: Mapping, last_step: int) -> dict:
+    """Count consecutive failures at one step, including the last start's.
+
+    A refused start counts as a failure at the step from which it would have resumed.
+
+    Args:
+        status: the status.json of the last start.
+        last_step: the last step in metrics.jsonl, 0 if there is none.
+
+    Returns:
+        `failing_step` and `failures` (the keys in `status.COUNTED`); {} if the last start did not fail.
+    """
+    last = {**status, **status.get(REFUSED, {})}
+    # a status that still says running is that of a killed process
+    if REFUSED not in status and status.get("state") not in ("running", "failed"):
+        return {}
+    if (last.get("exit_code") or 0) > 128:  # 128 + signal number: the run was ended from outside, the step did not fail
+        return counted(last)
+    step = last_step + 1
+    times = last.get("failures", 0) + 1 if last.get("failing_step") == step else 1
+    return {"failing_step": step, "failures": min(times, MOST_FAILURES)}
+
+
+def check_repeated_failures(failures: Mapping, status: Mapping, environ: Mapping[str, str]) -> None:
+    """Raise RepeatedFailureError if this is an automatic restart after MOST_FAILURES failures at one step.
+
+    Args:
+        failures: the result of `count_failures`.
+        status: the status.json of the last start, whose reason is quoted.
+        environ: tells whether this start is an automatic restart.
+    """
+    if failures.get("failures", 0) < MOST_FAILURES or not is_restart(environ):
+        return
+    start = f"step {failures['failing_step']} failed {MOST_FAILURES} times in a row, so it is not tried again"
+    last = {**status, **status.get(REFUSED, {})}.get("reason") or "the processes ended without giving a reason"
+    # The last start may itself have been refused with this message, if the launcher keeps restarting: do not nest it.
+    raise RepeatedFailureError(last if last.startswith(start) else f"{start}; the last time: {last}")

@@ -22,7 +22,7 @@ from samecurve.run.heartbeat import STALE_BEATS, Heartbeats
 from samecurve.run.liveness import Liveness
 from samecurve.run.stack_dump import COLLECT_SECONDS, Stacks
 from samecurve.storage.fault_injection import fault_point
-from samecurve.storage.host import machine
+from samecurve.storage.file_lock import machine
 
 GRACE_SECONDS = 2.0  # for a responsive main thread to report its own error
 REPORT_SECONDS = 15.0  # for another rank's heartbeat to say that it has reported the error

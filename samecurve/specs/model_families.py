@@ -75,7 +75,7 @@ FACTS = {
     # Packed, and its attention function can be replaced. codegen, gpt_neo and gptj compute attention themselves or
     # choose it from their own tables; gemma2 and vaultgemma cap the scores.
     "varlen",
-    # It scales or caps its logits, so that the loss cannot be computed in chunks (losses/chunkable.py).
+    # It scales or caps its logits, so that the loss cannot be computed in chunks (engines/loss_implementation.py).
     "whole_logits",
     # What a layer keeps for the backward pass beside what Llama's keeps, by torch's MemTracker: norms of queries and
     # keys; norms behind attention and MLP, before the residual is added; norms that scale in fp32.

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import socket
 import threading
 import time
 import uuid
@@ -17,7 +18,6 @@ from typing import IO
 import psutil
 
 from samecurve.errors import ConfigurationError, StorageError
-from samecurve.storage.host import machine
 from samecurve.storage.records import COUNT, read_record
 
 try:
@@ -229,3 +229,17 @@ def _age(path: Path) -> float:
         return math.inf
     finally:
         probe.unlink(missing_ok=True)
+
+
+def machine() -> str:
+    """Return a text that is the same for all processes whose process ids can be compared.
+
+    Built from host name, boot id and process id namespace. The host name alone is not enough: cloned machines have the
+    same one, and each container has process ids of its own.
+    """
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)

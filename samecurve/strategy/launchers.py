@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,7 +106,7 @@ def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
     # deepspeed sets CROSS_SIZE (the number of nodes) when given --no_local_rank.
     if local_rank is not None or "CROSS_SIZE" in environ:
         return "deepspeed"
-    # strategy/slurm.py sets RANK to SLURM_PROCID; other launchers in a job number their ranks themselves
+    # strategy/launchers.py sets RANK to SLURM_PROCID; other launchers in a job number their ranks themselves
     return "srun" if "RANK" in environ and environ["RANK"] == environ.get("SLURM_PROCID") else "python"
 
 
@@ -223,3 +225,58 @@ def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Ma
         if flag not in _FREE_FLAGS:
             text = "given to accelerate launch, but the strategy's file sets this; remove the flag"
             yield ConfigProblem(COMMAND_LINE, f"--{flag}", text)
+
+
+def slurm_variables(environ: Mapping[str, str], first_host: Callable[[str], str] | None = None) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE and the like for a task of srun; {} under another launcher, or for a single task.
+
+    A batch script is task 0 of no step: only the step's own slurm_variables tell what srun started.
+
+    Args:
+        first_host: replaces `scontrol show hostnames` in tests.
+    """
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "RANK" in environ or tasks < 2:
+        return {}
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(_tasks_here(environ, tasks)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or (first_host or _first_host)(environ["SLURM_STEP_NODELIST"]),
+        # the same for all tasks of a job, and another one for a job that shares the node
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 20000),
+    }
+
+
+def _tasks_here(environ: Mapping[str, str], tasks: int) -> int:
+    """Return the number of the step's tasks on this node. SLURM writes those of all nodes as 4(x2),3."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, times in groups for _ in range(int(times or 1))]
+    node = int(environ.get("SLURM_NODEID", "0"))
+    if node < len(counts):
+        return counts[node]
+    return max(1, tasks // int(environ.get("SLURM_STEP_NUM_NODES", "1")))
+
+
+def _first_host(nodes: str) -> str:
+    command = ["scontrol", "show", "hostnames", nodes]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+
+
+# A file in output_dir from the start of a --fresh run until the old checkpoints have been moved aside.
+STARTING_OVER = ".starting_over"
+
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether the same command was started again by torchrun --max-restarts or requeued by SLURM, not by a person."""
+    return any(environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
+
+
+def continues_own_run(environ: Mapping[str, str], output_dir: str) -> bool:
+    """Whether this is a restart that finds checkpoints of its own run, not those that --fresh has yet to move aside."""
+    folder = Path(output_dir)
+    own = any((folder / "checkpoints").glob("step_*")) and not (folder / STARTING_OVER).exists()
+    return is_restart(environ) and own

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samecurve.config.documents import Document, KeyPath, describe, suggest
-from samecurve.config.rules_profile import check_ranks
+from samecurve.config.rules_training import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.data_names import WIDTH_MULTIPLE

@@ -16,7 +16,7 @@ import numpy as np
 
 from samecurve.data.batches import EvaluationBatches
 from samecurve.errors import NumericError, SamecurveError
-from samecurve.interfaces.fingerprint import identity
+from samecurve.interfaces.task import identity
 from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import versions

@@ -25,15 +25,13 @@ from samecurve.export.hf_export import ExportTarget, export
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.export.verification import Verification, sample_batch
 from samecurve.metrics.console import Progress
-from samecurve.metrics.data_wait import WaitAdvice
-from samecurve.metrics.meter import Meter
+from samecurve.metrics.meter import Meter, WaitAdvice
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
 from samecurve.models.weights import constant_tensors
 from samecurve.run.run_directory import SAMPLES
 from samecurve.storage.jsonl import JsonlFile
-from samecurve.training.early_stopping import EarlyStopping
-from samecurve.training.evaluator import Evaluation
+from samecurve.training.evaluator import EarlyStopping, Evaluation
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.sample_texts import write_samples

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from samecurve.accelerator.trackers import Trackers, failure
 from samecurve.checkpoint import commit
-from samecurve.checkpoint.compatibility import without_effect
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.manifest import list_checkpoints
 from samecurve.checkpoint.mirror import Mirror
-from samecurve.checkpoint.resume import read_state
+from samecurve.checkpoint.resume import read_state, without_effect
 from samecurve.data.batches import StepBatches
 from samecurve.data.row_checks import write_bad_rows
 from samecurve.distributed.control_group import ControlGroup, StopVote
@@ -24,8 +23,7 @@ from samecurve.errors import ConfigurationError, NothingToDo, StorageError
 from samecurve.export.hf_export import ExportTarget
 from samecurve.interfaces.task import InitialState
 from samecurve.metrics.console import Progress
-from samecurve.metrics.data_wait import WaitAdvice
-from samecurve.metrics.meter import Meter
+from samecurve.metrics.meter import Meter, WaitAdvice
 from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import choice, cudnn
 from samecurve.models.compilation import Recompilations
@@ -40,11 +38,10 @@ from samecurve.storage import trusted_code
 from samecurve.storage.atomic import json_values, known_cause
 from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.object_store import ObjectStore
-from samecurve.strategy.restarts import is_restart
+from samecurve.strategy.launchers import is_restart
 from samecurve.tasks import registry
 from samecurve.training import room
-from samecurve.training.early_stopping import EarlyStopping
-from samecurve.training.evaluator import Evaluation, due
+from samecurve.training.evaluator import EarlyStopping, Evaluation, due
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.prediction import predict

@@ -9,7 +9,7 @@ import torch
 
 import train
 from samecurve.data.batches import StepBatches
-from samecurve.metrics import data_wait
+from samecurve.metrics import meter
 from samecurve.run import lifecycle
 
 whole = StepBatches._whole
@@ -23,6 +23,6 @@ def slowly(batches, step):
 
 if __name__ == "__main__":
     torch.compile = partial(torch.compile, backend="eager")
-    data_wait.FEWEST_STEPS = 3
+    meter.FEWEST_STEPS = 3
     StepBatches._whole = slowly
     lifecycle.end_with(train.main)

@@ -20,7 +20,7 @@ import pytest
 from benchmarks.machine import commit, description
 from benchmarks.ports import free_port
 from samecurve.bench.step import write_changed
-from samecurve.config.overrides import latest_overrides
+from samecurve.config.inheritance import latest_overrides
 from samecurve.storage.atomic import utc_timestamp
 
 ROOT = Path(__file__).resolve().parents[2]

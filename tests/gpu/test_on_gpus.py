@@ -18,7 +18,7 @@ from harness import LLAMA, RECIPE, ROOT, Run, Workspace, launch_command
 from test_equal_curves import ENGINES as ON_A_CPU
 from test_equal_curves import SCHEDULES
 
-from samecurve.accelerator import shared_gpu
+from samecurve.accelerator import cpu_bridge
 from samecurve.bench.memory_probe import CONTEXT, KERNELS
 from samecurve.optim import adamw_bf16
 from samecurve.planner.calibrate import COMMUNICATORS
@@ -84,7 +84,7 @@ CASES = [
     for world in WORLDS  # those that the strategy can be spread over
     if place_strategy(ROOT / "configs" / f"{name}.yaml", world).world_size == world
 ]
-# gloo has no point-to-point transfers of device memory, see accelerator/shared_gpu.py
+# gloo has no point-to-point transfers of device memory, see accelerator/cpu_bridge.py
 CASES = [(name, world) for name, world in CASES if name not in SCHEDULES or world <= min(NUM_DEVICES, 4)]
 CASES += [("pipeline", NUM_DEVICES)] if NUM_DEVICES > 1 else []
 CASES += [("tp", 2)]  # the one number that its file allows; a single GPU is shared
@@ -114,7 +114,7 @@ def probe(workspace):
         command = launch_command("torchrun" if path else "python", path, world, workspace.folder, str(PROBE))
         command += [str(workspace.recipe), *OVERRIDES, rows_at_once(strategy, world), f"precision={precision}"]
         command += ["--strategy", str(path)] if path else []
-        shares = {shared_gpu.VARIABLE: "1"} if world > NUM_DEVICES else {}
+        shares = {cpu_bridge.SHARE_GPUS: "1"} if world > NUM_DEVICES else {}
         run = workspace.execute(command, workspace.folder, CASES=f'{{"case": {keys}}}', **shares, **environment)
         assert run.returncode == 0, run.output
         found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])["case"]

@@ -13,7 +13,7 @@ from test_model_card import facts
 
 from samecurve.cli import commands as cli
 from samecurve.cli import summary
-from samecurve.config.overrides import latest_overrides
+from samecurve.config.inheritance import latest_overrides
 from samecurve.config.schema import Recipe
 from samecurve.inference import generation
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.distributed import allocator
+from samecurve.engines import start
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = 2**25 // 4096
@@ -21,7 +21,7 @@ import sys
 
 import torch
 
-from samecurve.distributed.allocator import keep_freed_memory
+from samecurve.engines.start import keep_freed_memory
 
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages of 4 KiB wherever this runs
 kept = keep_freed_memory() if sys.argv[1] == "keep" else False
@@ -53,8 +53,8 @@ def probe(wanted: str) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_"])
 def test_settings_of_the_user_stay(name):
-    assert not allocator.keep_freed_memory({name: "1"})
-    assert not allocator.keep_freed_memory({"GLIBC_TUNABLES": f"glibc.malloc.{name[7:].lower().strip('_')}=1"})
+    assert not start.keep_freed_memory({name: "1"})
+    assert not start.keep_freed_memory({"GLIBC_TUNABLES": f"glibc.malloc.{name[7:].lower().strip('_')}=1"})
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_other_c_libraries(most, told, monkeypatch):
         seen.append((name, value))
         return int(name == -1 or value <= most)
 
-    monkeypatch.setattr(allocator.sys, "platform", "linux")
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
-    assert allocator.keep_freed_memory({}) is (most > 0) and seen == told
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: SimpleNamespace())  # musl
-    assert not allocator.keep_freed_memory({})
+    monkeypatch.setattr(start.sys, "platform", "linux")
+    monkeypatch.setattr(start.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    assert start.keep_freed_memory({}) is (most > 0) and seen == told
+    monkeypatch.setattr(start.ctypes, "CDLL", lambda _: SimpleNamespace())  # musl
+    assert not start.keep_freed_memory({})

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from samecurve.bench import barrier, collectives, dataloader, gemm_shapes, matmul, options, printing, step, timing
+from samecurve.bench import collectives, dataloader, gemm_shapes, matmul, options, printing, step, timing
 from samecurve.bench.gemm_shapes import Width
 from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant
 from samecurve.cli import commands
@@ -129,13 +129,13 @@ def test_sizes(monkeypatch):
 
 def test_lateness_by_hand(capsys):
     """Seconds that two ranks waited in three rounds: the second came later in the first two."""
-    found = barrier.from_waits([[5, 4, 1], [1, 2, 1.5]])
+    found = collectives.from_waits([[5, 4, 1], [1, 2, 1.5]])
     assert found.seconds == 1  # the median of 1, 2 and 1
-    assert found.arrivals[0] == barrier.Arrival(0, 0, 0.5, 1 / 3)
-    assert found.arrivals[1] == barrier.Arrival(1, 2, 4, 2 / 3)
-    barrier.report(found)
+    assert found.arrivals[0] == collectives.Arrival(0, 0, 0.5, 1 / 3)
+    assert found.arrivals[1] == collectives.Arrival(1, 2, 4, 2 / 3)
+    collectives.report_barrier(found)
     assert "rank 1" in capsys.readouterr().out
-    barrier.report(barrier.from_waits([[rank] for rank in range(20)]))
+    collectives.report_barrier(collectives.from_waits([[rank] for rank in range(20)]))
     told = capsys.readouterr().out
     assert "the latest 16 of 20 ranks" in told and "rank 0" in told and "rank 16" not in told
 

@@ -13,8 +13,9 @@ from report_cases import check_message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from samecurve.data import parallel_encoding, time_limit
+from samecurve.data import time_limit
 from samecurve.data.chat_encoder import ChatEncoder, TextEncoder
+from samecurve.data.encoder import encoded
 from samecurve.data.row_checks import BadRow
 from samecurve.data.schemas.conversation import ChatSchema, conversation
 from samecurve.data.tokenizer import CHAT_TEMPLATE
@@ -382,8 +383,8 @@ def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, told):
 
 @pytest.fixture
 def two_processes(monkeypatch):
-    monkeypatch.setattr(parallel_encoding, "_WORTH_BYTES", 0)
-    monkeypatch.setattr(parallel_encoding, "num_cores", lambda: 2)
+    monkeypatch.setattr("samecurve.data.encoder._WORTH_BYTES", 0)
+    monkeypatch.setattr("samecurve.data.encoder.num_cores", lambda: 2)
 
 
 def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
@@ -392,14 +393,14 @@ def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
     documents = [conversation(f"row {number}", row, ChatSchema()) for number, row in enumerate(rows)]
     encoder = ChatEncoder(tokenizer, ChatSchema())
-    found = list(parallel_encoding.encoded(encoder, [documents[at : at + 5] for at in range(0, 43, 5)], 1 << 30))
+    found = list(encoded(encoder, [documents[at : at + 5] for at in range(0, 43, 5)], 1 << 30))
     assert [document for part, _ in found for document in part] == documents
     return [([*one.tokens], [*one.trained]) for _, part in found for one in part], encoder.counts
 
 
 def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, monkeypatch):
     shared = encoded_in_batches(make(UNMARKED))
-    monkeypatch.setattr(parallel_encoding, "num_cores", lambda: 1)
+    monkeypatch.setattr("samecurve.data.encoder.num_cores", lambda: 1)
     assert shared == encoded_in_batches(make(UNMARKED))
     assert shared[1]["messages_with_special_tokens"] == 43
 
@@ -410,7 +411,7 @@ def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):
     row = [{"role": "user", "content": "what is 23?"}, {"role": "assistant", "content": "a"}]
     rows = [{"messages": [{**row[0], "content": f"what is {n}?"}, row[1]]} for n in range(43)]
     documents = [conversation(f"row {n}", row, ChatSchema()) for n, row in enumerate(rows)]
-    batches = parallel_encoding.encoded(encoder, [documents[:20], documents[20:]], 1 << 30)
+    batches = encoded(encoder, [documents[:20], documents[20:]], 1 << 30)
     found = [one for _, part in batches for one in part]
     (bad,) = (one for one in found if isinstance(one, BadRow))
     assert found.index(bad) == 23 and str(bad).startswith("row 23: the chat template cannot render")

@@ -17,8 +17,8 @@ from samecurve.checkpoint.format import (
     safetensors_chunks,
     safetensors_index,
 )
-from samecurve.checkpoint.index_excerpts import _Entries, _excerpts, open_shared
 from samecurve.checkpoint.manifest import file_name
+from samecurve.checkpoint.snapshot import _Entries, _excerpts, open_shared
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError
 from samecurve.interfaces.region import Region

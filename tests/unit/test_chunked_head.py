@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from samecurve.engines.loss_implementation import head_implementation, is_chunkable
 from samecurve.errors import ConfigurationError
 from samecurve.losses import chunked_cross_entropy
-from samecurve.losses.chunkable import head_implementation, is_chunkable
 from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums, install_chunked_head, trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 from samecurve.specs import loss_chunks

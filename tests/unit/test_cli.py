@@ -22,7 +22,7 @@ from samecurve.bench import jobs
 from samecurve.bench.jobs import Outcome, StrategyJob
 from samecurve.cli import commands, compare, summary
 from samecurve.cli.bench import commands as bench
-from samecurve.config import loader, rules_memory
+from samecurve.config import loader, rules_training
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import folders
@@ -261,7 +261,7 @@ def test_what_is_compared_in_which_precision(more, given, precision, tolerance, 
     monkeypatch.setattr(compare, "repository_root", lambda: None)
     monkeypatch.setattr(jobs, "jobs", lambda *_: [single.job])
     installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True))  # torchao is optional
-    monkeypatch.setattr(rules_memory, "importlib", installed)
+    monkeypatch.setattr(rules_training, "importlib", installed)
     found = []
     monkeypatch.setattr(jobs, "command", lambda job, recipe, settings, output: found.append(settings))
     monkeypatch.setattr(jobs, "run", lambda *_: single)

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 
-from samecurve.checkpoint.compatibility import changes, refusals, without_effect
-from samecurve.checkpoint.resume import CheckpointSelector
+from samecurve.checkpoint.resume import CheckpointSelector, changes, refusals, without_effect
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError
 from samecurve.storage.filesystem import LocalFileSystem, next_free

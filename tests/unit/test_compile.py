@@ -88,7 +88,7 @@ def test_the_loss_is_compiled_where_a_gpu_has_a_compiler(device, triton, found, 
     monkeypatch.setattr(compilation, "has_triton", lambda: triton)
     monkeypatch.setattr(compilation.shutil, "which", lambda name, path: found)
     given = []
-    monkeypatch.setattr(loss_implementation.chunkable, "head_implementation", lambda *args: "chunked")
+    monkeypatch.setattr(loss_implementation, "head_implementation", lambda *args: "chunked")
     monkeypatch.setattr(
         loss_implementation.chunked_cross_entropy, "install_chunked_head", lambda *args: given.append(args[-1])
     )

@@ -13,8 +13,8 @@ from report_cases import BLOCK, GOOD, INTEGER, NUMBER, TEXT, Plan, changed, chec
 
 from samecurve.config import rules
 from samecurve.config.documents import Document
+from samecurve.config.inheritance import apply_override, latest_overrides
 from samecurve.config.loader import load_recipe, read_recipe
-from samecurve.config.overrides import apply_override, latest_overrides
 from samecurve.config.rules import in_steps
 from samecurve.config.schema import Batch
 from samecurve.errors import ConfigurationError

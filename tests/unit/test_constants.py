@@ -11,7 +11,7 @@ from test_weights import filled, recipe
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
 
-from samecurve.checkpoint.compatibility import refusals
+from samecurve.checkpoint.resume import refusals
 from samecurve.config.schema import Recipe
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models.hf_config import constants

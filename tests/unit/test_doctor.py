@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from samecurve.config.loader import load_recipe
-from samecurve.doctor import findings, host, host_checks, shared_folder, world_checks
+from samecurve.doctor import findings, host, host_checks, shared_folder
 from samecurve.doctor.findings import Finding
 from samecurve.doctor.host import HostFacts, InstalledGpu
 from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import HostSlots, read_hostfile
-from samecurve.strategy import slurm
+from samecurve.strategy import launchers
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {"memlock": -1, "nofile": 65536}
@@ -89,7 +89,7 @@ def test_storage_that_is_too_small_or_not_ours(facts):
 
 def test_versions_that_differ_are_a_table(facts):
     other = replace(facts, host="node2", versions=facts.versions | {"torch": "2.11.0", "driver": "570.86"})
-    found = list(world_checks.compare([facts, other]))
+    found = list(host_checks.compare([facts, other]))
     assert findings.exit_code(found) == 2 and found[0].problem == "torch, driver differ between hosts"
     lines = [line.split() for line in found[0].seen.splitlines()]
     assert lines == [["torch", "driver"], ["node1", facts.versions["torch"], "-"], ["node2", "2.11.0", "570.86"]]
@@ -98,24 +98,24 @@ def test_versions_that_differ_are_a_table(facts):
 def test_gpus_and_variables_that_differ(facts):
     first = replace(facts, gpus=[GPU], variables={"NCCL_ALGO": "Ring"})
     other = replace(facts, host="node2", gpus=[GPU, replace(GPU, index=1)], variables={})
-    found = [each for each in world_checks.compare([first, other]) if each.problem]
+    found = [each for each in host_checks.compare([first, other]) if each.problem]
     assert [each.area for each in found] == ["gpus", "environment"] and not findings.exit_code(found)
     assert found[1].seen == "NCCL_ALGO: node1 Ring, node2 not set"
 
 
 def test_clocks():
-    assert not world_checks.clocks({"node1": 0.0, "node2": 0.9, "node3": -0.9}).problem
-    found = world_checks.clocks({"node1": 0.0, "node2": 0.01, "node3": -7.2})
+    assert not host_checks.clocks({"node1": 0.0, "node2": 0.9, "node3": -0.9}).problem
+    found = host_checks.clocks({"node1": 0.0, "node2": 0.01, "node3": -7.2})
     assert found.exit_code == 6 and found.problem == "clocks differ: node3 is 7.2 s behind"
 
 
 def test_the_slow_pair_is_named():
     speeds = {pair: 1.1e9 for pair in combinations(("node1", "node2", "node3", "node4"), 2)}
-    assert not list(world_checks.links(speeds, 1.25e9))[0].problem
+    assert not list(host_checks.links(speeds, 1.25e9))[0].problem
     speeds["node1", "node3"] = 1e8
-    (found,) = world_checks.links(speeds, 1.25e9)
+    (found,) = host_checks.links(speeds, 1.25e9)
     assert "node1 - node3 0.10 GB/s" in found.problem and "node2" not in found.problem
-    (found,) = world_checks.links(dict.fromkeys(speeds, 1e8), 1.25e9)
+    (found,) = host_checks.links(dict.fromkeys(speeds, 1e8), 1.25e9)
     assert found.problem == "all links are far slower than the interface promises"
 
 
@@ -157,18 +157,24 @@ def test_hostfiles(tmp_path):
 def test_tasks_of_srun():
     task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
     task |= {"SLURM_JOB_ID": "41234", "SLURM_STEP_NODELIST": "node[3-4]"}
-    found = slurm.variables(task, {"node[3-4]": "node3"}.__getitem__)
+    found = launchers.slurm_variables(task, {"node[3-4]": "node3"}.__getitem__)
     assert found == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node3",
         "MASTER_PORT": "21234",
     }  # fmt: skip
     uneven = {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_STEP_NUM_NODES": "3"}
     for node, count in enumerate(("3", "3", "2")):
-        found = slurm.variables(task | uneven | {"SLURM_NODEID": str(node)}, {"node[3-4]": "node3"}.__getitem__)
+        found = launchers.slurm_variables(
+            task | uneven | {"SLURM_NODEID": str(node)}, {"node[3-4]": "node3"}.__getitem__
+        )
         assert found["LOCAL_WORLD_SIZE"] == count
-    assert slurm.variables(task | {"RANK": "0"}) == {} == slurm.variables({"SLURM_STEP_NUM_TASKS": "1"})
+    assert (
+        launchers.slurm_variables(task | {"RANK": "0"})
+        == {}
+        == launchers.slurm_variables({"SLURM_STEP_NUM_TASKS": "1"})
+    )
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}  # of the batch script itself
-    assert slurm.variables(batch) == {}
+    assert launchers.slurm_variables(batch) == {}
 
 
 def test_a_folder_is_seen_or_not(tmp_path):

@@ -15,7 +15,7 @@ from test_doctor import GPU, check, facts, problems  # noqa: F401  a fixture
 from benchmarks.ports import free_port
 from samecurve.cli.commands import main
 from samecurve.config.loader import load_recipe
-from samecurve.doctor import examination, host, host_checks, ranks, shared_folder, world_checks
+from samecurve.doctor import examination, host, host_checks, ranks, shared_folder
 from samecurve.doctor.findings import Finding
 from samecurve.launch import ssh
 from samecurve.launch.hosts import HostSlots
@@ -45,7 +45,7 @@ def test_an_interface_that_does_not_lead_to_the_first_host(facts):  # noqa: F811
 
 def test_drivers_that_differ(facts):  # noqa: F811
     drivers = [replace(facts, host=name, versions=facts.versions | {"driver": name}) for name in ("570", "580")]
-    (found,) = [each for each in world_checks.compare(drivers) if each.problem]
+    (found,) = [each for each in host_checks.compare(drivers) if each.problem]
     assert (found.problem, found.fix) == ("driver differ between hosts", "install one driver on all hosts")
 
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from samecurve.accelerator.accelerator import Accelerator
-from samecurve.accelerator.loss_scaler import LossScale
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.forward import Forward
-from samecurve.engines.torch_engine import TorchEngine
+from samecurve.engines.torch_engine import LossScale, TorchEngine
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 from samecurve.strategy.parallel_dims import ParallelDims

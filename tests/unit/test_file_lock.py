@@ -18,8 +18,7 @@ import pytest
 from samecurve.errors import ConfigurationError, HangError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage import file_lock as locking
-from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder
-from samecurve.storage.host import machine
+from samecurve.storage.file_lock import DEAD_HOST_SECONDS, lock_folder, machine
 
 HELD_SECONDS = 0.3
 

@@ -221,10 +221,10 @@ def test_torchao_has_to_be_there(kind, installed, tmp_path, monkeypatch):
 
 
 def test_4bit_weights_have_products_of_their_own():
-    from samecurve.config import rules_memory
+    from samecurve.config import rules_training
 
     values = {"fp8": "rowwise", "precision": "bf16", "adapter.quantization": "4bit"}
-    found = [text for _, text in findings(rules_memory.RULES, values) if "torchao" not in text]
+    found = [text for _, text in findings(rules_training.MEMORY_RULES, values) if "torchao" not in text]
     assert len(found) == 1 and missing(found[0], ["rowwise", "4-bit", "off"]) == []
 
 

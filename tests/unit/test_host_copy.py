@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samecurve.checkpoint.host_copy import HostCopy, block_sizes
-from samecurve.checkpoint.snapshot import Snapshot
+from samecurve.checkpoint.snapshot import HostCopy, Snapshot, block_sizes
 from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import ShardRange
 

@@ -23,7 +23,7 @@ from samecurve.config import loader
 from samecurve.data import hub, sources
 from samecurve.data.selection import Selection
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.interfaces.fingerprint import identity
+from samecurve.interfaces.task import identity
 from samecurve.specs.data_names import is_hub_name
 from samecurve.tasks import registry
 

@@ -16,7 +16,7 @@ from report_cases import TORCHRUN, Plan, check_report, findings, message, missin
 from test_console import facts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from samecurve.config import rules_memory
+from samecurve.config import rules_training
 from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import header_lines
 from samecurve.models import liger
@@ -76,7 +76,7 @@ def test_another_activation_than_ligers_is_refused(found):
 
 @needs_liger
 def test_what_selective_save_of_products_is_rotated_twice(found):
-    """Why rules_memory.kernels refuses it; with equal gradients here the rule may go."""
+    """Why the rule on model.kernels refuses it; with equal gradients here the rule may go."""
     assert found["matmul"]["loss"] < 1e-6 and found["matmul"]["gradients"] > 0.1
 
 
@@ -158,7 +158,7 @@ def test_attention_alone_may_be_kept(monkeypatch):
         "memory.activation_checkpointing": "selective",
         "memory.selective_save": "attention",
     }
-    assert findings(rules_memory.RULES, values) == []
+    assert findings(rules_training.MEMORY_RULES, values) == []
 
 
 def recipe(kind: str, loss: str) -> SimpleNamespace:

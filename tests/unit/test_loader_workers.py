@@ -22,7 +22,7 @@ from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, Pack
 from samecurve.data.datasets.mixture import MixedRows
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.errors import DataError
-from samecurve.metrics.data_wait import FEWEST_STEPS, WaitAdvice
+from samecurve.metrics.meter import FEWEST_STEPS, WaitAdvice
 
 
 def grouped(stream):

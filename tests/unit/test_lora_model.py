@@ -12,7 +12,7 @@ from test_weights import recipe as model_recipe
 from tiny_families import run_layers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from samecurve.checkpoint import compatibility
+from samecurve.checkpoint import resume
 from samecurve.cli import commands
 from samecurve.config import loader
 from samecurve.config.schema import Adapter
@@ -246,10 +246,10 @@ def test_recipes_that_cannot_be(folders, tmp_path, override, text):
 def test_a_checkpoint_is_of_one_adapter_and_one_base():
     facts = {"recipe": {"steps": 9}, "model": {}, "data": {}, "step": 1}
     saved = facts | {"adapter": {"rank": 4, "base_model": "a"}}
-    assert compatibility.refusals(saved, saved) == []
+    assert resume.refusals(saved, saved) == []
     now = facts | {"adapter": {"rank": 8, "base_model": "b"}}
     now["recipe"] = {"steps": 9, "model": {"path": "org/b"}}
     base = "model.path: the weights of org/b are not those that the adapter of the checkpoint belongs to"
-    assert compatibility.refusals(saved, now) == [base, "adapter.rank: 4 -> 8"]
-    assert compatibility.refusals(facts, facts | {"adapter": None}) == []
-    assert compatibility.refusals(facts, saved) != []
+    assert resume.refusals(saved, now) == [base, "adapter.rank: 4 -> 8"]
+    assert resume.refusals(facts, facts | {"adapter": None}) == []
+    assert resume.refusals(facts, saved) != []

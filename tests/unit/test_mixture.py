@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from samecurve.checkpoint.compatibility import refusals
+from samecurve.checkpoint.resume import refusals
 from samecurve.config import loader
 from samecurve.config.schema import Batch
 from samecurve.data import token_store

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 from report_cases import message, write
 
-from samecurve.config import rules_model_config
+from samecurve.config import rules_model
 from samecurve.config.schema import Recipe
 from samecurve.config.source import schema_paths
 
@@ -89,5 +89,5 @@ def test_an_integer_that_no_float_holds(tmp_path, monkeypatch):
 
 def test_infinity_in_a_list_of_the_model_may_be_meant():
     given = {"model_type": "mamba2", "time_step_limit": [0.0, math.inf], "initializer_range": math.inf}
-    problems = dict(rules_model_config._numbers({"model.config": given}.get))
+    problems = dict(rules_model._numbers({"model.config": given}.get))
     assert problems.keys() == {"model.config.initializer_range"}

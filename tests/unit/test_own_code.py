@@ -12,12 +12,12 @@ import torch
 from samecurve.cli import commands
 from samecurve.config import loader, own_code
 from samecurve.config.schema import Optimizer
-from samecurve.data.own_rows import with_rows
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.optim import own
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.specs.data_names import is_import_path
 from samecurve.tasks import registry
+from samecurve.tasks.registry import with_rows
 
 
 @pytest.fixture(autouse=True)

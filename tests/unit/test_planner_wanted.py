@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from samecurve.losses.chunkable import is_chunkable
+from samecurve.engines.loss_implementation import is_chunkable
 from samecurve.planner import inputs, step_time, strategies
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.cluster import built_in

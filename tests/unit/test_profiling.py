@@ -22,9 +22,8 @@ from samecurve.interfaces.engine import MemoryUsage
 from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
 from samecurve.losses.cross_entropy import LOSS, token_loss_sum
 from samecurve.metrics.profiling import recorder
-from samecurve.metrics.profiling.deepspeed_comms import _by_size, begin, logged
-from samecurve.metrics.profiling.dimensions import UNKNOWN, attribute, dimension
-from samecurve.metrics.profiling.groups import NOTES, PEER
+from samecurve.metrics.profiling.collectives import _by_size, begin_log, logged
+from samecurve.metrics.profiling.dimensions import NOTES, PEER, UNKNOWN, attribute, dimension
 from samecurve.metrics.profiling.op_kinds import KINDS, listed
 from samecurve.metrics.profiling.summary import memory, render_summary, summary_lines, summary_values
 from samecurve.metrics.profiling.trace import Breakdown, breakdown, read_trace
@@ -634,5 +633,5 @@ def test_deepspeeds_log_has_each_calls_own_time():
 
 def test_without_deepspeed_nothing_is_logged(monkeypatch):
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
-    begin()
+    begin_log()
     assert logged() == [] and "deepspeed" not in sys.modules

@@ -240,7 +240,7 @@ def test_the_engines_get_what_the_libraries_read(name, content, tmp_path, monkey
     from deepspeed.runtime.config import DeepSpeedConfig
 
     from samecurve.accelerator.launch_env import environment
-    from samecurve.strategy.deepspeed_config import resolve_auto
+    from samecurve.strategy.plan import resolve_auto
 
     plan = resolved(tmp_path, monkeypatch, name, content)
     found = environment(plan.strategy)

@@ -20,8 +20,8 @@ from samecurve.run.run_directory import METRICS_LINE, RunDirectory, read_metrics
 from samecurve.storage import atomic
 from samecurve.storage.jsonl import JsonlFile
 from samecurve.storage.records import mismatch
+from samecurve.strategy.launchers import continues_own_run
 from samecurve.strategy.plan import Strategy
-from samecurve.strategy.restarts import continues_own_run
 
 
 def finished_run(path, loss=1.0):

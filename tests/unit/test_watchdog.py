@@ -21,7 +21,7 @@ from samecurve.run.beats import Beat, Peer, file_name, write_beat
 from samecurve.run.heartbeat import Heartbeats
 from samecurve.run.liveness import Liveness
 from samecurve.run.watchdog import HangWatchdog
-from samecurve.storage.host import machine
+from samecurve.storage.file_lock import machine
 
 STEP = "meet(watch)\nwatch.phase('step', 12)\nready()\nwait()\ntime.sleep(60)"
 LIMIT = 2.0

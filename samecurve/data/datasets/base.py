@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samecurve.data.length_order import LengthOrder
-from samecurve.data.sampler import Bounds, Steps, rows_at, rows_in_steps
+from samecurve.data.sampler import Bounds, LengthOrder, Steps, rows_at, rows_in_steps
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.specs.data_names import WIDTH_MULTIPLE, Truncation
 from samecurve.storage.cache import digest
@@ -284,8 +283,8 @@ class DocumentRows(SampleRows):
 class LengthGroups(Rows):
     """Mixin for padded rows: the rows of a step have nearly the same length and are padded to the longest of them.
 
-    The order is that of length_order.py and needs `sizes`, the length of each row. The number of rows per step must not
-    change during a run, so it is part of the fingerprint.
+    The order is that of data.sampler.LengthOrder and needs `sizes`, the length of each row. The number of rows per step
+    must not change during a run, so it is part of the fingerprint.
     """
 
     sizes: np.ndarray

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from samecurve.metrics.profiling.dimensions import CALL, DIMENSION, UNKNOWN
+from samecurve.metrics.profiling.waiting import Interval, covered
 
 _TRANSFER = "gloo:"
 _PLAIN = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
@@ -195,3 +198,142 @@ def _types_of_lists(events: Sequence[dict], calls: Sequence[dict]) -> list[str]:
         keys = [*((name, size) for size in sizes), (_RUN_AS.get(name, name), max(sizes, default=0))]
         types.append(next((operations[key].popleft() for key in keys if operations[key]), ""))
     return types
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Calls of one collective with one size on this rank, from DeepSpeed's own log (`comms_logger` of its JSON).
+
+    On a GPU the log waits for the device at each collective. Its times are thus those of collectives without
+    overlapping computation, and everything else recorded meanwhile becomes slower. On a CPU, the time of an
+    asynchronous collective is only that of its launch.
+
+    Attributes:
+        num_bytes: of one call.
+        seconds: of all calls.
+    """
+
+    name: str
+    num_bytes: int
+    calls: int
+    seconds: float
+
+
+def begin_log() -> None:
+    """Clear DeepSpeed's log."""
+    if "deepspeed" in sys.modules:
+        from deepspeed.comm import comm
+
+        comm.comms_logger.reset_data()
+        # reset_data leaves the timers, which add up over all calls (see `_by_size`)
+        for timer in comm.timers.get_timers().values():
+            timer.reset()
+
+
+def logged() -> list[Logged]:
+    """Return the calls since `begin_log`, sorted by name and size; empty if the log is off."""
+    if "deepspeed" not in sys.modules:
+        return []
+    from deepspeed.comm import comm
+
+    everything = sorted(comm.comms_logger.get_raw_data().items())
+    of_names = (_by_size(name, sizes, bool(comm.timers(name).event_timers)) for name, sizes in everything)
+    return list(chain.from_iterable(of_names))
+
+
+def _by_size(name: str, entries: dict[int, list], adds_up: bool) -> Iterator[Logged]:
+    """Convert DeepSpeed's entries of one collective.
+
+    Args:
+        entries: by size, DeepSpeed's entry: number of calls, their milliseconds, ...
+        adds_up: whether the milliseconds are cumulative over all calls of the name. In DeepSpeed 0.19.8 they are,
+            because `timed_op` never resets the name's timer. Sorted, consecutive values differ by one call's time.
+    """
+    seconds: dict[int, float] = defaultdict(float)
+    before = 0.0
+    for ms, size in sorted((ms, size) for size, (_, noted, *_) in entries.items() for ms in noted):
+        seconds[size] += (ms - before) / 1000
+        before = ms if adds_up else 0.0
+    for size in sorted(entries):
+        yield Logged(name, size, entries[size][0], seconds[size])
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Calls on this rank; totals over the recorded steps.
+
+    Attributes:
+        calls: number of calls.
+        num_bytes: sum over the calls of the larger of input and output size, without untyped ones.
+        exposed_seconds: time with at least one of these calls in progress, and without computation.
+        hidden_seconds: the same with computation.
+        untyped: number of calls whose element type is not in the trace.
+    """
+
+    calls: int
+    num_bytes: int
+    exposed_seconds: float
+    hidden_seconds: float
+    untyped: int
+
+    @property
+    def seconds(self) -> float:
+        return self.exposed_seconds + self.hidden_seconds
+
+
+@dataclass(frozen=True)
+class DimensionCommunication:
+    """Communication over one dimension, and the same by collective, most bytes first. name: see dimensions.py."""
+
+    name: str
+    total: Communication
+    collectives: dict[str, Communication]
+
+
+def by_dimension(
+    calls: Sequence[Call], kernels: Sequence[Kernel], computing: Iterable[Interval], steps: Interval
+) -> list[DimensionCommunication]:
+    """Sum up the calls by dimension and collective, the dimension with the most bytes first.
+
+    Communication is hidden while the rank computes, and exposed otherwise. Different dimensions may communicate at the
+    same time, so that their times may add up to more than that of all communication.
+
+    Args:
+        kernels: NCCL's. If there are any, communication is these, else what the calls and Gloo's transfers take.
+        computing: time ranges in which the rank computes, in microseconds of the trace.
+        steps: start and end of the recorded steps, likewise.
+    """
+    made: dict[tuple[str, str], list[Call]] = defaultdict(list)
+    spans: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+    for call in calls:
+        made[call.dimension, call.name].append(call)
+        spans[call.dimension, call.name] += () if kernels else call.spans
+    for kernel in kernels:
+        spans[kernel.dimension, kernel.name].append((kernel.start, kernel.end))
+    work = sorted(computing)
+    parts: dict[str, dict[str, Communication]] = defaultdict(dict)
+    for dimension, name in spans:
+        key = dimension, name
+        parts[dimension][name] = _communication(made.get(key, []), spans[key], work, steps)
+    dimensions = []
+    for dimension, by_name in parts.items():
+        keys = [(dimension, name) for name in by_name]
+        every = [span for key in keys for span in spans[key]]
+        total = _communication([call for key in keys for call in made.get(key, [])], every, work, steps)
+        ordered = dict(sorted(by_name.items(), key=lambda item: (-item[1].num_bytes, item[0])))
+        dimensions.append(DimensionCommunication(dimension, total, ordered))
+    return sorted(dimensions, key=lambda communication: (-communication.total.num_bytes, communication.name))
+
+
+def _communication(
+    calls: Sequence[Call], spans: Sequence[Interval], work: Sequence[Interval], steps: Interval
+) -> Communication:
+    """Sum up some calls. spans: when they communicate. work: when the rank computes."""
+    exposed = covered([*spans, *work], *steps) - covered(work, *steps)
+    return Communication(
+        calls=len(calls),
+        num_bytes=sum(call.num_bytes or 0 for call in calls),
+        exposed_seconds=exposed * _MICROSECONDS,
+        hidden_seconds=(covered(spans, *steps) - exposed) * _MICROSECONDS,
+        untyped=sum(call.num_bytes is None for call in calls),
+    )

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerAction, profile
 
 from samecurve.errors import StorageError
-from samecurve.metrics.profiling import deepspeed_comms
-from samecurve.metrics.profiling.groups import GroupNotes
+from samecurve.metrics.profiling import collectives
+from samecurve.metrics.profiling.dimensions import GroupNotes
 from samecurve.metrics.profiling.summary import render_summary, summary_lines, summary_values
 from samecurve.metrics.profiling.trace import breakdown, read_trace
 from samecurve.storage.atomic import storage_errors, write_json, write_text
@@ -101,7 +101,7 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
         if self._recording is not None:
             if step == self._first:  # the log runs from the start
-                deepspeed_comms.begin()
+                collectives.begin_log()
                 self._notes.begin()
             self._around.restart_clock()
 
@@ -137,7 +137,7 @@ class Profiler:
     def _summarise(self, path: Path) -> None:
         if not self._summary:
             return
-        logged = deepspeed_comms.logged()
+        logged = collectives.logged()
         profile, held = breakdown(read_trace(path)), self._around.memory_usage()
         self._around.progress()
         summary = self._around.folder / f"{self._summary}.txt"

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from samecurve.metrics.profiling.by_dimension import Communication, DimensionCommunication
-from samecurve.metrics.profiling.deepspeed_comms import Logged
+from samecurve.metrics.profiling.collectives import Communication, DimensionCommunication, Logged
 from samecurve.metrics.profiling.op_kinds import KINDS
 from samecurve.metrics.profiling.trace import Breakdown
 from samecurve.metrics.profiling.waiting import Waiting

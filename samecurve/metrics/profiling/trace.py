@@ -17,8 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from samecurve.metrics.profiling.by_dimension import DimensionCommunication, by_dimension
-from samecurve.metrics.profiling.collectives import CollectiveCalls, by_name, kernels, made_calls
+from samecurve.metrics.profiling.collectives import (
+    CollectiveCalls,
+    DimensionCommunication,
+    by_dimension,
+    by_name,
+    kernels,
+    made_calls,
+)
 from samecurve.metrics.profiling.dimensions import attribute
 from samecurve.metrics.profiling.op_kinds import KINDS, OperatorClass, computes, is_compiled_loss, listed, of_kernel
 from samecurve.metrics.profiling.waiting import Waiting, waiting
