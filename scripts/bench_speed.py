@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.machine import commit  # noqa: E402
 from benchmarks.speed.page import WARM_UP, Found, Measurement, page  # noqa: E402
 from samecurve.config.inheritance import latest_overrides  # noqa: E402
-from samecurve.distributed.cpu_workers import num_cores  # noqa: E402
+from samecurve.distributed.affinity import num_cores  # noqa: E402
 from samecurve.specs.environment import processor, versions  # noqa: E402
 from samecurve.storage.atomic import write_json, write_text  # noqa: E402
 from samecurve.storage.records import read_record  # noqa: E402

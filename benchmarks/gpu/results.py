@@ -11,7 +11,7 @@ from benchmarks.gpu import attention_table
 from benchmarks.gpu.cases import PACKED, Case
 from benchmarks.gpu.page import page
 from benchmarks.machine import commit, said
-from samecurve.distributed.cpu_workers import num_cores
+from samecurve.distributed.affinity import num_cores
 from samecurve.specs.environment import versions
 from samecurve.storage.atomic import utc_timestamp, write_json, write_text
 from samecurve.storage.records import read_record

@@ -18,7 +18,7 @@ import psutil
 
 from samecurve.bench.jobs import StrategyJob, command, set_aside
 from samecurve.config.inheritance import latest_overrides
-from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.distributed.affinity import share_of_cores
 from samecurve.run.run_directory import read_metrics
 from samecurve.storage.atomic import utc_timestamp
 from samecurve.storage.records import read_record

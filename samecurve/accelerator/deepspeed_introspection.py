@@ -135,7 +135,7 @@ def dynamic_scaler(engine: deepspeed.DeepSpeedEngine) -> DynamicLossScaler | Non
 
 
 def zero3_init(config: Mapping[str, Any]) -> deepspeed.zero.Init:
-    """Make the zero3_init in which a ZeRO-3 model is built.
+    """Make the context in which a ZeRO-3 model is built.
 
     DeepSpeed creates hpZ's process group once per process. A second model, such as a teacher, has to get that group.
     """

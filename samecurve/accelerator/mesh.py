@@ -153,11 +153,11 @@ def describe_live_mesh(weights: Sequence[Tensor], groups: Mapping[str, dist.Proc
     shown["dp_shard"] = shown.pop("fsdp", [])[:: len(ranks.get("cp", [0]))]
     sized = live_sizes({**shown, **ranks})
     dims = ParallelDims(**sized, ep=max(1, len(shown.get("ep", []))))
-    return {"dims": dims, "order": tuple(sized), "live_placements": live_placements(weights)}
+    return {"dims": dims, "order": tuple(sized), "placements": live_placements(weights)}
 
 
 def live_sizes(ranks: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the live_sizes of the dimensions with more than one rank, from the outermost to the innermost.
+    """Return the sizes of the dimensions with more than one rank, from the outermost to the innermost.
 
     Args:
         ranks: by dimension, the ranks that differ in it only. The farther apart neighbours are, the farther out it is.

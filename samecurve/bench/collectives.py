@@ -29,7 +29,7 @@ from torch import distributed as dist
 from samecurve.bench import jobs, printing, timing
 from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective, is_unsupported
 from samecurve.distributed import network
-from samecurve.distributed.cpu_workers import num_cores
+from samecurve.distributed.affinity import num_cores
 from samecurve.errors import ConfigurationError
 
 FEWEST, MOST = 3, 200  # calls per size

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.bench import printing, timing
 from samecurve.data.batches import StepBatches
-from samecurve.distributed.cpu_workers import num_cores, share_of_cores
+from samecurve.distributed.affinity import num_cores, share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.reports.history import History
 from samecurve.storage.records import read_record

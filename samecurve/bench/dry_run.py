@@ -22,8 +22,8 @@ from samecurve.planner.memory import Anatomy
 from samecurve.planner.plan_text import aligned
 from samecurve.planner.stages import in_flight, stages
 from samecurve.specs.gpus import GIB
-from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.plan import Plan
+from samecurve.strategy.timetables import SCHEDULES, micro_batch_rule
 
 DEPTHS = (2, 4)
 MOST_MICRO_BATCHES = 16  # of a pipeline, each of which takes about a second

@@ -19,7 +19,7 @@ from typing import IO
 from samecurve.config import loader as recipes
 from samecurve.config.inheritance import UNITS, latest_overrides
 from samecurve.config.key_hints import near_file
-from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.distributed.affinity import share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.reports.history import History
 from samecurve.run.run_directory import RunDirectory, last_step

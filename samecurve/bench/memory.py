@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from samecurve.bench import jobs, printing, timing
-from samecurve.distributed.cpu_workers import num_cores
+from samecurve.distributed.affinity import num_cores
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.storage.records import read_record
 

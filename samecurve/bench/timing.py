@@ -10,7 +10,7 @@ from typing import TypedDict, TypeVar
 import torch
 from torch.utils.benchmark import Timer
 
-from samecurve.distributed.cpu_workers import num_cores
+from samecurve.distributed.affinity import num_cores
 from samecurve.specs.environment import processor, versions
 from samecurve.specs.precision import MATMUL_PRECISIONS, torch_dtype
 from samecurve.storage.atomic import utc_timestamp

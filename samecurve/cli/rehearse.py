@@ -16,7 +16,7 @@ from pathlib import Path
 
 from samecurve.bench import jobs
 from samecurve.cli.commands import repository_root, require_positive
-from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.distributed.affinity import share_of_cores
 from samecurve.launch.ranks import environments
 from samecurve.strategy import preflight
 from samecurve.strategy.placement import place_strategy

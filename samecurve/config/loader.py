@@ -15,8 +15,7 @@ from samecurve.config import inheritance, own_code, rules
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.inheritance import apply_override
 from samecurve.config.key_hints import block_as_value, called_here
-from samecurve.config.paths import read_config_file, split_row_counts
-from samecurve.config.rules_storage import split_output_url
+from samecurve.config.paths import read_config_file, split_output_url, split_row_counts
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
 from samecurve.config.source import ANY_ITEM, InvalidValue, RecipeSource, schema_paths

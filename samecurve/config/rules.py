@@ -14,13 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from samecurve.config import (
-    rules_data,
-    rules_model,
-    rules_storage,
-    rules_tasks,
-    rules_training,
-)
+from samecurve.config import paths, rules_data, rules_model, rules_tasks, rules_training
 from samecurve.config.documents import describe
 from samecurve.config.inheritance import UNITS
 from samecurve.config.paths import path_problem, pattern_hint
@@ -38,7 +32,7 @@ Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
 
 def apply_rules(source: RecipeSource) -> None:
     """Check all rules and add their findings to the source's problems."""
-    parts = rules_model, rules_tasks, rules_data, rules_training, rules_storage
+    parts = rules_model, rules_tasks, rules_data, rules_training, paths
     rules: list[Rule] = [*RULES, *(rule for part in parts for rule in part.RULES)]
     for index in range(source.length("data.mixture")):
         rules += [partial(_readable, f"data.mixture.{index}.path"), *rules_data.in_mixture(index)]

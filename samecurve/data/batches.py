@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from samecurve.data.datasets.base import LengthGroups, RowArrays, Rows
 from samecurve.data.micro_batch import BatchFacts, Counts, MicroBatch
 from samecurve.data.sampler import Steps
-from samecurve.distributed.cpu_workers import init_worker
+from samecurve.distributed.affinity import init_worker
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from samecurve.data.row_checks import BadRow
-from samecurve.distributed.cpu_workers import init_worker, num_cores
+from samecurve.distributed.affinity import init_worker, num_cores
 from samecurve.errors import DataError
 from samecurve.specs.data_names import Truncation
 from samecurve.storage.cache import digest

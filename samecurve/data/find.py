@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import random
 import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.data import sources
-from samecurve.data.builtin import DocstringSource, FunctionSource, ModuleSource, PreferenceSource
-from samecurve.data.schemas.classification import ExampleSource
-from samecurve.data.schemas.conversation import ChatSchema, ConversationSource
-from samecurve.data.schemas.preference import PairSchema, PairSource
-from samecurve.data.schemas.retrieval import MatchSource
+from samecurve.data.columns import Columns
+from samecurve.data.schemas.classification import Example, ExampleSource
+from samecurve.data.schemas.conversation import ChatSchema, Conversation, ConversationSource
+from samecurve.data.schemas.preference import Pair, PairSchema, PairSource
+from samecurve.data.schemas.retrieval import Match, MatchSource
 from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
 
 if TYPE_CHECKING:
@@ -89,3 +96,201 @@ def _negative_columns(row: dict) -> list[str]:
     names = map(str, row)
     numbers = {name: int(match[1] or 0) for name in names if (match := re.fullmatch(r"negative(?:_(\d+))?", name))}
     return sorted(numbers, key=numbers.__getitem__)
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class FunctionSource(ConversationSource):
+    """builtin:python-functions: the user's turn is signature and docstring, the assistant's the dedented body.
+
+    The body is dedented, because an answer that began with spaces would begin inside of a token: `\\n` and the spaces
+    after it are one token, and the line break belongs to the prompt.
+    """
+
+    @property
+    def identity(self) -> str:
+        return "functions"
+
+    def check(self) -> Columns:
+        """Check nothing: no row was written by the user."""
+        return Columns()
+
+    def entries(self) -> Iterator[Conversation]:
+        for place, prompt, body in _distinct_functions(self.local_files):
+            yield _conversation(place, prompt, body)
+
+
+@dataclass(frozen=True)
+class PreferenceSource(PairSource):
+    """builtin:python-preferences: the chosen answer is a function's body, the rejected one a corrupted copy."""
+
+    @property
+    def identity(self) -> str:
+        return "preferences 2"  # raise it when _corrupted does something else
+
+    def check(self) -> Columns:
+        """Check nothing: no row was written by the user."""
+        return Columns()
+
+    def entries(self) -> Iterator[Pair]:
+        before = "pass"
+        for place, prompt, body in _distinct_functions(self.local_files):
+            rejected = _corrupted(prompt, body, before)
+            yield Pair(_conversation(place, prompt, body), _conversation(place, prompt, rejected))
+            before = body
+
+
+def _conversation(place: str, prompt: str, body: str) -> Conversation:
+    return Conversation(place, ({"role": "user", "content": prompt}, {"role": "assistant", "content": body}), 1)
+
+
+def _corrupted(prompt: str, body: str, other: str) -> str:
+    """Corrupt a function's body in one of four ways.
+
+    It loses a third of its lines, its lines are shuffled, a third of its names is replaced by others of its names, or
+    it is replaced by `other`, the body of another function.
+    """
+    # Seeded by the function itself, so that the result is always the same.
+    draw = random.Random(f"{prompt}\0{body}")
+    lines, names = body.split("\n"), [match.span() for match in re.finditer(r"\b[A-Za-z_]{2,}\b", body)]
+    corruptions = [other]
+    if len(lines) > 1:
+        kept = sorted(draw.sample(range(len(lines)), len(lines) - _third(lines)))
+        corruptions.append("\n".join(lines[index] for index in kept))
+        corruptions.append("\n".join(draw.sample(lines, len(lines))))
+    if len(names) > 1:
+        words, changed = [body[start:end] for start, end in names], body
+        # from the end, so that the spans before stay valid
+        for start, end in sorted(draw.sample(names, _third(names)), reverse=True):
+            changed = changed[:start] + draw.choice(words) + changed[end:]
+        corruptions.append(changed)
+    draw.shuffle(corruptions)
+    return next((text.strip() for text in corruptions if text.strip() not in ("", body)), f"{body}\npass")
+
+
+def _third(things: list) -> int:
+    return max(1, len(things) // 3)
+
+
+# Classes: packages of about the same size on different subjects. Not tkinter, which many distributions split off.
+PACKAGES: tuple[str, ...] = ("asyncio", "email", "importlib", "logging", "multiprocessing", "unittest", "xml")
+_MOST_PER_PACKAGE = 200
+
+
+@dataclass(frozen=True)
+class ModuleSource(ExampleSource):
+    """builtin:python-modules: a documented function's code, labelled with its package of the standard library."""
+
+    names: tuple[str, ...] | None = PACKAGES
+
+    @property
+    def identity(self) -> str:
+        return "modules"
+
+    def check(self) -> Columns:
+        """Check nothing: no row was written by the user."""
+        return Columns()
+
+    def entries(self) -> Iterator[Example]:
+        """Yield each function once, at most _MOST_PER_PACKAGE per package, so that no class dominates."""
+        root = Path(sysconfig.get_paths()["stdlib"])
+        counts = dict.fromkeys(PACKAGES, 0)
+        seen = set()
+        for file in self.local_files:
+            package = file.relative_to(root).parts[0].removesuffix(".py")
+            for line, prompt, body in _functions(file) if package in counts else ():
+                code = function(prompt, body)
+                if code not in seen and counts[package] < _MOST_PER_PACKAGE:
+                    seen.add(code)
+                    counts[package] += 1
+                    yield Example(f"{file}:{line}", code, None, package)
+
+
+@dataclass(frozen=True)
+class DocstringSource(MatchSource):
+    """builtin:python-docstrings: the anchor is a docstring's first paragraph, the positive its function without it."""
+
+    @property
+    def identity(self) -> str:
+        return "docstrings"
+
+    def check(self) -> Columns:
+        """Check nothing: no row was written by the user."""
+        return Columns()
+
+    def entries(self) -> Iterator[Match]:
+        """Yield each pair whose paragraph and function are both new."""
+        # Otherwise a text's second match would be trained as its negative.
+        seen: set[str] = set()
+        for file in self.local_files:
+            for line, prompt, body in _functions(file):
+                texts = _summary_and_code(prompt, body)
+                if texts and not seen.intersection(texts):
+                    seen.update(texts)
+                    yield Match(f"{file}:{line}", texts)
+
+
+def _summary_and_code(prompt: str, body: str) -> tuple[str, str] | None:
+    """Return the docstring's first paragraph and the code without the docstring.
+
+    Returns None if the paragraph has less than three words, or the docstring begins in the function's first line.
+    """
+    definition = ast.parse(function(prompt, body)).body[0]
+    assert isinstance(definition, Function)
+    summary = " ".join((ast.get_docstring(definition) or "").split("\n\n")[0].split())
+    signature = "\n".join(prompt.split("\n")[: definition.body[0].lineno - 1])
+    if len(summary.split()) < 3 or not signature:
+        return None
+    return summary, function(signature, body)
+
+
+def _distinct_functions(files: tuple[Path, ...]) -> Iterator[tuple[str, str, str]]:
+    """Yield (place, prompt, body) of each function, each pair once, because copies would be memorised."""
+    seen = set()
+    for file in files:
+        for line, prompt, body in _functions(file):
+            if (prompt, body) not in seen:
+                seen.add((prompt, body))
+                yield f"{file}:{line}", prompt, body
+
+
+def _functions(file: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, signature and docstring, body) of each documented function that has a body besides its docstring.
+
+    Yields nothing for a file that is not UTF-8 or not Python that can be parsed.
+    """
+    try:
+        source = file.read_bytes().decode()
+        tree = ast.parse(source)
+    except (UnicodeDecodeError, SyntaxError):
+        return
+    # not splitlines, which also breaks lines where ast does not, for example at a form feed
+    lines = source.split("\n")
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and len(node.body) > 1 and ast.get_docstring(node):
+            docstring = node.body[0]
+            prompt = _dedented(lines[node.lineno - 1 : docstring.end_lineno], node.col_offset)
+            body = _dedented(lines[docstring.end_lineno : node.end_lineno], docstring.col_offset).strip()
+            if prompt and body and _is_code(function(prompt, body)):
+                yield node.lineno, prompt, body
+
+
+def function(prompt: str, body: str) -> str:
+    """Return the code of a prompt and its answer."""
+    return f"{prompt}\n{textwrap.indent(body, '    ')}\n"
+
+
+def _dedented(lines: list[str], indent: int) -> str:
+    """Remove the function's own indentation."""
+    # Lines within a string over several lines may have less indentation.
+    return "\n".join(line[indent:] if not line[:indent].strip() else line for line in lines).rstrip()
+
+
+def _is_code(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -24,9 +24,16 @@ from samecurve.data.row_checks import BadRow, BadRows
 from samecurve.data.sources import DataSource, fingerprint, fraction_of_one, is_held_out
 from samecurve.errors import StorageError
 from samecurve.specs.data_names import BAD_ROWS
-from samecurve.storage.cache import build_once, digest, is_main_process
+from samecurve.storage.cache import (
+    BLOCK_BYTES,
+    DamagedEntryError,
+    FinishedEntry,
+    NewEntry,
+    build_once,
+    digest,
+    is_main_process,
+)
 from samecurve.storage.terminal import TextConsole
-from samecurve.storage.verified_files import BLOCK_BYTES, DamagedEntryError, FinishedEntry, NewEntry
 
 # Part of the cache key: raise it when the tokens written for the same input change.
 _VERSION = 7

@@ -19,9 +19,8 @@ from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
 from samecurve.specs.tasks import TASKS
 from samecurve.storage import trusted_code
-from samecurve.storage.cache import build_once, cache_folder, digest
+from samecurve.storage.cache import NewEntry, build_once, cache_folder, digest
 from samecurve.storage.checksums import folder_problem
-from samecurve.storage.verified_files import NewEntry
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

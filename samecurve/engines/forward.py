@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from samecurve.engines import grad_cache
 from samecurve.engines.context_parallel import SequencePart, gather_outputs, sum_parts
 from samecurve.interfaces.engine import EvalResult
 from samecurve.interfaces.task import Task
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from samecurve.data.micro_batch import Counts, MicroBatch
     from samecurve.engines.first_step import FirstStep
     from samecurve.engines.router_loss import RouterLoss
+    from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
 
 
@@ -164,9 +166,9 @@ class Forward:
             self.router.begin(micro_batches, counts, self._route)
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
-            padded_rows = grad_cache.padded_rows(self.rows)
+            padded_rows = most_rows(self.rows)
             features = self._features(micro_batches, padded_rows)  # drops the same values as the pass with gradients
-            contexts = grad_cache.contexts(self.task, features, self.rows, self.mesh.shard[0])
+            contexts = task_contexts(self.task, features, self.rows, self.mesh.shard[0])
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True), start=1):
             yield batch, context, index == len(micro_batches)
 
@@ -209,7 +211,7 @@ class Forward:
 
     def _features(self, micro_batches: Iterable[MicroBatch], padded_rows: int = 0) -> Tensor:
         """Features gathered over all ranks."""
-        return self.mesh.gather(grad_cache.features(self.task, self.logits, micro_batches, padded_rows))
+        return self.mesh.gather(task_features(self.task, self.logits, micro_batches, padded_rows))
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> Counts:
         """Count a step over all ranks. Collective."""
@@ -239,3 +241,60 @@ def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:
 def at_positions(outputs: Tensor, positions: Tensor | None) -> Tensor:
     """Select the outputs of one token per row, (rows, ...), from (rows, tokens, ...). positions: see Engine.outputs."""
     return outputs if positions is None else outputs[torch.arange(len(outputs)), positions]
+
+
+FeatureForward = Callable[["MicroBatch"], tuple[Tensor, dict[str, Tensor]]]
+
+
+@torch.no_grad()
+def task_features(
+    task: Task, forward: FeatureForward, micro_batches: Iterable[MicroBatch], padded_rows: int = 0
+) -> Tensor:
+    """Compute the features of this rank's rows.
+
+    Args:
+        task: the task.
+        forward: returns a micro-batch's (logits, targets).
+        micro_batches: of this rank.
+        padded_rows: pad each micro-batch's features with zeros to this many rows, so that all ranks have as many.
+
+    Returns:
+        (rows, n), fp32.
+    """
+    assert task.features is not None  # only tasks with features come here
+    features_of_batches = []
+    for batch in micro_batches:
+        logits, targets = forward(batch)
+        rows = task.features(logits, **targets).float()
+        features_of_batches.append(functional.pad(rows, (0, 0, 0, max(padded_rows - len(rows), 0))))
+    return torch.cat(features_of_batches)
+
+
+def task_contexts(
+    task: Task, features: Tensor, rows: Sequence[Sequence[int]], rank: int, padded: bool = False
+) -> list[dict[str, Tensor]]:
+    """Compute Task.context of a step, one for each micro-batch of a rank. Rows that train nothing get zeros.
+
+    Args:
+        task: the task.
+        features: of all ranks' micro-batches, each padded to the largest one's rows: (ranks * micro-batches * rows, n).
+        rows: Batch.micro_batches.
+        rank: the data-parallel rank.
+        padded: give every micro-batch as many rows as the largest one has, as pipelines pad their inputs.
+    """
+    assert task.context is not None  # only tasks with a cross-batch loss come here
+    most, count = most_rows(rows), len(rows[0])
+    real = [nth * most + row for nth, size in enumerate(chain(*rows)) for row in range(size)]
+    places = torch.tensor(real).to(features.device, non_blocking=True)  # a list as an index would wait for the device
+    by_batch: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name, value in task.context(features[places]).items():
+        whole = value.new_zeros(len(features), *value.shape[1:])
+        whole[places] = value
+        for context, part, size in zip(by_batch, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
+            context[name] = part if padded else part[: max(size, 1)]  # a micro-batch without rows reads a padding row
+    return by_batch
+
+
+def most_rows(rows: Sequence[Sequence[int]]) -> int:
+    """Return the rows of the largest micro-batch. rows: Batch.micro_batches."""
+    return max(chain(*rows))

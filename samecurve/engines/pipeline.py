@@ -24,9 +24,8 @@ from transformers import PreTrainedModel
 
 from samecurve.accelerator import deepspeed_introspection
 from samecurve.accelerator.sharded_state import DTensorShards, Zero12Shards
-from samecurve.engines import grad_cache
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.forward import at_positions, evaluation_sums
+from samecurve.engines.forward import at_positions, evaluation_sums, most_rows, task_contexts
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.pipeline_guard import PipelineGuard, sum_over_ranks
 from samecurve.engines.pipeline_stage import build_stage
@@ -100,7 +99,7 @@ class PipelineEngine:
             return StepResult.of_nothing()
         set_learning_rate(self._optimizer, learning_rate)
         # stages receive all of a step's activations in the shape of the first ones (see `_rows`)
-        sizes, most = self._micro_rows[self.shard[0]], grad_cache.padded_rows(self._micro_rows)
+        sizes, most = self._micro_rows[self.shard[0]], most_rows(self._micro_rows)
         micro_batches = [batch.padded(max(n, 1), most) for batch, n in zip(micro_batches, sizes, strict=True)]
         # DeepSpeed averages over micro-batches and data-parallel ranks; the factor turns that into the token mean
         self._loss_factor = len(micro_batches) * self.shard[1] / tokens
@@ -241,7 +240,7 @@ class PipelineEngine:
             features = self.features(micro_batches)
         finally:
             vars(module).pop("eval")
-        return grad_cache.contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
+        return task_contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
 
     def _rows(
         self, micro_batches: Sequence[MicroBatch], contexts: Sequence[dict[str, Tensor]]

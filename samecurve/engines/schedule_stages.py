@@ -20,7 +20,7 @@ from samecurve.losses.chunked_cross_entropy import HeadReduction, Measure, Token
 from samecurve.losses.token_log_probabilities import LabelLogProbabilities
 from samecurve.models.pipeline_split import Decoder, HeadLayer, Layer, TiedHead, last_scores
 from samecurve.specs.environment import dated
-from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.timetables import SCHEDULES
 
 if TYPE_CHECKING:
     from samecurve.accelerator.mesh import Mesh

@@ -17,12 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.profiler import record_function
 
-from samecurve.accelerator import fsdp, mesh
+from samecurve.accelerator import fsdp
 from samecurve.accelerator.gradient_norm import num_copies, place_gradients, squares_share
+from samecurve.accelerator.mesh import describe_live_mesh
 from samecurve.accelerator.sharded_state import DTensorShards
-from samecurve.engines import grad_cache, schedule_stages, tensor_parallel
+from samecurve.engines import schedule_stages, tensor_parallel
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.forward import evaluation_sums, measure_of
+from samecurve.engines.forward import evaluation_sums, measure_of, most_rows, task_contexts
 from samecurve.engines.loss_implementation import last_stage_takes_chunks
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.schedule_forward import ScheduleForward
@@ -211,7 +212,7 @@ class ScheduledEngine:
             for batch in micro_batches:
                 self._first_step.read(batch)
         # a schedule cuts a step's rows into equal parts
-        sizes, most = self._micro_rows[self.shard[0]], grad_cache.padded_rows(self._micro_rows)
+        sizes, most = self._micro_rows[self.shard[0]], most_rows(self._micro_rows)
         padded = (batch.padded(max(n, 1), most) for batch, n in zip(micro_batches, sizes, strict=True))
         rows = [self._forward.with_teacher(batch.to(self.device)) for batch in padded]
         self._dropout.queue(rows)
@@ -261,7 +262,7 @@ class ScheduledEngine:
         if self._task.context is None:
             return [{}] * len(rows)
         features = self._forward.features(rows, drops=True)
-        return grad_cache.contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
+        return task_contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self._forward.evaluate(micro_batches)
@@ -300,7 +301,7 @@ class ScheduledEngine:
             weight_dtype=dtype_name(next(iter(weights.values())).dtype),
             reduce_dtype="fp32" if sharded else None,
             sharded=sharded,
-            **mesh.describe_live_mesh([*weights.values()], groups),
+            **describe_live_mesh([*weights.values()], groups),
             num_teacher_parameters_per_rank=taught.num_parameters_per_rank if taught else 0,
             loss_implementation="chunked" if self._chunks else "full",
             # they are reduced after the step's last backward pass

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from samecurve.accelerator import cpu_bridge, launch_env
 from samecurve.accelerator.accelerator import Accelerator
 from samecurve.distributed import control_group, flight_recorder, network
-from samecurve.distributed.cpu_workers import share_of_cores
+from samecurve.distributed.affinity import share_of_cores
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
 from samecurve.models.attention import cudnn

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samecurve.accelerator import fsdp, mesh
+from samecurve.accelerator import fsdp
 from samecurve.accelerator.gradient_norm import num_copies
+from samecurve.accelerator.mesh import describe_live_mesh
 from samecurve.accelerator.sharded_state import DTensorShards
 from samecurve.engines import context_parallel, expert_parallel, router_loss, tensor_parallel
 from samecurve.engines.accelerated import AcceleratedEngine
@@ -230,7 +231,7 @@ class TorchEngine(AcceleratedEngine):
             reduce_dtype=dtype_name(reduced) if reduced else None,
             whole_gradient_bytes=fsdp.whole_gradient_bytes(self.plan, self.shapes, reduced),
             sharded=isinstance(self.model, FSDPModule),
-            **mesh.describe_live_mesh(weights, groups),
+            **describe_live_mesh(weights, groups),
             context_parallel=exchanging.name if exchanging else "",
             tp_sequence_parallel=tensor_parallel.cuts_sequence(self.module),
             offload=offload,

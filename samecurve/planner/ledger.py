@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, stages
-from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.timetables import SCHEDULES
 
 FP32, FP64, INT64 = 4, 8, 8
 FLAT_ALIGNMENT = 2  # elements per rank to which ZeRO-1 and 2 align each parameter group

@@ -25,7 +25,7 @@ from samecurve.planner.job import Job, axis_link
 from samecurve.planner.stages import Stage, stages
 from samecurve.planner.step_time import StepTime
 from samecurve.specs.gpus import GIB
-from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.timetables import SCHEDULES
 
 BLOCK_GATED = 16  # weights of a block in units of h^2, with ffn = 4 h
 

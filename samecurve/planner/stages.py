@@ -11,8 +11,7 @@ from itertools import accumulate, pairwise
 
 from samecurve.planner.job import Job
 from samecurve.planner.model_shape import ModelShape
-from samecurve.strategy.pipeline_schedules import SCHEDULES
-from samecurve.strategy.timetables import micro_batches_kept
+from samecurve.strategy.timetables import SCHEDULES, micro_batches_kept
 
 # Schedules that repeat themselves between their start and their end, so that further micro-batches keep nothing more.
 STEADY = ("1F1B", "ZBVZeroBubble", "DualPipeV")

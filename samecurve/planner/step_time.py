@@ -12,7 +12,7 @@ from samecurve.planner.hardware import BY_COST, Profile, profile
 from samecurve.planner.job import Job, axis_link
 from samecurve.planner.links import Link
 from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
-from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.timetables import SCHEDULES
 
 HIDDEN_TENSOR_PARALLEL = 0.5  # share of collectives that overlapped products leave exposed (assumed)
 SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage (assumed)

@@ -19,9 +19,9 @@ from samecurve.planner.stages import divide
 from samecurve.specs.model_families import PIPELINED, families
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
-from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
 from samecurve.strategy.plan import Files, Strategy
 from samecurve.strategy.recipe_values import fill_recipe
+from samecurve.strategy.timetables import SCHEDULES, micro_batch_rule
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.

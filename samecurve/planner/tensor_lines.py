@@ -21,8 +21,7 @@ from samecurve.planner.job import Job
 from samecurve.planner.stages import Stage, in_flight, shard_sizes, stage_parameters
 from samecurve.specs import loss_chunks
 from samecurve.specs.gpus import GIB
-from samecurve.strategy.pipeline_schedules import SCHEDULES
-from samecurve.strategy.timetables import order
+from samecurve.strategy.timetables import SCHEDULES, order
 
 # Bytes per logit of a loss from whole logits: their logarithms of probabilities, and two gradients, all fp32 (torch's
 # profiler, 2.13.0).

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from samecurve.config import own_code
-from samecurve.distributed.cpu_workers import num_cores
+from samecurve.distributed.affinity import num_cores
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samecurve.specs.environment import dated
-from samecurve.strategy.pipeline_schedules import SCHEDULES
+from samecurve.strategy.timetables import SCHEDULES
 
 
 @dataclass(frozen=True)

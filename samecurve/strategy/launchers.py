@@ -230,7 +230,7 @@ def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Ma
 def slurm_variables(environ: Mapping[str, str], first_host: Callable[[str], str] | None = None) -> dict[str, str]:
     """Return RANK, WORLD_SIZE and the like for a task of srun; {} under another launcher, or for a single task.
 
-    A batch script is task 0 of no step: only the step's own slurm_variables tell what srun started.
+    A batch script is task 0 of no step: only the step's own variables tell what srun started.
 
     Args:
         first_host: replaces `scontrol show hostnames` in tests.

@@ -9,7 +9,7 @@ from pathlib import Path
 from samecurve.config.documents import Document
 from samecurve.config.schema import Recipe
 from samecurve.strategy.parallel_dims import ParallelDims
-from samecurve.strategy.pipeline_schedules import SCHEDULES, PipelineSchedule
+from samecurve.strategy.timetables import SCHEDULES, PipelineSchedule
 
 
 @dataclass(frozen=True)

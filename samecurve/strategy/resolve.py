@@ -29,9 +29,9 @@ from samecurve.storage.records import read_record
 from samecurve.strategy import launchers, translation, validate
 from samecurve.strategy.launchers import Ancestor, Launch, continues_own_run
 from samecurve.strategy.parallel_dims import ParallelDims
-from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Files, Plan, Strategy
 from samecurve.strategy.recipe_values import fill_recipe, unheeded
+from samecurve.strategy.timetables import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGY_HELP = "a strategy: a name in configs/, an Accelerate YAML or a DeepSpeed JSON"

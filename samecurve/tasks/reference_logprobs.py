@@ -20,9 +20,8 @@ from samecurve.interfaces.task import identity
 from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import versions
-from samecurve.storage.cache import build_once, cache_folder, digest, is_whole
+from samecurve.storage.cache import NewEntry, build_once, cache_folder, digest, is_whole
 from samecurve.storage.terminal import TextConsole
-from samecurve.storage.verified_files import NewEntry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

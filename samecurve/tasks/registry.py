@@ -12,9 +12,8 @@ from samecurve.config import own_code
 from samecurve.errors import ConfigurationError, DataError, SamecurveError
 from samecurve.interfaces.task import Task
 from samecurve.specs.data_names import is_import_path
-from samecurve.storage.cache import build_once, cache_folder, digest
+from samecurve.storage.cache import NewEntry, build_once, cache_folder, digest
 from samecurve.storage.checksums import check_checksums, file_sha256
-from samecurve.storage.verified_files import NewEntry
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe

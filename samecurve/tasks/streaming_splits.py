@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from samecurve.config.schema import Data, Recipe
-from samecurve.data import sources, stream_files, stream_pieces, token_store
+from samecurve.data import sources, stream_pieces, token_store
 from samecurve.data.datasets.base import Rows
 from samecurve.data.datasets.mixture import JoinedRows
 from samecurve.data.datasets.streaming import MixedStreams, StreamRows
@@ -78,7 +78,7 @@ def _open_stream(
     data: Data,
 ) -> _Stream:
     fraction, path, selection = sources.validation_fraction(recipe), splits.path_of(data), Selection.of(recipe, data)
-    files = stream_files.find_stream_files(path, data.pattern, data.text_column, selection)
+    files = stream_pieces.find_stream_files(path, data.pattern, data.text_column, selection)
     buffer_bytes = data.shuffle_buffer_mib * 2**20
     pieces = stream_pieces.cut_into_chunks(files, buffer_bytes)
     if not pieces:
@@ -106,9 +106,9 @@ def _open_stream(
     return _Stream(rows, first, _origin(data, files))
 
 
-def _origin(data: Data, files: tuple[stream_files.StreamFile, ...]) -> dict[str, str]:
+def _origin(data: Data, files: tuple[stream_pieces.StreamFile, ...]) -> dict[str, str]:
     """Return the origin of a split of the hub, as in `splits.Splits.counts`; {} for other data."""
-    # `relative` begins with OWNER/NAME@COMMIT if the files are those of a split (stream_files.py)
+    # `relative` begins with OWNER/NAME@COMMIT if the files are those of a split (stream_pieces.py)
     if not files[0].name.startswith("hf://") or "@" not in files[0].relative:
         return {}
     name, commit = "/".join(files[0].relative.split("/")[:2]).split("@")
@@ -121,7 +121,7 @@ def _load_evaluation(recipe: Recipe, data: Data, encoder: Encoder) -> token_stor
     if address(path) is None:
         return token_store.load_corpus(splits.find_text(recipe, data), encoder, 0.0, cache)
     # Of a data set of the hub only the split's files are read, instead of downloading all of the data set first.
-    files = stream_files.find_stream_files(path, data.pattern, data.text_column, Selection.of(recipe, data))
+    files = stream_pieces.find_stream_files(path, data.pattern, data.text_column, Selection.of(recipe, data))
     pieces = tuple(stream_pieces.cut_into_chunks(files, data.shuffle_buffer_mib * 2**20))
     source = stream_pieces.ChunkSource(path, (), data.text_column, pieces)
     key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))

@@ -45,7 +45,7 @@ from samecurve.storage import terminal
 from samecurve.storage.records import read_record
 from samecurve.strategy import preflight
 from samecurve.strategy.launchers import is_restart
-from samecurve.strategy.pipeline_schedules import micro_batch_rule
+from samecurve.strategy.timetables import micro_batch_rule
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan, Strategy

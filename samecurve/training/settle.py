@@ -1,11 +1,16 @@
-"""Keys of the recipe whose values are found when a run starts. Each function returns the Context with the value.
+"""Keys of the recipe whose values are found when a run starts, and the prediction of the run in its header.
 
-The value is part of the recipe from then on: of run.json and of every checkpoint, so that a resumed run can keep it.
+The value of a key is part of the recipe from then on: of run.json and of every checkpoint, for a resumed run to keep.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -14,8 +19,11 @@ from typing import TYPE_CHECKING
 from samecurve.checkpoint.manifest import list_checkpoints
 from samecurve.checkpoint.resume import read_state
 from samecurve.config.rules import in_steps
+from samecurve.engines import factory
 from samecurve.errors import CheckpointError
+from samecurve.metrics.meter import device_memory_bytes
 from samecurve.models.weight_files import commit_of
+from samecurve.specs.gpus import GIB
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.strategy.preflight import compiler_problems
@@ -109,3 +117,44 @@ def settle_compile(context: Context, checkpoints: Checkpoints) -> Context:
 
     kind, why = context.world.on_main(choose)
     return replace(_with(context, compile=kind), compile_choice=f"{kind} (auto): {why}")
+
+
+FORECAST = "samecurve.planner.forecast"
+PREDICTION_SECONDS = 60.0  # the process takes less than a second
+
+
+def predict(context: Context, fields: dict, peak_tflops: float | None) -> dict:
+    """Predict step time and memory in a short process of its own, because nothing that trains depends on the planner.
+
+    Args:
+        fields: of the model's Hugging Face config.
+        peak_tflops: of matrix products on this device; None if unknown.
+
+    Returns:
+        See planner/forecast.forecast; only `reason` where the process has failed.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", context.plan.strategy.world_size))
+    device = {
+        "name": factory.device_name(context.accelerator),
+        "memory_gib": device_memory_bytes(context.accelerator.device, processes) / GIB,
+        "peak_tflops": peak_tflops,
+        "per_node": processes,
+    }
+    # python -m would look for the package in the working directory first, where files of other names may be its modules
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path[0] = {root!r}; import runpy; runpy.run_module({FORECAST!r}, run_name='__main__')"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            input=pickle.dumps((context.plan, fields, device)),
+            capture_output=True,
+            timeout=PREDICTION_SECONDS,
+            check=True,
+        )
+        return json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return {"reason": f"the planner's process failed with exit code {error.returncode}: {''.join(last)}"}
+    # pickle raises the last three for what it cannot write
+    except (OSError, ValueError, subprocess.SubprocessError, pickle.PicklingError, TypeError, AttributeError) as error:
+        return {"reason": f"the planner's process failed: {error}"}

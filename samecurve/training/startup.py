@@ -44,9 +44,8 @@ from samecurve.training import room
 from samecurve.training.evaluator import EarlyStopping, Evaluation, due
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
-from samecurve.training.prediction import predict
 from samecurve.training.session import Built, Context, Session
-from samecurve.training.settle import settle_compile, settle_date, settle_revision, settle_steps
+from samecurve.training.settle import predict, settle_compile, settle_date, settle_revision, settle_steps
 
 if TYPE_CHECKING:
     from samecurve.accelerator.accelerator import Accelerator

@@ -8,7 +8,7 @@ import pytest
 from harness import launch_command, long
 from test_step_options import needs_compiler
 
-from samecurve.distributed.cpu_workers import num_cores
+from samecurve.distributed.affinity import num_cores
 
 
 @pytest.mark.full  # test_console.py and test_affinity.py have each warning every day

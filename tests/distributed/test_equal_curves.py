@@ -17,7 +17,7 @@ import yaml
 from harness import ROOT, STEPS, Run, largest_relative_difference, relative_l2
 
 from samecurve.strategy.parallel_dims import DIMENSIONS
-from samecurve.strategy.pipeline_schedules import micro_batch_rule
+from samecurve.strategy.timetables import micro_batch_rule
 
 ENGINES = {
     "single": "LlamaForCausalLM",

@@ -173,7 +173,7 @@ def test_a_hostile_manifest_is_a_problem_and_nothing_else(content, folder):
 
 # The processes of a rehearsal and of a prediction get their plan through a pipe from the one that starts them; no file
 # is read.
-THROUGH_A_PIPE = {"rehearsal.py", "rehearsal_process.py", "prediction.py", "forecast.py"}
+THROUGH_A_PIPE = {"rehearsal.py", "rehearsal_process.py", "settle.py", "forecast.py"}
 BY_LISTED_CLASSES = {"foreign.py", "foreign_formats.py"}  # an unpickler that finds no others, see test_adopt.py
 
 

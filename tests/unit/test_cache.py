@@ -12,9 +12,16 @@ import xxhash
 
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage import cache, file_lock
-from samecurve.storage.cache import build_once, cache_folder, digest, is_main_process
+from samecurve.storage.cache import (
+    BLOCK_BYTES,
+    FinishedEntry,
+    NewEntry,
+    build_once,
+    cache_folder,
+    digest,
+    is_main_process,
+)
 from samecurve.storage.filesystem import LocalFileSystem
-from samecurve.storage.verified_files import BLOCK_BYTES, FinishedEntry, NewEntry
 
 
 def write(entry: NewEntry) -> None:

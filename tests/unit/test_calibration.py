@@ -22,7 +22,7 @@ from samecurve.planner.cluster import built_in
 from samecurve.planner.job import from_json, to_json
 from samecurve.planner.strategies import read
 from samecurve.strategy.plan import Plan
-from samecurve.training import prediction
+from samecurve.training import settle
 
 RECIPE = "recipes/quickstart.yaml"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "zero3")
@@ -392,20 +392,20 @@ def test_a_run_predicts_in_a_process_of_its_own(tmp_path, monkeypatch):
     assert wanted.source.recipe and wanted.source.recipe.model.config
     plan = Plan(wanted.source.recipe, described, RECIPE, ())
     fields = {**wanted.source.recipe.model.config, "vocab_size": 2048}
-    monkeypatch.setattr(prediction, "device_memory_bytes", lambda *_: 16 * 2**30)
-    monkeypatch.setattr(prediction.factory, "device_name", lambda _: "cpu")
+    monkeypatch.setattr(settle, "device_memory_bytes", lambda *_: 16 * 2**30)
+    monkeypatch.setattr(settle.factory, "device_name", lambda _: "cpu")
     context = cast(Any, SimpleNamespace(plan=plan, accelerator=SimpleNamespace(device=None)))
     expected = forecast.forecast(plan, fields, forecast.Device("cpu", 16, 0.2, 2))
     (tmp_path / "samecurve.py").write_text("raise SystemExit('of the working directory')")
     (tmp_path / "runpy.py").write_text("raise SystemExit('of the working directory')")
     monkeypatch.chdir(tmp_path)
-    assert prediction.predict(context, fields, 0.2) == json.loads(json.dumps(expected)) and expected["step_seconds"] > 0
+    assert settle.predict(context, fields, 0.2) == json.loads(json.dumps(expected)) and expected["step_seconds"] > 0
     fails = "the planner's process failed"
-    assert prediction.predict(context, {**fields, "x": lambda: 1}, 0.2)["reason"].startswith(f"{fails}: Can't ")
-    reason = prediction.predict(context, cast(Any, 3), 0.2)["reason"]
+    assert settle.predict(context, {**fields, "x": lambda: 1}, 0.2)["reason"].startswith(f"{fails}: Can't ")
+    reason = settle.predict(context, cast(Any, 3), 0.2)["reason"]
     assert re.fullmatch(rf"{fails} with exit code 1: \w+Error: .+", reason), reason
-    monkeypatch.setattr(prediction.sys, "executable", "/nowhere/python")
-    assert prediction.predict(context, fields, 0.2)["reason"].startswith(f"{fails}: ")
+    monkeypatch.setattr(settle.sys, "executable", "/nowhere/python")
+    assert settle.predict(context, fields, 0.2)["reason"].startswith(f"{fails}: ")
 
 
 def test_a_gpu_without_rates_says_so():

@@ -15,10 +15,10 @@ from samecurve.strategy import validate
 from samecurve.strategy.capabilities import KEYS, problems
 from samecurve.strategy.capability_page import PROOFS
 from samecurve.strategy.launchers import Launch
-from samecurve.strategy.pipeline_schedules import SCHEDULES
 from samecurve.strategy.plan import Strategy
 from samecurve.strategy.resolve import describe_strategy, read_files
-from samecurve.strategy.validate_parallelism import check_parallelism
+from samecurve.strategy.timetables import SCHEDULES
+from samecurve.strategy.validate import check_parallelism
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {

@@ -12,7 +12,7 @@ from report_cases import check_message
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.config.schema import Recipe
-from samecurve.data import builtin
+from samecurve.data import find
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
 from samecurve.data.schemas.conversation import ChatSchema
@@ -139,7 +139,7 @@ def test_functions_of_the_library():
     body = found[prompt].messages[1]["content"]
     assert prompt.endswith('"""') and body.startswith("spec = getfullargspec(func)")
     namespace: dict = {"getfullargspec": None}
-    exec(builtin.function(prompt, body), namespace)
+    exec(find.function(prompt, body), namespace)
     assert namespace["getcallargs"].__doc__.startswith("Get the mapping of arguments")
 
 

@@ -7,7 +7,7 @@ import torch
 from test_optimizers import KAHAN, RATES, REFERENCES, ours, settings, weights
 
 from samecurve.accelerator.sharded_state import DTensorShards
-from samecurve.engines.first_update import FirstUpdate
+from samecurve.engines.first_step import FirstUpdate
 from samecurve.optim.factory import state_names
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.specs.optimizers import OPTIMIZERS

@@ -134,13 +134,14 @@ READ = """
 import json, os, sys
 from pathlib import Path
 from samecurve.data import sources
-from samecurve.data import stream_files, stream_pieces as streaming
+from samecurve.data import stream_pieces as streaming
+from samecurve.data import stream_pieces
 from samecurve.errors import DataError
 
 def texts(name, pattern=None, stream=False, **selection):
     chosen = sources.Selection(**selection)
     if stream:
-        files = stream_files.find_stream_files(name, pattern, "text", chosen)
+        files = stream_pieces.find_stream_files(name, pattern, "text", chosen)
         source = streaming.ChunkSource(name, (), "text", tuple(streaming.cut_into_chunks(files, 1e6)))
         return list(source.documents()), streaming.fingerprint(files)
     source = sources.find_source(name, pattern, "text", chosen)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from samecurve.launch import kubernetes
+from samecurve.launch import scripts
 from samecurve.launch.target import Target, unnamed
 
 PACKAGES = os.environ.get("SAMECURVE_KUBERNETES", "")
@@ -54,14 +54,14 @@ def accepted(code: str, manifests: list[dict]) -> bool:
 
 
 def test_jobs_follow_the_schemas_of_kubernetes():
-    service, job = yaml.safe_load_all(kubernetes.job(TARGET))
+    service, job = yaml.safe_load_all(scripts.job(TARGET))
     assert accepted(KUBERNETES, [service, job])
     job["spec"]["completionsMode"] = job["spec"].pop("completionMode")
     assert not accepted(KUBERNETES, [job])
 
 
 def test_train_jobs_follow_kubeflow_trainers_models():
-    job = yaml.safe_load(kubernetes.train_job(TARGET))
+    job = yaml.safe_load(scripts.train_job(TARGET))
     assert accepted(TRAINER, [job])
     for path in (("trainer", "numNode"), ("runtimePatches", 0, "trainingRuntimeSpec", "templates")):
         wrong = copy.deepcopy(job)

@@ -16,7 +16,7 @@ import pytest
 
 from samecurve.checkpoint import commit
 from samecurve.cli import commands
-from samecurve.data import formats, hub, opening, stream_files, stream_pieces
+from samecurve.data import formats, hub, opening, stream_pieces
 from samecurve.errors import DataError, StorageError
 
 SAYS = r"a.jsonl: not enough memory to read it \(malloc of size 99 failed\); .* split it"
@@ -37,7 +37,7 @@ def test_lines(tmp_path, monkeypatch):
 def test_a_stream(monkeypatch):
     monkeypatch.setattr(fsspec, "open", no_memory)
     with pytest.raises(DataError, match=SAYS):
-        list(stream_pieces.opened_rows(stream_files.StreamFile("a.jsonl", "a.jsonl", 1, ""), list))
+        list(stream_pieces.opened_rows(stream_pieces.StreamFile("a.jsonl", "a.jsonl", 1, ""), list))
 
 
 def test_parquet(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from report_cases import missing
 
 from samecurve.cli import commands
 from samecurve.config.documents import Document
-from samecurve.config.rules_storage import RULES, split_output_url
+from samecurve.config.paths import RULES, split_output_url
 from samecurve.storage.object_store import credentials_problem, url_problem
 
 

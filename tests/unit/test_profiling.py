@@ -24,9 +24,8 @@ from samecurve.losses.cross_entropy import LOSS, token_loss_sum
 from samecurve.metrics.profiling import recorder
 from samecurve.metrics.profiling.collectives import _by_size, begin_log, logged
 from samecurve.metrics.profiling.dimensions import NOTES, PEER, UNKNOWN, attribute, dimension
-from samecurve.metrics.profiling.op_kinds import KINDS, listed
 from samecurve.metrics.profiling.summary import memory, render_summary, summary_lines, summary_values
-from samecurve.metrics.profiling.trace import Breakdown, breakdown, read_trace
+from samecurve.metrics.profiling.trace import KINDS, Breakdown, breakdown, listed, read_trace
 from samecurve.strategy.parallel_dims import ParallelDims
 
 MS = 1000.0  # in a trace's microseconds

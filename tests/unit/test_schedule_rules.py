@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
+from samecurve.strategy.timetables import SCHEDULES, micro_batch_rule
 
 
 def torch_refuses(name: str, ranks: int, num_micro_batches: int) -> bool:

@@ -20,7 +20,7 @@ from report_cases import check_message
 from report_cases import missing as absent
 
 from samecurve.config import loader
-from samecurve.data import formats, sources, stream_files
+from samecurve.data import formats, sources, stream_pieces
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.specs.data_names import BUILTIN
@@ -556,7 +556,7 @@ def test_a_file_without_read_permission_is_an_error_that_names_it(name, monkeypa
         readers += (
             []
             if name.endswith((".csv", ".json"))
-            else [lambda: stream_files.find_stream_files(str(folder), None, "text")]
+            else [lambda: stream_pieces.find_stream_files(str(folder), None, "text")]
         )
         for read in readers:
             with pytest.raises(DataError) as caught:
@@ -664,7 +664,7 @@ def test_what_runs_write_below_the_data_is_no_data(tmp_path, kind, capsys):
     line = f"{folder}: 9 files that runs of samecurve wrote are left out of the data {where}\n"
     assert told.count(line) == 1
     if kind == "txt":
-        streamed = stream_files.find_stream_files(str(folder), None, "text", sources.Selection.of(found, found.data))
+        streamed = stream_pieces.find_stream_files(str(folder), None, "text", sources.Selection.of(found, found.data))
         assert {Path(file.name).parent.name for file in streamed} == {"books"}
 
 

@@ -17,7 +17,7 @@ from test_sources import POINTER, zstd
 
 from samecurve.checkpoint import resume
 from samecurve.config import loader
-from samecurve.data import sources, stream_files, stream_pieces, token_store
+from samecurve.data import sources, stream_pieces, token_store
 from samecurve.data.batches import StepBatches
 from samecurve.data.datasets.base import PackedRows
 from samecurve.data.datasets.mixture import WeightedInterleaver
@@ -57,7 +57,7 @@ def folder(tmp_path):
 
 def documents(path, buffer_bytes: float) -> list[list[str]]:
     """Of each piece."""
-    pieces = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(path), None, "text"), buffer_bytes)
+    pieces = stream_pieces.cut_into_chunks(stream_pieces.find_stream_files(str(path), None, "text"), buffer_bytes)
     return [list(stream_pieces.ChunkSource("x", (), "text", (piece,)).documents()) for piece in pieces]
 
 
@@ -74,7 +74,7 @@ def test_pieces_are_cut_where_the_format_lets_them(folder):
     kinds = Counter(
         piece.kind
         for piece in stream_pieces.cut_into_chunks(
-            stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER
+            stream_pieces.find_stream_files(str(folder / "data"), None, "text"), BUFFER
         )
     )
     size = (folder / "data" / "a.jsonl").stat().st_size
@@ -82,7 +82,7 @@ def test_pieces_are_cut_where_the_format_lets_them(folder):
 
 
 def test_every_epoch_has_every_piece_once_in_an_order_of_its_own(folder):
-    pieces = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER)
+    pieces = stream_pieces.cut_into_chunks(stream_pieces.find_stream_files(str(folder / "data"), None, "text"), BUFFER)
     blocks = stream_pieces.ShuffleBlocks(pieces, BUFFER, seed=1)
     assert 1 < blocks.per_epoch < len(pieces)
     orders = []
@@ -136,20 +136,20 @@ def test_a_url_holds_the_same_as_the_folder(folder):
     remote = fsspec.filesystem("memory")
     remote.put(str(folder / "data"), "/samecurve_test", recursive=True)
     pieces = stream_pieces.cut_into_chunks(
-        stream_files.find_stream_files("memory://samecurve_test", None, "text"), BUFFER
+        stream_pieces.find_stream_files("memory://samecurve_test", None, "text"), BUFFER
     )
-    here = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(folder / "data"), None, "text"), BUFFER)
+    here = stream_pieces.cut_into_chunks(stream_pieces.find_stream_files(str(folder / "data"), None, "text"), BUFFER)
     assert [text for text in stream_pieces.ChunkSource("x", (), "text", tuple(pieces)).documents()] == [
         text for text in stream_pieces.ChunkSource("x", (), "text", tuple(here)).documents()
     ]
     assert stream_pieces.fingerprint(
-        stream_files.find_stream_files("memory://samecurve_test", None, "text")
-    ) == stream_pieces.fingerprint(stream_files.find_stream_files(str(folder / "data"), None, "text"))
+        stream_pieces.find_stream_files("memory://samecurve_test", None, "text")
+    ) == stream_pieces.fingerprint(stream_pieces.find_stream_files(str(folder / "data"), None, "text"))
     assert {piece.files[0].relative for piece in pieces} == {"a.jsonl", "b.jsonl.gz", "c.parquet"}
-    chosen = stream_files.find_stream_files("memory://samecurve_test", "*.parquet", "text")
+    chosen = stream_pieces.find_stream_files("memory://samecurve_test", "*.parquet", "text")
     assert [file.relative for file in chosen] == ["c.parquet"]
     with pytest.raises(DataError, match="memory://nowhere: "):
-        stream_files.find_stream_files("memory://nowhere", None, "text")
+        stream_pieces.find_stream_files("memory://nowhere", None, "text")
 
 
 MISTAKES = [
@@ -198,7 +198,7 @@ def test_utf16_and_zstd_are_streamed(tmp_path, name):
 )
 def test_what_a_stream_cannot_cut(tmp_path, content, message, buffer_bytes):
     (tmp_path / "a.jsonl").write_bytes(content)
-    pieces = stream_pieces.cut_into_chunks(stream_files.find_stream_files(str(tmp_path), None, "text"), buffer_bytes)
+    pieces = stream_pieces.cut_into_chunks(stream_pieces.find_stream_files(str(tmp_path), None, "text"), buffer_bytes)
     for piece in pieces:  # whichever is read first
         with pytest.raises(DataError, match=f"a.jsonl: .*{message}"):
             list(stream_pieces.ChunkSource("x", (), "text", (piece,)).documents())
@@ -220,7 +220,7 @@ def test_a_parquet_pointer_in_a_stream(tmp_path):
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
     with pytest.raises(DataError, match="a.csv: data.streaming reads only text, jsonl .also compressed. and parquet;"):
-        stream_files.find_stream_files(str(tmp_path), None, "text")
+        stream_pieces.find_stream_files(str(tmp_path), None, "text")
     (tmp_path / "b.jsonl.gz").write_bytes(b"not gzip")
     with pytest.raises(DataError, match="b.jsonl.gz: could not be read: "):
         documents(tmp_path / "b.jsonl.gz", BUFFER)

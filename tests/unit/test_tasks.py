@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from samecurve.config.schema import Batch, Recipe
 from samecurve.data.batches import EvaluationBatches, StepBatches
-from samecurve.data.builtin import PACKAGES
 from samecurve.data.datasets.base import LengthGroups
 from samecurve.data.datasets.text import LabelledRows, MaskedRows, Masking
+from samecurve.data.find import PACKAGES
 from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.interfaces.engine import EvalResult

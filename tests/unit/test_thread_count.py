@@ -4,8 +4,6 @@ from importlib import import_module
 
 import pytest
 
-from samecurve.distributed import cpu_workers
-
 start = import_module("samecurve.engines.start")  # samecurve.engines.factory has a function of that name
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
 
@@ -27,5 +25,5 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
     ],
 )
 def test_what_the_user_says_or_a_share_of_the_cores(environ, threads, monkeypatch):
-    monkeypatch.setattr(cpu_workers, "num_cores", lambda: 8)
+    monkeypatch.setattr("samecurve.distributed.affinity.num_cores", lambda: 8)
     assert start.num_threads(environ) == threads

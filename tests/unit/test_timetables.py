@@ -15,8 +15,7 @@ from samecurve.planner.ledger import ledger
 from samecurve.planner.stages import ENOUGH, STEADY, in_flight, stages
 from samecurve.planner.step_time import breakdown, idle_slots, stage_time
 from samecurve.planner.strategies import read
-from samecurve.strategy.pipeline_schedules import SCHEDULES, micro_batch_rule
-from samecurve.strategy.timetables import micro_batches_kept, order, timetable
+from samecurve.strategy.timetables import SCHEDULES, micro_batch_rule, micro_batches_kept, order, timetable
 
 SIZES = [(ranks, count) for ranks in (1, 2, 3, 4, 8) for count in (1, 2, 3, 4, 6, 8, 12, 16, 19, 32)]
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from samecurve.data import sources, token_store
 from samecurve.data.encoder import Encoded
 from samecurve.errors import DataError, StorageError
-from samecurve.storage import verified_files
+from samecurve.storage import cache
 from samecurve.storage.filesystem import LocalFileSystem
 
 
@@ -170,16 +170,16 @@ def test_tokens_changed_in_place_are_never_read(built, damage, large, monkeypatc
 
 def test_large_files_are_verified_block_by_block(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(token_store, "_LARGE_BYTES", 0)
-    for module in (token_store, verified_files):
+    for module in (token_store, cache):
         monkeypatch.setattr(module, "BLOCK_BYTES", 8)  # 4 tokens
     source = write(tmp_path / "data", *["a b", "b c", "c a b"] * 5)
     tokens = token_store.load_corpus(
         source, token_store.DocumentEncoder(tokenizer), 0.0, tmp_path / "cache"
     ).train.tokens
     checked = []
-    check = verified_files.FinishedEntry.check_block
+    check = cache.FinishedEntry.check_block
     monkeypatch.setattr(
-        verified_files.FinishedEntry,
+        cache.FinishedEntry,
         "check_block",
         lambda self, *block: checked.append(block[1]) or check(self, *block),
     )

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from samecurve.metrics.profiling.collectives import Communication, DimensionCommunication, Logged
-from samecurve.metrics.profiling.op_kinds import KINDS
-from samecurve.metrics.profiling.trace import Breakdown
+from samecurve.metrics.profiling.trace import KINDS, Breakdown
 from samecurve.metrics.profiling.waiting import Waiting
 from samecurve.storage.terminal import aligned
 
