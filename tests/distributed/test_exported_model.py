@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "pipeline_fsdp": 4, "zero3_hpz": 4, "pp_fsdp_tp": 8, "fsdp_tp_cp": 4}
-EVERY_DAY = ["single", "fsdp", "zero3", "pipeline"]
 
 
-@pytest.mark.parametrize("strategy", [*EVERY_DAY, *long(*(name for name in ENGINES if name not in EVERY_DAY))])
+# every day the loss of each strategy's export, below; the logits of one
+@pytest.mark.parametrize("strategy", ["zero3", *long(*(name for name in ENGINES if name != "zero3"))])
 def test_the_reloaded_model_has_the_live_models_logits(strategy, workspace, tmp_path):
     world = WORLDS.get(strategy, 2)
     path = workspace.strategy(strategy)

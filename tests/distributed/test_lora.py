@@ -184,8 +184,7 @@ def going_on(workspace, source: Run, base: Path, name: str, *more: str) -> Run:
 
 @pytest.mark.parametrize(
     ("name", "dropout"),
-    [(name, 0) for name in ("zero3", "pipeline")]
-    + long(*((name, 0) for name in SCHEDULES))
+    [("zero3", 0), *long(*((name, 0) for name in ("pipeline", *SCHEDULES)))]
     + long(*product((*EVERY_DAY, "tp", *RARE), (0.1,))),
 )
 def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
@@ -201,9 +200,7 @@ def test_the_same_strategy_goes_on_bit_for_bit(name, dropout, workspace, base):
     ("origin", "name"),
     [
         ("fsdp", "zero3"),
-        ("pipeline", "fsdp"),
-        ("zero3", "single"),
-        *long(("zero3", "tp"), ("tp", "fsdp"), ("fsdp_tp", "tp")),
+        *long(("pipeline", "fsdp"), ("zero3", "single"), ("zero3", "tp"), ("tp", "fsdp"), ("fsdp_tp", "tp")),
         *long(("zero3", "pipeline_1f1b"), ("pipeline_interleaved", "fsdp"), ("pipeline_1f1b", "pipeline_zbv")),
         *long(*((origin, name) for origin in (*PLAIN, "zero2_offload") for name in PLAIN if origin != name)),
     ],
