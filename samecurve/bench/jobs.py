@@ -23,8 +23,8 @@ from samecurve.distributed.affinity import share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.reports.history import History
 from samecurve.run.run_directory import RunDirectory, last_step
+from samecurve.run.sessions import RUN_FACTS
 from samecurve.run.status import STATUS, read_status
-from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.storage.records import read_record
 from samecurve.strategy.placement import REFERENCE, place_strategy
 from samecurve.strategy.resolve import strategy_path

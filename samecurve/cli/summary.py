@@ -12,8 +12,8 @@ from samecurve.errors import ConfigurationError
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.metrics.predicted import of_session
 from samecurve.reports.history import History
+from samecurve.run.sessions import RUN_FACTS
 from samecurve.run.status import STATUS, read_status, refused_text
-from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.records import read_record
 from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again

@@ -20,6 +20,8 @@ from yaml.reader import ReaderError
 from samecurve.config.key_hints import near_file
 
 KeyPath = tuple[str, ...]
+Finding = tuple[str, str]
+"""(dotted key, what is wrong with its value and the fix)."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from samecurve.config.documents import Document, describe, read_document
+from samecurve.config.documents import Document, Finding, describe, read_document
 from samecurve.storage.object_store import is_url, url_problem
 
 _MIXTURE = ("data", "mixture")
@@ -89,7 +89,6 @@ def pattern_hint(path: str, key: str = "data.pattern") -> str:
     return f"; a path cannot contain wildcards: set the path to the folder {folder}, and {key}='{pattern}'"
 
 
-Finding = tuple[str, str]
 LONGEST_NAME = 255
 
 

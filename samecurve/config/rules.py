@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from samecurve.config import paths, rules_data, rules_model, rules_tasks, rules_training
-from samecurve.config.documents import describe
+from samecurve.config.documents import Finding, describe
 from samecurve.config.inheritance import UNITS
 from samecurve.config.paths import path_problem, pattern_hint
 from samecurve.config.schema import Recipe
@@ -26,7 +26,6 @@ from samecurve.errors import ConfigurationError
 from samecurve.specs.data_names import CHATML, MODULES, is_hub_name
 from samecurve.specs.tasks import TASKS, readers
 
-Finding = tuple[str, str]
 Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
 
 

@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samecurve.config.documents import describe
+from samecurve.config.documents import Finding, describe
 from samecurve.config.schema import Data
 from samecurve.config.source import InvalidValue
 from samecurve.specs.data_names import address, is_hub_name
 from samecurve.specs.row_formats import FORMATS, named
 from samecurve.specs.tasks import readers
 
-Finding = tuple[str, str]
 _HUB_KEYS = {"split": "train", "config": None, "revision": None}
 _COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "format")
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samecurve.config.documents import describe
+from samecurve.config.documents import Finding, describe
 from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
 from samecurve.config.section import LARGEST_INTEGER
@@ -65,9 +65,6 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flat(f"{key}.{name}", inner)
     else:
         yield key, value
-
-
-Finding = tuple[str, str]
 
 
 def _origin(value: Callable[[str], Any]) -> Iterator[Finding]:

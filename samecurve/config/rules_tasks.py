@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samecurve.config.documents import describe
+from samecurve.config.documents import Finding, describe
 from samecurve.specs.data_names import is_import_path
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.checksums import folder_problem
 from samecurve.storage.records import read_record
 
-Finding = tuple[str, str]
 _CHUNKED = ("chunked", "liger")
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from samecurve.config.documents import describe, joined
+from samecurve.config.documents import Finding, describe, joined
 from samecurve.config.schema import Memory, Optimizer
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.data_names import is_import_path
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.specs.trackers import TRACKERS
 
-Finding = tuple[str, str]
 # rounding to bf16 moves a number by up to 2 ** -9 of itself, 0.2 %; a mean has to move by more than that
 LARGEST_BF16_BETA = 0.99
 

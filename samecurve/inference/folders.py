@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
-from samecurve.specs.run_facts import RUN_FACTS
+from samecurve.run.sessions import RUN_FACTS
 from samecurve.storage import trusted_code
 from samecurve.storage.checksums import check_checksums, folder_problem
 from samecurve.storage.records import read_record

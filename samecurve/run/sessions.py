@@ -8,8 +8,33 @@ from pathlib import Path
 
 from samecurve.run.run_directory import previous_folders
 from samecurve.run.status import STATUS, read_status, split_refused
-from samecurve.specs.run_facts import RUN_FACTS
 from samecurve.storage.records import read_record
+
+# types of what is read back from run.json, see storage/records.py; a key may be absent: another version wrote it
+RUN_FACTS = {
+    "recipe?": dict,
+    "recipe_path?": str,
+    "overrides?": [str],
+    "output_dir?": str,
+    "strategy?": str,
+    "strategy_path?": (str, None),
+    "engine?": str,
+    "world_size?": range(1, 2**31),
+    "device?": str,
+    "precision?": str,
+    "started?": str,
+    "start_step?": range(2**53),
+    "resumed_from?": (str, None),
+    "adapter?": (dict, None),
+    "accelerate?": (dict, None),
+    "deepspeed?": (dict, None),
+    "data?": dict,
+    "data_fingerprints?": (dict, None),
+    "versions?": dict,
+    "own_code?": dict,
+    "counts?": str,
+    "predicted?": (dict, None),
+}
 
 
 @dataclass(frozen=True)

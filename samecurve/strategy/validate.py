@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samecurve.config.documents import Document, KeyPath, describe, suggest
+from samecurve.config.documents import Document, Finding, KeyPath, describe, suggest
 from samecurve.config.rules_training import check_ranks
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from samecurve.strategy.launchers import Launch
     from samecurve.strategy.plan import Files, Strategy
 
-Finding = tuple[str, str]
 Value = Callable[[str], Any]
 _SEQUENCE = "parallelism_config_tp_sequence_parallel"
 AUTO_COMPILE_STEPS = 1000  # from which on `compile: auto` compiles (assumed: fewer seldom repay a minute of compiling)
