@@ -22,7 +22,7 @@ def files(launcher: str, target: Target, environ: Mapping[str, str] = os.environ
         environ: some of its variables are written down for nodes that deepspeed starts.
     """
     if launcher == "kubernetes":
-        return {"yaml": job(target)}
+        return {"kubernetes.yaml": job(target)}
     if launcher == "trainjob":
         return {"trainjob.yaml": train_job(target)}
     if launcher == "slurm":
