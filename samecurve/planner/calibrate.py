@@ -184,7 +184,7 @@ def read_run(folder: Path) -> FinishedRun:
         )
     try:
         job = from_json(predicted["job"])
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         text = f"--calibrate {folder}: run.json is of another version: predicted.job: {error}"
         raise ConfigurationError(text) from None
     if job.gpu_kind == "cpu":  # factors are relative to one set of rates, not to what each start measured

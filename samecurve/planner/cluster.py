@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +12,12 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from samecurve.config import loader
-from samecurve.config.documents import Document, describe, format_problems, read_document
+from samecurve.config.documents import describe, format_problems, read_document
 from samecurve.config.section import Count, Name, Section
 from samecurve.errors import ConfigurationError
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.hardware import MEASURED_SHARE, Gpu, gpu, known_gpu, known_names
-from samecurve.planner.links import DEFAULT_NODE_GBIT, Level
+from samecurve.planner.links import DEFAULT_NODE_GBIT, Level, levels_of
 
 # Kind of GPU and nominal Gbit/s of a node's network cards: of a DGX A100, of DGX H100, H200 and B200, and of Azure's
 # ND MI300X v5; of a CPU, one card of a server, where each process is one device.
@@ -49,68 +49,11 @@ class Host:
 HOSTS = {"A100-40GB": Host(1000, 128, 27), "A100-80GB": Host(2000, 128, 27), "cpu": Host(gpu("cpu").memory_gib)}
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """GPUs of one kind in equal nodes.
-
-    Attributes:
-        node_gbit: nominal Gbit/s of a node's network cards together.
-        levels: links from the inside outwards; empty: the GPU's own, and the network cards.
-        reserved_gib: of a GPU, for context, NCCL and other processes; None: measured, or the planner's own estimate.
-        calibration: corrections learnt from runs on such machines.
-    """
-
-    kind: str
-    card: Gpu
-    nodes: int
-    gpus_per_node: int
-    node_gbit: float
-    levels: tuple[Level, ...] = ()
-    host: Host = field(default_factory=Host)
-    reserved_gib: float | None = None
-    calibration: Calibration | None = None
-
-    @property
-    def gpus(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    def scaled(self, gpus: int) -> Cluster:
-        """Return the cluster with as many nodes as `gpus` need; fewer GPUs than a node has make one smaller node."""
-        if gpus <= self.gpus_per_node:
-            return replace(self, nodes=1, gpus_per_node=gpus, card=_shared(self.card, self.host, gpus))
-        if gpus % self.gpus_per_node:
-            raise ConfigurationError(f"--gpus {gpus}: nodes have {self.gpus_per_node} GPUs; give a multiple")
-        return replace(self, nodes=gpus // self.gpus_per_node)
-
-
-def _shared(card: Gpu, host: Host, processes: int) -> Gpu:
-    """Give each process on a CPU its share of the host's memory; a GPU has its own."""
-    return replace(card, memory_gib=host.memory_gib / processes) if card.generation == "cpu" else card
-
-
-def built_in(text: str) -> Cluster:
-    """Return one node of a kind such as h100x8, or of any GPU with known rates. Raises ConfigurationError."""
-    match = re.fullmatch(r"([\w-]+?)x(\d+)", text.lower(), re.ASCII)
-    if not match or not (match[1] in KINDS or known_gpu(match[1])) or not int(match[2]):
-        usual = ", ".join(f"{name}x8" for name in KINDS if name != "cpu") + ", or cpux2 (processes)"
-        others = ", ".join(known_names())
-        raise ConfigurationError(
-            f"--cluster {text}: expected a cluster file (.yaml, see Cluster files in docs/planning.md) or a kind "
-            f"of GPU and the number in a node, such as {usual}; kinds with known rates: {others}"
-        )
-    kind, gbit = KINDS.get(match[1], (match[1].upper(), DEFAULT_NODE_GBIT))
-    count, host = int(match[2]), HOSTS.get(kind, Host())
-    return Cluster(kind, _shared(gpu(kind), host, count), 1, count, gbit, host=host)
-
-
-# The schema of a cluster file.
-
 Rate = Annotated[float, Field(gt=0)]
 
 
-def _of_all_ranks(value: Any) -> Any:
-    """One number holds for groups of any size."""
-    return value if isinstance(value, Mapping) or value is None else {"1": value}
+def _by_ranks(value: Any) -> Any:
+    return value if isinstance(value, Mapping | None) else {"1": value}
 
 
 def _of_ranks(rates: dict[str, float] | None) -> dict[str, float] | None:
@@ -121,11 +64,11 @@ def _of_ranks(rates: dict[str, float] | None) -> dict[str, float] | None:
 
 
 class LinkBlock(Section):
-    """See links.Level; `bus_gb_per_s` is one number, or numbers by the ranks of a group."""
+    """See links.Level; `bus_gb_per_s` is one number, which holds for all groups, or numbers by the ranks of a group."""
 
     level: Name | None = None
     size: Count | None = None
-    bus_gb_per_s: Annotated[dict[str, Rate] | None, BeforeValidator(_of_all_ranks), AfterValidator(_of_ranks)] = None
+    bus_gb_per_s: Annotated[dict[str, Rate] | None, BeforeValidator(_by_ranks), AfterValidator(_of_ranks)] = None
     gbit_per_s_per_node: Rate | None = None
     latency_us: Rate = 0
 
@@ -162,58 +105,115 @@ class ClusterFile(Section):
     gbit_per_s_per_node: Rate = DEFAULT_NODE_GBIT
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind in equal nodes.
+
+    Attributes:
+        file: what a cluster file says about them, also of a built-in kind.
+        kind: of GPU; device for one that the file describes.
+        card: the GPU; of a CPU, a process's share of the host.
+        levels: links from the inside outwards.
+        calibration: corrections learnt from runs on such machines.
+    """
+
+    file: ClusterFile
+    kind: str
+    card: Gpu
+    host: Host
+    levels: tuple[Level, ...]
+    calibration: Calibration | None = None
+
+    @property
+    def nodes(self) -> int:
+        return self.file.nodes
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.file.gpus_per_node
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def scaled(self, gpus: int) -> Cluster:
+        """Return the cluster with as many nodes as `gpus` need; fewer GPUs than a node has make one smaller node."""
+        changed: dict[str, Any] = {"nodes": gpus // self.gpus_per_node}
+        if gpus <= self.gpus_per_node:
+            near = [block.model_copy(update={"size": gpus}) for block in self.file.links[:1]]
+            changed = {"nodes": 1, "gpus_per_node": gpus, "links": [*near, *self.file.links[1:]]}
+        elif gpus % self.gpus_per_node:
+            raise ConfigurationError(f"--gpus {gpus}: nodes have {self.gpus_per_node} GPUs; give a multiple")
+        return replace(describe_machines(self.file.model_copy(update=changed)), calibration=self.calibration)
+
+
+def built_in(text: str) -> Cluster:
+    """Return one node of a kind such as h100x8, or of any GPU with known rates. Raises ConfigurationError."""
+    match = re.fullmatch(r"([\w-]+?)x(\d+)", text.lower(), re.ASCII)
+    if not match or not (match[1] in KINDS or known_gpu(match[1])) or not int(match[2]):
+        usual = ", ".join(f"{name}x8" for name in KINDS if name != "cpu") + ", or cpux2 (processes)"
+        others = ", ".join(known_names())
+        raise ConfigurationError(
+            f"--cluster {text}: expected a cluster file (.yaml, see Cluster files in docs/planning.md) or a kind "
+            f"of GPU and the number in a node, such as {usual}; kinds with known rates: {others}"
+        )
+    kind, gbit = KINDS.get(match[1], (match[1].upper(), DEFAULT_NODE_GBIT))
+    file = ClusterFile(gpu=kind, nodes=1, gpus_per_node=int(match[2]), gbit_per_s_per_node=gbit)
+    return describe_machines(file)
+
+
 def read_cluster(text: str) -> Cluster:
     """Read `--cluster`: a file, or a built-in kind. Raises ConfigurationError."""
     if Path(text).suffix not in (".yaml", ".yml"):
         return built_in(text)
     document = read_document(text)
-    cluster = None
+    file = None
     if not document.problems:
         try:
-            cluster = _cluster(ClusterFile.model_validate(document.content), document)
+            file = ClusterFile.model_validate(document.content)
         except ValidationError as error:
             for detail in error.errors(include_url=False, include_context=True):
                 path = tuple(str(part) for part in detail["loc"])
                 document.problem(path, loader.explain(detail, path, ClusterFile))
-    if document.problems or not cluster:
+    for key, text in _contradictions(file) if file else ():
+        document.problem((key,), text)
+    if document.problems or not file:
         raise ConfigurationError(format_problems(document.problems))
-    return cluster
+    return describe_machines(file)
 
 
-def _cluster(file: ClusterFile, document: Document) -> Cluster:
-    """Describe the machines of a file; what contradicts itself becomes a problem of the document."""
+def _contradictions(file: ClusterFile) -> Iterator[tuple[str, str]]:
+    """Generate the keys whose values contradict others, and the problem of each."""
+    if file.device and file.gpu:
+        yield "device", "conflicts with gpu; keep one of them"
+    if not file.device and not (file.gpu and known_gpu(file.gpu)):
+        names, observed = ", ".join(known_names()), f"found {describe(file.gpu)}" if file.gpu else "missing"
+        yield "gpu", f"{observed}, expected a GPU with known rates: {names}; describe another one under device"
+    memory = describe_machines(file).card.memory_gib
+    if file.reserved_gib is not None and file.reserved_gib >= memory:
+        text = f"found {file.reserved_gib:g}, expected less than the memory of the GPU, {memory:g} GiB"
+        yield "reserved_gib", f"{text}; the rest is for the job"
+    sizes = [level.size for level in describe_machines(file).levels[:-1]]
+    if sizes != sorted(set(sizes)) or sizes[0] != file.gpus_per_node:
+        text = f"found sizes {sizes}, expected the first to be gpus_per_node ({file.gpus_per_node})"
+        yield "links", f"{text} and each to be larger"
+
+
+def describe_machines(file: ClusterFile) -> Cluster:
+    """Fill in what the data sheet of the GPU says; that of an A100 stands for one that is not known."""
     kind = "device" if file.device else file.gpu or ""
-    given = {name: value for name, value in file.host if value is not None}
-    host = replace(HOSTS.get(kind, Host()), **given)
+    host = replace(HOSTS.get(kind, Host()), **{name: value for name, value in file.host if value is not None})
+    card = known_gpu(kind) or gpu("A100-80GB")
     if file.device:
         # without `links`, the GPUs of a node communicate over PCIe: no NVLink is known
         peaks, memory, hbm = file.device.peak_tflops, file.device.memory_gib, file.device.hbm_gb_per_s
         bf16, fp8, fp32 = (MEASURED_SHARE * peak for peak in (peaks.bf16, peaks.fp8, peaks.fp32))
         card = Gpu(bf16, fp8, hbm, host.pcie_gb_per_s, memory, "other", fp32)
-        if file.gpu:
-            document.problem(("device",), "conflicts with gpu; keep one of them")
-    else:
-        known = known_gpu(kind) if kind else None
-        if not known:
-            names, observed = ", ".join(known_names()), f"found {describe(kind)}" if kind else "missing"
-            text = f"{observed}, expected a GPU with known rates: {names}; describe another one under device"
-            document.problem(("gpu",), text)
-        card = _shared(known or gpu("A100-80GB"), host, file.gpus_per_node)
-    if file.reserved_gib is not None and file.reserved_gib >= card.memory_gib:
-        text = f"found {file.reserved_gib:g}, expected less than the memory of the GPU, {card.memory_gib:g} GiB"
-        document.problem(("reserved_gib",), f"{text}; the rest is for the job")
-    levels = [_level(block, index, file, card) for index, block in enumerate(file.links)]
-    levels = levels or [Level("node", file.gpus_per_node, ((1, card.bus_gb_per_s),))]
-    if len(levels) == 1:
-        levels.append(Level("network", 0, node_gbit=file.gbit_per_s_per_node))
-    sizes = [level.size for level in levels[:-1]]
-    if sizes != sorted(set(sizes)) or sizes[0] != file.gpus_per_node:
-        text = f"found sizes {sizes}, expected the first to be gpus_per_node ({file.gpus_per_node})"
-        document.problem(("links",), f"{text} and each to be larger")
-    slowest = min((level.node_gbit for level in levels[1:] if level.node_gbit), default=file.gbit_per_s_per_node)
-    return Cluster(
-        kind, card, file.nodes, file.gpus_per_node, slowest, tuple(levels), host, file.reserved_gib
-    )  # fmt: skip
+    if card.generation == "cpu":
+        card = replace(card, memory_gib=host.memory_gib / file.gpus_per_node)
+    own = levels_of(card, file.gpus_per_node, file.gbit_per_s_per_node)
+    levels = [_level(block, index, file, card) for index, block in enumerate(file.links)] or own[:1]
+    return Cluster(file, kind, card, host, (*levels, *(own[1:] if len(levels) == 1 else ())))
 
 
 def _level(block: LinkBlock, index: int, file: ClusterFile, card: Gpu) -> Level:
@@ -228,41 +228,4 @@ def _level(block: LinkBlock, index: int, file: ClusterFile, card: Gpu) -> Level:
 
 def cluster_text(machines: Cluster) -> str:
     """Format a cluster file that describes these machines."""
-    card = machines.card
-    content: dict[str, Any] = {"gpu": machines.kind}
-    if machines.kind == "device":
-        peaks = {"bf16": card.matmul_tflops, "fp8": card.fp8_tflops, "fp32": card.fp32_tflops}
-        device: dict[str, Any] = {"memory_gib": card.memory_gib, "hbm_gb_per_s": card.hbm_gb_per_s}
-        device["peak_tflops"] = {key: value / MEASURED_SHARE for key, value in peaks.items() if value}
-        content = {"device": device}
-    content |= {"nodes": machines.nodes, "gpus_per_node": machines.gpus_per_node}
-    content |= {"gbit_per_s_per_node": machines.node_gbit, "host": vars(machines.host)}
-    content |= {"links": [_link_content(level) for level in machines.levels]} if machines.levels else {}
-    if machines.levels:  # `Cluster.scaled` may have shrunk the node, whose size the first level must have
-        content["links"][0]["size"] = machines.gpus_per_node
-    content |= {"reserved_gib": machines.reserved_gib} if machines.reserved_gib is not None else {}
-    return yaml.safe_dump(_plain(content), sort_keys=False)
-
-
-def _link_content(level: Level) -> dict[str, Any]:
-    rates = dict(level.measured)
-    content = {
-        "level": level.name,
-        "size": level.size,
-        "bus_gb_per_s": rates[1] if rates.keys() == {1} else rates,
-        "gbit_per_s_per_node": level.node_gbit,
-        "latency_us": level.latency_us,
-    }
-    return {key: value for key, value in content.items() if value}
-
-
-def _plain(value: Any) -> Any:
-    """Return numbers as YAML shows them best: whole where they are, without errors of rounding."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    if not isinstance(value, float):
-        return value
-    rounded = float(f"{value:.12g}")
-    return int(rounded) if rounded.is_integer() else rounded
+    return yaml.safe_dump(machines.file.model_dump(exclude_defaults=True), sort_keys=False)

@@ -18,10 +18,11 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner import calibration, inputs, strategies
 from samecurve.planner.answers import predict
 from samecurve.planner.calibrate import shown_gib
-from samecurve.planner.cluster import KINDS, Cluster, built_in
+from samecurve.planner.cluster import KINDS, Cluster, ClusterFile, describe_machines
 from samecurve.planner.hardware import canonical, known_gpu
 from samecurve.planner.inputs import PlanRequest
 from samecurve.planner.job import to_json
+from samecurve.planner.links import DEFAULT_NODE_GBIT
 from samecurve.planner.plan_text import PUBLIC
 from samecurve.strategy.plan import Plan
 
@@ -92,16 +93,13 @@ def _machines(device: Device, world_size: int) -> Cluster:
         raise ConfigurationError(f"no rates of a GPU called {device.name} are known")
     learnt = calibration.read(calibration.default_path(canonical(device.name)))
     per_node = min(device.per_node, world_size)
-    if device.name == "cpu":
-        machines = built_in(f"cpux{per_node}")
-        # a calibration of step times is relative to the assumed rates
-        if device.peak_tflops and not (learnt and learnt.time):
-            card = replace(card, matmul_tflops=device.peak_tflops, fp32_tflops=device.peak_tflops)
-        machines = replace(machines, card=replace(card, memory_gib=device.memory_gib))
-    else:
-        gbit = next((gbit for kind, gbit in KINDS.values() if known_gpu(kind) == card), 1600.0)
-        machines = Cluster(device.name, replace(card, memory_gib=device.memory_gib), 1, per_node, gbit)
-    return replace(machines, nodes=max(1, world_size // per_node), calibration=learnt)
+    gbit = next((gbit for kind, gbit in KINDS.values() if known_gpu(kind) == card), DEFAULT_NODE_GBIT)
+    file = ClusterFile(gpu=device.name, nodes=1, gpus_per_node=per_node, gbit_per_s_per_node=gbit)
+    # a calibration of step times is relative to the assumed rates
+    if device.name == "cpu" and device.peak_tflops and not (learnt and learnt.time):
+        card = replace(card, matmul_tflops=device.peak_tflops, fp32_tflops=device.peak_tflops)
+    machines = describe_machines(file)
+    return replace(machines, card=replace(card, memory_gib=device.memory_gib), calibration=learnt)
 
 
 if __name__ == "__main__":

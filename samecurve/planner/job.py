@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from samecurve.planner import links
 from samecurve.planner.calibration import Calibration
@@ -235,11 +237,6 @@ def group_link(job: Job, ranks: int, stride: int, constants: Profile) -> Link:
     return links.link(levels, job.gpus_per_node, ranks, stride, constants.network_share, step)
 
 
-_PARTS = {
-    "shape": ModelShape, "strategy": Strategy, "card": Gpu, "states": StateBytes, "host": Host, "sharding": Sharding,
-}  # fmt: skip
-
-
 def to_json(job: Job) -> dict[str, Any]:
     """Return the job without what was learnt from other runs, and without the contents of the strategy's files."""
     strategy = replace(job.strategy, path=None, accelerate={}, deepspeed_path=None, deepspeed=None, nvme_paths=())
@@ -247,14 +244,12 @@ def to_json(job: Job) -> dict[str, Any]:
 
 
 def from_json(content: Mapping[str, Any]) -> Job:
-    """Read a job again. Raises TypeError, KeyError or ValueError for one that this version does not know."""
-
-    def tuples(block: Mapping[str, Any]) -> dict[str, Any]:
-        # JSON has lists in place of tuples, and a job must equal the one that was recorded
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in block.items()}
-
-    parts = {name: kind(**tuples(content[name])) for name, kind in _PARTS.items()}
-    strategy = parts["strategy"]
-    parts["strategy"] = replace(strategy, dims=ParallelDims(**strategy.dims))
-    levels = tuple(Level(**{**level, "measured": tuple(map(tuple, level["measured"]))}) for level in content["levels"])
-    return Job(**{**content, **parts, "levels": levels})
+    """Read a job again. Raises ValueError for one that this version does not know."""
+    problems = [f"{name}: unknown" for name in content.keys() - {field.name for field in fields(Job)}]
+    try:
+        job = TypeAdapter(Job).validate_python(content)
+    except ValidationError as error:
+        problems += [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return job

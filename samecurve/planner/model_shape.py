@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from samecurve.config.rules_model import size_problems
 from samecurve.errors import ConfigurationError
 from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families
 from samecurve.storage.records import read_record
+
+WeightShape = tuple[int, int]  # (n, 1) of a vector
 
 
 @dataclass(frozen=True)
@@ -61,94 +65,90 @@ class ModelShape:
         """Width a of the queries of all heads; the hidden size, but 2 h in Qwen3-0.6B."""
         return self.heads * self.head_dim if self.head_dim else self.hidden
 
-    @property
-    def attention_parameters(self) -> float:
-        """Weights of one layer's attention: query and output h a each, key and value h a kv_heads/heads each."""
-        return self.hidden * self.attention_width * (2 + 2 * self.kv_share)
+    @cached_property
+    def attention_weights(self) -> list[WeightShape]:
+        """Shapes of one layer's attention, and of its norms and biases, of which a GPT has 9 h + f."""
+        width, kv = self.attention_width, round(self.attention_width * self.kv_share)
+        matrices = [(width, self.hidden), (kv, self.hidden), (kv, self.hidden), (self.hidden, width)]
+        vectors = [self.hidden] * 2 if self.gated else [*([self.hidden] * 9), self.ffn]
+        return [*matrices, *((size, 1) for size in vectors)]
+
+    @cached_property
+    def mlp_weights(self) -> list[WeightShape]:
+        """Shapes of one layer's MLP, or of all its experts together."""
+        inner = self.ffn * max(self.experts, 1)
+        return [(inner, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, inner)]
+
+    @cached_property
+    def router_weights(self) -> list[WeightShape]:
+        """Shape of one layer's router, empty without experts."""
+        return [(self.experts, self.hidden)] if self.experts else []
+
+    @cached_property
+    def layer_weights(self) -> list[WeightShape]:
+        """Shapes of one layer's weights, those of all experts together."""
+        return [*self.attention_weights, *self.mlp_weights, *self.router_weights]
+
+    @cached_property
+    def embedding_weights(self) -> list[WeightShape]:
+        return [(self.vocab, self.hidden), *([(self.positions, self.hidden)] if self.positions else [])]
 
     @property
-    def mlp_parameters(self) -> int:
-        """Weights of one MLP, or of one expert."""
-        return (3 if self.gated else 2) * self.hidden * self.ffn
+    def final_weights(self) -> list[WeightShape]:
+        return [(self.hidden, 1)]
+
+    @cached_property
+    def head_weights(self) -> list[WeightShape]:
+        """Shape of the output head's weight, empty where it is the embedding's."""
+        return [] if self.tied else [(self.vocab, self.hidden)]
 
     @property
-    def layer_parameters(self) -> float:
+    def weights(self) -> list[WeightShape]:
+        """Shapes of all weights."""
+        layers = self.layer_weights * self.layers
+        return [*self.embedding_weights, *layers, *self.final_weights, *self.head_weights]
+
+    @cached_property
+    def layer_parameters(self) -> int:
         """Weights of one layer, all experts and their router included."""
-        return self.dense_layer_parameters + self.expert_layer_parameters
+        return elements(self.layer_weights)
 
-    @property
-    def dense_layer_parameters(self) -> float:
-        """Weights of one layer that expert parallelism does not split. GPT's have biases, 9 h + f of them."""
-        vectors = 2 * self.hidden if self.gated else 9 * self.hidden + self.ffn
-        mlp = self.hidden * self.experts if self.experts else self.mlp_parameters
-        return self.attention_parameters + vectors + mlp
-
-    @property
+    @cached_property
     def expert_layer_parameters(self) -> int:
-        return self.experts * self.mlp_parameters
+        """Weights of one layer that expert parallelism divides."""
+        return elements(self.mlp_weights) if self.experts else 0
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """Weights of one layer that expert parallelism does not divide."""
+        return self.layer_parameters - self.expert_layer_parameters
 
     @property
     def active_layer_parameters(self) -> float:
-        """Weights of one layer that multiply a token."""
-        return self.attention_parameters + max(self.top_k, 1) * self.mlp_parameters + self.hidden * self.experts
+        """Weights of one layer's matrices that multiply a token, of top_k experts."""
+        share = max(self.top_k, 1) / max(self.experts, 1)
+        attention = [weight for weight in self.attention_weights if weight[1] > 1]
+        return elements([*attention, *self.router_weights]) + share * elements(self.mlp_weights)
 
-    @property
+    @cached_property
     def embedding_parameters(self) -> int:
-        return (self.vocab + self.positions) * self.hidden
+        return elements(self.embedding_weights)
 
     @property
     def head_parameters(self) -> int:
         """Weights of the output head, also where they are the embedding's."""
         return self.vocab * self.hidden
 
-    @property
-    def parameters(self) -> float:
+    @cached_property
+    def parameters(self) -> int:
         """All weights, the tied head once."""
-        untied = 0 if self.tied else self.head_parameters
-        return self.layers * self.layer_parameters + self.embedding_parameters + untied + self.hidden  # the last norm
+        ends = [*self.embedding_weights, *self.final_weights, *self.head_weights]
+        return self.layers * self.layer_parameters + elements(ends)
 
-    @property
-    def layer_weights(self) -> list[tuple[int, int]]:
-        """Shapes of one layer's weights, (n, 1) for vectors; those of all experts together."""
-        return [*self.attention_weights, *self.mlp_weights, *self.router_weights]
 
-    @property
-    def attention_weights(self) -> list[tuple[int, int]]:
-        """Shapes of one layer's attention, and of its norms and biases, which are vectors."""
-        width, kv = self.attention_width, round(self.attention_width * self.kv_share)
-        matrices = [(width, self.hidden), (kv, self.hidden), (kv, self.hidden), (self.hidden, width)]
-        vectors = [self.hidden] * 2 if self.gated else [*([self.hidden] * 9), self.ffn]
-        return [*matrices, *((size, 1) for size in vectors)]
-
-    @property
-    def mlp_weights(self) -> list[tuple[int, int]]:
-        """Shapes of one layer's MLP, or of all its experts together."""
-        inner = self.ffn * max(self.experts, 1)
-        return [(inner, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, inner)]
-
-    @property
-    def router_weights(self) -> list[tuple[int, int]]:
-        """Shape of one layer's router, empty without experts."""
-        return [(self.experts, self.hidden)] if self.experts else []
-
-    @property
-    def embedding_weights(self) -> list[tuple[int, int]]:
-        return [(self.vocab, self.hidden), *([(self.positions, self.hidden)] if self.positions else [])]
-
-    @property
-    def final_weights(self) -> list[tuple[int, int]]:
-        return [(self.hidden, 1)]
-
-    @property
-    def head_weights(self) -> list[tuple[int, int]]:
-        """Shape of the output head's weight, empty where it is the embedding's."""
-        return [] if self.tied else [(self.vocab, self.hidden)]
-
-    @property
-    def weights(self) -> list[tuple[int, int]]:
-        """Shapes of all weights."""
-        layers = self.layer_weights * self.layers
-        return [*self.embedding_weights, *layers, *self.final_weights, *self.head_weights]
+def elements(weights: Iterable[WeightShape]) -> int:
+    """Count the elements of weights of these shapes."""
+    return sum(map(math.prod, weights))
 
 
 # Dimensions of a model from the fields of a Hugging Face config, without transformers.

@@ -202,17 +202,13 @@ def inputs_line(machines: Cluster, job: Job | None) -> str:
         machines: the cluster.
         job: of the answer, None if nothing can run.
     """
-    card, outer, learnt = machines.card, machines.levels[1:], machines.calibration
-    near = machines.levels[0].measured[-1][1] if machines.levels else card.bus_gb_per_s
+    card, learnt, (inner, *outer) = machines.card, machines.calibration, machines.levels
     origin = "measured elsewhere" if card.is_measured else f"{hardware.MEASURED_SHARE:g} of the data sheet"
     rates = [f"products {card.matmul_tflops:,.4g} TFLOP/s ({origin})", f"GPU memory {card.hbm_gb_per_s:,.4g} GB/s"]
-    rates.append(f"links in a node {near:,.4g} GB/s")
-    if machines.nodes > 1:
-        for level in outer:
-            rate, unit = (level.measured[-1][1], "GB/s") if level.measured else (level.node_gbit, "Gbit/s of a node")
-            rates.append(f"{level.name} {rate:,.4g} {unit}")
-        if not outer:
-            rates.append(f"network {machines.node_gbit:,.4g} Gbit/s of a node")
+    rates.append(f"links in a node {inner.measured[-1][1]:,.4g} GB/s")
+    for level in outer if machines.nodes > 1 else ():
+        rate, unit = (level.measured[-1][1], "GB/s") if level.measured else (level.node_gbit, "Gbit/s of a node")
+        rates.append(f"{level.name} {rate:,.4g} {unit}")
     source = memory.reserved(job)[1] if job else "assumed"
     factors = "; all of these times the factors of a calibration" if learnt and (learnt.time or learnt.memory) else ""
     return f"Inputs: {', '.join(rates)}; memory beside tensors ({source}); efficiencies and latencies (fitted){factors}"

@@ -205,12 +205,12 @@ def job(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Job:
     return Job(
         request.shape, strategy, machines.card, min(request.batch.micro_batch_size, request.rows_of_a_rank(dims.dp)),
         request.batch.sequence_length, request.batch.accumulation_steps(dims.dp), _states(strategy, request),
-        machines.kind, gpus_per_node=machines.gpus_per_node, node_gbit=machines.node_gbit,
+        machines.kind, gpus_per_node=machines.gpus_per_node,
         precision="fp8" if request.fp8 else request.precision, fp8_recipe=request.fp8, compile=request.compile,
         # the last stage of DeepSpeed's pipeline computes whole logits
         chunked_loss=request.chunked_loss and (dims.pp == 1 or stack != "deepspeed"),
-        checkpointing=request.checkpointing, stack=stack, levels=machines.levels, reserved_gib=machines.reserved_gib,
-        host=machines.host, memory_kind="resident" if machines.kind == "cpu" else "",
+        checkpointing=request.checkpointing, stack=stack, levels=machines.levels, host=machines.host,
+        reserved_gib=machines.file.reserved_gib, memory_kind="resident" if machines.kind == "cpu" else "",
         calibration=machines.calibration, flash=request.attention != "eager", flow=_flow(stack, request.precision),
         masked=_masked(request.attention, strategy, machines),
         sharding=sharding(strategy, request.precision, request.shape.hidden, once),
