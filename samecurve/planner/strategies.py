@@ -125,7 +125,7 @@ def filling(template: Template, gpus: int, taken: dict[str, str]) -> Callable[[D
 def shipped() -> list[Template]:
     """Read the strategies of configs/, the simplest first: what this version can run."""
     paths = sorted(FOLDER.glob("*.yaml"), key=lambda path: (simplicity(path.stem), path.stem))
-    return [read(f"configs/{path.name}") for path in paths]
+    return [read(resolve.strategy_path(path.stem)) for path in paths]
 
 
 def simplicity(name: str) -> int:

@@ -259,6 +259,13 @@ def test_one_job(config, tmp_path, capsys):
         assert sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"] == 16
 
 
+def test_a_plan_outside_of_the_repository(config, tmp_path, monkeypatch, capsys):
+    """Strategies and their DeepSpeed files are found beside the package."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", str(Path(config).resolve()), "--cluster", "h100x8", "--why"]) == 0
+    assert "zero3" in capsys.readouterr().out
+
+
 def test_strategies_that_are_named_are_evaluated_as_they_are(config, tmp_path, capsys):
     """In the order given, also where they do not fit, without a search; an override may stand behind them."""
     out, names = tmp_path / "plan.json", ["zero1", "single", "fsdp"]
