@@ -8,12 +8,9 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import replace
-from functools import partial
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from samecurve.bench.fake_model import FakeModel
-from samecurve.bench.fake_pipeline import FakePipeline
 from samecurve.bench.fake_rank import Tracked, track
 from samecurve.errors import ConfigurationError
 from samecurve.planner import memory
@@ -51,9 +48,8 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
     for anatomy, nth in _ranks(plan, job, rank):
         began = time.perf_counter()
         print(f"\n{_title(job, anatomy, nth, asked)}", flush=True)
-        build = partial(FakePipeline if strategy.torch_schedule else FakeModel, plan, job)
         try:
-            few, more = (track(plan, job, nth, partial(build, depth)) for depth in DEPTHS)
+            few, more = (track(plan, job, nth, depth) for depth in DEPTHS)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             text = f"{strategy.name} needs the values of tensors ({error.func}), which fake ones do not have"
             raise ConfigurationError(f"--dry_run: {text}") from None

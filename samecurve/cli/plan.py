@@ -170,7 +170,9 @@ def _dry_run(chosen: Choice, request: PlanRequest, rank: int | None) -> Subcomma
     kept = checkpointing(recipe.memory) == chosen.job.checkpointing
     kind = {} if kept else {"activation_checkpointing": chosen.job.checkpointing}
     memory_block = recipe.memory.model_copy(update=kind)
-    recipe = recipe.model_copy(update={"batch": changed.batch, "memory": memory_block, "compile": "off"})
+    model_block = recipe.model.model_copy(update={"kernels": "torch"})
+    counted = {"batch": changed.batch, "memory": memory_block, "model": model_block, "compile": "off", "fp8": "off"}
+    recipe = recipe.model_copy(update=counted)
     return Subcommand("samecurve.bench.dry_run", (Plan(recipe, chosen.job.strategy, "", ()), chosen.job, rank))
 
 

@@ -53,14 +53,13 @@ class AcceleratedEngine(ABC):
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = not fsdp.reduces_once(plan)
         accelerator.step = 0
 
-    def _build_forward(self, plan: Plan, loss_implementation: str, **parts: Any) -> Forward:
-        """Build the forward passes of the prepared model. `parts`: dropout, router and part of Forward."""
+    def _build_forward(self, plan: Plan, **parts: Any) -> Forward:
+        """Build the forward passes of the prepared model. `parts`: the other attributes of Forward."""
         return Forward(
             self.accelerator,
             self.mesh,
             self.model,
             self.task,
-            loss_implementation,
             teacher=teacher.build(self.accelerator, plan, self.mesh, self.task) if self.task.teacher else None,
             rows=self.recipe.batch.micro_batches(self.shard[1]),
             first_step=self.first_step,

@@ -95,6 +95,33 @@ class ScheduledEngine:
     loss_scale_state: dict = {}
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
+        self._assemble(accelerator, plan, skeleton, task)
+        self.state = self._build_state()
+        stages, dims = self._stages, self._mesh.dims
+        self._forward = ScheduleForward(
+            stages,
+            self._module,
+            self._mesh,
+            skeleton,
+            task,
+            self._dropout,
+            self._chunks,
+            teacher=StagedTeacher(plan.strategy, self._mesh, task) if task.teacher else None,
+        )
+        self._tie_group = stages.group_of_ends() if stages.tied else None
+        with torch.no_grad():
+            load_weights(skeleton, self.recipe, self._write, names=set(stages.weights))
+        copies = partial(num_copies, mesh=self._mesh)
+        self._first_step = FirstStep(
+            plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
+        )
+        self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
+        self._step_loss = StepLoss(self._loss)
+        # the last ones are kept, because rows that are grouped by length have many shapes
+        self._schedule = lru_cache(maxsize=16)(self._build_schedule)
+
+    def _assemble(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task) -> None:
+        """Build this rank's stages, with weights of no value yet, and their optimizer."""
         self._plan, self._skeleton, self._task = plan, skeleton, task
         self.recipe = plan.recipe
         self.device: torch.device = accelerator.device
@@ -119,29 +146,8 @@ class ScheduledEngine:
         )
         self._summed = [stages.weights[name] for name in summed if name in stages.weights]
         self._module = nn.ModuleList(stages.modules.values()).train()
-        self._forward = ScheduleForward(
-            stages,
-            self._module,
-            self._mesh,
-            skeleton,
-            task,
-            self._dropout,
-            self._chunks,
-            teacher=StagedTeacher(plan.strategy, self._mesh, task) if task.teacher else None,
-        )
-        self._tie_group = stages.group_of_ends() if stages.tied else None
         self.shapes = trained_shapes(skeleton)
-        self._optimizer, self.state = self._build_optimizer()
-        with torch.no_grad():
-            load_weights(skeleton, self.recipe, self._write, names=set(stages.weights))
-        copies = partial(num_copies, mesh=self._mesh)
-        self._first_step = FirstStep(
-            plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
-        )
-        self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
-        self._step_loss = StepLoss(self._loss)
-        # the last ones are kept, because rows that are grouped by length have many shapes
-        self._schedule = lru_cache(maxsize=16)(self._build_schedule)
+        self._optimizer = self._build_optimizer()
 
     def _divided(self) -> tuple[PreTrainedModel, list[str]]:
         """Build the model, on the meta device, as the tensor-parallel ranks divide it.
@@ -152,22 +158,28 @@ class ScheduledEngine:
         Raises:
             ConfigurationError: tensor parallelism cannot divide this model.
         """
-        whole = copy.deepcopy(self._skeleton)
+        whole = self._build()
         if self._mesh.dims.tp == 1:
             return whole, []
         tensor_parallel.check(self._skeleton, self._plan.strategy)
         return whole, tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
 
-    def _build_optimizer(self) -> tuple[torch.optim.Optimizer, State]:
-        stages, dims, settings = self._stages, self._mesh.dims, self.recipe.optimizer
-        groups = parameter_groups(stages.weights.items(), settings, roles_of(self._skeleton))
-        groups = tensor_parallel.groups_by_mesh(groups) if dims.tp > 1 else groups
-        optimizer = factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
+    def _build(self) -> PreTrainedModel:
+        return copy.deepcopy(self._skeleton)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        settings = self.recipe.optimizer
+        groups = parameter_groups(self._stages.weights.items(), settings, roles_of(self._skeleton))
+        groups = tensor_parallel.groups_by_mesh(groups) if self._mesh.dims.tp > 1 else groups
+        return factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
+
+    def _build_state(self) -> State:
+        stages, dims = self._stages, self._mesh.dims
         trained = {name: weight for name, weight in stages.weights.items() if name in self.shapes}
         saved = {name for name in trained if stages.owner[name] in stages.modules}
-        states = factory.state_names(settings, self.shapes)
+        states = factory.state_names(self.recipe.optimizer, self.shapes)
         replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
-        return optimizer, DTensorShards(trained, optimizer, states, replica, saved)
+        return DTensorShards(trained, self._optimizer, states, replica, saved)
 
     def _write(self, name: str, full: Tensor) -> None:
         fsdp.write(self._stages.weights[name].detach(), full)
@@ -185,13 +197,8 @@ class ScheduledEngine:
             # the same on all tp ranks, which `_total` adds up
             sums = self._forward_backward(rows, weight) / dims.tp
             del rows  # they may have a teacher's hidden states
-            counted, again = stages.trained()
-            tensor_parallel.sum_gradients(self._summed, self._mesh)
-            place_gradients([*counted, *again])
-            for name in sorted(stages.tied & stages.weights.keys() & self.shapes.keys()):  # one order on both ends
-                dist.all_reduce(local_gradient(stages.weights[name]), group=self._tie_group)
+            counted, again = self._complete_gradients()
             gradients = [local_gradient(weight) for weight in (*counted, *again)]
-            self._mesh.add(gradients, over=("dp_replicate",))
             squared = [squares_share(weights, self._mesh) for weights in (counted, again)]
             # waits for the last rank
             squares, squares_again, loss, *statistics = self._total(torch.cat([*squared, sums]))
@@ -205,6 +212,17 @@ class ScheduledEngine:
         self._optimizer.zero_grad()
         result = step_result(mean, grad_norm, tokens, applied, may_rescale=False, statistics=tuple(statistics))
         return self._first_step.checked(result, learning_rate, math.sqrt(squares + squares_again))
+
+    def _complete_gradients(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Sum the gradients over the ranks that compute parts of them. Returns the weights, see LocalStages.trained."""
+        stages = self._stages
+        counted, again = stages.trained()
+        tensor_parallel.sum_gradients(self._summed, self._mesh)
+        place_gradients([*counted, *again])
+        for name in sorted(stages.tied & stages.weights.keys() & self.shapes.keys()):  # one order on both ends
+            dist.all_reduce(local_gradient(stages.weights[name]), group=self._tie_group)
+        self._mesh.add([local_gradient(weight) for weight in (*counted, *again)], over=("dp_replicate",))
+        return counted, again
 
     def _prepared(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Pad the micro-batches to equal size, and add targets that need forward passes of their own. Collective."""

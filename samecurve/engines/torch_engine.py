@@ -48,6 +48,22 @@ class TorchEngine(AcceleratedEngine):
     """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
+        parts = self._assemble(accelerator, plan, skeleton, task)
+        self.state = self._build_state()
+        with torch.no_grad():
+            load_weights(skeleton, self.recipe, self._write)
+        readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
+        self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self._total, copies, readers)
+        self.forward = self._build_forward(plan, **parts)
+
+    def _assemble(
+        self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task
+    ) -> dict[str, object]:
+        """Build the model as the strategy prepares it, with weights of no value yet, and the optimizer.
+
+        Returns:
+            The parts of the forward passes, see `_build_forward`.
+        """
         self.accelerator, self.plan, self.skeleton, self.task = accelerator, plan, skeleton, task
         self.recipe = plan.recipe
         self.device: torch.device = accelerator.device
@@ -77,12 +93,8 @@ class TorchEngine(AcceleratedEngine):
         # FSDP2 leaves these whole, and to this engine the reduction of their gradients, in one order on all ranks
         kept = fp32_weights.names(skeleton, self.recipe.precision) if self.sharded else set()
         self.whole = [self.tensors[name] for name in self.shapes if name in kept]
-        self.optimizer, self.state = self._build_optimizer()
-        with torch.no_grad():
-            load_weights(skeleton, self.recipe, self._write)
-        readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
-        self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self._total, copies, readers)
-        self.forward = self._build_forward(plan, loss_implementation, dropout=drops, router=router, part=part)
+        self.optimizer = self._build_optimizer()
+        return {"loss_implementation": loss_implementation, "dropout": drops, "router": router, "part": part}
 
     def _total(self, values: Tensor) -> tuple[float, ...]:
         return self.mesh.sum(values, over=DIMENSIONS)
@@ -132,18 +144,22 @@ class TorchEngine(AcceleratedEngine):
             bf16_copies.install_around(model)
         return self.accelerator.prepare_model(model, evaluation_mode=self.cut)
 
-    def _build_optimizer(self) -> tuple[torch.optim.Optimizer, State]:
-        recipe, settings, roles = self.recipe, self.recipe.optimizer, roles_of(self.skeleton)
-        groups = tensor_parallel.groups_by_mesh(parameter_groups(self.module.named_parameters(), settings, roles))
-        optimizer = factory.build_optimizer(groups, settings, recipe.precision, recipe.seed)
-        state = DTensorShards(
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        settings = self.recipe.optimizer
+        groups = parameter_groups(self.module.named_parameters(), settings, roles_of(self.skeleton))
+        return factory.build_optimizer(
+            tensor_parallel.groups_by_mesh(groups), settings, self.recipe.precision, self.recipe.seed
+        )
+
+    def _build_state(self) -> State:
+        settings = self.recipe.optimizer
+        return DTensorShards(
             {name: self.tensors[name] for name in self.shapes},
-            optimizer,
-            factory.state_names(settings, self.shapes, roles.matrices),
+            self.optimizer,
+            factory.state_names(settings, self.shapes, roles_of(self.skeleton).matrices),
             replica=(self.accelerator.process_index, self.accelerator.num_processes),
             factors=factory.factor_shapes(settings, self.shapes),
         )
-        return optimizer, state
 
     def _write(self, name: str, full: Tensor) -> None:
         if bnb_4bit.is_quantized(self.tensors[name]):

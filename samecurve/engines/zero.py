@@ -69,7 +69,7 @@ class ZeroEngine(AcceleratedEngine):
         with torch.no_grad():
             load_weights(skeleton, recipe, self._write)
         self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self.mesh.sum)
-        self.forward = self._build_forward(plan, loss_implementation, dropout=drops, router=router)
+        self.forward = self._build_forward(plan, loss_implementation=loss_implementation, dropout=drops, router=router)
 
     def _place_of_weights(self, plan: Plan) -> Any:
         """Return the device that the model is built on, or ZeRO-3's context that divides each weight."""

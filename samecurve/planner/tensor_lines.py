@@ -286,7 +286,7 @@ def gathered_inputs(job: Job, constants: Profile, lines: Sequence[Line]) -> Line
 
 
 # What PyTorch's pipeline schedules hold beside states and activations (torch 2.13), counted by torch's MemTracker in a
-# schedule of one rank (bench/fake_pipeline.py).
+# schedule of one rank (bench/fake_rank.py).
 
 
 def is_scheduled(job: Job) -> bool:

@@ -55,7 +55,7 @@ _PACKAGE = "the version of a package that is installed"
 _LAUNCHER = "a launcher has this name, too"
 STRATEGIES_ELSEWHERE = {
     "bench.dry_run": ("backend deepspeed", "says what was left out, and which strategies are refused"),
-    "bench.fake_model": ("fsdp", "builds one rank of a strategy without the other ranks"),
+    "bench.fake_rank": ("fsdp", "builds one rank of a strategy without the other ranks"),
     "bench.memory": ("deepspeed", _PACKAGE),
     "bench.memory_probe": ("deepspeed zero", "measures a process with it beside one without"),
     "bench.step": ("deepspeed", _PACKAGE),
