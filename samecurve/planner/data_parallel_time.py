@@ -90,7 +90,9 @@ def overlapped(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list
         job, stage, constants, one: see `data_seconds`.
     """
     gathers, reduces = transfers(job, stage, constants)
-    share, layers = hidden_share(job, constants), stage.layers
+    # on a CPU none is hidden, because Gloo needs the cores that compute
+    share = 0 if job.card.generation == "cpu" or not job.sharding.overlaps else constants.overlap
+    layers = stage.layers
     backward = ("backward pass", layers * one.backward, share)
     alone = ("", 0.0, 0.0)
     if job.sharding.gathers_once:
@@ -104,7 +106,7 @@ def overlapped(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list
     if syncs_every_micro_batch(job.stack, job.zero, job.dims.pp > 1):
         # not hidden: published runs of this kind take 3 to 30 times as long
         return [Overlap("each", reduces, *alone)]
-    if reduces_each_micro_batch(job):
+    if job.zero == 2 and job.stack == "deepspeed":  # which keeps shards of gradients only
         return [Overlap("each", reduces, *backward), Overlap("last", gathers, *alone)]
     if job.stack == "deepspeed":  # gathers what it has updated before the next step
         return [Overlap("last", reduces, *backward), Overlap("last", gathers, *alone)]
@@ -126,11 +128,6 @@ def gathered_again(job: Job, stage: Stage, gathers: Sequence[Transfer], constant
     volume = links.all_gather_volume(job.gather_bytes * sum(stage_parameters(job, stage)) / layers, size)
     seconds = layers * links.collective_seconds(volume, size, near)
     return Transfer(content, first.width, layers * volume, size, near, seconds)
-
-
-def hidden_share(job: Job, constants: Profile) -> float:
-    """Share of communication that computation can hide; on a CPU none, because Gloo needs the cores that compute."""
-    return 0 if job.card.generation == "cpu" or not job.sharding.overlaps else constants.overlap
 
 
 def transfers(job: Job, stage: Stage, constants: Profile) -> tuple[list[Transfer], list[Transfer]]:
@@ -201,9 +198,3 @@ def _of_replicas(
         return [], [reduced]
     volume = links.one_way_volume(parameters * weight_bytes, size, over)
     return [transfer("gather of updated weights", weight_bytes, volume)], [reduced]
-
-
-def reduces_each_micro_batch(job: Job) -> bool:
-    """Whether gradients are reduced for each micro-batch: DeepSpeed's ZeRO-2 keeps shards only, nanotron just does."""
-    kept = job.zero == 2 and job.stack == "deepspeed"
-    return kept or syncs_every_micro_batch(job.stack, job.zero, job.dims.pp > 1)

@@ -78,12 +78,17 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
 
 def layer(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of one layer, the recomputed forward included in the backward."""
-    parts, traffic = _products(job, constants), _traffic(job, constants)
+    parts, attention = _products(job, constants), attention_seconds(job, constants)
     products = sum(parts)
-    attention = attention_seconds(job, constants)
+    # element-wise operations move twice the bytes that they keep, read and written; scores' are part of attention
+    kept = layer_bytes(job) - job.tokens * score_bytes(job)
+    traffic = constants.traffic * 2 * kept / (job.card.hbm_gb_per_s * 1e9)
     forward = products + attention.forward + traffic
     backward = 2 * products + attention.backward + 1.5 * traffic
-    floor = _launches(job, constants)
+    launch_us = _host_us(job, constants)[0]
+    if not job.packed_experts:
+        launch_us += EXPERT_LAUNCH_US * job.shape.experts / job.dims.ep
+    floor = launch_us * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
     if job.card.generation == "cpu":
         forward, backward = forward + floor, backward + 1.5 * floor
     else:  # short kernels wait for the host to launch them
@@ -96,14 +101,6 @@ def layer(job: Job, constants: Profile) -> Seconds:
     elif job.checkpointing == "selective":
         backward += attention.forward
     return Seconds(forward, backward)
-
-
-def _launches(job: Job, constants: Profile) -> float:
-    """Return the seconds in which the host launches a layer's forward pass."""
-    microseconds = _host_us(job, constants)[0]
-    if not job.packed_experts:
-        microseconds += EXPERT_LAUNCH_US * job.shape.experts / job.dims.ep
-    return microseconds * 1e-6 * (COMPILED_FLOOR if job.compile else 1)
 
 
 def step_seconds(job: Job, constants: Profile) -> float:
@@ -167,7 +164,9 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
     if job.flash and not tiles:
         rate = peak * constants.attention_share * ATTENTION[generation] * FIRST_FLASH_ATTENTION.get(job.stack, 1)
         if job.masked and generation != "cpu":
-            forward = 4 * shape.attention_width / split * _masked_pairs(job) / (MASKED * rate)
+            # Ulysses gives a rank all pairs of a part of the heads
+            pairs = mask_elements(job) / (job.dims.cp if job.exchange == "ulysses" else 1)
+            forward = 4 * shape.attention_width / split * pairs / (MASKED * rate)
         else:
             forward = flops / 2 / rate
         return Seconds(forward, factor * forward)
@@ -179,17 +178,6 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
     forward = flops / (peak * constants.matmul_share * UNFUSED)
     forward += constants.traffic * moved / (job.card.hbm_gb_per_s * 1e9)
     return Seconds(forward, factor * forward)
-
-
-def _masked_pairs(job: Job) -> float:
-    """Return the scores of each head that a rank computes under a mask; Ulysses gives it a part of the heads."""
-    return mask_elements(job) / (job.dims.cp if job.exchange == "ulysses" else 1)
-
-
-def _traffic(job: Job, constants: Profile) -> float:
-    """Seconds of the element-wise operations, forward: twice the bytes that they keep, read and written."""
-    kept = layer_bytes(job) - job.tokens * score_bytes(job)  # whose traffic is in `attention_seconds`
-    return constants.traffic * 2 * kept / (job.card.hbm_gb_per_s * 1e9)
 
 
 def head(job: Job, constants: Profile) -> Seconds:

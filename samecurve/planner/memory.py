@@ -45,23 +45,16 @@ class Anatomy:
     @cached_property
     def totals(self) -> dict[str, float]:
         """Allocated tensor bytes by moment."""
-        return {
-            "forward": sum([line.forward for line in self.lines]),
-            "backward": sum([line.backward for line in self.lines]),
-            "optimizer": sum([line.optimizer for line in self.lines]),
-        }
-
-    def total(self, moment: str) -> float:
-        return self.totals[moment]
+        return {moment: sum([getattr(line, moment) for line in self.lines]) for moment in MOMENTS}
 
     @cached_property
     def moment(self) -> str:
-        return max(MOMENTS, key=self.total)
+        return max(MOMENTS, key=self.totals.__getitem__)
 
     @property
     def peak(self) -> float:
         """Allocated tensor bytes at the largest moment."""
-        return self.total(self.moment)
+        return self.totals[self.moment]
 
     @property
     def binding(self) -> str:
@@ -116,7 +109,9 @@ def reserved(job: Job) -> tuple[float | None, str]:
 
 def _offloaded(job: Job) -> list[Line]:
     """List the buffer of what is offloaded, and on a CPU, whose processes have the host's memory, all of it."""
-    moved = offload_buffer(job)
+    moved, shape = 0, job.shape
+    if job.stack == "deepspeed" and job.zero < 3 and job.updates_on_host:
+        moved = job.element_bytes * max(map(math.prod, [*shape.embedding_weights, *shape.layer_weights]))
     lines = [Line("offload buffer", moved, moved, moved, "the largest weight's gradient", "DeepSpeed")] if moved else []
     if job.card.generation != "cpu":
         return lines
@@ -135,7 +130,11 @@ def offloaded_gib(job: Job, device: str) -> float:
     replicas = max(job.dims.dp // max(job.shard, 1), 1)
     whole = _bytes_per_parameter(job, device) * job.shape.parameters * replicas
     if device == "cpu":
-        whole += _disk_buffers(job) * job.dims.world_size
+        # buffers of each rank through which it reads and writes what is on a disk
+        buffers = job.element_bytes * job.sharding.weight_buffers if "param:nvme" in job.strategy.offload else 0.0
+        if "optimizer:nvme" in job.strategy.offload:
+            buffers += 4 * job.sharding.state_buffers * min(job.sharding.subgroup, job.shape.parameters / job.shard)
+        whole += buffers * job.dims.world_size
     return whole / GIB / max(job.dims.world_size / job.gpus_per_node, 1)
 
 
@@ -154,34 +153,12 @@ def _bytes_per_parameter(job: Job, device: str) -> float:
     return num_bytes
 
 
-def _disk_buffers(job: Job) -> float:
-    """Return the bytes of host memory through which a rank reads and writes what is on a disk."""
-    held = job.element_bytes * job.sharding.weight_buffers if "param:nvme" in job.strategy.offload else 0.0
-    if "optimizer:nvme" in job.strategy.offload:
-        held += 4 * job.sharding.state_buffers * min(job.sharding.subgroup, job.shape.parameters / job.shard)
-    return held
-
-
-def offload_buffer(job: Job) -> float:
-    """Return the bytes through which ZeRO-1 and ZeRO-2 move a gradient to the host: of the largest weight."""
-    if not (job.stack == "deepspeed" and job.zero < 3 and job.updates_on_host):
-        return 0
-    shape = job.shape
-    return job.element_bytes * max(math.prod(weight) for weight in [*shape.embedding_weights, *shape.layer_weights])
-
-
 def overhead(rank_class: Anatomy) -> list[Line]:
     """List what a GPU holds beside tensors: the allocator's rounding and gaps, the CUDA context and NCCL's buffers."""
     share = BLOCK_ROUNDING * (1 + rank_class.gaps) - 1
-    end, middle, update = (rank_class.total(moment) * share for moment in MOMENTS)
-    fragmentation = Line(
-        "fragmentation",
-        end,
-        middle,
-        update,
-        f"{share:.0%} of the tensors",
-        "assumed" if rank_class.gaps == FRAGMENTATION else "measured",
-    )
+    end, middle, update = (rank_class.totals[moment] * share for moment in MOMENTS)
+    origin = "assumed" if rank_class.gaps == FRAGMENTATION else "measured"
+    fragmentation = Line("fragmentation", end, middle, update, f"{share:.0%} of the tensors", origin)
     if rank_class.reserved_gib is not None:
         held = rank_class.reserved_gib * GIB
         return [fragmentation, Line("reserved", held, held, held, "context and libraries", rank_class.reserved_source)]

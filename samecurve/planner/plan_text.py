@@ -101,7 +101,7 @@ def answer(best: Choice, others: int) -> str:
     job, prediction = best.job, best.prediction
     slow, fast = best.tokens_per_s_interval
     low, high = prediction.seconds_interval
-    least, most = best.memory_interval
+    least, most = prediction.total_interval
     shape = f"{sizes(job)}, micro-batch {batch(job)}, recompute {job.checkpointing}"
     speed = f"{rate(best.tokens_per_s)} tokens/s ({rate(slow)} to {rate(fast)})"
     shown = short_seconds
@@ -139,7 +139,7 @@ def _row(choice: Choice) -> list[str]:
     assert choice.prediction and choice.job
     prediction = choice.prediction
     low, high = map(_step_seconds, prediction.seconds_interval)
-    least, most = choice.memory_interval
+    least, most = prediction.total_interval
     verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
     return [
         choice.name, sizes(choice.job), batch(choice.job), choice.job.checkpointing,
@@ -187,7 +187,7 @@ def record(choice: Choice) -> dict:
         "step_seconds": prediction.seconds,
         "step_seconds_interval": prediction.seconds_interval,
         "peak_memory_gib": prediction.total_memory_gib,
-        "peak_memory_gib_interval": choice.memory_interval,
+        "peak_memory_gib_interval": prediction.total_interval,
         "verdict": choice.verdict,
         "tie": choice.tie,
         "binding": prediction.binding,

@@ -122,12 +122,6 @@ class Choice:
         return round(high / low, 3)
 
     @property
-    def memory_interval(self) -> tuple[float, float]:
-        """80 % interval of all that a GPU holds, in GiB."""
-        assert self.prediction
-        return self.prediction.total_interval
-
-    @property
     def verdict(self) -> str:
         """fits, tight or too large (see `MemoryPrediction.verdict`), or cannot run."""
         return self.prediction.verdict(self.job.memory_gib) if self.job and self.prediction else "cannot run"

@@ -125,18 +125,14 @@ def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, reduc
     dense, experts = stage_parameters(job, stage)
     ranks = shard_sizes(job) if job.zero else (1, 1)
     kept = dense / ranks[0] + experts / ranks[1]
-    parts = StepTime(
-        compute=count * slot.compute,
-        tensor_parallel=count * slot.tensor_parallel,
-        context_parallel=count * slot.context_parallel,
-        expert_parallel=count * slot.expert_parallel,
-        pipeline_sends=count * slot.pipeline_sends,
-        bubble=idle,
-        data_parallel=count * slot.data_parallel + reduced,
-        optimizer=kernels.optimizer(job, kept, constants),
-        offload=offload_seconds(job, kept),
-        host=kernels.step_seconds(job, constants),
-    )
+    each_micro_batch = {part: count * seconds for part, seconds in asdict(slot).items()}
+    parts = StepTime(**each_micro_batch | {
+        "data_parallel": each_micro_batch["data_parallel"] + reduced,
+        "bubble": idle,
+        "optimizer": kernels.optimizer(job, kept, constants),
+        "offload": offload_seconds(job, kept),
+        "host": kernels.step_seconds(job, constants),
+    })  # fmt: skip
     learnt = job.calibration
     if not learnt:
         return parts

@@ -107,32 +107,24 @@ def activations(job: Job, stage: Stage) -> list[Line]:
     scores = score_gradient_bytes(job)
     mask = mask_elements(job) * count if recomputed else 0  # an input of each layer, and else gone before the loss
     boundary = 2 * tokens * hidden * count if stage.embedding else 0
+    held = arrived = gradients = 0.0
+    pipelining = "torch.distributed.pipelining"
     output = Line("embedding output", boundary, boundary, 0, "2 s b h per micro-batch", "transformers")
     if is_scheduled(job):
         sent = outputs(job, stage) * count
-        output = Line("stage output", sent, sent, 0, "4 s b h per micro-batch", "torch.distributed.pipelining")
+        output = Line("stage output", sent, sent, 0, "4 s b h per micro-batch", pipelining)
+        held, arrived, gradients = kept_until_next_step(job, stage)
     formula = "kept bytes per layer x layers x micro-batches"
     return [
         Line("activations", activations, activations, 0, formula, "activations.py"),
-        Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", "torch.distributed.pipelining"),
+        Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", pipelining),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
         Line("gradients of scores", 0, scores, 0, "of one layer, 6 B per query and key, 4 in fp32", "transformers"),
         Line("attention mask", mask, mask, 0, "1 B per query and key, before SDPA converts it", "transformers"),
         output,
         *_own_lines(job, stage, count),
-        *_received(job, stage),
-    ]
-
-
-def _received(job: Job, stage: Stage) -> list[Line]:
-    """Return what PyTorch's schedules keep of each micro-batch until the next step."""
-    if not is_scheduled(job):
-        return []
-    held, arrived, gradients = kept_until_next_step(job, stage)
-    source = "torch.distributed.pipelining"
-    return [
-        Line("received", held, held, held, "4 s b h per neighbour and micro-batch", source),
-        Line("gradients of inputs", 0, arrived, gradients, "4 s b h per micro-batch after I", source),
+        Line("received", held, held, held, "4 s b h per neighbour and micro-batch", pipelining),
+        Line("gradients of inputs", 0, arrived, gradients, "4 s b h per micro-batch after I", pipelining),
     ]
 
 
@@ -172,22 +164,11 @@ def _own_lines(job: Job, stage: Stage, count: float) -> list[Line]:
     if not job.flow:
         return []
     last = LAST_NORM * job.tokens * job.shape.hidden if stage.head else 0
-    forward, backward = _cast_weights(job, stage, count)
+    forward, backward = cast_weights(job, stage, count)
     return [
         Line("16-bit weights", forward, backward, 0, "2 B per parameter, until the backward pass", "bf16_copies.py"),
         Line("last norm", 0, last, 0, f"{LAST_NORM} s b h with gradients of the layers' inputs", "activations.py"),
     ]
-
-
-def _cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
-    """Return the bytes of 16-bit copies of weights that are there after the forward and in the backward pass."""
-    if job.flow not in ("copies", "autocast"):
-        return 0, 0
-    if is_scheduled(job):
-        return cast_weights(job, stage, count)
-    is_recomputed = job.flow == "copies" and job.checkpointing != "none"  # such a layer casts its weights again
-    copies = 2 * sum(stage_parameters(job, replace(stage, layers=1) if is_recomputed else stage))
-    return copies, copies
 
 
 def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
@@ -331,13 +312,20 @@ def _cut_micro_batches(schedule: str, rank: int, ranks: int, count: int) -> tupl
 
 
 def cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
-    """Count the bytes of 16-bit copies of weights after the forward and in the backward pass, under autocast.
+    """Count the bytes of 16-bit copies of weights after the forward and in the backward pass.
 
-    Each micro-batch casts the layers' weights for itself, because its pass of a stage enters autocast anew.
+    Each micro-batch of PyTorch's pipelines casts the layers' weights for itself, because its pass of a stage enters
+    autocast anew.
 
     Args:
         count: micro-batches whose activations are kept.
     """
+    if job.flow not in ("copies", "autocast"):
+        return 0, 0
+    if not is_scheduled(job):
+        is_recomputed = job.flow == "copies" and job.checkpointing != "none"  # such a layer casts its weights again
+        copies = 2 * sum(stage_parameters(job, replace(stage, layers=1) if is_recomputed else stage))
+        return copies, copies
     of_layers = replace(stage, embedding=False, head=False)
     layers = 2 * sum(stage_parameters(job, of_layers))
     head = 2 * job.shape.head_parameters / job.dims.tp if stage.head else 0

@@ -96,7 +96,7 @@ def test_a_second_copy_of_the_weights(distance, stay):
     (before,), (after,) = memory.anatomy(plain), memory.anatomy(second)
     copy = 2 * (LLAMA.parameters - stay) / 8
     for moment, expected in (("forward", copy), ("backward", copy), ("optimizer", 0)):
-        assert after.total(moment) - before.total(moment) == pytest.approx(expected)
+        assert after.totals[moment] - before.totals[moment] == pytest.approx(expected)
 
 
 def test_activations_of_a_layer():
@@ -234,7 +234,7 @@ def test_gathered_inputs_under_sequence_parallelism():
     ahead = Profile(gathered_inputs=100)
     (free,), (full,) = (memory.anatomy(replace(job, micro_batch=rows), ahead) for rows in (1, 30))
     assert named(free, "forward")["gathered inputs"] == 100 * unit
-    assert full.total("forward") == pytest.approx(tensor_lines.AHEAD_SHARE * job.memory_gib * GIB)
+    assert full.totals["forward"] == pytest.approx(tensor_lines.AHEAD_SHARE * job.memory_gib * GIB)
     assert named(full, "forward")["gathered inputs"] < 3000 * unit
     piped = replace(job, strategy=strategy(1, tp=8, pp=2, sequence_parallel=True, schedule="1f1b"))
     assert all(named(each, "forward")["gathered inputs"] == 0 for each in memory.anatomy(piped, ahead))
