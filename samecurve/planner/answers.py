@@ -210,18 +210,12 @@ def interval(
     *similar, unknown = situations(job, known)
     widths = [residuals[key] for key in similar if key in residuals] or [residuals.get(unknown, DEFAULT_WIDTHS)]
     low, high = min(low for low, _ in widths), max(high for _, high in widths)
-    strange = _is_new(job) or job.strategy.offload or job.shape.experts or job.dims.cp > 1
-    wider = UNMEASURED if strange else 1
+    public = shipped().get("public", {})
+    is_new = job.gpu_kind and canonical(job.gpu_kind) not in public.get("gpus", ())
+    is_new = is_new or job.precision in ("fp8", "fp32") or job.dims.world_size > public.get("most_gpus", math.inf)
+    wider = UNMEASURED if is_new or job.strategy.offload or job.shape.experts or job.dims.cp > 1 else 1
     # all residuals of a situation may have one sign, yet the interval has to contain the prediction
     return value * math.exp(wider * min(low, 0)), value * math.exp(wider * max(high, 0))
-
-
-def _is_new(job: Job) -> bool:
-    """Whether no public run has the job's GPU, number of GPUs or precision."""
-    public = shipped().get("public", {})
-    kinds, most = public.get("gpus", ()), public.get("most_gpus", math.inf)
-    other = job.gpu_kind and canonical(job.gpu_kind) not in kinds
-    return bool(job.precision in ("fp8", "fp32") or other or job.dims.world_size > most)
 
 
 def _interval(value: float, job: Job, quantity: str) -> tuple[float, float]:

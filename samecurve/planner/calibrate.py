@@ -290,7 +290,12 @@ def _fitted(runs: Sequence[FinishedRun], measured: Calibration) -> Calibration:
     fitted = replace(measured, time=time, stack_time=stack_time)
     # the counter is the process's resident memory, of which Python and libraries are a fixed amount
     if fitted.kind == "cpu":
-        of_runs = _by_library(runs, _process_gib, statistics.fmean)
+
+        def process_gib(run: FinishedRun) -> float:
+            tensors = shown_gib(replace(run.job, reserved_gib=0.0, calibration=None))
+            return max(0.05, run.memory_gib - tensors)
+
+        of_runs = _by_library(runs, process_gib, statistics.fmean)
         return replace(fitted, process_gib={**fitted.process_gib, **of_runs})
     ratios = _by_library(runs, lambda run: math.exp(_memory_error(run, None)), statistics.geometric_mean)
     return replace(fitted, memory=ratios)
@@ -304,7 +309,13 @@ def _time_factors(
     Returns:
         Factors by group of parts, and by library; no libraries where the runs are all of one.
     """
-    parts = [{name: measured.get(name, 1) * part for name, part in _grouped(run.job).items()} for run in runs]
+    parts = []  # of each run, seconds by group
+    for run in runs:
+        sums = dict.fromkeys(GROUPS, 0.0)
+        for part, seconds in asdict(step_time.breakdown(run.job)).items():
+            name = calibration.group(part)
+            sums[name] += measured.get(name, 1) * seconds
+        parts.append(sums)
     libraries = sorted({run.job.library for run in runs})
     libraries = libraries if len(libraries) > 1 else []  # a single one's factor would be the common one
 
@@ -333,19 +344,6 @@ def minimize(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, f
                     best, least, better = tried, tried_cost, True
         move = move if better else move / 2
     return best
-
-
-def _grouped(job: Job) -> dict[str, float]:
-    sums: dict[str, float] = dict.fromkeys(GROUPS, 0.0)
-    for part, seconds in asdict(step_time.breakdown(job)).items():
-        sums[calibration.group(part)] += seconds
-    return sums
-
-
-def _process_gib(run: FinishedRun) -> float:
-    """Return the resident memory beside tensors and the allocator's gaps, at least a little."""
-    tensors = shown_gib(replace(run.job, reserved_gib=0.0, calibration=None))
-    return max(0.05, run.memory_gib - tensors)
 
 
 def _by_library(

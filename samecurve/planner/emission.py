@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,9 @@ def emit(
     try:
         _check(target, launchers)
     except ConfigurationError:
-        remove_files(folder, names)
+        with storage_errors(Path(folder)):  # nobody shall start what turned out to be refused
+            for name in names:
+                (Path(folder) / name).unlink(missing_ok=True)
         raise
     return [os.path.join(folder, name) for name in names]
 
@@ -155,13 +157,6 @@ def write_files(folder: str, texts: Mapping[str, str], record: Mapping[str, Any]
             if name.endswith(".sh"):
                 path.chmod(0o755)
     return [*whole]
-
-
-def remove_files(folder: str, names: Iterable[str]) -> None:
-    """Remove files that `write` has written, so that nobody starts what turned out to be refused."""
-    with storage_errors(Path(folder)):
-        for name in names:
-            (Path(folder) / name).unlink(missing_ok=True)
 
 
 def _stale(directory: Path, digests: Mapping[str, str]) -> list[Path]:

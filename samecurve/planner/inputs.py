@@ -45,9 +45,12 @@ def refuse(recipe: Recipe, document: Document | None = None) -> None:
         return f"{document.place(path)}: " if document else ""
 
     if recipe.adapter.name:
+        defaults = {key: getattr(Adapter(), key) for key, value in recipe.adapter if value != getattr(Adapter(), key)}
+        shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in defaults.items()}
+        overrides = " ".join(f"adapter.{key}={value}" for key, value in shown.items())
         raise ConfigurationError(
             f"{place('adapter', 'name')}adapter.name: found {recipe.adapter.name}, but the formulas are those of "
-            f"training all weights; {' '.join(_without_adapter(recipe.adapter))} plans that, an upper bound"
+            f"training all weights; {overrides} plans that, an upper bound"
         )
     if TASKS[recipe.task].has_teacher:
         raise ConfigurationError(f"{place('task')}task: found {recipe.task}, but the formulas do not cover a teacher")
@@ -56,13 +59,6 @@ def refuse(recipe: Recipe, document: Document | None = None) -> None:
             f"{place('batch', 'micro_batch_size')}batch.micro_batch_size: found auto, but only train.py and rehearse "
             "look for the number; give one, or leave the key out of the recipe to search over it"
         )
-
-
-def _without_adapter(adapter: Adapter) -> list[str]:
-    """Return the overrides that take an adapter out of a recipe: every key goes back to its default."""
-    changed = {key: getattr(Adapter(), key) for key, value in adapter if value != getattr(Adapter(), key)}
-    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
-    return [f"adapter.{key}={value}" for key, value in shown.items()]
 
 
 def left_out(recipe: Recipe, card: Gpu) -> list[str]:

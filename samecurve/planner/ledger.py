@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from samecurve.planner.job import Job
+from samecurve.planner.model_shape import elements
 from samecurve.planner.stages import Stage, stages
 from samecurve.strategy.timetables import SCHEDULES
 
@@ -72,7 +73,7 @@ def _cut(job: Job, weights: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _elements(job: Job, weights: Iterable[tuple[int, int]]) -> int:
-    return sum(map(math.prod, _cut(job, weights)))
+    return elements(_cut(job, weights))
 
 
 def _padded(job: Job, parts: Iterable[tuple[int, int]]) -> int:
@@ -134,7 +135,7 @@ def _layer(job: Job) -> int:
     if dims.ep == 1:
         mlp = _padded(job, _cut(job, shape.mlp_weights))
     else:
-        mlp = 0 if job.shard == dims.ep else sum(map(math.prod, shape.mlp_weights)) // dims.ep
+        mlp = 0 if job.shard == dims.ep else elements(shape.mlp_weights) // dims.ep
     return _padded(job, _cut(job, shape.attention_weights)) + _padded(job, shape.router_weights) + mlp
 
 

@@ -54,22 +54,12 @@ def groups(job: Job) -> list[Groups]:
             FSDP if dimension == "dp_shard" else (dimension, "cp") if name == "dp" else (dimension,)
         )
         name = f"{name} x cp" if len(together) > 1 and dims.cp > 1 else name
-        listed.append(_groups(job, name, _first_group(dims, together)))
+        listed.append(_groups(job, name, dims.groups(*together)[0]))
     neighbours = dims.size("cp", "tp")
     for name, size in (("ep", dims.ep), ("second copy", job.strategy.secondary_partition)):
         if size > 1:
             listed.append(_groups(job, name, list(range(0, size * neighbours, neighbours))))
     return listed
-
-
-def _first_group(dims: ParallelDims, names: tuple[str, ...]) -> list[int]:
-    ranks, step = [0], 1
-    for name in reversed(DIMENSIONS):
-        size = dims.size(name)
-        if name in names:
-            ranks = [rank + index * step for index in range(size) for rank in ranks]
-        step *= size
-    return sorted(ranks)
 
 
 def _groups(job: Job, name: str, first: list[int]) -> Groups:

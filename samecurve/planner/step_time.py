@@ -106,14 +106,17 @@ def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> tuple[StepTi
     )
     # what kernels and collectives leave of the floor is spent waiting for the slowest host; as a part of the backward
     # pass, so that recomputation, which fills it, cannot hide more communication than it takes
-    waits = max(0.0, _floor(job, constants) - one.total - tensor / max(stage.layers, 1))
+    per_rank_us = constants.rank_floor_us if job.dims.pp == 1 else constants.pipeline_rank_floor_us
+    floor = job.dims.tp * per_rank_us * 1e-6 if job.dims.tp > 1 else 0
+    waits = max(0.0, floor - one.total - tensor / max(stage.layers, 1))
     gathered, reduced = data_seconds(job, stage, constants, one + kernels.Seconds(0, waits))
     slot = StepTime(
         compute=compute,
         tensor_parallel=tensor + stage.layers * waits,
         context_parallel=context,
         expert_parallel=expert,
-        pipeline_sends=pipeline_seconds(job, constants),
+        # forward and backward, of each of the rank's stages
+        pipeline_sends=job.virtual_stages * 2 * send_seconds(job, constants) if job.dims.pp > 1 else 0,
         data_parallel=gathered,
     )
     return slot, reduced
@@ -138,13 +141,6 @@ def _step_time(job: Job, stage: Stage, constants: Profile, slot: StepTime, reduc
         return parts
     # each part is multiplied by what runs on these machines say
     return StepTime(**{part: value * learnt.time_factor(part, job.library) for part, value in asdict(parts).items()})
-
-
-def _floor(job: Job, constants: Profile) -> float:
-    """Least seconds of one layer's forward and backward in a tensor-parallel group."""
-    size = job.dims.tp
-    per_rank_us = constants.rank_floor_us if job.dims.pp == 1 else constants.pipeline_rank_floor_us
-    return 0 if size == 1 else size * per_rank_us * 1e-6
 
 
 def tensor_seconds(job: Job, constants: Profile) -> float:
@@ -227,12 +223,6 @@ def expert_seconds(job: Job, constants: Profile) -> float:
     payload = job.element_bytes * job.tokens * job.shape.top_k * job.shape.hidden / job.mlp_split
     calls = 6 if job.repeats_layers else 4
     return calls * expert_imbalance(job) * _exchange_seconds(payload, size, over)
-
-
-def pipeline_seconds(job: Job, constants: Profile) -> float:
-    """Exposed seconds of one micro-batch's sends to the neighbouring stages: forward and backward, v times."""
-    dims = job.dims
-    return 0 if dims.pp == 1 else job.virtual_stages * 2 * send_seconds(job, constants)
 
 
 def send_seconds(job: Job, constants: Profile) -> float:
