@@ -259,9 +259,8 @@ def takes(request: PlanRequest, strategy: Strategy) -> bool:
     return not refused and strategy.torch_schedule.takes_recomputation(request.checkpointing)
 
 
-# DeepSpeed 0.19's defaults, and what Accelerate puts in place of "auto" for a hidden size h
-BUFFERS, BUFFER_SIZE, STATE_BUFFERS, SUBGROUP = 5, 1e8, 4, 1e9
-BUCKET, PREFETCHED, PERSISTENT, REUSE_DISTANCE = 5e8, 5e7, 1e5, 1e9
+# DeepSpeed 0.19's defaults that `Sharding` has not, and what Accelerate puts in place of "auto" for a hidden size h
+BUFFERS, BUFFER_SIZE, BUCKET = 5, 1e8, 5e8
 AUTO = {
     "reduce_bucket_size": lambda hidden: hidden**2,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden**2),
@@ -299,6 +298,7 @@ def _deepspeed(strategy: Strategy, precision: str, hidden: int) -> Sharding:
         value = keys.get(key, default)
         return AUTO[key](hidden) if value == "auto" else value
 
+    usual = Sharding()
     weights, states = (keys.get(f"offload_{part}") or {} for part in ("param", "optimizer"))
     is_16_bit = precision != "fp32"
     reduce_bytes = SIXTEEN if is_16_bit and content.get("communication_data_type") != "fp32" else THIRTY_TWO
@@ -313,12 +313,12 @@ def _deepspeed(strategy: Strategy, precision: str, hidden: int) -> Sharding:
         reduce_bytes=reduce_bytes,
         overlaps=overlaps,
         bucket_bytes=0 if has_none else buffers * number("reduce_bucket_size", BUCKET) * width,
-        persistent=number("stage3_param_persistence_threshold", PERSISTENT),
-        reuse_distance=number("stage3_max_reuse_distance", REUSE_DISTANCE),
+        persistent=number("stage3_param_persistence_threshold", usual.persistent),
+        reuse_distance=number("stage3_max_reuse_distance", usual.reuse_distance),
         prefetched=min(
-            number("stage3_prefetch_bucket_size", PREFETCHED), number("stage3_max_live_parameters", REUSE_DISTANCE)
+            number("stage3_prefetch_bucket_size", usual.prefetched), number("stage3_max_live_parameters", 1e9)
         ),
         weight_buffers=weights.get("buffer_count", BUFFERS) * weights.get("buffer_size", BUFFER_SIZE),
-        state_buffers=states.get("buffer_count", STATE_BUFFERS),
-        subgroup=number("sub_group_size", SUBGROUP),
+        state_buffers=states.get("buffer_count", usual.state_buffers),
+        subgroup=number("sub_group_size", usual.subgroup),
     )
