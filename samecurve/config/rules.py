@@ -144,6 +144,8 @@ def _one_kind_of_row(other: str, value: Callable[[str], Any]) -> Iterator[Findin
 def _messages_without_template(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.messages_column") is not None and not value("data.chat"):
         yield "data.chat", "found false, but messages need a chat template; set it to true, or use prompt_column"
+    if value("data.chat_template_kwargs") and not value("data.chat"):
+        yield "data.chat_template_kwargs", "found variables, but data.chat=false uses no chat template; remove them"
 
 
 def _whole_conversations(value: Callable[[str], Any]) -> Iterator[Finding]:

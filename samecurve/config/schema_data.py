@@ -132,6 +132,13 @@ class Data(Section):
     """`sft`, `distill`, `dpo`: which tokens are trained. `assistant`: each answer up to the token that ends it.
     `completion`: everything after the prompt, as in TRL's DPO, including what the template writes after that token.
     `all` (not `dpo`): prompts and markers, too."""
+    reasoning: Literal["as_inference", "keep"] = "as_inference"
+    """`sft`, `distill`: conversations whose earlier answers the chat template renders differently once others follow,
+    mostly without their reasoning. `as_inference`: a row for each such answer, as the model sees it when it writes that
+    answer. `keep`: one row with all of it, an error where the template leaves reasoning out."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Chat tasks: variables of the chat template, such as `{enable_thinking: false}`, in training, `chat` and
+    `generate`. A row's column of this name overrides them."""
     packing: bool = True
     """Causal models: pack documents into full rows, without attention across documents. false: one document per row,
     truncated and padded. The other tasks need false."""

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import os.path
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from samecurve.data.chat_template import CALLING, ChatTemplate
+from samecurve.data.chat_turns import FIX, OTHER_TEMPLATE, Rendered, RenderedTurns
 from samecurve.data.conversation_encoder import ConversationEncoder, Span, TextEncoder, overlap
 from samecurve.data.encoder import Encoded
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
-from samecurve.data.time_limit import RenderTimeout, render_limit
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
-_VERSION = 1
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "\N{REFERENCE MARK}"
-_DATED = "strftime_now"  # transformers' function for templates that write today's date, as Llama 3.2's does
-_FIX = "set tokenizer.chat_template to a template of your own that marks the trained text with {% generation %}"
+_VERSION = 2
 
 
 class ChatEncoder(ConversationEncoder):
     """Encodes conversations with the tokenizer's chat template.
 
     Trained spans are found in the rendered text; all tokens that overlap them are trained. A span is the part that the
-    template marks by {% generation %}. Without such marks it is the text that each assistant turn adds to the text
-    before it; if that is ambiguous, an error is raised. Turns of weight 0 are not trained. The special token that ends
-    a turn is trained, even if the mark ends before it. A line break after that token is not trained unless it is
-    marked, because generation stops before it.
+    template marks by {% generation %}. Without such marks it is the text that each assistant turn adds to the prompt
+    that the model gets for it; if that is ambiguous, an error is raised. Turns of weight 0 are not trained. The special
+    token that ends a turn is trained, even if the mark ends before it or the next turn begins with it. A line break
+    after that token is not trained unless it is marked, because generation stops before it.
 
-    Some templates (Command A's) always write a generation prompt at the end. After an answer it is left out, because no
-    model has to write it.
+    Many templates render a turn differently once others follow: they drop its reasoning, or end it by another token.
+    With reasoning="as_inference" such a conversation becomes several rows. A row is the conversation up to one answer,
+    as the model sees it when it writes that answer. All turns that read the same in it are trained in it, and each turn
+    is trained in one row only. With "keep" a conversation is one row, and a template that drops reasoning is an error.
 
     With train_on="completion" everything after the prompt is trained instead, whatever is marked, as in TRL's
     DPOTrainer and KTOTrainer, and in SFTTrainer with completion_only_loss.
@@ -50,18 +45,34 @@ class ChatEncoder(ConversationEncoder):
     Counts:
         answers_begun_inside_a_token: answers whose first characters share a token with the prompt, mostly a line break
             with the spaces after it. The model is trained to write this token, but never has to at inference.
+        answers_unlike_the_prompt: answers without something that ends the generation prompt, such as <think>.
         messages_with_special_tokens: messages whose text contains a special token.
+        developer_messages_as_system: messages of the role developer, for templates that know the role system only.
+        split_conversations: conversations that became several rows.
+        rows_of_split_conversations: those rows.
 
     Raises:
+        ConfigurationError: for a variable that no template reads, and for a template without an end.
         DataError: for a tokenizer without a template, and for a conversation that the template cannot render.
-        ConfigurationError: for a template without an end.
     """
 
     renders = True
-    counted = ("answers_begun_inside_a_token", "messages_with_special_tokens")
+    counted = (
+        *("answers_begun_inside_a_token", "answers_unlike_the_prompt", "messages_with_special_tokens"),
+        *("developer_messages_as_system", "split_conversations", "rows_of_split_conversations"),
+    )
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None):
-        """`date`: the day that the template takes for today, as YYYY-MM-DD; None for today."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None, splits: bool = True
+    ):
+        """Prepare the templates.
+
+        Args:
+            tokenizer: tokenizer with one or several chat templates.
+            schema: what is trained.
+            date: the day that the template takes for today, as YYYY-MM-DD; None for today.
+            splits: whether a conversation may become several rows, which is an error otherwise.
+        """
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
             raise DataError(
@@ -72,255 +83,122 @@ class ChatEncoder(ConversationEncoder):
             )
         from tokenizers import processors
 
-        self.tokenizer, self.schema = tokenizer, schema
+        self.tokenizer, self.schema, self.splits = tokenizer, schema, splits
         self._rust.encode_special_tokens = False  # the template writes special tokens as text
         # A post-processor would trim spaces from the offsets, and add tokens that the template has already written.
         self._rust.post_processor = processors.Sequence([])
-        self._special = tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
         day = datetime.fromisoformat(date or datetime.now().date().isoformat())
-        self._clock = _clock(day)
         known: str | dict[str, str] = tokenizer.chat_template
-        self._unasked: dict[str, str | None] = {}
-        for template in known.values() if isinstance(known, dict) else (known,):
-            self._unasked[template] = self._unasked_prompt(template)
-        facts = [day.isoformat()] if _DATED in json.dumps(self.tokenizer.chat_template) else []
-        facts += filter(None, self._unasked.values())
+        sources = known.values() if isinstance(known, dict) else (known,)
+        variables = schema.template_kwargs
+        self.templates = {source: ChatTemplate(tokenizer, source, day, variables) for source in sources}
+        unknown = [template.unknown_variable(variables) for template in self.templates.values()]
+        if all(unknown):
+            raise ConfigurationError(f"data.chat_template_kwargs: found {unknown[0]}")
+        facts = [day.isoformat()] if any(template.dated for template in self.templates.values()) else []
+        facts += [template.unasked for template in self.templates.values() if template.unasked]
         # with the special tokens, which the template may write by their names
-        template = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
-        self.identity = digest(_VERSION, self.identity, template, schema.train_on, *facts)
-
-    def _unasked_prompt(self, template: str) -> str | None:
-        """Return the generation prompt that a template writes after an answer, too; "" without one, None if unclear.
-
-        Such a template renders a question alike with and without add_generation_prompt, and ends both a question and
-        an answer with the prompt. The answer itself ends with the tokenizer's eos_token.
-        """
-        turns = tuple({"role": role, "content": _PROBE} for role in ("user", "assistant"))
-        probe = Conversation("the chat template", turns)
-        try:
-            asked = self._apply(probe, template, 1, prompt=True)[0]
-            if asked != self._apply(probe, template, 1)[0]:
-                return ""
-            after = self._apply(probe, template, 2)[0].rpartition(_PROBE)[2]
-        except DataError:  # it may need a system prompt or tools
-            return ""
-        eos = str(self.tokenizer.eos_token or "")
-        if eos and eos in after:
-            rest = after.rpartition(eos)[2]
-            return rest if rest.strip() and asked.endswith(rest) else ""
-        common = os.path.commonprefix([after[::-1], asked[::-1]])[::-1]
-        shared = any(token in common for token in self._special)
-        return None if shared and sum(after.count(token) for token in self._special) > 1 else ""
+        names = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
+        settings = [schema.train_on, schema.reasoning, variables]
+        self.identity = digest(_VERSION, self.identity, names, *settings, *facts)
 
     def reads(self, key: str) -> bool:
-        """Whether one of the tokenizer's templates has the key, as in message.key or message["key"]."""
-        named = self.tokenizer.chat_template
-        templates = named.values() if isinstance(named, dict) else [named]
-        return any(re.search(rf"""[.'"]{re.escape(key)}\b""", template or "") for template in templates)
+        return any(template.reads(key) for template in self.templates.values())
 
     def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
-        rendered = [self.render(document) for document in documents]
-        encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        encoded = []
-        for document, encoding, (_, spans) in zip(documents, encodings, rendered, strict=True):
-            offsets = np.array(encoding.offsets)
-            encoded.append(Encoded(encoding.ids, overlap(offsets, spans)))
-            inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
-            self.counts["answers_begun_inside_a_token"] += inside
-            special = (any(token in message["content"] for token in self._special) for message in document.messages)
+        rendered = [self.rows(document) for document in documents]
+        texts = [row.text for rows in rendered for row in rows]
+        encodings = iter(self._rust.encode_batch(texts, add_special_tokens=False))
+        encoded, specials = [], next(iter(self.templates.values())).special
+        for document, rows in zip(documents, rendered, strict=True):
+            first, *more = [self._encoded(next(encodings), row.spans) for row in rows]
+            encoded.append(first._replace(more=tuple(more)))
+            if more:
+                self.counts["split_conversations"] += 1
+                self.counts["rows_of_split_conversations"] += len(rows)
+            special = (any(token in message["content"] for token in specials) for message in document.messages)
             self.counts["messages_with_special_tokens"] += sum(special)
         return encoded
 
-    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """Return the rendered text and its trained character ranges."""
-        template = self._template(conversation)
-        text, marked = self._apply(conversation, template, len(conversation.messages))
-        if self._unasked[template] is None and not _GENERATION.search(template):
+    def _encoded(self, encoding: Encoding, spans: list[Span]) -> Encoded:
+        offsets = np.array(encoding.offsets)
+        inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
+        self.counts["answers_begun_inside_a_token"] += inside
+        return Encoded(encoding.ids, overlap(offsets, spans))
+
+    def rows(self, conversation: Conversation) -> list[Rendered]:
+        """Return the rows of a conversation, in the order of their last turns."""
+        template = self.template(conversation)
+        conversation = self._with_known_roles(conversation, template)
+        if template.unasked is None and not template.marked:
             raise DataError(
                 f"{conversation.place}: the chat template ends a question and an answer alike, with and without a "
-                "generation prompt, so the end of an answer cannot be told from the prompt for the next; " + _FIX
+                f"generation prompt, so the end of an answer cannot be told from the prompt for the next; {FIX}"
             )
+        turns = RenderedTurns(conversation, template)
         if self.schema.train_on == "all":
-            return text, [(0, len(text))]
+            text, _ = template.render(conversation)
+            return [Rendered(text, [(0, len(text))])]
         if self.schema.train_on == "completion":
-            spans = [self._completion(conversation, template, text)]
-        elif _GENERATION.search(template):
-            spans = self._without_untrained(conversation, template, text, [(a, b) for a, b in marked if a < b])
+            rows = [turns.completion()]
         else:
-            spans = self._by_difference(conversation, template, text)
-        asked_for = self._asked_for(conversation, template, text)
-        if not spans and not asked_for:
+            answers = turns.answers()
+            rows = turns.kept(answers) if self.schema.reasoning == "keep" else turns.as_inference(answers)
+        self.counts["answers_unlike_the_prompt"] += turns.num_unlike
+        if not any(row.spans for row in rows):
             raise DataError(
                 f"{conversation.place}: the chat template marks no text of this conversation as the assistant's, so no "
-                f"token would be trained; {_FIX}"
+                f"token would be trained; {OTHER_TEMPLATE}"
             )
-        return text, [*(self._with_end(conversation, text, span) for span in spans), *asked_for]
+        if len(rows) > 1 and not self.splits:
+            raise DataError(
+                f"{conversation.place}: the chat template renders an answer differently once others follow, so that "
+                "the answers have different prompts, but they are compared or scored as one text; set "
+                "data.train_on=completion, or put all turns before the last answer into the prompt"
+            )
+        return rows
 
-    def _template(self, conversation: Conversation) -> str:
+    def template(self, conversation: Conversation) -> ChatTemplate:
+        """Return the template of a conversation. Raises DataError if it does not read all that the row has."""
         tools = list(conversation.tools) if conversation.tools else None
         # some tokenizers have several templates, of which one is for tools
-        template = self.tokenizer.get_chat_template(None, tools)
+        template = self.templates[self.tokenizer.get_chat_template(None, tools)]
         used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
-        used |= {f"chat_template_kwargs.{name}": True for name in conversation.template_kwargs or ()}
         for name, is_used in used.items():
-            if is_used and name.rpartition(".")[2] not in template:
+            if is_used and name not in template.source:
                 raise DataError(
                     f"{conversation.place}: the row has {name}, which the chat template does not render; remove them, "
-                    "or set tokenizer.chat_template to a template that does"
+                    f"or set tokenizer.chat_template to {CHATML}, which does, or to another model's template"
                 )
+        unknown = template.unknown_variable(conversation.template_kwargs or {})
+        if unknown:
+            raise DataError(f"{conversation.place}: 'chat_template_kwargs' has {unknown}")
         return template
 
-    def _apply(
-        self, conversation: Conversation, template: str, num_messages: int, prompt: bool = False
-    ) -> tuple[str, list[Span]]:
-        """Render the first messages. Returns the text and the ranges marked by `generation`.
+    def _with_known_roles(self, conversation: Conversation, template: ChatTemplate) -> Conversation:
+        """Give messages of the role developer the role system, where the template knows that one only.
 
-        `prompt` adds the generation prompt, which begins an answer.
+        Raises DataError for a role that the template leaves out of the text.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        marks = _GENERATION.search(template) is not None
-        said = conversation.messages[:num_messages]
-        # without the weights, because a template may write whole messages (tojson)
-        messages = [{key: value for key, value in message.items() if key != "weight"} for message in said]
-        try:
-            with render_limit():
-                texts, spans = render_jinja_template(
-                    [messages],
-                    tools=list(conversation.tools) if conversation.tools else None,
-                    chat_template=self._clock + template if _DATED in template else template,
-                    return_assistant_tokens_mask=marks,
-                    add_generation_prompt=prompt,
-                    # Names such as eos_token, for the template; pyright expects them to be other parameters.
-                    **self.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
-                    **(conversation.template_kwargs or {}),
-                )
-        except RenderTimeout as error:  # not the row's fault, and a thousand rows would take hours
-            raise ConfigurationError(
-                f"{conversation.place}: the chat template cannot render this conversation: {error}; set "
-                "tokenizer.chat_template to another template"
-            ) from error
-        except Exception as error:  # errors of Jinja, and of any expression in the template
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(
-                f"{conversation.place}: the chat template cannot render this conversation: {reason}; correct or remove "
-                "the row, or set tokenizer.chat_template to another template"
-            ) from error
-        text = str(texts[0])
-        if not prompt and said[-1]["role"] == "assistant":
-            text = text.removesuffix(self._unasked.get(template) or "")
-        # render_jinja_template returns (texts, spans), whatever its annotation says.
-        return text, spans[0] if marks else []  # pyright: ignore[reportReturnType]
-
-    def _without_untrained(self, conversation: Conversation, template: str, text: str, spans: list[Span]) -> list[Span]:
-        """Remove spans in turns that are not trained."""
-        for first, last in _untrained(conversation):
-            ends = []
-            for count in (first, last):
-                before = self._apply(conversation, template, count)[0] if count else ""
-                before = text if count == len(conversation.messages) else before
-                if not text.startswith(before):
-                    raise DataError(
-                        f"{conversation.place}: the chat template renders the first {count} messages differently when "
-                        "others follow, so the end of the untrained turns cannot be found; put all turns into one "
-                        "column of messages without weights"
-                    )
-                ends.append(len(before))
-            spans = [span for span in spans if not ends[0] <= span[0] < ends[1]]
-        return spans
-
-    def _completion(self, conversation: Conversation, template: str, text: str) -> Span:
-        """Return the span after the prompt and the generation prompt."""
-        asked = self._apply(conversation, template, conversation.num_prompt, prompt=True)[0]
-        if not text.startswith(asked):
-            raise DataError(
-                f"{conversation.place}: the chat template renders the prompt differently when the completion follows, "
-                "so the start of the completion cannot be found; set data.train_on=assistant"
-            )
-        return len(asked), len(text)
-
-    def _by_difference(self, conversation: Conversation, template: str, text: str) -> list[Span]:
-        """Return the span that each assistant turn adds to the text that the model is prompted with."""
-        spans = []
-        apply = partial(self._apply, conversation, template)
-        for index in range(conversation.num_prompt, len(conversation.messages)):
-            message = conversation.messages[index]
-            if message["role"] != "assistant" or message.get("weight") == 0:
-                continue
-            asked, answered = apply(index, prompt=True)[0], apply(index + 1)[0]
-            if not (text.startswith(answered) and answered.startswith(asked)):
+        for role in {message["role"] for message in conversation.messages} - {"user", "assistant"}:
+            if role == "developer" and not template.renders_role(role) and template.renders_role("system"):
+                named = [{**m, "role": "system"} if m["role"] == role else m for m in conversation.messages]
+                self.counts["developer_messages_as_system"] += sum(m["role"] == role for m in conversation.messages)
+                conversation = replace(conversation, messages=tuple(named))
+            elif template.renders_role(role) is False:
+                fix = "put their text into the first user turn" if role != "tool" else "write them as user turns"
                 raise DataError(
-                    f"{conversation.place}: message {index}: the chat template renders this turn differently when "
-                    f"others follow, so its tokens cannot be found; {_FIX}"
+                    f"{conversation.place}: the chat template leaves out messages of the role {role!r}; {fix}, remove "
+                    f"the row, or set tokenizer.chat_template to {CHATML}, which renders them"
                 )
-            header = self._header(conversation, template, index) if asked == apply(index)[0] else ""
-            if header:
-                raise DataError(
-                    f"{conversation.place}: message {index}: the chat template has no generation prompt, so "
-                    f"{_shown(header)} cannot be separated from the answer; {_FIX}"
-                )
-            spans.append(self._trimmed(text, len(asked), len(answered)))
-        return spans
-
-    def _asked_for(self, conversation: Conversation, template: str, text: str) -> list[Span]:
-        """Return the spans of others' turns of weight 1: the content, and the tokenizer's end of text if that follows.
-
-        The rule is axolotl's (should_train and train_on_eot in prompt_strategies/chat_template.py).
-        """
-        spans = []
-        for index, message in enumerate(conversation.messages if self.schema.train_on == "assistant" else ()):
-            if message["role"] == "assistant" or message.get("weight") != 1:
-                continue
-            probe = ({**message, "content": _PROBE},)
-            probed = replace(conversation, messages=(*conversation.messages[:index], *probe))
-            head, _, tail = self._apply(probed, template, index + 1)[0].partition(_PROBE)
-            whole = self._apply(conversation, template, index + 1)[0]
-            if not (text.startswith(whole) and whole.startswith(head) and whole.endswith(tail)):
-                raise DataError(
-                    f"{conversation.place}: message {index}: the chat template renders this turn differently when "
-                    f"others follow, so its tokens cannot be found; remove its `train`"
-                )
-            start, end = len(head), len(whole) - len(tail)
-            eos = str(self.tokenizer.eos_token or "")
-            spans.append((start, end + len(eos) if text.startswith(eos, end) else end))
-        return spans
-
-    def _header(self, conversation: Conversation, template: str, index: int) -> str:
-        """Return the text that a template without a generation prompt writes between a question and its answer."""
-        # Found by a probe that occurs in no template. The turn itself may hold tool calls only, whose marks the model
-        # has to write.
-        probe = {"role": "assistant", "content": _PROBE}
-        asked = replace(conversation, messages=(*conversation.messages[:index], probe))
-        before, after = (self._apply(asked, template, count)[0] for count in (index, index + 1))
-        return after[len(before) :].partition(_PROBE)[0].strip()
-
-    def _trimmed(self, text: str, start: int, end: int) -> Span:
-        """Remove white space after the token that ends the turn, because no model has to write it."""
-        stripped = text[start:end].rstrip()
-        return (start, start + len(stripped)) if stripped.endswith(self._special) else (start, end)
-
-    def _with_end(self, conversation: Conversation, text: str, span: Span) -> Span:
-        """Extend the span to the special token that ends the turn. Raises DataError if there is none."""
-        start, end = span
-        if text[start:end].rstrip().endswith(self._special):
-            return span
-        # the longest, as one special token may be the beginning of another
-        following = max((token for token in self._special if text.startswith(token, end)), key=len, default=None)
-        if following is None:
-            raise DataError(
-                f"{conversation.place}: the chat template writes no special token after the assistant's turn "
-                f"{_shown(text[start:end])}, so the model would never learn to stop; set tokenizer.chat_template to a "
-                "template of your own that writes {{ eos_token }} there, or to "
-                f"{CHATML}, which adds the tokens that it writes"
-            )
-        return start, end + len(following)
+        return conversation
 
 
 def encoder(
-    tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None
+    tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None, splits: bool = True
 ) -> ChatEncoder | TextEncoder:
-    """Return the encoder for conversations. `date`: see ChatEncoder."""
-    return ChatEncoder(tokenizer, schema, date) if schema.chat else TextEncoder(tokenizer, schema)
+    """Return the encoder for conversations. `date`, `splits`: see ChatEncoder."""
+    return ChatEncoder(tokenizer, schema, date, splits) if schema.chat else TextEncoder(tokenizer, schema)
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, stored: int | list[int] | None, chat: bool = True) -> list[int]:
@@ -329,53 +207,35 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, stored: int | list[int] | Non
     Args:
         tokenizer: the model's tokenizer, whose end of text is one of them.
         stored: eos_token_id of the model's generation config.
-        chat: whether the token that the chat template writes after an answer is one, too.
+        chat: whether the tokens that the chat template writes after an answer, and after calls of tools, are some, too.
     """
     named = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
     if chat and tokenizer.chat_template:
-        named.append(_end_of_turn(tokenizer))
+        named += _ends_of_turn(tokenizer)
     return list(dict.fromkeys(token for token in named if token is not None))
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that the chat template writes after an answer; None without one."""
+def _ends_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that end an answer in the chat template; [] without one."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):  # ChatEncoder needs the Rust backend
-        return None
-    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-    try:
-        text, spans = ChatEncoder(tokenizer, ChatSchema()).render(Conversation("the chat template", messages))
-    except DataError:  # such a template can render prompts, but not be trained with
-        return None
+        return []
     special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ending = text[: spans[-1][1]].rstrip()  # many templates write a line break after the token
-    longest = max((token for token in special if ending.endswith(token)), key=len, default=None)
-    return None if longest is None else special[longest]
-
-
-def _untrained(conversation: Conversation) -> Iterator[tuple[int, int]]:
-    """Yield ranges of messages that are not trained: a prompt that contains example answers, and turns of weight 0."""
-    # A turn's range ends where the next answer begins. Many templates drop the reasoning from the turns before the last
-    # question, so a conversation that ends with the turn itself would be rendered differently.
-    answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if any(index < conversation.num_prompt for index in answers):
-        yield 0, conversation.num_prompt
-    for index, following in zip(answers, [*answers[1:], len(conversation.messages)], strict=True):
-        if index >= conversation.num_prompt and conversation.messages[index].get("weight") == 0:
-            yield index, following
-
-
-def _clock(day: datetime) -> str:
-    """Return the beginning of a template in which strftime_now is of the given day.
-
-    A Jinja macro, because transformers turns a function among a template's variables into text.
-    """
-    directives = [f"%{dash}{letter}" for letter in "aAbBcdeDFHIjmMnprRSTuUwWxXyYZ" for dash in ("", "-")]
-    values = "".join(f" | replace({name!r}, {day.strftime(name)!r})" for name in directives)
-    # the last expression keeps a line break at the beginning of the template itself
-    return "{% macro " + _DATED + "(format) %}{{ format" + values + " }}{% endmacro %}{{ '' }}"
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:20]}...{text[-17:]}")
+    ends = []
+    try:
+        encoder = ChatEncoder(tokenizer, ChatSchema())
+    except DataError:  # such a template can render prompts, but not be trained with
+        return []
+    for message in ({"role": "assistant", "content": "b"}, *([CALLING] if encoder.reads("tool_calls") else [])):
+        conversation = Conversation("the chat template", ({"role": "user", "content": "a"}, message))
+        try:
+            turns = RenderedTurns(conversation, encoder.template(conversation))
+            body, (text, spans) = turns.answers()[1]
+        except DataError:  # such a template can render prompts, but not be trained with
+            continue
+        # the end of the turn, and what is trained behind it: many templates write a line break after the token
+        for ending in (body, text[: spans[-1][1]].rstrip()):
+            longest = max((token for token in special if ending.endswith(token)), key=len, default=None)
+            ends += [] if longest is None else [special[longest]]
+    return ends

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 
 class Encoded(NamedTuple):
-    """Token ids of one document ([] for an empty one) with its trained marks, segments and label (see TokenStream)."""
+    """Token ids of one document ([] for an empty one) with its trained marks, segments and label (see TokenStream).
+
+    `more`: the other rows, if one document of the source becomes several documents of the token stream.
+    """
 
     tokens: Sequence[int] | np.ndarray
     trained: Sequence[int] | np.ndarray | None = None
     segments: Sequence[int] | np.ndarray | None = None
     label: int | None = None
+    more: tuple[Encoded, ...] = ()
 
 
 class Encoder(ABC):

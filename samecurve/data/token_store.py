@@ -200,9 +200,9 @@ def place_of(source: DataSource, encoder: Encoder, part: str, validation_fractio
             if isinstance(one, BadRow) or not len(one.tokens):
                 continue
             if is_held_out(str(entry), validation_fraction) == (part == "held_out"):
-                if index == 0:
+                if index <= len(one.more):
                     return getattr(entry, "place", f"{source.name}: the document that begins with {str(entry)[:40]!r}")
-                index -= 1
+                index -= 1 + len(one.more)
     return source.name  # the files have changed meanwhile
 
 
@@ -232,7 +232,8 @@ def _write(files: NewEntry, source: DataSource, encoder: Encoder, validation_fra
                     num_empty += 1
                 else:
                     part = "held_out" if is_held_out(str(entry), validation_fraction) else "train"
-                    writers[part].append(one)
+                    for document in (one, *one.more):
+                        writers[part].append(document)
             advance([entry for entry in entries if not isinstance(entry, BadRow)])
             num_rows += len(entries)
             if bad.count >= _ENOUGH_BAD_ROWS and not source.selection.drop_bad_rows:

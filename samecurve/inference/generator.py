@@ -54,9 +54,12 @@ class TextGenerator:
 
     def render(self, messages: Sequence[Message]) -> str:
         """Render messages and the generation prompt. Raises ConfigurationError for a turn that the template refuses."""
+        variables = self.recipe.data.chat_template_kwargs if self.recipe else {}
         try:
             with render_limit():
-                text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                text = self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=True, **variables
+                )
         except Exception as error:  # errors of Jinja, and of any expression in the template
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigurationError(f"{self.folder}: its chat template cannot render {roles}: {error}") from error

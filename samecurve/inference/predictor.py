@@ -178,11 +178,12 @@ class Scorer(Predictor):
     @cached_property
     def schema(self) -> conversation.ChatSchema:
         chats = self.data.chat if self.recipe else bool(self.tokenizer.chat_template)
-        return conversation.ChatSchema(prompt=self.data.prompt_column, chat=chats)
+        variables = self.data.chat_template_kwargs
+        return conversation.ChatSchema(prompt=self.data.prompt_column, chat=chats, template_kwargs=variables)
 
     @cached_property
     def encoder(self) -> Encoder:
-        return chat_encoder.encoder(self.tokenizer, self.schema)
+        return chat_encoder.encoder(self.tokenizer, self.schema, splits=False)
 
     def encode(self, place: str, source: str | dict) -> EncodedText:
         if not isinstance(source, dict):

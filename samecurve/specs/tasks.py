@@ -83,10 +83,13 @@ BETTER = {
 }
 _TEXTS = ("data.text_column", "data.mixture", "data.streaming", "data.truncation", "evaluate.samples")
 _CHAT = (
-    *("data.format", "data.prompt_column", "data.chat", "data.truncation"),
+    *("data.format", "data.prompt_column", "data.chat", "data.chat_template_kwargs", "data.truncation"),
     *("tokenizer.chat_template", "tokenizer.template_date"),
 )
-_CONVERSATIONS = ("data.messages_column", "data.completion_column", "data.train_on", "evaluate.samples", *_CHAT)
+_CONVERSATIONS = (
+    *("data.messages_column", "data.completion_column", "data.train_on", "data.reasoning", "evaluate.samples"),
+    *_CHAT,
+)
 _OF_PAIRS = ("eval_loss", "eval_accuracy", "eval_margin", "eval_rewards_chosen", "eval_rewards_rejected")
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)
 

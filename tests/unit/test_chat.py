@@ -163,7 +163,7 @@ def test_a_turn_of_weight_0_is_not_trained(make, template):
     shown = "{% for m in messages %}{{ m | tojson }}{% endfor %}"  # the weight is no part of the conversation
     plain, with_weights = (ChatEncoder(make(shown), ChatSchema(train_on="all")) for _ in range(2))
     given = [conversation("here", {"messages": turns}, ChatSchema()) for turns in (TURNS, weighted(0, 1))]
-    assert plain.render(given[0])[0] == with_weights.render(given[1])[0]
+    assert plain.rows(given[0])[0].text == with_weights.rows(given[1])[0].text
 
 
 def test_a_turn_of_weight_0_where_thoughts_are_forgotten(make):
@@ -210,11 +210,11 @@ def test_the_date_of_a_template(make):
     dated = "{{ strftime_now('%d %b %Y %H:%M') }}" + UNMARKED
     first, second, alike = (ChatEncoder(make(dated), ChatSchema(), f"2024-07-{day}") for day in (26, 27, 26))
     said = conversation("here", {"messages": TURNS[1:3]}, ChatSchema())
-    assert first.render(said)[0].startswith("26 Jul 2024 00:00<|im_start|>")
+    assert first.rows(said)[0].text.startswith("26 Jul 2024 00:00<|im_start|>")
     assert first.identity == alike.identity != second.identity
     undated = [ChatEncoder(make(UNMARKED), ChatSchema(), day).identity for day in ("2024-07-26", None)]
     assert undated[0] == undated[1]
-    today = ChatEncoder(make(dated), ChatSchema()).render(said)[0]
+    today = ChatEncoder(make(dated), ChatSchema()).rows(said)[0].text
     assert today.startswith(datetime.now().strftime("%d %b %Y"))
 
 
@@ -277,7 +277,8 @@ def test_what_is_trained_but_never_asked_for_is_counted(make):
     encoder = ChatEncoder(make(), ChatSchema())
     odd = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "\t\t4"}]  # "\n\t" is one token
     encoder.encode([conversation("here", {"messages": messages}, ChatSchema()) for messages in (TURNS, odd)])
-    assert encoder.counts == {"answers_begun_inside_a_token": 1, "messages_with_special_tokens": 1}
+    counts = {name: count for name, count in encoder.counts.items() if count}
+    assert counts == {"answers_begun_inside_a_token": 1, "messages_with_special_tokens": 1}
     assert trained_text(make(), odd) == ["\n\t\t4<|im_end|>"]  # as transformers marks it, and no token less
 
 
@@ -299,7 +300,6 @@ def test_identity_holds_whatever_changes_tokens_or_marks(make):
     assert ChatEncoder(make(), ChatSchema()).identity == encoders[0].identity
 
 
-THOUGHT = TURNS[:2] + [{"role": "assistant", "content": "think|answer"}] + TURNS[3:]
 WITH_TOOLS = {"messages": TURNS, "tools": json.dumps([{"name": "f"}])}
 TOOL_CALL = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
 STRICT = "{{ raise_exception('roles must alternate') }}"
@@ -309,7 +309,7 @@ ERRORS = [
     (
         UNASKED.replace("<|im_end|>", "<|end_of_text|>"),
         TURNS[1:3],
-        ("here", "question and an answer alike", "the prompt for the next", "{% generation %}"),
+        ("here", "question and an answer alike", "the prompt for the next", "data.train_on=completion"),
     ),
     (
         HEADLESS_CALLS,
@@ -320,7 +320,7 @@ ERRORS = [
             "no generation prompt",
             "'<|im_start|>assistant",
             "tokenizer.chat_template",
-            "{% generation %}",
+            "chatml",
         ),
     ),
     (
@@ -340,13 +340,13 @@ ERRORS = [
         TURNS,
         ("here", "cannot render", "roles must alternate", "correct or remove the row", "tokenizer.chat_template"),
     ),
+    (HEADLESS, TURNS, ("here", "message 2", "no generation prompt", "'<|im_start|>assistant'", "chatml")),
+    ("{{ messages[-1]['content'] }}", TURNS[1:], ("here", "message 1", "differently", "data.train_on=completion")),
     (
-        FORGETFUL,
-        TURNS[:2] + [{"role": "assistant", "content": "think|answer"}] + TURNS[3:],
-        ("here", "message 2", "differently", "tokenizer.chat_template", "{% generation %}"),
+        "{% for m in messages if m.role != 'system' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}",
+        TURNS,
+        ("here", "leaves out messages of the role 'system'", "first user turn", "tokenizer.chat_template", "chatml"),
     ),
-    (HEADLESS, TURNS, ("here", "message 2", "no generation prompt", "'<|im_start|>assistant'", "{% generation %}")),
-    ("{{ messages[-1]['content'] }}", TURNS, ("here", "message 2", "differently", "{% generation %}")),
     (
         "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}",
         TURNS,
@@ -356,14 +356,14 @@ ERRORS = [
             "'  héllo 🙂\\n\\n\\n'",
             "never learn to stop",
             "tokenizer.chat_template",
-            "{{ eos_token }}",
+            "none begins the next turn",
             "chatml",
         ),
     ),
     (
         "{% generation %}{% endgeneration %}x",
-        TURNS,
-        ("here", "marks no text", "no token would be trained", "{% generation %}"),
+        TURNS[1:],
+        ("here", "marks no text", "no token would be trained", "chatml"),
     ),
     (UNMARKED, TOOL_CALL, ("here", "tool_calls", "does not render", "tokenizer.chat_template")),
     (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ class ChatSchema:
         chat: whether a prompt and completion that are text become turns of a chat.
         train_on: "assistant", "completion" or "all".
         format: name of the format of rows.
+        reasoning: "as_inference" or "keep", see ChatEncoder.
+        template_kwargs: variables of the chat template.
     """
 
     messages: str | None = None
@@ -52,11 +54,14 @@ class ChatSchema:
     chat: bool = True
     train_on: str = "assistant"
     format: str | None = None
+    reasoning: str = "as_inference"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, data: Data) -> ChatSchema:
         columns = data.messages_column, data.prompt_column, data.completion_column
-        return cls(*columns, data.chat, data.train_on, data.format)
+        settings = data.chat, data.train_on, data.format, data.reasoning, data.chat_template_kwargs
+        return cls(*columns, *settings)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class PairSchema:
         rejected: column of the worse answer.
         chat: whether texts become turns of a chat; otherwise they are concatenated without a template.
         format: name of the format of rows.
+        template_kwargs: variables of the chat template.
     """
 
     prompt: str | None = None
@@ -47,10 +48,12 @@ class PairSchema:
     rejected: str = "rejected"
     chat: bool = True
     format: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, data: Data) -> PairSchema:
-        return cls(data.prompt_column, data.chosen_column, data.rejected_column, data.chat, data.format)
+        columns = data.prompt_column, data.chosen_column, data.rejected_column
+        return cls(*columns, data.chat, data.format, data.chat_template_kwargs)
 
     @property
     def names_columns(self) -> bool:
@@ -335,7 +338,8 @@ class PairEncoder(Encoder):
         date: str | None = None,
     ):
         super().__init__(tokenizer)
-        self._one = encoder(tokenizer, ChatSchema(chat=schema.chat, train_on=train_on), date)
+        own = ChatSchema(chat=schema.chat, train_on=train_on, template_kwargs=schema.template_kwargs)
+        self._one = encoder(tokenizer, own, date, splits=False)
         self._completions = train_on == "completion"
         self.identity = digest(_VERSION, self._one.identity)
         self.counts, self.renders = self._one.counts, self._one.renders

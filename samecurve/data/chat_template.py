@@ -1,0 +1,224 @@
+"""A chat template: renders conversations as transformers does, and knows how it ends turns."""
+
+from __future__ import annotations
+
+import difflib
+import os.path
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from samecurve.data.conversation_encoder import Span
+from samecurve.data.schemas.conversation import Conversation
+from samecurve.data.time_limit import RenderTimeout, render_limit
+from samecurve.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PROBE = "\N{REFERENCE MARK}"  # occurs in no template
+DATED = "strftime_now"  # transformers' function for templates that write today's date, as Llama 3.2's does
+# A message's reasoning has one of these names, and transformers gives it all three.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# What a template gets in any case.
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+USER, ANSWER = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+_CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "arguments": {}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "name": "f", "tool_call_id": "a1b2c3d4e", "content": PROBE}
+
+
+class ChatTemplate:
+    """A template with the special tokens of its tokenizer.
+
+    Attributes:
+        source: the template.
+        marked: whether it marks the assistant's text by {% generation %}.
+        dated: whether it writes today's date.
+        special: the tokenizer's special tokens.
+        eos: its end of text; "" without one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, source: str, day: datetime, variables: dict[str, Any]):
+        """`day`: what the template takes for today. `variables`: further variables, below those of a row."""
+        self.source, self._variables = source, variables
+        self.marked, self.dated = _GENERATION.search(source) is not None, DATED in source
+        self.special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._compiled = _clock(day) + source if self.dated else source
+        self._names, self.eos = tokenizer.special_tokens_map, str(tokenizer.eos_token or "")
+        self._rendered_roles: dict[str, bool | None] = {}
+        self._next_role_ends: dict[bool, str] = {}
+
+    @cached_property
+    def variables(self) -> set[str]:
+        """Names of the variables that the template reads and that a row or recipe can set."""
+        from jinja2 import TemplateError, meta
+
+        try:
+            environment = _compiled(self.source).environment
+            # "set" of a name that is read before makes it no variable of jinja2's; "x is defined" does, too
+            names = meta.find_undeclared_variables(environment.parse(self.source))
+        except TemplateError:  # rendering reports it, with the row
+            return set()
+        asked = re.findall(r"\b([A-Za-z_]\w*)\s+is\s+(?:not\s+)?defined", self.source)
+        return (names | set(asked)) - _GIVEN - set(self._names) - environment.globals.keys()
+
+    def unknown_variable(self, names: Iterable[str]) -> str:
+        """Describe the first name that is no variable of the template, for a message; "" if all are."""
+        name = next((name for name in names if name not in self.variables), None)
+        if name is None:
+            return ""
+        near = difflib.get_close_matches(name, self.variables, n=1)
+        known = ", ".join(sorted(self.variables))
+        fix = f"write {near[0]!r}" if near else f"it reads {known}" if known else "it reads none; remove it"
+        return f"{name!r}, which the chat template does not read; {fix}"
+
+    def reads(self, key: str) -> bool:
+        """Whether the template has the key, as in message.key or message["key"]; for reasoning, by any name of it."""
+        keys = REASONING if key in REASONING else (key,)
+        return any(re.search(rf"""[.'"]{re.escape(name)}\b""", self.source) for name in keys)
+
+    def render(
+        self, conversation: Conversation, num_messages: int | None = None, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """Render the first messages. Returns the text and the ranges marked by {% generation %}.
+
+        A generation prompt that the template writes after an answer unasked is left out.
+
+        Args:
+            conversation: the conversation.
+            num_messages: how many of its messages; None for all.
+            prompt: add the generation prompt, which begins an answer.
+
+        Raises:
+            ConfigurationError: for a template without an end.
+            DataError: for a conversation that the template cannot render.
+        """
+        text, marks = self._render(conversation, num_messages, prompt)
+        if not prompt and conversation.messages[:num_messages][-1]["role"] == "assistant":
+            text = text.removesuffix(self.unasked or "")
+        return text, marks
+
+    def _render(self, conversation: Conversation, num_messages: int | None, prompt: bool) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        said = conversation.messages[:num_messages]
+        # without the weights, because a template may write whole messages (tojson)
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in said]
+        try:
+            with render_limit():
+                texts, spans = render_jinja_template(
+                    [messages],
+                    tools=list(conversation.tools) if conversation.tools else None,
+                    chat_template=self._compiled,
+                    return_assistant_tokens_mask=self.marked,
+                    add_generation_prompt=prompt,
+                    # Names such as eos_token, for the template; pyright expects them to be other parameters.
+                    **self._names,  # pyright: ignore[reportArgumentType]
+                    **{**self._variables, **(conversation.template_kwargs or {})},
+                )
+        except RenderTimeout as error:  # not the row's fault, and a thousand rows would take hours
+            raise ConfigurationError(
+                f"{conversation.place}: the chat template cannot render this conversation: {error}; set "
+                "tokenizer.chat_template to another template"
+            ) from error
+        except Exception as error:  # errors of Jinja, and of any expression in the template
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(
+                f"{conversation.place}: the chat template cannot render this conversation: {reason}; correct or remove "
+                "the row, or set tokenizer.chat_template to another template"
+            ) from error
+        # render_jinja_template returns (texts, spans), whatever its annotation says.
+        return str(texts[0]), spans[0] if self.marked else []  # pyright: ignore[reportReturnType]
+
+    def _probe(self, *messages: dict[str, Any], prompt: bool = False, whole: bool = False) -> str | None:
+        """Render messages of one's own; None where the template refuses them, as without a system prompt or tools.
+
+        `whole`: with a generation prompt that nobody asked for.
+        """
+        render = self._render if whole else self.render
+        try:
+            return render(Conversation("the chat template", messages), None, prompt)[0]
+        except DataError:
+            return None
+
+    @cached_property
+    def unasked(self) -> str | None:
+        """The generation prompt that a template writes after an answer, too; "" without one, None if unclear.
+
+        Such a template renders a question alike with and without add_generation_prompt, and ends both a question and
+        an answer with the prompt. The answer itself ends with the tokenizer's eos_token.
+        """
+        asked, whole = self._probe(USER, prompt=True, whole=True), self._probe(USER, whole=True)
+        answered = self._probe(USER, ANSWER, whole=True)
+        if asked is None or answered is None or asked != whole:
+            return ""
+        after = answered.rpartition(PROBE)[2]
+        if self.eos and self.eos in after:
+            rest = after.rpartition(self.eos)[2]
+            return rest if rest.strip() and asked.endswith(rest) else ""
+        common = os.path.commonprefix([after[::-1], asked[::-1]])[::-1]
+        shared = any(token in common for token in self.special)
+        return None if shared and sum(after.count(token) for token in self.special) > 1 else ""
+
+    @cached_property
+    def closing(self) -> str:
+        """What stands at the end of each text without a generation prompt, as Phi 3's end of text; "" without one.
+
+        No turn's end, because a question ends with it, too, and it is gone once the next turn follows.
+        """
+        whole, asked, answered = self._probe(USER), self._probe(USER, prompt=True), self._probe(USER, ANSWER)
+        if whole is None or asked is None or answered is None:
+            return ""
+        token = next((token for token in self.special if whole.endswith(token) and answered.endswith(token)), None)
+        return token if token and asked.startswith(whole.removesuffix(token)) and not asked.startswith(whole) else ""
+
+    def renders_role(self, role: str) -> bool | None:
+        """Whether messages of a role are in the text; None where a conversation with one is refused."""
+        if role not in self._rendered_roles:
+            message = _RESULT if role == "tool" else {"role": role, "content": PROBE}
+            if role == "tool":
+                text = self._probe({"role": "user", "content": "a"}, CALLING, message)
+            else:
+                text = self._probe(message, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+            self._rendered_roles[role] = None if text is None else PROBE in text
+        return self._rendered_roles[role]
+
+    def next_role_end(self, calls: bool) -> str:
+        """Return the special token that directly follows an answer, if only a next turn writes it; "" without one.
+
+        Args:
+            calls: whether the answer ends with calls of tools, so that their results follow instead of a question.
+        """
+        if calls not in self._next_role_ends:
+            answer, following = (CALLING, _RESULT) if calls else (ANSWER, USER)
+            before, after = self._probe(USER, answer), self._probe(USER, answer, following)
+            rest = after[len(before) :] if before and after and after.startswith(before) else ""
+            self._next_role_ends[calls] = rest[: self.end_of_special(rest, 0)]
+        return self._next_role_ends[calls]
+
+    def end_of_special(self, text: str, start: int) -> int:
+        """Return the end of the special token that stands at a place of a text; the place itself without one."""
+        # the longest, as one special token may be the beginning of another
+        return start + max((len(token) for token in self.special if text.startswith(token, start)), default=0)
+
+
+@lru_cache
+def _compiled(source: str) -> Any:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(source)
+
+
+def _clock(day: datetime) -> str:
+    """Return the beginning of a template in which strftime_now is of the given day.
+
+    A Jinja macro, because transformers turns a function among a template's variables into text.
+    """
+    directives = [f"%{dash}{letter}" for letter in "aAbBcdeDFHIjmMnprRSTuUwWxXyYZ" for dash in ("", "-")]
+    values = "".join(f" | replace({name!r}, {day.strftime(name)!r})" for name in directives)
+    # the last expression keeps a line break at the beginning of the template itself
+    return "{% macro " + DATED + "(format) %}{{ format" + values + " }}{% endmacro %}{{ '' }}"

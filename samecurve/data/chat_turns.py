@@ -1,0 +1,249 @@
+"""The assistant's turns of a conversation in the texts that a chat template makes of it."""
+
+from __future__ import annotations
+
+import os.path
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+from samecurve.data.chat_template import PROBE, REASONING, ChatTemplate
+from samecurve.data.conversation_encoder import Span
+from samecurve.data.schemas.conversation import Conversation
+from samecurve.errors import DataError
+from samecurve.specs.data_names import CHATML
+
+OTHER_TEMPLATE = f"set tokenizer.chat_template to the template of another model, or to {CHATML}"
+FIX = (
+    "set data.train_on=completion and give prompt and completion as two columns, where everything after the prompt is "
+    f"trained, or {OTHER_TEMPLATE}"
+)
+# Variables of templates that drop reasoning from earlier turns, with the value that keeps it.
+_KEEPING = {"preserve_thinking": "true", "clear_thinking": "false", "truncate_history_thinking": "false"}
+
+
+class Rendered(NamedTuple):
+    """A text and its trained character ranges."""
+
+    text: str
+    spans: list[Span]
+
+
+class Answer(NamedTuple):
+    """A turn of the assistant as inference sees it: rendered with nothing behind it.
+
+    Attributes:
+        body: the text up to the end of the turn.
+        row: the whole text.
+    """
+
+    body: str
+    row: Rendered
+
+
+class RenderedTurns:
+    """The renderings of one conversation, and the trained spans in them.
+
+    Attributes:
+        num_unlike: number of answers so far that begin otherwise than the generation prompt ends.
+    """
+
+    def __init__(self, conversation: Conversation, template: ChatTemplate):
+        self._conversation, self._template = conversation, template
+        self._render = cache(partial(template.render, conversation))
+        self.num_unlike = 0
+
+    def text(self, num_messages: int) -> str:
+        """Return the text of the first messages, without what closes each text."""
+        return self._render(num_messages)[0].removesuffix(self._template.closing) if num_messages else ""
+
+    def completion(self) -> Rendered:
+        """Return the whole conversation, of which everything after the prompt is trained."""
+        num_messages = len(self._conversation.messages)
+        text, _ = self._render(num_messages)
+        start = self._start(self._conversation.num_prompt, text)
+        return self._ended(text, [(start, len(text))], num_messages - 1)
+
+    def answers(self) -> dict[int, Answer]:
+        """Return the trained turns of the assistant by their indices.
+
+        Raises:
+            DataError: if the tokens of a turn cannot be found.
+        """
+        said = enumerate(self._conversation.messages)
+        trained = [index for index, message in said if message["role"] == "assistant" and message.get("weight") != 0]
+        return {index: self._answer(index) for index in trained if index >= self._conversation.num_prompt}
+
+    def as_inference(self, answers: dict[int, Answer]) -> list[Rendered]:
+        """Return the fewest rows in which each answer is once as inference sees it, in the order of their last turns.
+
+        The whole conversation is one of them, if an answer is trained in it.
+        """
+        others = self._trained_by_weight()
+        rows, left = [], dict(answers)
+        whole = len(self._conversation.messages) - 1
+        for last in [*([] if whole in answers else [whole]), *reversed(answers)]:
+            if last in answers and last not in left:
+                continue
+            row = left.pop(last).row if last in left else Rendered(self._render(last + 1)[0], [])
+            served = {index: spans for index in left if (spans := self._served(left[index], row.text)) is not None}
+            left = {index: answer for index, answer in left.items() if index not in served}
+            spans = [span for spans in served.values() for span in spans] + row.spans
+            spans += others if last == whole else []
+            if spans:
+                rows.append(Rendered(row.text, spans))
+        return rows[::-1]
+
+    def kept(self, answers: dict[int, Answer]) -> list[Rendered]:
+        """Return the whole conversation as one row, in which turns may end otherwise than at inference.
+
+        Raises:
+            DataError: if the template leaves out something of an answer, such as its reasoning, once others follow.
+        """
+        whole = len(self._conversation.messages) - 1
+        row = answers[whole].row if whole in answers else Rendered(self._render(whole + 1)[0], [])
+        spans: list[Span] = []
+        for index in sorted(answers.keys() - {whole}):
+            body, own = answers[index]
+            # the end of the turn may be another one, as <|return|> and <|end|> of gpt-oss
+            end = max((token for token in self._template.special if body.endswith(token)), key=len, default="")
+            served = self._served(answers[index], row.text)
+            served = served or self._served(Answer(body.removesuffix(end), own), row.text)
+            if served is None:
+                name = next((name for name in _KEEPING if name in self._template.variables), None)
+                fix = "set data.reasoning=as_inference, which makes a row of each such turn"
+                raise self._error(
+                    f"message {index}: data.reasoning=keep trains the conversation as one row, but the chat template "
+                    f"renders this turn differently when others follow; {fix}"
+                    + (f", or set data.chat_template_kwargs={{{name}: {_KEEPING[name]}}}" if name else "")
+                )
+            spans += served
+        return [Rendered(row.text, [*spans, *row.spans, *self._trained_by_weight()])]
+
+    def _answer(self, index: int) -> Answer:
+        text, marks = self._render(index + 1)
+        body, special = self.text(index + 1), self._template.special
+        body = body.rstrip() if body.rstrip().endswith(special) else body
+        if not self._template.marked:
+            start = self._start(index, text)
+            # no model has to write white space after the token that ends the turn
+            stripped = text[:start] + text[start:].rstrip()
+            end = len(stripped) if stripped[start:].endswith(special) else len(text)
+            return Answer(body, self._ended(text, [(start, end)], index))
+        before = self.text(index)
+        if not text.startswith(before):
+            if any(message["role"] == "assistant" for message in self._conversation.messages[:index]):
+                raise self._error(
+                    f"message {index}: the chat template renders the turns before this one differently when it "
+                    "follows, so its marks cannot be told from theirs; give the turns before it as a column `prompt`, "
+                    "and this one as `completion`"
+                )
+            before = ""
+        spans = [(start, end) for start, end in marks if len(before) <= start < end]
+        return Answer(body, self._ended(text, spans, index) if spans else Rendered(text, []))
+
+    def _start(self, index: int, text: str) -> int:
+        """Return where an answer begins in a text: where the generation prompt ends."""
+        before = self.text(index)
+        try:
+            asked = self._render(index, True)[0]
+        except DataError:
+            if index:
+                raise
+            asked = ""  # many templates refuse to render nothing
+        if not text.startswith(before):
+            raise self._error(
+                f"message {index}: the chat template renders the turns before this one differently when it follows, so "
+                f"its tokens cannot be found; {FIX}"
+            )
+        if asked != before and text.startswith(asked):
+            return len(asked)
+        # A probe in place of the content shows where it begins. The turn itself may hold tool calls only.
+        message = self._conversation.messages[index]
+        probe = {key: PROBE for key in ("content", *REASONING) if key == "content" or message.get(key)}
+        probed = (*self._conversation.messages[:index], {"role": "assistant", **probe})
+        header = self._template.render(replace(self._conversation, messages=probed))[0]
+        header = header[len(before) :].partition(PROBE)[0]
+        if asked == before and header.strip():
+            raise self._error(
+                f"message {index}: the chat template has no generation prompt, so {shown(header.strip())} cannot be "
+                f"separated from the answer; {OTHER_TEMPLATE}"
+            )
+        if asked == before:
+            return len(before)
+        # The prompt ends with <think>, say, and the answer has none. What both begin with is no part of the answer.
+        common = os.path.commonprefix([asked[len(before) :], header])
+        if not common.strip() or not text.startswith(before + common):
+            raise self._error(
+                f"message {index}: the chat template begins this turn otherwise than the generation prompt "
+                f"{shown(asked[len(before) :])}, so the answer's first token cannot be found; {FIX}"
+            )
+        self.num_unlike += 1
+        start = len(before) + len(common)
+        inside = (at for at in range(len(before), start) if self._template.end_of_special(text, at) > start)
+        return next(inside, start)
+
+    def _served(self, answer: Answer, text: str) -> list[Span] | None:
+        """Return the spans of an answer in a longer text; None if it or the text before it reads differently there."""
+        end = len(answer.body)
+        if not text.startswith(answer.body):
+            return None
+        spans = [
+            (start, stop if text[:stop] == answer.row.text[:stop] else min(stop, end))
+            for start, stop in answer.row.spans
+            if start < end
+        ]
+        if not spans or text[: spans[-1][1]].rstrip().endswith(self._template.special):
+            return spans
+        # the next turn's first token ends it
+        stop = self._template.end_of_special(text, end)
+        return [*spans[:-1], (spans[-1][0], stop)] if stop > end else None
+
+    def _ended(self, text: str, spans: list[Span], index: int) -> Rendered:
+        """Extend the last span of a turn to the special token that ends it; if need be, to that of a next turn.
+
+        Raises DataError if there is none.
+        """
+        *others, (start, end) = spans
+        if text[start:end].rstrip().endswith(self._template.special):
+            return Rendered(text, spans)
+        if end == len(text):
+            text += self._template.next_role_end("tool_calls" in self._conversation.messages[index])
+        stop = self._template.end_of_special(text, end)
+        if stop == end:
+            raise self._error(
+                "the chat template writes no special token after the assistant's turn "
+                f"{shown(text[start:end])}, and none begins the next turn, so the model would never learn to stop; set "
+                f"tokenizer.chat_template to {CHATML}, which adds the tokens that it writes, or to the template of "
+                "another model"
+            )
+        return Rendered(text, [*others, (start, stop)])
+
+    def _trained_by_weight(self) -> list[Span]:
+        """Return the spans of others' turns of weight 1: the content, and the tokenizer's end of text if that follows.
+
+        The rule is axolotl's (should_train and train_on_eot in prompt_strategies/chat_template.py).
+        """
+        spans, messages = [], self._conversation.messages
+        text, eos = self._render(len(messages))[0], self._template.eos
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" or message.get("weight") != 1:
+                continue
+            probed = replace(self._conversation, messages=(*messages[:index], {**message, "content": PROBE}))
+            head, _, tail = self._template.render(probed)[0].removesuffix(self._template.closing).partition(PROBE)
+            whole = self.text(index + 1)
+            if not (text.startswith(whole) and whole.startswith(head) and whole.endswith(tail)):
+                raise self._error(
+                    f"message {index}: the chat template renders this turn differently when others follow, so its "
+                    "tokens cannot be found; remove its `train`"
+                )
+            start, end = len(head), len(whole) - len(tail)
+            spans.append((start, end + len(eos) if eos and text.startswith(eos, end) else end))
+        return spans
+
+    def _error(self, text: str) -> DataError:
+        return DataError(f"{self._conversation.place}: {text}")
+
+
+def shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:20]}...{text[-17:]}")
