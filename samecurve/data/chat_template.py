@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from datetime import datetime
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from samecurve.data.conversation_encoder import Span
@@ -26,8 +27,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template gets in any case.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 USER, ANSWER = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
-_CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "arguments": {}}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "arguments": {}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 _RESULT = {"role": "tool", "name": "f", "tool_call_id": "a1b2c3d4e", "content": PROBE}
 
 
@@ -49,6 +50,8 @@ class ChatTemplate:
         self.special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._compiled = _clock(day) + source if self.dated else source
         self._names, self.eos = tokenizer.special_tokens_map, str(tokenizer.eos_token or "")
+        added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+        self._pieces = re.compile("|".join([r"(\s+)", *(f"({re.escape(token)})" for token in added)]))
         self._rendered_roles: dict[str, bool | None] = {}
         self._next_role_ends: dict[bool, str] = {}
 
@@ -149,17 +152,21 @@ class ChatTemplate:
     def unasked(self) -> str | None:
         """The generation prompt that a template writes after an answer, too; "" without one, None if unclear.
 
-        Such a template renders a question alike with and without add_generation_prompt, and ends both a question and
-        an answer with the prompt. The answer itself ends with the tokenizer's eos_token.
+        Such a template ends both a question and an answer with the prompt, or with its beginning. The answer itself
+        ends with the tokenizer's eos_token.
         """
         asked, whole = self._probe(USER, prompt=True, whole=True), self._probe(USER, whole=True)
-        answered = self._probe(USER, ANSWER, whole=True)
-        if asked is None or answered is None or asked != whole:
+        answered, followed = self._probe(USER, ANSWER, whole=True), self._probe(USER, ANSWER, USER, whole=True)
+        if asked is None or whole is None or answered is None:
             return ""
+        if asked != whole and (not asked.startswith(whole) or not followed or followed.startswith(answered)):
+            return ""  # an answer ends as it does when others follow
         after = answered.rpartition(PROBE)[2]
         if self.eos and self.eos in after:
             rest = after.rpartition(self.eos)[2]
-            return rest if rest.strip() and asked.endswith(rest) else ""
+            return rest if rest.strip() and whole.endswith(rest) else ""
+        if asked != whole:
+            return ""
         common = os.path.commonprefix([after[::-1], asked[::-1]])[::-1]
         shared = any(token in common for token in self.special)
         return None if shared and sum(after.count(token) for token in self.special) > 1 else ""
@@ -180,15 +187,19 @@ class ChatTemplate:
         """Whether messages of a role are in the text; None where a conversation with one is refused."""
         if role not in self._rendered_roles:
             message = _RESULT if role == "tool" else {"role": role, "content": PROBE}
+            question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
             if role == "tool":
-                text = self._probe({"role": "user", "content": "a"}, CALLING, message)
-            else:
-                text = self._probe(message, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-            self._rendered_roles[role] = None if text is None else PROBE in text
+                texts = [self._probe(question, CALLING, message)]
+            else:  # Mistral's write a system prompt into the last question only
+                texts = [self._probe(message, question, answer), self._probe(message, question, prompt=True)]
+            known = [PROBE in text for text in texts if text is not None]
+            self._rendered_roles[role] = any(known) if known else None
         return self._rendered_roles[role]
 
     def next_role_end(self, calls: bool) -> str:
-        """Return the special token that directly follows an answer, if only a next turn writes it; "" without one.
+        """Return the special token behind an answer, and white space before it, if only a next turn writes them.
+
+        "" if it writes no such token.
 
         Args:
             calls: whether the answer ends with calls of tools, so that their results follow instead of a question.
@@ -197,13 +208,20 @@ class ChatTemplate:
             answer, following = (CALLING, _RESULT) if calls else (ANSWER, USER)
             before, after = self._probe(USER, answer), self._probe(USER, answer, following)
             rest = after[len(before) :] if before and after and after.startswith(before) else ""
-            self._next_role_ends[calls] = rest[: self.end_of_special(rest, 0)]
+            self._next_role_ends[calls] = rest[: self.end_of_turn(rest, 0) or 0]
         return self._next_role_ends[calls]
 
-    def end_of_special(self, text: str, start: int) -> int:
-        """Return the end of the special token that stands at a place of a text; the place itself without one."""
+    def end_of_turn(self, text: str, start: int) -> int | None:
+        """Return the end of the special token at a place of a text, or behind white space there; None without one."""
+        start = len(text) - len(text[start:].lstrip())
         # the longest, as one special token may be the beginning of another
-        return start + max((len(token) for token in self.special if text.startswith(token, start)), default=0)
+        token = max((token for token in self.special if text.startswith(token, start)), key=len, default=None)
+        return None if token is None else start + len(token)
+
+    def shared_start(self, text: str, other: str) -> str:
+        """Return what two texts begin with, in whole words, runs of white space and added tokens."""
+        pieces = zip(*(filter(None, self._pieces.split(part)) for part in (text, other)), strict=False)
+        return "".join(piece for piece, _ in takewhile(lambda both: both[0] == both[1], pieces))
 
 
 @lru_cache

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os.path
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from samecurve.data.chat_template import PROBE, REASONING, ChatTemplate
+from samecurve.data.chat_template import CALL, PROBE, REASONING, ChatTemplate
 from samecurve.data.conversation_encoder import Span
 from samecurve.data.schemas.conversation import Conversation
 from samecurve.errors import DataError
@@ -54,14 +53,14 @@ class RenderedTurns:
         self.num_unlike = 0
 
     def text(self, num_messages: int) -> str:
-        """Return the text of the first messages, without what closes each text."""
-        return self._render(num_messages)[0].removesuffix(self._template.closing) if num_messages else ""
+        """Return the text of the first messages, without what closes each text, or begins an answer unasked."""
+        text = self._render(num_messages)[0].removesuffix(self._template.closing) if num_messages else ""
+        return text.removesuffix(self._template.unasked or "")
 
     def completion(self) -> Rendered:
         """Return the whole conversation, of which everything after the prompt is trained."""
         num_messages = len(self._conversation.messages)
-        text, _ = self._render(num_messages)
-        start = self._start(self._conversation.num_prompt, text)
+        text, start = self._prompted(self._conversation.num_prompt, num_messages)
         return self._ended(text, [(start, len(text))], num_messages - 1)
 
     def answers(self) -> dict[int, Answer]:
@@ -121,15 +120,18 @@ class RenderedTurns:
         return [Rendered(row.text, [*spans, *row.spans, *self._trained_by_weight()])]
 
     def _answer(self, index: int) -> Answer:
-        text, marks = self._render(index + 1)
-        body, special = self.text(index + 1), self._template.special
-        body = body.rstrip() if body.rstrip().endswith(special) else body
+        special = self._template.special
         if not self._template.marked:
-            start = self._start(index, text)
+            text, start = self._prompted(index, index + 1)
+            body = text.removesuffix(self._template.closing)
+            body = body.rstrip() if body.rstrip().endswith(special) else body
             # no model has to write white space after the token that ends the turn
             stripped = text[:start] + text[start:].rstrip()
             end = len(stripped) if stripped[start:].endswith(special) else len(text)
             return Answer(body, self._ended(text, [(start, end)], index))
+        text, marks = self._render(index + 1)
+        body = text.removesuffix(self._template.closing)
+        body = body.rstrip() if body.rstrip().endswith(special) else body
         before = self.text(index)
         if not text.startswith(before):
             if any(message["role"] == "assistant" for message in self._conversation.messages[:index]):
@@ -142,28 +144,59 @@ class RenderedTurns:
         spans = [(start, end) for start, end in marks if len(before) <= start < end]
         return Answer(body, self._ended(text, spans, index) if spans else Rendered(text, []))
 
-    def _start(self, index: int, text: str) -> int:
-        """Return where an answer begins in a text: where the generation prompt ends."""
-        before = self.text(index)
+    def _prompted(self, index: int, num_messages: int) -> tuple[str, int]:
+        """Return the text of the first messages, and where in it the answer of one begins.
+
+        That is where the generation prompt ends. If the template renders the turns before the answer differently once
+        it follows, as Mistral's a system prompt, the text is the prompt and the answer behind it.
+        """
+        text, before = self._render(num_messages)[0], self.text(index)
         try:
             asked = self._render(index, True)[0]
         except DataError:
             if index:
                 raise
             asked = ""  # many templates refuse to render nothing
-        if not text.startswith(before):
-            raise self._error(
-                f"message {index}: the chat template renders the turns before this one differently when it follows, so "
-                f"its tokens cannot be found; {FIX}"
-            )
         if asked != before and text.startswith(asked):
-            return len(asked)
-        # A probe in place of the content shows where it begins. The turn itself may hold tool calls only.
+            return text, len(asked)
+        head = self._head(index)
+        if text.startswith(before) and head.startswith(before):
+            return text, self._unlike(index, text, before, asked)
+        if num_messages == index + 1 and text.startswith(head):
+            opening = asked.removeprefix(before)
+            if opening and head.endswith(opening):
+                return asked + text[len(head) :], len(asked)
+            mark = max((token for token in self._template.special if asked.endswith(token)), key=len, default="")
+            if mark and not (space := head.rpartition(mark)[2]).strip():
+                return asked + space + text[len(head) :], len(asked)
+        raise self._error(
+            f"message {index}: the chat template renders the turns before this one differently when it follows, so its "
+            f"tokens cannot be found; {FIX}"
+        )
+
+    def _head(self, index: int, calls: bool = False) -> str:
+        """Return the text up to the content of a turn, or up to a name that it calls, which may be all that it has."""
         message = self._conversation.messages[index]
-        probe = {key: PROBE for key in ("content", *REASONING) if key == "content" or message.get(key)}
-        probed = (*self._conversation.messages[:index], {"role": "assistant", **probe})
-        header = self._template.render(replace(self._conversation, messages=probed))[0]
-        header = header[len(before) :].partition(PROBE)[0]
+        probe: dict[str, Any] = {key: PROBE for key in REASONING if message.get(key)}
+        if calls:
+            function = {"name": PROBE, "arguments": {}}
+            probe["tool_calls"] = [{**CALL, "function": function}]
+        messages = (
+            *self._conversation.messages[:index],
+            {"role": "assistant", "content": "" if calls else PROBE, **probe},
+        )
+        return self._template.render(replace(self._conversation, messages=messages))[0].partition(PROBE)[0]
+
+    def _unlike(self, index: int, text: str, before: str, asked: str) -> int:
+        """Return where an answer begins that is not what follows a generation prompt.
+
+        Args:
+            index: the answer's index.
+            text: text with the answer.
+            before: the text before it.
+            asked: the same with the generation prompt.
+        """
+        header = self._head(index)[len(before) :]
         if asked == before and header.strip():
             raise self._error(
                 f"message {index}: the chat template has no generation prompt, so {shown(header.strip())} cannot be "
@@ -172,16 +205,17 @@ class RenderedTurns:
         if asked == before:
             return len(before)
         # The prompt ends with <think>, say, and the answer has none. What both begin with is no part of the answer.
-        common = os.path.commonprefix([asked[len(before) :], header])
-        if not common.strip() or not text.startswith(before + common):
+        common = self._template.shared_start(asked[len(before) :], header)
+        if not text.startswith(before + common) and self._conversation.messages[index].get("tool_calls"):
+            header = self._head(index, calls=True)[len(before) :]
+            common = self._template.shared_start(asked[len(before) :], header)
+        if (header and not common.strip()) or not text.startswith(before + common):
             raise self._error(
                 f"message {index}: the chat template begins this turn otherwise than the generation prompt "
                 f"{shown(asked[len(before) :])}, so the answer's first token cannot be found; {FIX}"
             )
         self.num_unlike += 1
-        start = len(before) + len(common)
-        inside = (at for at in range(len(before), start) if self._template.end_of_special(text, at) > start)
-        return next(inside, start)
+        return len(before) + len(common)
 
     def _served(self, answer: Answer, text: str) -> list[Span] | None:
         """Return the spans of an answer in a longer text; None if it or the text before it reads differently there."""
@@ -196,8 +230,8 @@ class RenderedTurns:
         if not spans or text[: spans[-1][1]].rstrip().endswith(self._template.special):
             return spans
         # the next turn's first token ends it
-        stop = self._template.end_of_special(text, end)
-        return [*spans[:-1], (spans[-1][0], stop)] if stop > end else None
+        stop = self._template.end_of_turn(text, end)
+        return None if stop is None else [*spans[:-1], (spans[-1][0], stop)]
 
     def _ended(self, text: str, spans: list[Span], index: int) -> Rendered:
         """Extend the last span of a turn to the special token that ends it; if need be, to that of a next turn.
@@ -209,8 +243,8 @@ class RenderedTurns:
             return Rendered(text, spans)
         if end == len(text):
             text += self._template.next_role_end("tool_calls" in self._conversation.messages[index])
-        stop = self._template.end_of_special(text, end)
-        if stop == end:
+        stop = self._template.end_of_turn(text, end)
+        if stop is None:
             raise self._error(
                 "the chat template writes no special token after the assistant's turn "
                 f"{shown(text[start:end])}, and none begins the next turn, so the model would never learn to stop; set "
