@@ -218,6 +218,12 @@ class ChatTemplate:
         token = max((token for token in self.special if text.startswith(token, start)), key=len, default=None)
         return None if token is None else start + len(token)
 
+    def text_behind_end(self, text: str) -> str:
+        """Return what else than special tokens and white space stands behind the first special token of a text."""
+        pieces = [piece for piece in self._pieces.split(text) if piece]
+        ended = next((at for at, piece in enumerate(pieces) if piece in self.special), len(pieces))
+        return "".join(piece for piece in pieces[ended:] if piece not in self.special).strip()
+
     def shared_start(self, text: str, other: str) -> str:
         """Return what two texts begin with, in whole words, runs of white space and added tokens."""
         pieces = zip(*(filter(None, self._pieces.split(part)) for part in (text, other)), strict=False)

@@ -123,6 +123,14 @@ class RenderedTurns:
         special = self._template.special
         if not self._template.marked:
             text, start = self._prompted(index, index + 1)
+            message = self._conversation.messages[index]
+            content = message["content"].strip()
+            behind = text[start:].rpartition(content)[2] if content and not message.get("tool_calls") else ""
+            if more := self._template.text_behind_end(behind):
+                raise self._error(
+                    f"message {index}: the chat template writes {shown(more)} behind this turn, which no model has to "
+                    f"write; {OTHER_TEMPLATE}"
+                )
             body = text.removesuffix(self._template.closing)
             body = body.rstrip() if body.rstrip().endswith(special) else body
             # no model has to write white space after the token that ends the turn
@@ -181,11 +189,13 @@ class RenderedTurns:
         if calls:
             function = {"name": PROBE, "arguments": {}}
             probe["tool_calls"] = [{**CALL, "function": function}]
-        messages = (
-            *self._conversation.messages[:index],
-            {"role": "assistant", "content": "" if calls else PROBE, **probe},
-        )
-        return self._template.render(replace(self._conversation, messages=messages))[0].partition(PROBE)[0]
+        said = {"role": "assistant", "content": "" if calls else PROBE, **probe}
+        probed = replace(self._conversation, messages=(*self._conversation.messages[:index], said))
+        head, mark, _ = self._template.render(probed)[0].partition(PROBE)
+        if not mark:
+            what = "calls of tools in" if calls else "the content of"
+            raise self._error(f"message {index}: the chat template leaves out {what} this turn; {OTHER_TEMPLATE}")
+        return head
 
     def _unlike(self, index: int, text: str, before: str, asked: str) -> int:
         """Return where an answer begins that is not what follows a generation prompt.
