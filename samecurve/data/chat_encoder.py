@@ -57,10 +57,11 @@ class ChatEncoder(ConversationEncoder):
     """
 
     renders = True
-    counted = (
-        *("answers_begun_inside_a_token", "answers_unlike_the_prompt", "messages_with_special_tokens"),
-        *("developer_messages_as_system", "split_conversations", "rows_of_split_conversations"),
+    rare = (
+        *("answers_unlike_the_prompt", "developer_messages_as_system"),
+        *("split_conversations", "rows_of_split_conversations"),
     )
+    counted = ("answers_begun_inside_a_token", "messages_with_special_tokens", *rare)
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, schema: ChatSchema, date: str | None = None, splits: bool = True

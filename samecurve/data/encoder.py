@@ -48,6 +48,7 @@ class Encoder(ABC):
         renders: whether much of the work is done in Python, outside of the Rust backend.
         ends_texts: whether texts end with an end-of-text token.
         counted: names of `counts`.
+        rare: those that are left out of reports where nothing was counted.
         counts: what was counted in the documents so far, by name.
         dtype: smallest unsigned dtype that holds all ids, of uint16 and uint32.
 
@@ -58,6 +59,7 @@ class Encoder(ABC):
     masked = segmented = labelled = renders = False
     ends_texts = True
     counted: tuple[str, ...] = ()
+    rare: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         from tokenizers import Tokenizer

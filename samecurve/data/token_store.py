@@ -241,6 +241,7 @@ def _write(files: NewEntry, source: DataSource, encoder: Encoder, validation_fra
         bad.check(num_rows)
     counts = {part: writers[part].offsets[-1] for part in PARTS}
     counted = {name: count - before[name] for name, count in encoder.counts.items()}
+    counted = {name: count for name, count in counted.items() if count or name not in encoder.rare}
     meta = {
         "source": source.name,
         "dtype": encoder.dtype.name,

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.data import time_limit
-from samecurve.data.chat_encoder import ChatEncoder, TextEncoder
+from samecurve.data.chat_encoder import ChatEncoder, TextEncoder, end_tokens
 from samecurve.data.encoder import encoded
 from samecurve.data.row_checks import BadRow
 from samecurve.data.schemas.conversation import ChatSchema, conversation
@@ -381,6 +381,163 @@ def test_what_cannot_be_marked_exactly_is_an_error(make, template, row, told):
     check_message(str(caught.value), *told)
 
 
+ASK = [turn for turn in TURNS if turn["role"] != "system"]
+THINKING = [ASK[0], {"role": "assistant", "content": "think|one"}, *ASK[2:]]
+_TURN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+_ASKED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+# In the manner of Phi 3: the end of text stands at the end of the conversation, behind the turn's own end.
+CLOSED = (
+    _TURN
+    + "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    + _ASKED.replace("{% endif", "{% else %}{{ eos_token }}{% endif")
+)
+# gpt-oss: the last answer ends with another token than those before it.
+OTHER_END = (
+    _TURN
+    + "{{ m.content + ('<|end_of_text|>' if loop.last and m.role == 'assistant' else '<|im_end|>') }}{% endfor %}"
+    + _ASKED
+)
+# Qwen 3: the last answer has a block of thoughts, which may be empty. preserve_thinking keeps it in the others.
+THINKS = (
+    _TURN
+    + "{% if m.role == 'assistant' and (loop.last or preserve_thinking) %}{{ '<think>' + (m.reasoning_content or '') + "
+    "'</think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}" + _ASKED
+)
+# Nemotron 3: the generation prompt begins thoughts, and an answer without any closes them at once.
+UNLIKE = UNMARKED.replace(
+    "+ m['content'] +", "+ ('<think></think>' if m.role == 'assistant' else '') + m['content'] +"
+).replace("assistant\n' }}", "assistant\n<think>\n' }}")
+# GLM 4: a turn ends where the next one begins.
+NEXT_ROLE = (
+    "{% set begin = {'user': '<|im_start|>', 'assistant': '<|begin_of_text|>', 'tool': '<|im_end|>'} %}"
+    "{% for m in messages %}{{ begin[m.role] + '\n' + m.content }}"
+    + CALLS
+    + "{% endfor %}{% if add_generation_prompt %}{{ begin['assistant'] }}{% endif %}"
+)
+# Mistral 3: the system prompt is in the last question, and gone as soon as its answer follows.
+LATE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + (messages[0].content + '\n' if loop.last and "
+    "messages[0].role == 'system' else '') + m.content + '<|im_end|>' }}{% elif m.role == 'assistant' %}"
+    "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+# template, conversation, trained texts of each row, and of how many messages it is the text
+ROWS = {
+    "reasoning is dropped": (FORGETFUL, THINKING, {2: ["think|one<|im_end|>"], 4: ["4<|im_end|>"]}),
+    "an empty block of thoughts": (
+        *(THINKS, ASK),
+        {2: ["<think></think>  héllo 🙂\n\n<|im_end|>"], 4: ["<think></think>4<|im_end|>"]},
+    ),
+    "no trained turn reads differently": (
+        *(FORGETFUL, [{**turn, **({"weight": 0} if turn["content"] == "think|one" else {})} for turn in THINKING]),
+        {4: ["4<|im_end|>"]},
+    ),
+    "three turns in two rows": (
+        *(FORGETFUL, [*ASK, ASK[0], {"role": "assistant", "content": "t|a"}, ASK[2], ASK[3]]),
+        {6: ["t|a<|im_end|>"], 8: ["  héllo 🙂\n\n<|im_end|>", "4<|im_end|>", "4<|im_end|>"]},
+    ),
+    "the last turn is a question": (
+        *(FORGETFUL, [*ASK, ASK[0]]),
+        {5: ["  héllo 🙂\n\n<|im_end|>", "4<|im_end|>"]},
+    ),
+    "a closing token": (CLOSED, ASK, {4: ["  héllo 🙂\n\n<|im_end|>", "4<|im_end|>\n<|end_of_text|>"]}),
+    "another end": (OTHER_END, ASK, {2: ["  héllo 🙂\n\n<|end_of_text|>"], 4: ["4<|end_of_text|>"]}),
+    "unlike the prompt": (
+        *(UNLIKE, ASK),
+        {4: ["<think></think>  héllo 🙂\n\n<|im_end|>", "<think></think>4<|im_end|>"]},
+    ),
+}
+
+
+def rendered(tokenizer, turns: list[dict], **schema) -> list[tuple[str, list[str]]]:
+    """Each row's text, and its trained texts."""
+    encoder = ChatEncoder(tokenizer, ChatSchema(**schema))
+    document = conversation("here", {"messages": turns}, ChatSchema())
+    (first,) = encoder.encode([document])
+    rows = encoder.rows(document)
+    assert [list(one.tokens) for one in (first, *first.more)] == [
+        tokenizer(row.text, add_special_tokens=False)["input_ids"] for row in rows
+    ]
+    return [(text, [text[start:end] for start, end in spans]) for text, spans in rows]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_answer_is_trained_once_as_inference_sees_it(make, name):
+    template, turns, expected = ROWS[name]
+    tokenizer = make(template, eos="<|end_of_text|>" if template is CLOSED else "<|im_end|>")
+    plain = [{key: value for key, value in turn.items() if key != "weight"} for turn in turns]
+    texts = [tokenizer.apply_chat_template(plain[:count], tokenize=False) for count in expected]
+    assert rendered(tokenizer, turns) == list(zip(texts, expected.values(), strict=True))
+
+
+def test_the_next_turn_ends_an_answer(make):
+    tokenizer = make(NEXT_ROLE, eos="<|end_of_text|>")
+    assert rendered(tokenizer, ASK)[0][1] == ["\n  héllo 🙂\n\n<|im_start|>", "\n4<|im_start|>"]
+    call = '\n<call>{"name": "f", "arguments": {"a": 1}}<|im_end|>'
+    assert rendered(tokenizer, CALLING)[0][1] == [call, call, "\ndone<|im_start|>"]
+    assert rendered(tokenizer, CALLING[:2])[0][1] == [call]
+    names = ("<|end_of_text|>", "<|im_start|>", "<|im_end|>")
+    assert end_tokens(tokenizer, None) == tokenizer.convert_tokens_to_ids(list(names))
+
+
+def test_a_system_prompt_that_moves_is_where_inference_has_it(make):
+    tokenizer = make(LATE_SYSTEM)
+    first, second = rendered(tokenizer, TURNS)
+    for (text, spans), count, answer in ((first, 2, "   héllo 🙂\n\n<|im_end|>"), (second, 4, " 4<|im_end|>")):
+        prompt = tokenizer.apply_chat_template(TURNS[:count], tokenize=False, add_generation_prompt=True)
+        assert "be brief" in prompt and (text, spans) == (prompt + answer, [answer])
+
+
+def test_a_kept_conversation_is_one_row(make):
+    with pytest.raises(DataError, match="message 1: data.reasoning=keep .* set data.reasoning=as_inference") as caught:
+        rendered(make(THINKS), ASK, reasoning="keep")
+    assert "data.chat_template_kwargs={preserve_thinking: true}" in str(caught.value)
+    thinking = [{**turn, "thinking": "why"} if turn["role"] == "assistant" else turn for turn in ASK]
+    ((text, spans),) = rendered(make(THINKS), thinking, reasoning="keep", template_kwargs={"preserve_thinking": True})
+    assert text.count("<think>why</think>") == 2 and spans[1] == "<think>why</think>4<|im_end|>"
+    ((text, spans),) = rendered(make(OTHER_END), ASK, reasoning="keep")
+    assert spans == ["  héllo 🙂\n\n<|im_end|>", "4<|end_of_text|>"]
+
+
+def test_variables_of_the_template(make):
+    template = (
+        "{% if not brief is defined %}{% set brief = false %}{% endif %}{% if brief %}{{ 'brief' }}{% endif %}"
+        + UNMARKED
+    )
+    row = {"messages": ASK, "chat_template_kwargs": {"brief": False}}
+    encoders = [ChatEncoder(make(template), ChatSchema(template_kwargs=values)) for values in ({}, {"brief": True})]
+    assert encoders[0].identity != encoders[1].identity
+    texts = [encoders[1].rows(conversation("here", one, ChatSchema()))[0].text for one in ({"messages": ASK}, row)]
+    assert [text.startswith("brief") for text in texts] == [True, False]
+    with pytest.raises(ConfigurationError, match="data.chat_template_kwargs: found 'breif', .* write 'brief'"):
+        ChatEncoder(make(template), ChatSchema(template_kwargs={"breif": True}))
+    with pytest.raises(DataError, match="here: 'chat_template_kwargs' has 'long', .* it reads brief"):
+        encode(make(template), {**row, "chat_template_kwargs": {"long": True}})
+
+
+@pytest.mark.parametrize("unknown", ["", "{{ raise_exception('no') }}"])
+def test_a_developer_is_the_system_where_a_template_knows_no_other(make, unknown):
+    def knowing(*roles: str) -> str:
+        known = UNMARKED.replace("{{ '<|im_start|>'", "{% if m.role in ROLES %}{{ '<|im_start|>'", 1)
+        return known.replace("ROLES", str(roles)).replace(
+            "{% endfor", "{% else %}" + unknown + "{% endif %}{% endfor", 1
+        )
+
+    developer = [{**TURNS[0], "role": "developer"}, *TURNS[1:]]
+    encoder = ChatEncoder(make(knowing("system", "user", "assistant")), ChatSchema())
+    one, other = (conversation("here", {"messages": turns}, ChatSchema()) for turns in (TURNS, developer))
+    assert encoder.rows(one) == encoder.rows(other) and encoder.counts["developer_messages_as_system"] == 1
+    assert rendered(make(UNMARKED), developer)[0][0].startswith("<|im_start|>developer")
+    with pytest.raises(
+        DataError, match="cannot render .* no" if unknown else "leaves out messages of the role 'developer'"
+    ):
+        rendered(make(knowing("user", "assistant")), developer)
+
+
+def test_text_behind_the_end_of_an_answer_is_not_trained(make):
+    with pytest.raises(DataError, match="message 1: the chat template writes 'Answer now.' behind this turn"):
+        rendered(make(CLOSED.replace("eos_token", "'<|im_start|>Answer now.'")), ASK)
+
+
 @pytest.fixture
 def two_processes(monkeypatch):
     monkeypatch.setattr("samecurve.data.encoder._WORTH_BYTES", 0)
@@ -388,21 +545,23 @@ def two_processes(monkeypatch):
 
 
 def encoded_in_batches(tokenizer) -> tuple[list, dict[str, int]]:
-    """43 conversations in batches of 5, with what was counted."""
-    turns = [[("user", f"what is {n}?"), ("assistant", f" {n} {SPECIAL[0]}")] for n in range(43)]
+    """43 conversations in batches of 5, every second of two turns, with what was counted."""
+    turns = [[("user", f"what is {n}?"), ("assistant", f"a| {n} {SPECIAL[0]}")] * (1 + n % 2) for n in range(43)]
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
     documents = [conversation(f"row {number}", row, ChatSchema()) for number, row in enumerate(rows)]
     encoder = ChatEncoder(tokenizer, ChatSchema())
     found = list(encoded(encoder, [documents[at : at + 5] for at in range(0, 43, 5)], 1 << 30))
     assert [document for part, _ in found for document in part] == documents
-    return [([*one.tokens], [*one.trained]) for _, part in found for one in part], encoder.counts
+    rows = [row for _, part in found for one in part for row in (one, *one.more)]
+    return [([*row.tokens], [*row.trained]) for row in rows], encoder.counts
 
 
 def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, monkeypatch):
-    shared = encoded_in_batches(make(UNMARKED))
+    shared = encoded_in_batches(make(FORGETFUL))
     monkeypatch.setattr("samecurve.data.encoder.num_cores", lambda: 1)
-    assert shared == encoded_in_batches(make(UNMARKED))
-    assert shared[1]["messages_with_special_tokens"] == 43
+    assert shared == encoded_in_batches(make(FORGETFUL))
+    assert (len(shared[0]), shared[1]["split_conversations"], shared[1]["rows_of_split_conversations"]) == (64, 21, 42)
+    assert shared[1]["messages_with_special_tokens"] == 64
 
 
 def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):

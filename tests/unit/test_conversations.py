@@ -7,12 +7,14 @@ import json
 import string
 from pathlib import Path
 
+import numpy as np
 import pytest
 from report_cases import check_message
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.config.schema import Recipe
 from samecurve.data import find
+from samecurve.data.batches import StepBatches
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
 from samecurve.data.schemas.conversation import ChatSchema
@@ -91,6 +93,50 @@ def test_a_conversation_that_is_too_long_is_named(tmp_path, packing):
     only = jsonl(tmp_path / "c.jsonl", LONG)
     with pytest.raises(DataError, match="1 of 1 documents dropped: longer than batch.sequence_length=64"):
         registry.load_task(make_recipe(tmp_path, only, data={"path": str(only), **data, "truncation": "drop"}))
+
+
+# The last answer has a block of thoughts, as in Qwen 3, so that a conversation of two answers becomes two rows.
+THINKS_LAST = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think></think>' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% endif %}"
+)
+
+
+def test_a_conversation_of_several_rows(tmp_path):
+    """Counts, the place of a row that is too long, the held-out part, and the rows of one process and of two."""
+    turns = [[{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "c"}] for n in range(24)]
+    rows = [{"messages": turns[n] * (1 + n % 2)} for n in range(24)]
+    (tmp_path / "thinks.jinja").write_text(THINKS_LAST)
+    sections = {"tokenizer": {"vocabulary_size": 270, "chat_template": str(tmp_path / "thinks.jinja")}}
+    sections |= {"batch": {"global_batch_size": 4, "sequence_length": 128}}
+
+    def load(path: Path, **data):
+        return registry.load_task(
+            make_recipe(tmp_path, path, data={"path": str(path), "packing": False, **data}, **sections)
+        )
+
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    described = load(path).describe()
+    assert (described["split_conversations"], described["rows_of_split_conversations"]) == (12, 24)
+    assert described["train"]["documents"] == 36
+    task = load(path, validation_fraction=0.4)
+    questions = [
+        {task.tokenizer.decode(part[np.array([row])].inputs["input_ids"][0])[16:20] for row in range(len(part))}
+        for part in (task.train, task.validation)
+    ]
+    assert all(questions) and not questions[0] & questions[1]
+    batch = make_recipe(tmp_path, path, **sections).batch
+    worlds = [[StepBatches(task.train, 0, batch, (rank, world), 4) for rank in range(world)] for world in (1, 2)]
+    for step in range(4):
+        one, two = (
+            np.concatenate([micro.inputs["input_ids"].numpy() for rank in world for micro in rank.at(step)])
+            for world in worlds
+        )
+        assert sorted(one.tolist()) == sorted(two.tolist())
+    long = {"messages": [*turns[0], {"role": "user", "content": string.ascii_letters * 3}, turns[0][1]]}
+    with pytest.raises(DataError, match="b.jsonl:25: longer than .* first of 1"):
+        load(jsonl(tmp_path / "b.jsonl", *rows, long), truncation="error")
 
 
 def test_a_row_is_what_it_says_and_not_where_it_stands(tmp_path):
