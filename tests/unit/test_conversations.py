@@ -98,8 +98,8 @@ def test_a_conversation_that_is_too_long_is_named(tmp_path, packing):
 # The last answer has a block of thoughts, as in Qwen 3, so that a conversation of two answers becomes two rows.
 THINKS_LAST = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
-    "{{ '<think></think>' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% endif %}"
+    "{{ '<think></think>' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
