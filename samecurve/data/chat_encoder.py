@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from samecurve.data.chat_template import CALLING, ChatTemplate
-from samecurve.data.chat_turns import FIX, OTHER_TEMPLATE, Rendered, RenderedTurns
+from samecurve.data.chat_turns import OTHER_TEMPLATE, Rendered, RenderedTurns
 from samecurve.data.conversation_encoder import ConversationEncoder, Span, TextEncoder, overlap
 from samecurve.data.encoder import Encoded
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
@@ -134,7 +134,8 @@ class ChatEncoder(ConversationEncoder):
         if template.unasked is None and not template.marked:
             raise DataError(
                 f"{conversation.place}: the chat template ends a question and an answer alike, with and without a "
-                f"generation prompt, so the end of an answer cannot be told from the prompt for the next; {FIX}"
+                "generation prompt, so the end of an answer cannot be told from the prompt for the next; "
+                f"{OTHER_TEMPLATE}"
             )
         turns = RenderedTurns(conversation, template)
         if self.schema.train_on == "all":

@@ -25,7 +25,7 @@ DATED = "strftime_now"  # transformers' function for templates that write today'
 # A message's reasoning has one of these names, and transformers gives it all three.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template gets in any case.
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+_GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 USER, ANSWER = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
 CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "arguments": {}}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -66,7 +66,7 @@ class ChatTemplate:
             names = meta.find_undeclared_variables(environment.parse(self.source))
         except TemplateError:  # rendering reports it, with the row
             return set()
-        asked = re.findall(r"\b([A-Za-z_]\w*)\s+is\s+(?:not\s+)?defined", self.source)
+        asked = re.findall(r"(?<![.\w])([A-Za-z_]\w*)\s+is\s+(?:not\s+)?defined", self.source)
         return (names | set(asked)) - _GIVEN - set(self._names) - environment.globals.keys()
 
     def unknown_variable(self, names: Iterable[str]) -> str:

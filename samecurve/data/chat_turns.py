@@ -13,10 +13,6 @@ from samecurve.errors import DataError
 from samecurve.specs.data_names import CHATML
 
 OTHER_TEMPLATE = f"set tokenizer.chat_template to the template of another model, or to {CHATML}"
-FIX = (
-    "set data.train_on=completion and give prompt and completion as two columns, where everything after the prompt is "
-    f"trained, or {OTHER_TEMPLATE}"
-)
 # Variables of templates that drop reasoning from earlier turns, with the value that keeps it.
 _KEEPING = {"preserve_thinking": "true", "clear_thinking": "false", "truncate_history_thinking": "false"}
 
@@ -179,7 +175,7 @@ class RenderedTurns:
                 return asked + space + text[len(head) :], len(asked)
         raise self._error(
             f"message {index}: the chat template renders the turns before this one differently when it follows, so its "
-            f"tokens cannot be found; {FIX}"
+            f"tokens cannot be found; {OTHER_TEMPLATE}"
         )
 
     def _head(self, index: int, calls: bool = False) -> str:
@@ -222,7 +218,7 @@ class RenderedTurns:
         if (header and not common.strip()) or not text.startswith(before + common):
             raise self._error(
                 f"message {index}: the chat template begins this turn otherwise than the generation prompt "
-                f"{shown(asked[len(before) :])}, so the answer's first token cannot be found; {FIX}"
+                f"{shown(asked[len(before) :])}, so the answer's first token cannot be found; {OTHER_TEMPLATE}"
             )
         self.num_unlike += 1
         return len(before) + len(common)

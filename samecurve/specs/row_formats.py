@@ -238,9 +238,10 @@ _FOOT = f"""## Further columns and keys
 Conversations and preferences may also have {", ".join(f"`{name}`" for name in SHARED)}. `system` is
 the first turn. `functions` are tools as bare functions, as in OpenAI's older files. `chat_template_kwargs` go to the
 chat template, as in TRL, above those of the recipe's key `data.chat_template_kwargs`. A message's reasoning is
-`reasoning_content`, `reasoning` or `thinking`; [Conversations](data.md#conversations) says when it is trained. A turn with `weight: 0` (OpenAI), `train: false` (axolotl), `loss: false` (ms-swift) or
-`loss_weight: 0` (LLaMA-Factory) is not trained, and a turn of the user or a tool with `train: true` (axolotl) is. The
-text parts of a content list are joined; images, audio and video are refused by name.
+`reasoning_content`, `reasoning` or `thinking`; [Conversations](data.md#conversations) says when it is trained. A turn
+with `weight: 0` (OpenAI), `train: false` (axolotl), `loss: false` (ms-swift) or `loss_weight: 0` (LLaMA-Factory) is not
+trained, and a turn of the user or a tool with `train: true` (axolotl) is. The text parts of a content list are joined;
+images, audio and video are refused by name.
 """
 
 

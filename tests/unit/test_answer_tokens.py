@@ -240,9 +240,10 @@ ERRORS = [
      ("here", "'messages'", "whole conversation", "data.train_on=completion", "data.train_on=assistant")),
     ({"prompt": "a", "completion": [{"role": "assistant", "content": "b", "weight": 0}]}, None,
      ("here", "'completion'", "weight 0", "data.train_on=completion", "set it to assistant", "remove the weight")),
-    ({"prompt": "a", "completion": "b"}, FORGETFUL, ("here", "prompt", "differently", "data.train_on=assistant")),
+    ({"prompt": "a", "completion": "b"}, FORGETFUL,
+     ("here", "message 1", "differently", "tokenizer.chat_template", "chatml")),
     ({"prompt": "a", "completion": "b"}, FORGETFUL.replace("loop.last ~", "").replace("<|im_end|>", ""),
-     ("here", "'b'", "no special token", "{{ eos_token }}", "chatml")),
+     ("here", "'b'", "no special token", "none begins the next turn", "chatml")),
 ]  # fmt: skip
 
 

@@ -309,7 +309,7 @@ ERRORS = [
     (
         UNASKED.replace("<|im_end|>", "<|end_of_text|>"),
         TURNS[1:3],
-        ("here", "question and an answer alike", "the prompt for the next", "data.train_on=completion"),
+        ("here", "question and an answer alike", "the prompt for the next", "tokenizer.chat_template", "chatml"),
     ),
     (
         HEADLESS_CALLS,
@@ -341,7 +341,11 @@ ERRORS = [
         ("here", "cannot render", "roles must alternate", "correct or remove the row", "tokenizer.chat_template"),
     ),
     (HEADLESS, TURNS, ("here", "message 2", "no generation prompt", "'<|im_start|>assistant'", "chatml")),
-    ("{{ messages[-1]['content'] }}", TURNS[1:], ("here", "message 1", "differently", "data.train_on=completion")),
+    (
+        "{{ messages[-1]['content'] }}",
+        TURNS[1:],
+        ("here", "message 1", "differently", "tokenizer.chat_template", "chatml"),
+    ),
     (
         "{% for m in messages if m.role != 'system' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}",
         TURNS,
