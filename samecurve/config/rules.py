@@ -148,6 +148,12 @@ def _messages_without_template(value: Callable[[str], Any]) -> Iterator[Finding]
         yield "data.chat_template_kwargs", "found variables, but data.chat=false uses no chat template; remove them"
 
 
+def _reasoning(value: Callable[[str], Any]) -> Iterator[Finding]:
+    other = "data.chat=false" if not value("data.chat") else f"data.train_on={value('data.train_on')}"
+    if value("data.reasoning") == "keep" and other != "data.train_on=assistant":
+        yield "data.reasoning", f"found keep, but with {other} a conversation is one row anyway; remove it"
+
+
 def _whole_conversations(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.messages_column") is not None and value("data.train_on") == "completion":
         text = "found completion, but the conversations of data.messages_column have no separate prompt; use "
@@ -308,7 +314,8 @@ RULES: tuple[Rule, ...] = (
     *(_no_data, partial(_readable, "data.path"), partial(_readable, "evaluate.path")),
     *(_sorted_and_packed, _not_packed, _nothing_truncated),
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
-    *(_class_twice, _known_classes, _messages_without_template, _whole_conversations, _template, _template_date),
+    *(_class_twice, _known_classes, _messages_without_template, _reasoning),
+    *(_whole_conversations, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
     *(
         _epochs,

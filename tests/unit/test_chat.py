@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from report_cases import check_message
@@ -18,8 +20,10 @@ from samecurve.data.chat_encoder import ChatEncoder, TextEncoder, end_tokens
 from samecurve.data.encoder import encoded
 from samecurve.data.row_checks import BadRow
 from samecurve.data.schemas.conversation import ChatSchema, conversation
+from samecurve.data.schemas.preference import PairEncoder, PairSchema, pair
 from samecurve.data.tokenizer import CHAT_TEMPLATE
 from samecurve.errors import ConfigurationError, DataError
+from samecurve.inference.generator import TextGenerator
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
 UNMARKED = (
@@ -512,6 +516,9 @@ def test_variables_of_the_template(make):
     assert encoders[0].identity != encoders[1].identity
     texts = [encoders[1].rows(conversation("here", one, ChatSchema()))[0].text for one in ({"messages": ASK}, row)]
     assert [text.startswith("brief") for text in texts] == [True, False]
+    recipe = SimpleNamespace(data=SimpleNamespace(chat_template_kwargs={"brief": True}))
+    generator = TextGenerator(Path(), None, make(template), recipe, True, [])  # pyright: ignore[reportArgumentType]
+    assert generator.render(ASK[:1]) == "brief<|im_start|>user\nhi  there 🙂<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(ConfigurationError, match="data.chat_template_kwargs: found 'breif', .* write 'brief'"):
         ChatEncoder(make(template), ChatSchema(template_kwargs={"breif": True}))
     with pytest.raises(DataError, match="here: 'chat_template_kwargs' has 'long', .* it reads brief"):
@@ -535,6 +542,19 @@ def test_a_developer_is_the_system_where_a_template_knows_no_other(make, unknown
         DataError, match="cannot render .* no" if unknown else "leaves out messages of the role 'developer'"
     ):
         rendered(make(knowing("user", "assistant")), developer)
+
+
+def test_a_pair_has_one_prompt(make):
+    answers = {"chosen": ASK[1:], "rejected": [{"role": "assistant", "content": "no"}]}
+    for train_on, prompt in (("assistant", ASK[:1]), ("completion", ASK[:1]), ("assistant", ASK[:3])):
+        row = {"prompt": prompt, **answers, **({"chosen": ASK[3:]} if len(prompt) > 1 else {})}
+        encoder = PairEncoder(make(THINKS), PairSchema(), train_on)
+        if train_on == "assistant" and len(prompt) == 1:
+            with pytest.raises(DataError, match="here: .* they are compared or scored as one text; set data.train_on="):
+                encoder.encode([pair("here", row, PairSchema())])
+        else:
+            (encoded,) = encoder.encode([pair("here", row, PairSchema())])
+            assert not encoded.more
 
 
 def test_text_behind_the_end_of_an_answer_is_not_trained(make):
