@@ -33,6 +33,7 @@ from samecurve.config.documents import suggest
 from samecurve.config.rules_model import size_problems
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
+from samecurve.models import dequantize
 from samecurve.models.attention.choice import choose_attention
 from samecurve.specs.data_names import CHATML
 from samecurve.specs.model_families import CONSTANTS, families
@@ -275,6 +276,8 @@ def _stored(path: str, trust_remote_code: bool, revision: str | None) -> PreTrai
         check_sizes(path, revision)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
         config._commit_hash = revision  # where model_class looks for the model's code
+        if problem := dequantize.take_settings(config, path):
+            raise ConfigurationError(problem)
         return config
     except ConfigurationError:
         raise

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from samecurve.errors import ConfigurationError
+from samecurve.models import dequantize, weight_conversion
 from samecurve.models import lora as adapters
-from samecurve.models import weight_conversion
 from samecurve.models.hf_config import CAUSAL, constants, kind_of, kind_of_stored
 from samecurve.models.weight_files import Stored, read, weight_files
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _SHOWN = 5  # names in a message
+_CHECKED = 2**22  # values at a time
 
 
 class Pretrained:
@@ -38,7 +38,9 @@ class Pretrained:
     """
 
     def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str, revision: str | None = None):
-        self._path, self._files = path, weight_files(path, revision)
+        self._path, self._tensors = path, weight_files(path, revision)
+        self.contents = dequantize.contents(self._tensors, path, revision)
+        self._files = self.contents.weights
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         shapes = {name: stored.shape for name, stored in self._files.items()}
         groups, self._unused = weight_conversion.groups(alone, shapes)
@@ -117,13 +119,10 @@ class Pretrained:
         while rest:
             name = next(iter(rest))
             group = self._group[self._found(name)[0]]
-            stored = read(self._files, group.sources)
-            for source, tensor in stored.items():
-                self._check_finite(source, tensor)
-            made = group.convert(stored)
+            made = group.load(self._read)
             # one conversion may make several parameters, so that none of its tensors is read twice
             for name in [name for name in rest if self._found(name)[0] in made]:
-                tensor = made[self._found(name)[0]].float()
+                tensor = made[self._found(name)[0]]
                 self._check_tied(name, tensor)
                 if name in growing and tensor.shape[0] < self._shapes[name][0]:
                     tensor = grow_embedding(tensor, self._shapes[name][0])
@@ -143,9 +142,15 @@ class Pretrained:
             return (
                 f"{where} cannot make {name} ({group.problem}); are tensors missing, or is the config another model's?"
             )
-        other = {entry.dtype for entry in stored.values()} - set(_FLOATS)
-        if other:
-            return f"{where}: {', '.join(sorted(other))}, which is quantized; give the model's unquantized weights"
+        packed = [self.contents.packed[source] for source in stored if source in self.contents.packed]
+        if problem := next(filter(None, (dequantize.problem(weight, self._tensors) for weight in packed)), ""):
+            return f"{where}: {problem}"
+        other = {entry.dtype for source, entry in stored.items() if source not in self.contents.packed}
+        if other := sorted(other.difference(dequantize.FLOATS)):
+            return (
+                f"{where}: {', '.join(other)}, which is quantized, and the quantization_config of config.json does not "
+                "say how; give the model's unquantized weights"
+            )
         shape = group.made[target]
         room = name in growing and shape[1:] == expected[1:] and shape[0] < expected[0]
         if shape != expected and not room:
@@ -153,19 +158,40 @@ class Pretrained:
             return f"{where} {made} the shape {tuple(shape)}, the config needs {tuple(expected)}"
         return ""
 
+    def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read weights, dequantized to fp32 where they are quantized, else in their stored dtype."""
+        names = list(names)
+        packed = {name: self.contents.packed[name] for name in names if name in self.contents.packed}
+        parts = [part for name in names for part in (packed[name][:2] if name in packed else [name])]
+        stored, tensors = read(self._tensors, parts), {}
+        for name in names:
+            if name in packed:
+                values, scales, _, block = packed[name]
+                assert block is not None  # as check() has found
+                self._check_finite(scales, dequantize.scale_values(stored[scales]))
+                stacked = stored[values].flatten(-2) if values != name else stored[values]  # mxfp4's (..., blocks, 16)
+                tensors[name] = dequantize.dequantize(stacked, stored.pop(scales), block, values != name)
+                del stored[values]
+                self._check_finite(values, tensors[name])
+            else:
+                tensors[name] = stored.pop(name)
+                self._check_finite(name, tensors[name])
+        return tensors
+
     def _check_finite(self, name: str, tensor: Tensor) -> None:
-        wrong = tensor.numel() - int(torch.isfinite(tensor).sum())
-        if wrong:
+        # in parts, because isfinite makes a tensor of absolute values
+        finite = sum(int(torch.isfinite(part).sum()) for part in tensor.detach().flatten().split(_CHECKED))
+        if wrong := tensor.numel() - finite:
             raise ConfigurationError(
-                f"{self._files[name].file}: {name}: {wrong:,} of {tensor.numel():,} values are NaN or infinite, which "
-                "would make every loss NaN; copy or download the file again, or start from another checkpoint"
+                f"{self._tensors[name].file}: {name}: {wrong:,} of {tensor.numel():,} values are NaN or infinite, "
+                "which would make every loss NaN; copy or download the file again, or start from another checkpoint"
             )
 
     def _check_tied(self, name: str, tensor: Tensor) -> None:
         """Raise ConfigurationError if the files have different tensors for weights that the config ties."""
         for other in self._found(name)[1:]:
             group = self._group[other]
-            if not torch.equal(group.convert(read(self._files, group.sources))[other].float(), tensor):
+            if not torch.equal(group.load(self._read)[other], tensor):
                 stored = {source: self._files[source] for source in group.sources}
                 raise ConfigurationError(
                     f"{_where(stored)} is not {self._found(name)[0]}, but the model's config ties the two; set "

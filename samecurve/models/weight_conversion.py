@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from samecurve.errors import ConfigurationError
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
+        MergeModulelist,
         PrefixChange,
         WeightConverter,
         WeightRenaming,
@@ -66,6 +67,38 @@ class Group:
             rule.add_tensor(self._first, name, pattern, tensors.pop(name))
         parameters = rule.convert(self._first, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in parameters.items()}
+
+    def load(self, read: Callable[[Iterable[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Read and convert to fp32 parameters by name.
+
+        Stacked experts are read one after another into their parameter, so that nothing of its size is made beside it.
+
+        Args:
+            read: reads tensors of `sources` by name.
+        """
+        experts = self._experts()
+        if not experts:
+            made = self.convert(read(self.sources))
+            return {name: made.pop(name).float() for name in list(made)}
+        ((name, shape),) = self.made.items()
+        stack = torch.empty(shape)
+        for index, expert in enumerate(experts):
+            stack[index] = expert.convert(read(expert.sources))[name][0]
+        return {name: stack}
+
+    def _experts(self) -> list[Group]:
+        """List a group for each expert of a parameter that stacks them, [] for another one."""
+        operations = [] if self._rule is None else self._rule.operations
+        if len(self.made) != 1 or not operations or not isinstance(operations[0], MergeModulelist):
+            return []
+        ((name, shape),) = self.made.items()
+        by_pattern: dict[str, list[str]] = {}
+        for source, pattern in self.sources.items():
+            by_pattern.setdefault(pattern, []).append(source)
+        if operations[0].dim != 0 or {len(sources) for sources in by_pattern.values()} != {shape[0]}:
+            return []
+        rows = zip(*by_pattern.values(), strict=True)
+        return [replace(self, sources=dict(zip(row, by_pattern, strict=True))) for row in rows]
 
 
 def groups(

@@ -40,6 +40,7 @@ class ModelDescription:
         new_head: parameters that `model.path` lacks.
         unread_tensors: the weights there that the model does not have, counted.
         unread_keys: keys of model.config without effect.
+        dequantized: how `model.path` stores weights that training reads as fp32, "" if it stores them unquantized.
     """
 
     model_type: str
@@ -48,15 +49,17 @@ class ModelDescription:
     new_head: Sequence[str] = ()
     unread_tensors: str = ""
     unread_keys: Sequence[str] = ()
+    dequantized: str = ""
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
     """Describe the model. Raises as `load_weights`."""
-    head, unread = [], ""
+    head, unread, dequantized = [], "", ""
     if recipe.model.path is not None:
         pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
         head = sorted(new_head(model, recipe, pretrained.missing()))
         unread = pretrained.grouped([name for names in pretrained.unread() for name in names])
+        dequantized = str(pretrained.contents)
     return ModelDescription(
         model_type=model.config.model_type,
         attention=model.config._attn_implementation if has_attention(model.config) else "none",
@@ -64,6 +67,7 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
         new_head=head,
         unread_tensors=unread,
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
+        dequantized=dequantized,
     )
 
 
