@@ -21,12 +21,14 @@ from samecurve.data.chat_encoder import end_tokens
 from samecurve.errors import CheckpointError, NumericError, SamecurveError, StorageError
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.interfaces.engine import dtype_name
+from samecurve.models import dequantize
 from samecurve.models.hf_config import CAUSAL, constants, is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names
 from samecurve.models.weight_conversion import Storage
 from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.checksums import write_checksums
 from samecurve.storage.fault_injection import fault_point
+from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -252,11 +254,17 @@ def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError 
 
 def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarget) -> None:
     """Write peft's config, and the model's own config if its head may differ from the base model's."""
-    stored_config(skeleton).save_pretrained(str(directory))
+    adapter = stored_config(skeleton)
+    adapter.save_pretrained(str(directory))
     # The model's config has the names of classes and the padding token. It gets a folder of its own, because
     # transformers takes a folder with config.json for a whole model.
     if kind_of(skeleton) != CAUSAL.kind:
         _write_config(skeleton, directory / ADAPTED_CONFIG, target)
+        # loaded with the base model's weights, and so needed where those are quantized
+        if settings := dequantize.stored_settings(skeleton.config._name_or_path, adapter.revision):
+            file = directory / ADAPTED_CONFIG / "config.json"
+            written = read_record(file).require(CheckpointError, "export again")
+            write_json(file, {**written, "quantization_config": settings})
     elif skeleton.generation_config is not None:
         write_generation_config(skeleton.generation_config, target.tokenizer, directory)
 

@@ -135,6 +135,8 @@ def load_model(
             **more,
         )
     model, info = loaded
+    if hasattr(config, "quantization_config"):
+        model._weight_conversions = None  # save_pretrained would quantize again (transformers 5.23)
     missing = set(info["missing_keys"]) - (lora.stored_tensor_names(adapter) if adapter else set())
     if missing:
         names = ", ".join(sorted(missing)[:3])
@@ -206,6 +208,9 @@ def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     with _loading(path, "the model"):
         check_sizes(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted_code.allows(trust_remote_code, path))
+    stored = getattr(config, "quantization_config", None)
+    if isinstance(stored, dict) and stored.get("quant_method") in ("mxfp4", "fp8"):
+        stored["dequantize"] = True  # as training read them; on a GPU transformers would keep 4 or 8 bits
     kernel = config._attn_implementation or ""
     if "/" in kernel and not trust_remote_code:
         raise ConfigurationError(

@@ -152,7 +152,10 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         ("mesh", _mesh(engine)),
         ("parameters", _parameters(engine)),
         ("new head", new_head and f"drawn from seed {recipe.seed}, {len(model.new_head)} parameters: {new_head}"),
-        ("dequantized", model.dequantized and f"from {model.dequantized}; exported unquantized"),
+        (
+            "read from",
+            model.dequantized and f"{model.dequantized}; trained in {recipe.precision}, exported unquantized",
+        ),
         ("not read", model.unread_tensors and f"of model.path: {model.unread_tensors}"),
         ("not read", f"of model.config: {', '.join(model.unread_keys)}" if model.unread_keys else ""),
         (

@@ -13,6 +13,7 @@ mxfp4 and finegrained_fp8, with whose dequantizers the tests compare.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -79,7 +80,7 @@ def contents(files: dict[str, Stored], path: str, revision: str | None) -> Conte
     """Find the quantized weights among the tensors of a model's files; see weight_files.weight_files."""
     if not any(stored.dtype in (*_FP8, *_PAIRS) for stored in files.values()):
         return Contents(files, {}, [])
-    settings = _settings(PreTrainedConfig.get_config_dict(path, revision=revision)[0])
+    settings = stored_settings(path, revision)
     if _unreadable(settings):  # a config without the key, too: its tensors are refused one by one
         return Contents(files, {}, [])
     activation_scales = [name for name in files if _ACTIVATIONS.search(name)]
@@ -166,8 +167,21 @@ def scale_values(scales: Tensor) -> Tensor:
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
 
 
-def take_settings(config: PreTrainedConfig, path: str) -> str:
+def stored_settings(path: str, revision: str | None) -> dict[str, Any]:
+    """Read the quantization_config in a folder's or hub name's config.json, {} if its weights are not quantized."""
+    fields, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+    text = fields.get("text_config")
+    settings = fields.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    return settings if isinstance(settings, dict) else {}
+
+
+def take_settings(config: PreTrainedConfig, path: str, adapted: bool) -> str:
     """Remove the quantization from a stored model's config, whose export holds unquantized weights.
+
+    Args:
+        config: of the model in `path`.
+        path: folder or hub name.
+        adapted: whether the model gets an adapter, which transformers will load with the stored weights.
 
     Returns:
         The reason why its weights cannot be read, "" if they can or are not quantized.
@@ -179,6 +193,9 @@ def take_settings(config: PreTrainedConfig, path: str) -> str:
             delattr(part, "quantization_config")
     unreadable = _unreadable(settings) if settings else ""
     if not unreadable:
+        package = (settings or {}).get("quant_method", "")
+        if adapted and package == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
+            return f"model.path: an adapter of {path} is loaded with the package {package}; run pip install {package}"
         return ""
     base = _base_model(Path(path))
     named = f"its README.md says {base}" if base else "its model card says which base_model"
@@ -187,12 +204,6 @@ def take_settings(config: PreTrainedConfig, path: str) -> str:
         f"compressed-tensors' float-quantized are); name the unquantized model that it was made from ({named}), with "
         "adapter.quantization: 4bit if it is to be in 4 bits"
     )
-
-
-def _settings(fields: dict[str, Any]) -> dict[str, Any]:
-    text = fields.get("text_config")
-    settings = fields.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
-    return settings if isinstance(settings, dict) else {}
 
 
 def _unreadable(settings: dict[str, Any]) -> str:

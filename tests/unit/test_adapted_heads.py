@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from quantized_folders import quantize
 from safetensors.torch import load_file, save_file
 from test_export import tokenizer
 from test_lora_model import adapted_recipe, moved
@@ -47,6 +48,7 @@ class Case:
     load: type
     whole: set[str]
     options: dict
+    quantized: bool = False
 
 
 def classifier(fields, pretrained, whole, **head) -> Case:
@@ -65,6 +67,9 @@ CASES = {
         ROBERTA, AutoModelForMaskedLM, both("classifier.dense", "classifier.out_proj"), **NAMES
     ),
     "llama reward": classifier(FAMILIES["llama"], AutoModelForCausalLM, {"score.weight"}, num_labels=1),
+    "fp8 reward": replace(
+        classifier(FAMILIES["llama"], AutoModelForCausalLM, {"score.weight"}, num_labels=1), quantized=True
+    ),
     "gpt2 classifier": classifier(FAMILIES["gpt2"], AutoModelForCausalLM, {"score.weight"}, **NAMES),
     "bert embedding": Case(BERT, AutoModelForMaskedLM, Head("embedding"), AutoModel, set(), {}),
     "llama embedding": Case(FAMILIES["llama"], AutoModelForCausalLM, Head("embedding"), AutoModel, set(), {}),
@@ -84,7 +89,7 @@ def base(case, tmp_path) -> Path:
     fields = {key: value for key, value in case.fields.items() if key != "model_type"}
     config = AutoConfig.for_model(case.fields["model_type"], vocab_size=64, **fields)
     case.pretrained.from_config(config).save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return quantize(tmp_path / "base", "fp8") if case.quantized else tmp_path / "base"
 
 
 def filled(case: Case, base: Path, **fields):

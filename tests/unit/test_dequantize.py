@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from importlib.util import find_spec
 from itertools import accumulate
 
 import pytest
@@ -18,7 +19,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from samecurve.config.schema import Adapter
 from samecurve.errors import ConfigurationError
+from samecurve.inference import loading
 from samecurve.models import pretrained
 from samecurve.models.dequantize import dequantize
 from samecurve.models.skeleton import build_skeleton
@@ -53,6 +56,16 @@ def test_trains_and_exports_what_transformers_dequantizes(family, method, tmp_pa
     torch.testing.assert_close(logits(plain(ours, family)), logits(model), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("family, method", [("gpt_oss", "mxfp4"), ("mixtral", "fp8"), ("mistral", "static")])
+def test_a_merged_base_model_is_stored_unquantized(family, method, tmp_path):
+    """transformers would quantize it again: with other scales, and where the folder had one scale, to wrong values."""
+    unquantized = shapes(saved(family, tmp_path / "published"))
+    model = loading.load_model(str(quantize(tmp_path / "published", method)))
+    model.save_pretrained(tmp_path / "merged")
+    assert shapes(tmp_path / "merged") == unquantized
+    assert torch.equal(logits(plain(tmp_path / "merged", family)), logits(model))
+
+
 def test_compressed_tensors_are_values_times_scales(tmp_path):
     folder = quantize(saved("llama", tmp_path), "channel")
     shape, model = loaded(folder, "llama")
@@ -60,6 +73,11 @@ def test_compressed_tensors_are_values_times_scales(tmp_path):
     stored, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
     expected = stored[name].float() * stored[f"{name}_scale"]  # (rows, columns) * (rows, 1)
     assert torch.equal(model.get_parameter(name), expected)
+    adapted = recipe(folder)
+    adapted.adapter = Adapter(name="lora")
+    if find_spec("compressed_tensors") is None:
+        with pytest.raises(ConfigurationError, match="run pip install compressed-tensors"):
+            build_skeleton(adapted, 100)
 
 
 def test_by_hand():

@@ -187,7 +187,7 @@ DAMAGE = {
     ),
     "quantized": (
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}),
-        "model.safetensors: lm_head.weight: F8_E4M3, which is quantized, and the quantization_config of config.json does",
+        "model.safetensors: lm_head.weight: F8_E4M3, which is quantized, and the quantization_config of",
     ),
 }
 
