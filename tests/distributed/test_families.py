@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from harness import largest_relative_difference, launch_command
+from quantized_folders import quantize
 from test_equal_curves import ENGINES
 from tiny_families import STORED_ALIKE, STORED_OTHERWISE, round_trip_config
 from transformers import AutoModelForCausalLM
@@ -14,19 +16,24 @@ from transformers import AutoModelForCausalLM
 from samecurve.models.weight_files import weight_files
 
 CONSTANTS = ["apertus", "gemma4_text"]  # have stored buffers, too
-FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS]
-EVERY_DAY = ["gpt_neox", "mixtral", "bloom", "apertus"]
+QUANTIZED = ["gpt_oss-mxfp4", "qwen3_moe-fp8", "mistral-static"]  # family and method
+FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS, *QUANTIZED]
+EVERY_DAY = ["gpt_neox", "mixtral", "bloom", "apertus", "gpt_oss-mxfp4", "qwen3_moe-fp8"]
 WITHOUT_SDPA = {"bloom": "eager", "gpt_oss": "eager", "mamba": "none"}
 STRATEGIES = {"single": 1, "fsdp": 2, "zero3": 2}
 
 
 def folders(families: list[str], folder: Path) -> None:
-    for family in families:
+    for name in families:
+        family, _, method = name.partition("-")
         torch.manual_seed(0)
         config = round_trip_config(family)
         config.vocab_size = 300
         model = AutoModelForCausalLM.from_config(config)
-        model.save_pretrained(folder / family / "start", max_shard_size="100KB")
+        model.save_pretrained(folder / name / "plain", max_shard_size="100KB")
+        shutil.copytree(folder / name / "plain", folder / name / "start")
+        if method:
+            quantize(folder / name / "start", method)
 
 
 def trained(workspace, strategy: str, folder: Path) -> None:
@@ -43,15 +50,15 @@ def stored(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in weight_files(str(folder)).items()}
 
 
-def check(family: str, strategy: str, folder: Path) -> None:
-    exported = folder / family / strategy
+def check(name: str, strategy: str, folder: Path) -> None:
+    family, exported = name.partition("-")[0], folder / name / strategy
     live = torch.load(exported / "logits.pt", weights_only=True)
-    alone = torch.load(folder / family / "single" / "logits.pt", weights_only=True)
-    name = AutoModelForCausalLM._model_mapping[type(round_trip_config(family))].__name__
-    assert live["engine"] == ENGINES[strategy].replace("LlamaForCausalLM", name)
+    alone = torch.load(folder / name / "single" / "logits.pt", weights_only=True)
+    model_class = AutoModelForCausalLM._model_mapping[type(round_trip_config(family))].__name__
+    assert live["engine"] == ENGINES[strategy].replace("LlamaForCausalLM", model_class)
     assert live["attention"] == WITHOUT_SDPA.get(family, live["attention"])
     assert largest_relative_difference(live["losses"], alone["losses"]) < 2e-5
-    assert stored(exported) == stored(folder / family / "start")
+    assert stored(exported) == stored(folder / name / "plain")
     model, found = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
     with torch.no_grad():
