@@ -175,13 +175,16 @@ def stored_settings(path: str, revision: str | None) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def take_settings(config: PreTrainedConfig, path: str, adapted: bool) -> str:
-    """Remove the quantization from a stored model's config, whose export holds unquantized weights.
+def adapter_problem(path: str, revision: str | None) -> str:
+    """Return why transformers could not load an adapter of a model, whose own weights it then reads, "" if it can."""
+    method = stored_settings(path, revision).get("quant_method")
+    if method == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
+        return f"model.path: transformers needs the package {method} for an adapter of {path}; run pip install {method}"
+    return ""
 
-    Args:
-        config: of the model in `path`.
-        path: folder or hub name.
-        adapted: whether the model gets an adapter, which transformers will load with the stored weights.
+
+def take_settings(config: PreTrainedConfig, path: str) -> str:
+    """Remove the quantization from a stored model's config, whose export holds unquantized weights.
 
     Returns:
         The reason why its weights cannot be read, "" if they can or are not quantized.
@@ -193,9 +196,6 @@ def take_settings(config: PreTrainedConfig, path: str, adapted: bool) -> str:
             delattr(part, "quantization_config")
     unreadable = _unreadable(settings) if settings else ""
     if not unreadable:
-        package = (settings or {}).get("quant_method", "")
-        if adapted and package == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
-            return f"model.path: an adapter of {path} is loaded with the package {package}; run pip install {package}"
         return ""
     base = _base_model(Path(path))
     named = f"its README.md says {base}" if base else "its model card says which base_model"

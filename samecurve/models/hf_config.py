@@ -135,7 +135,7 @@ def model_config(
     """
     settings = recipe.model
     if settings.path is not None:
-        config = _stored(settings.path, settings.trust_remote_code, settings.revision, recipe.adapter.name is not None)
+        config = _stored(settings.path, settings.trust_remote_code, settings.revision)
     else:
         assert settings.config is not None  # a recipe gives either path or config
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})}, head)
@@ -271,12 +271,12 @@ def check_sizes(path: str, revision: str | None = None) -> None:
         raise ConfigurationError("\n".join(problems))
 
 
-def _stored(path: str, trust_remote_code: bool, revision: str | None, adapted: bool) -> PreTrainedConfig:
+def _stored(path: str, trust_remote_code: bool, revision: str | None) -> PreTrainedConfig:
     try:
         check_sizes(path, revision)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
         config._commit_hash = revision  # where model_class looks for the model's code
-        if problem := dequantize.take_settings(config, path, adapted):
+        if problem := dequantize.take_settings(config, path):
             raise ConfigurationError(problem)
         return config
     except ConfigurationError:

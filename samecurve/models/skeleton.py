@@ -17,6 +17,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from samecurve.config.schema import Adapter, Recipe
 from samecurve.errors import ConfigurationError
+from samecurve.models import dequantize
 from samecurve.models import lora as adapters
 from samecurve.models.hf_config import (
     CAUSAL,
@@ -68,6 +69,9 @@ def build_skeleton(
             if (Path(recipe.model.path) / GENERATION_CONFIG_NAME).exists():
                 raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
     if recipe.adapter.name:
+        assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
+        if problem := dequantize.adapter_problem(recipe.model.path, recipe.model.revision):
+            raise ConfigurationError(problem)
         adapters.inject(model, recipe.adapter, recipe.model.revision)
         adapters.check_targets(model, recipe.adapter)
     return model
