@@ -28,7 +28,9 @@ def folders(families: list[str], folder: Path) -> None:
         family, _, method = name.partition("-")
         torch.manual_seed(0)
         config = round_trip_config(family)
-        config.vocab_size = 300
+        for key in ("vocab_size", "vocab_size_per_layer_input"):
+            if hasattr(config, key):
+                setattr(config, key, 300)
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(folder / name / "plain", max_shard_size="100KB")
         shutil.copytree(folder / name / "plain", folder / name / "start")
