@@ -64,7 +64,8 @@ _TITLES = {
 _RECORDS = frozenset(
     """
     _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map dtype gradient_checkpointing
-    task_specific_params tokenizer_class torch_dtype transformers_version unsloth_fixed unsloth_version use_cache
+    quantization_config task_specific_params tokenizer_class torch_dtype transformers_version unsloth_fixed
+    unsloth_version use_cache
     """.split()
 )
 # Fields that published configs have although their family's code does not read them.

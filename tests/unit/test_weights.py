@@ -329,6 +329,7 @@ RECORDS = {
     "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
     "cache_implementation": "hybrid",
     "max_window_layers": 28,
+    "quantization_config": {"quant_method": "mxfp4"},
     "torch_dtype": "bfloat16",
     "transformers_version": "4.46.0",
     "use_cache": True,
