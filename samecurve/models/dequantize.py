@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,52 +24,37 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from samecurve.models.weight_files import Stored
+from samecurve.errors import ConfigurationError
+from samecurve.models import weight_files
+from samecurve.models.weight_files import Packed, Stored
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _PAIRS = ("I8", "U8")  # two e2m1 values in a byte, the first in the low half
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_BLOCK = 32
+_CHECKED = 2**22  # values at a time
 _SCALES = ("{}_scale_inv", "{}_scale", "{stem}scale", "{stem}qscale_weight")  # stem: the name without `weight`
 # Scales of activations and of the attention's cache, which say how a server rounds those.
 _ACTIVATIONS = re.compile(r"(^|[._])(activation_scale|input_scale|output_scale|qscale_act|[qkv]_scale)$")
 
 
-class Packed(NamedTuple):
-    """A quantized weight.
-
-    Attributes:
-        values: stored name.
-        scales: stored name, "" if there are none.
-        shape: of the weight.
-        block: (rows, columns) that share a scale, None if the scales fit no block.
-    """
-
-    values: str
-    scales: str
-    shape: tuple[int, ...]
-    block: tuple[int, int] | None
-
-
 class Contents(NamedTuple):
-    """What files hold: the weights as the model knows them, which of them are packed, and the rest.
+    """What a model's files hold.
 
     Attributes:
-        weights: by name, with the shape that they have after reading.
-        packed: the quantized ones of them.
-        activation_scales: names that nothing reads.
-        method: quant_method of the config.
+        weights: by name; quantized ones have `packed`.
+        activation_scales: names of tensors that nothing reads.
+        method: quant_method of the config, "" if nothing is quantized.
     """
 
     weights: dict[str, Stored]
-    packed: dict[str, Packed]
-    activation_scales: list[str]
+    activation_scales: Sequence[str] = ()
     method: str = ""
 
     def __str__(self) -> str:
         """Describe what is dequantized, "" if nothing is."""
-        counts = Counter(_layout(*item) for item in self.packed.items())
+        counts = Counter(_layout(stored.shape, stored.packed) for stored in self.weights.values() if stored.packed)
         texts = [f"{count:,} weight{'s' * (count > 1)} with a scale per {layout}" for layout, count in counts.items()]
         if self.activation_scales:
             texts.append(f"{len(self.activation_scales):,} scales of activations left out")
@@ -79,50 +64,68 @@ class Contents(NamedTuple):
 def contents(files: dict[str, Stored], path: str, revision: str | None) -> Contents:
     """Find the quantized weights among the tensors of a model's files; see weight_files.weight_files."""
     if not any(stored.dtype in (*_FP8, *_PAIRS) for stored in files.values()):
-        return Contents(files, {}, [])
+        return Contents(files)
     settings = stored_settings(path, revision)
     if _unreadable(settings):  # a config without the key, too: its tensors are refused one by one
-        return Contents(files, {}, [])
+        return Contents(files)
     activation_scales = [name for name in files if _ACTIVATIONS.search(name)]
-    rest = dict.fromkeys(name for name in files if name not in activation_scales)
-    packed = {}
+    weights = {name: stored for name, stored in files.items() if name not in activation_scales}
     for name, stored in files.items():
         base = name.removesuffix("_blocks")
-        if settings["quant_method"] == "mxfp4" and base != name and f"{base}_scales" in files:
-            *experts, rows, blocks, size = stored.shape
-            shape = (*experts, blocks * size * 2, rows)
-            fits = size * 2 == _MX_BLOCK and files[f"{base}_scales"].shape == stored.shape[:-1]
-            packed[base] = Packed(name, f"{base}_scales", shape, (1, _MX_BLOCK) if fits else None)
-        elif settings["quant_method"] != "mxfp4" and stored.dtype in (*_FP8, *_PAIRS):
+        if settings["quant_method"] == "mxfp4":
+            scales = f"{base}_scales"
+            if base != name and scales in files:
+                *experts, rows, blocks, size = stored.shape
+                fits = size * 2 == _MX_BLOCK and files[scales].shape == stored.shape[:-1]
+                packed = Packed({name: stored, scales: files[scales]}, (1, _MX_BLOCK) if fits else None, True)
+                del weights[name], weights[scales]
+                weights[base] = stored._replace(shape=(*experts, blocks * size * 2, rows), packed=packed)
+        elif stored.dtype in (*_FP8, *_PAIRS):
             names = [pattern.format(name, stem=name.removesuffix("weight")) for pattern in _SCALES]
             scales = next((scales for scales in names if scales in files), "")
             if scales or stored.dtype in _FP8:
                 *more, width = stored.shape or (1,)
                 shape = (*more, width * (2 if stored.dtype in _PAIRS else 1))
                 block = _block(shape, files[scales].shape, settings) if scales else None
-                packed[name] = Packed(name, scales, shape, block)
-    for name, weight in packed.items():
-        rest.pop(weight.values)
-        rest.pop(weight.scales, None)
-        rest[name] = None
-    weights = {
-        name: files[packed[name].values]._replace(shape=packed[name].shape) if name in packed else files[name]
-        for name in rest
-    }
-    return Contents(weights, packed, activation_scales, settings["quant_method"])
+                parts = {part: files[part] for part in (name, scales) if part}
+                weights.pop(scales, None)
+                weights[name] = stored._replace(shape=shape, packed=Packed(parts, block))
+    return Contents(weights, activation_scales, settings["quant_method"])
 
 
-def problem(weight: Packed, files: Mapping[str, Stored]) -> str:
-    """Return why a weight cannot be dequantized, "" if it can."""
-    if not weight.scales:
-        return f"{files[weight.values].dtype}, and no scale is stored with it; copy or download the folder again"
-    if weight.block is None:
-        shapes = files[weight.scales].shape, files[weight.values].shape
-        return (
-            "{} has the shape {}, which does not divide the values' {} by the quantization_config of config.json; "
-            "is it another model's?"
-        ).format(weight.scales, *shapes)
-    return ""
+def read(stored: Mapping[str, Stored], names: Iterable[str]) -> dict[str, Tensor]:
+    """Read the named tensors, dequantized to fp32 where they are quantized, else in their stored dtype.
+
+    Raises:
+        ConfigurationError: as weight_files.read, or a scale is not finite.
+    """
+    wanted = {name: stored[name] for name in names}
+    parts: dict[str, Stored] = {}
+    for name, entry in wanted.items():
+        parts |= entry.packed.parts if entry.packed else {name: entry}
+    raw, tensors = weight_files.read(parts, parts), {}
+    for name, entry in wanted.items():
+        if entry.packed is None:
+            tensors[name] = raw.pop(name)
+            continue
+        (values, scales), block = entry.packed.parts, entry.packed.block
+        assert block is not None  # Packed.problem is reported before a tensor is read
+        check_finite(parts[scales], scales, _scale_values(raw[scales]))
+        if entry.packed.transposed:
+            raw[values] = raw[values].flatten(-2)  # mxfp4's (..., blocks, 16)
+        tensors[name] = dequantize(raw.pop(values), raw.pop(scales), block, entry.packed.transposed)
+    return tensors
+
+
+def check_finite(stored: Stored, name: str, tensor: Tensor) -> None:
+    """Raise ConfigurationError for a tensor with NaN or infinite values."""
+    # in parts, because isfinite makes a tensor of absolute values
+    finite = sum(int(torch.isfinite(part).sum()) for part in tensor.flatten().split(_CHECKED))
+    if wrong := tensor.numel() - finite:
+        raise ConfigurationError(
+            f"{stored.file}: {name}: {wrong:,} of {tensor.numel():,} values are NaN or infinite, which would make "
+            "every loss NaN; copy or download the file again, or start from another checkpoint"
+        )
 
 
 def dequantize(values: Tensor, scales: Tensor, block: tuple[int, int], transposed: bool = False) -> Tensor:
@@ -154,7 +157,7 @@ def dequantize(values: Tensor, scales: Tensor, block: tuple[int, int], transpose
     else:
         weight = values.to(torch.float32, copy=True)
     rows, columns = weight.shape
-    factors = scale_values(scales).reshape(-(-rows // block[0]), -(-columns // block[1]))
+    factors = _scale_values(scales).reshape(-(-rows // block[0]), -(-columns // block[1]))
     factors = factors.repeat_interleave(block[0], dim=0)[:rows] if block[0] < rows else factors
     whole = columns // block[1]
     weight[:, : whole * block[1]].unflatten(1, (whole, block[1])).mul_(factors[:, :whole, None])
@@ -162,8 +165,7 @@ def dequantize(values: Tensor, scales: Tensor, block: tuple[int, int], transpose
     return weight.T if transposed else weight
 
 
-def scale_values(scales: Tensor) -> Tensor:
-    """Return scales in fp32."""
+def _scale_values(scales: Tensor) -> Tensor:
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
 
 
@@ -234,12 +236,12 @@ def _block(shape: tuple[int, ...], scales: tuple[int, ...], settings: dict[str, 
     return None
 
 
-def _layout(name: str, weight: Packed) -> str:
-    if weight.block is None or weight.values != name:  # the second is mxfp4, whose shape is transposed
-        return f"{_MX_BLOCK} values" if weight.block else "?"
-    shape = weight.shape[-2:]
-    names = {(1, _MX_BLOCK): f"{_MX_BLOCK} values", (1, *shape[1:]): "row", shape: "tensor"}
-    return names.get(weight.block) or "block of {} x {}".format(*weight.block)
+def _layout(shape: tuple[int, ...], packed: Packed) -> str:
+    if packed.block is None or packed.transposed:
+        return f"{_MX_BLOCK} values" if packed.block else "?"
+    matrix = shape[-2:]
+    names = {(1, _MX_BLOCK): f"{_MX_BLOCK} values", (1, *matrix[1:]): "row", matrix: "tensor"}
+    return names.get(packed.block) or "block of {} x {}".format(*packed.block)
 
 
 def _base_model(folder: Path) -> str:

@@ -14,14 +14,13 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize, weight_conversion
 from samecurve.models import lora as adapters
 from samecurve.models.hf_config import CAUSAL, constants, kind_of, kind_of_stored
-from samecurve.models.weight_files import Stored, read, weight_files
+from samecurve.models.weight_files import Stored, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
 _SHOWN = 5  # names in a message
-_CHECKED = 2**22  # values at a time
 
 
 class Pretrained:
@@ -38,9 +37,8 @@ class Pretrained:
     """
 
     def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str, revision: str | None = None):
-        self._path, self._tensors = path, weight_files(path, revision)
-        self.contents = dequantize.contents(self._tensors, path, revision)
-        self._files = self.contents.weights
+        self.contents = dequantize.contents(weight_files(path, revision), path, revision)
+        self._path, self._files = path, self.contents.weights
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         shapes = {name: stored.shape for name, stored in self._files.items()}
         groups, self._unused = weight_conversion.groups(alone, shapes)
@@ -122,7 +120,7 @@ class Pretrained:
             made = group.load(self._read)
             # one conversion may make several parameters, so that none of its tensors is read twice
             for name in [name for name in rest if self._found(name)[0] in made]:
-                tensor = made[self._found(name)[0]]
+                tensor = made[self._found(name)[0]].float()
                 self._check_tied(name, tensor)
                 if name in growing and tensor.shape[0] < self._shapes[name][0]:
                     tensor = grow_embedding(tensor, self._shapes[name][0])
@@ -142,10 +140,10 @@ class Pretrained:
             return (
                 f"{where} cannot make {name} ({group.problem}); are tensors missing, or is the config another model's?"
             )
-        packed = [self.contents.packed[source] for source in stored if source in self.contents.packed]
-        if problem := next(filter(None, (dequantize.problem(weight, self._tensors) for weight in packed)), ""):
-            return f"{where}: {problem}"
-        other = {entry.dtype for source, entry in stored.items() if source not in self.contents.packed}
+        problems = [entry.packed.problem for entry in stored.values() if entry.packed and entry.packed.problem]
+        if problems:
+            return f"{where}: {problems[0]}"
+        other = {entry.dtype for entry in stored.values() if not entry.packed}
         if other := sorted(other.difference(dequantize.FLOATS)):
             return (
                 f"{where}: {', '.join(other)}, which is quantized, and the quantization_config of config.json does not "
@@ -159,39 +157,16 @@ class Pretrained:
         return ""
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read weights, dequantized to fp32 where they are quantized, else in their stored dtype."""
-        names = list(names)
-        packed = {name: self.contents.packed[name] for name in names if name in self.contents.packed}
-        parts = [part for name in names for part in (packed[name][:2] if name in packed else [name])]
-        stored, tensors = read(self._tensors, parts), {}
-        for name in names:
-            if name in packed:
-                values, scales, _, block = packed[name]
-                assert block is not None  # as check() has found
-                self._check_finite(scales, dequantize.scale_values(stored[scales]))
-                stacked = stored[values].flatten(-2) if values != name else stored[values]  # mxfp4's (..., blocks, 16)
-                tensors[name] = dequantize.dequantize(stacked, stored.pop(scales), block, values != name)
-                del stored[values]
-                self._check_finite(values, tensors[name])
-            else:
-                tensors[name] = stored.pop(name)
-                self._check_finite(name, tensors[name])
+        tensors = dequantize.read(self._files, names)
+        for name, tensor in tensors.items():
+            dequantize.check_finite(self._files[name], name, tensor)
         return tensors
-
-    def _check_finite(self, name: str, tensor: Tensor) -> None:
-        # in parts, because isfinite makes a tensor of absolute values
-        finite = sum(int(torch.isfinite(part).sum()) for part in tensor.detach().flatten().split(_CHECKED))
-        if wrong := tensor.numel() - finite:
-            raise ConfigurationError(
-                f"{self._tensors[name].file}: {name}: {wrong:,} of {tensor.numel():,} values are NaN or infinite, "
-                "which would make every loss NaN; copy or download the file again, or start from another checkpoint"
-            )
 
     def _check_tied(self, name: str, tensor: Tensor) -> None:
         """Raise ConfigurationError if the files have different tensors for weights that the config ties."""
         for other in self._found(name)[1:]:
             group = self._group[other]
-            if not torch.equal(group.load(self._read)[other], tensor):
+            if not torch.equal(group.load(self._read)[other].float(), tensor):
                 stored = {source: self._files[source] for source in group.sources}
                 raise ConfigurationError(
                     f"{_where(stored)} is not {self._found(name)[0]}, but the model's config ties the two; set "

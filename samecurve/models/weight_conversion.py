@@ -69,17 +69,17 @@ class Group:
         return {name: value[0] if isinstance(value, list) else value for name, value in parameters.items()}
 
     def load(self, read: Callable[[Iterable[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Read and convert to fp32 parameters by name.
+        """Read and convert to parameters by name.
 
-        Stacked experts are read one after another into their parameter, so that nothing of its size is made beside it.
+        Stacked experts become fp32: they are read one after another into their parameter, so that nothing of its size
+        is made beside it.
 
         Args:
             read: reads tensors of `sources` by name.
         """
         experts = self._experts()
         if not experts:
-            made = self.convert(read(self.sources))
-            return {name: made.pop(name).float() for name in list(made)}
+            return self.convert(read(self.sources))
         ((name, shape),) = self.made.items()
         stack = torch.empty(shape)
         for index, expert in enumerate(experts):

@@ -26,13 +26,45 @@ _LARGEST_HEADER = 100 * 10**6  # the format's own limit, in bytes
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: bytes [start, stop). `dtype` is safetensors' name, such as BF16."""
+    """A tensor in a file: bytes [start, stop). `dtype` is safetensors' name, such as BF16.
+
+    `packed` is there for a quantized weight, whose `shape` is that of the dequantized one; see dequantize.read.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    packed: Packed | None = None
+
+
+class Packed(NamedTuple):
+    """How a quantized weight is stored; see dequantize.contents.
+
+    Attributes:
+        parts: values and scales by their stored names; no scales where none are stored.
+        block: (rows, columns) that share a scale, None if the scales fit no block.
+        transposed: whether the weight is (..., columns, rows).
+    """
+
+    parts: dict[str, Stored]
+    block: tuple[int, int] | None
+    transposed: bool = False
+
+    @property
+    def problem(self) -> str:
+        """Reason why the weight cannot be dequantized, "" if it can."""
+        (_, values), *rest = self.parts.items()
+        if not rest:
+            return f"{values.dtype}, and no scale is stored with it; copy or download the folder again"
+        if self.block is None:
+            name, scales = rest[0]
+            return (
+                f"{name} has the shape {scales.shape}, which does not divide the values' {values.shape} by the "
+                "quantization_config of config.json; is it another model's?"
+            )
+        return ""
 
 
 def commit_of(path: str, revision: str | None) -> str | None:

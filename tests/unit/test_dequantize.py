@@ -22,6 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from samecurve.config.schema import Adapter
 from samecurve.errors import ConfigurationError
 from samecurve.inference import loading
+from samecurve.models import dequantize as dequantization
 from samecurve.models import pretrained
 from samecurve.models.dequantize import dequantize
 from samecurve.models.skeleton import build_skeleton
@@ -120,7 +121,7 @@ def test_memory_of_one_parameter(family, method, tmp_path, monkeypatch):
         quantize(tmp_path, method)
     gc.collect()  # or tensors of earlier tests are freed below
     shape, name = build_skeleton(recipe(tmp_path), 100), "model.layers.1.mlp.experts.gate_up_proj"
-    monkeypatch.setattr(pretrained, "_CHECKED", 2**12)
+    monkeypatch.setattr(dequantization, "_CHECKED", 2**12)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         ((_, tensor),) = pretrained.Pretrained(shape, shape, str(tmp_path)).tensors({name}, set())
     events = recorded.profiler.kineto_results.events()
