@@ -264,11 +264,11 @@ def test_a_cluster_files_own_number_comes_first(tmp_path):
     learnt, path = Calibration("H100", process_gib={"": 1.75}), tmp_path / "cluster.yaml"
     path.write_text("gpu: H100-80GB\nnodes: 1\ngpus_per_node: 2\nreserved_gib: 5\n")
     job = replace(job_of("ddp", "h100x2"), calibration=learnt)
-    own = cluster.read_cluster(str(path)).reserved_gib
+    own = cluster.read_cluster(str(path)).file.reserved_gib
     assert held(replace(job, reserved_gib=own)) == {"reserved": (5, "cluster file")}
     assert held(job_of("ddp"))["reserved"] == (PROCESS_GIB, "assumed")
     path.write_text(cluster.cluster_text(built_in("cpux2")))
-    assert "reserved_gib" not in path.read_text() and cluster.read_cluster(str(path)).reserved_gib is None
+    assert "reserved_gib" not in path.read_text() and cluster.read_cluster(str(path)).file.reserved_gib is None
 
 
 def test_a_run_keeps_its_measured_peak_beside_a_memory_result(cache):
