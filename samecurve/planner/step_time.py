@@ -73,7 +73,7 @@ def idle_slots(schedule: str, stages: int, micro_batches: int, chunks: int = 1) 
     finds for their order of work.
 
     Args:
-        schedule: a key of pipeline_schedules.SCHEDULES or ZERO_BUBBLE_SHARE, or "gpipe", "1f1b" or "interleaved".
+        schedule: a key of timetables.SCHEDULES or ZERO_BUBBLE_SHARE, or "gpipe", "1f1b" or "interleaved".
         stages: number of ranks along the pipeline (p).
         micro_batches: of a step, per data-parallel rank (m).
         chunks: stages of each rank (v), for interleaved schedules.

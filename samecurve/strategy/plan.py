@@ -25,7 +25,7 @@ class Strategy:
         sharding: what is sharded over dims.dp_shard x dims.cp: "none" | "fsdp" (FSDP2, of the whole model or, in a
             pipeline, of each stage) | "zero1" | "zero2" | "zero3".
         schedule: the pipeline of dims.pp stages: "" without one, "deepspeed", or a key of
-            `pipeline_schedules.SCHEDULES`, which PyTorch runs.
+            `timetables.SCHEDULES`, which PyTorch runs.
         distributed: whether the processes form a group; a group may have one process.
         path, accelerate: the Accelerate YAML and its content; None and {} for plain python and a bare DeepSpeed JSON.
         deepspeed_path, deepspeed: the DeepSpeed JSON and its content; None without DeepSpeed. The content is made from
