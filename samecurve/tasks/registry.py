@@ -85,7 +85,8 @@ def with_rows(recipe: Recipe) -> Recipe:
     function: Any = own_code.load(path, "data.source")
     if not callable(function):
         raise ConfigurationError(f"data.source: {path} is a {type(function).__name__}, not a function")
-    files = [file_sha256(Path(value)) for _, value in sorted(options.items()) if _is_file(value)]
+    texts = [value for _, value in sorted(options.items()) if isinstance(value, str)]
+    files = [file_sha256(Path(text)) for text in texts if Path(text).is_file()]
     cache = cache_folder(recipe.data.cache_dir)
 
     def build(entry: NewEntry) -> None:
@@ -108,7 +109,3 @@ def with_rows(recipe: Recipe) -> Recipe:
     file = build_once(cache / "own_rows" / key, build, lambda entry: entry.path(_FILE))
     data = recipe.data.model_copy(update={"path": str(file), "source": None})
     return recipe.model_copy(update={"data": data})
-
-
-def _is_file(value: object) -> bool:
-    return isinstance(value, str) and Path(value).is_file()
