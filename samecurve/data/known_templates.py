@@ -1,0 +1,232 @@
+r"""Variants of known families' chat templates for training, made from the tokenizer's own template by textual edits.
+
+ChatEncoder finds the trained text of most templates by comparing renderings. A variant is needed where it cannot
+(Command A), where a rendered answer has another prompt than inference gives it (Mistral's system prompt vanishes), and
+for data.reasoning=keep, where the template leaves reasoning out of earlier turns.
+
+Edits, not copies chosen by a hash: a publisher's new revision mostly leaves the edited lines alone, and no template has
+to be stored here. Safety comes from a proof at load time. Each anchor has to occur as often as expected. On probe
+conversations every answer has to be rendered as the original renders it, or as the original's generation prompt with
+the answer behind it. With `keep`, that holds for the first answer, each text begins with the text of the turns before,
+and all the reasoning is in it. Without proof there is no variant.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+
+
+class Edit(NamedTuple):
+    """Replacement of all matches of an anchor.
+
+    Attributes:
+        anchor: text in which a space stands for any white space, and `...` for any text within a tag.
+        new: `@` stands for the matched text, `«` and `»` for the tags around trained text.
+        times: how often the anchor has to occur, one of these numbers.
+    """
+
+    anchor: str
+    new: str
+    times: tuple[int, ...] = (1,)
+
+    def apply(self, template: str) -> str | None:
+        """Return the edited template, None if the anchor does not occur as often as it has to."""
+        words = (r"[^%{}]*?".join(map(re.escape, word.split("..."))) for word in self.anchor.split(" "))
+        new = self.new.replace("«", "{%- generation %}").replace("»", "{%- endgeneration %}")
+        edited, times = re.subn(r"\s+".join(words), lambda match: new.replace("@", match[0]), template)
+        return edited if times in self.times else None
+
+
+class Family(NamedTuple):
+    """Edits for a family's templates.
+
+    Attributes:
+        models: the models that have such a template.
+        edits: for every use.
+        effect: what these edits do, for docs.
+        keep: further edits, which keep the reasoning of every turn.
+    """
+
+    models: str
+    edits: tuple[Edit, ...] = ()
+    effect: str = ""
+    keep: tuple[Edit, ...] = ()
+
+
+class Variant(NamedTuple):
+    """A family's template for training, with the family's name."""
+
+    models: str
+    template: str
+
+
+_GEMMA_KEEP = Edit("loop.index0 > ns_turn.last_user_idx...and message.get('tool_calls')", "true")
+_LAST_QUESTION = "loop.last or loop.index0 + 2 == loop_messages | length and loop.nextitem.role == 'assistant'"
+
+FAMILIES = (
+    Family(
+        "Command A, Command R7B",
+        (
+            Edit("<|START_RESPONSE|>{{message.content}}", "<|START_RESPONSE|>«{{message.content}}", (1, 2)),
+            Edit("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "@»", (1, 2)),
+            Edit("{% if message.tool_calls %}<|START_THINKING|>", "{% if message.tool_calls %}«<|START_THINKING|>"),
+            Edit("]<|END_ACTION|><|END_OF_TURN_TOKEN|>{% else %}", "]<|END_ACTION|><|END_OF_TURN_TOKEN|>»{% else %}"),
+        ),
+        "marks answers, since every rendering ends with a generation prompt",
+    ),
+    Family(
+        "Mistral 7B v0.3, Nemo, Pixtral",
+        (
+            Edit(
+                "{%- if loop.last and system_message is defined %}",
+                "{%- if (" + _LAST_QUESTION + ") and system_message is defined %}",
+            ),
+        ),
+        "writes the system prompt before the last question, as for generation, where it vanishes behind an answer",
+    ),
+    Family(
+        "Gemma 4 whose generation prompt holds an empty thought",
+        (
+            Edit(r"{{- '<|channel>thought\n<channel|>' -}}", "@"),
+            Edit(
+                r"{{- '<|turn>' + role + '\n' }}",
+                "@{%- if role == 'model' and loop.last and not (enable_thinking or message.get('reasoning') "
+                r"or message.get('reasoning_content')) %}{{- '<|channel>thought\n<channel|>' -}}{%- endif %}",
+            ),
+        ),
+        "writes that thought before the last answer, too",
+        keep=(Edit("role == 'model' and loop.last", "role == 'model'"), _GEMMA_KEEP),
+    ),
+    Family("Gemma 4", keep=(_GEMMA_KEEP,)),
+    Family(
+        "Qwen 3, 3.5, 3.6, 3.8",
+        keep=(
+            Edit("{%- if ...loop.index0 > ns.last_query_index... %}", "{%- if true %}"),
+            Edit("loop.last or (not loop.last and reasoning_content)", "true", (0, 1)),
+        ),
+    ),
+    Family(
+        "GLM 4.5, 4.6, 4.7",
+        keep=(
+            Edit(
+                "{%- if ...loop.index0 > ns.last_user_index...and reasoning_content -%}", "{%- if reasoning_content -%}"
+            ),
+        ),
+    ),
+    Family(
+        "Nemotron 3, 3.5", keep=(Edit("(truncate_history_thinking and loop.index0 < ns.last_user_idx)", "false", (2,)),)
+    ),
+    Family(
+        "gpt-oss",
+        keep=(
+            Edit("{%- elif loop.last and not add_generation_prompt %}", "{%- elif true %}"),
+            Edit(" and not future_final_message.found", "", (2,)),
+        ),
+    ),
+    Family(
+        "DeepSeek R1, models distilled from it, V3 with <think>",
+        keep=(Edit("{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}", ""),),
+    ),
+    Family(
+        "EXAONE 4",
+        keep=(Edit("(not skip_think and loop.last) and reasoning_content is defined", "reasoning_content is defined"),),
+    ),
+    Family("LFM 2.5", keep=(Edit("(preserve_thinking or loop.index0 > ns.last_user_index)", "true", (2,)),)),
+    Family(
+        "LFM 2.5 Instruct", keep=(Edit("not keep_past_thinking and loop.index0 != ns.last_assistant_index", "false"),)
+    ),
+)
+
+_READS = re.compile(r"reasoning_content|message\.thinking")  # transformers gives a message's reasoning both names
+_CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}
+_TOOLS = [{"type": "function", "function": {"name": "f", "description": "f", "parameters": _PARAMETERS}}]
+_USER, _SYSTEM = ({"role": role, "content": role[0]} for role in ("user", "system"))
+_THOUGHT = "<think>\n#r\n</think>\n\n"
+
+
+def _answer(content: str, **keys: Any) -> Message:
+    return {"role": "assistant", "content": content, **keys}
+
+
+# Answers and reasoning are marked by #.
+_PROBES: tuple[list[Message], ...] = (
+    [_USER, _answer("#a"), _USER, _answer("#b")],
+    [_SYSTEM, _USER, _answer("#a"), _USER, _answer("#b")],
+    [_USER, _answer("#a", reasoning_content="#r"), _USER, _answer("#b", reasoning_content="#r")],
+    [_USER, _answer(_THOUGHT + "#a"), _USER, _answer(_THOUGHT + "#b")],
+    [
+        *(_USER, _answer("", tool_calls=[_CALL])),
+        {"role": "tool", "content": "t", "name": "f", "tool_call_id": "a1b2c3d4e"},
+        *(_answer("#a"), _USER, _answer("#b")),
+    ],
+)
+
+
+@lru_cache(maxsize=8)
+def variant(template: str, keep: bool) -> Variant | None:
+    """Return the variant of a template; None where it needs none, is unknown, or the variant cannot be proved right.
+
+    Args:
+        template: Jinja text as the tokenizer has it.
+        keep: whether the reasoning of every turn is to be rendered.
+    """
+    for family in FAMILIES:
+        edited: str | None = template
+        for edit in (*family.edits, *(family.keep if keep else ())):
+            edited = edit.apply(edited) if edited is not None else None
+        if edited not in (None, template) and _proved(template, edited, keep and bool(family.keep)):
+            return Variant(family.models, edited)
+    return None
+
+
+def _proved(original: str, edited: str, keep: bool) -> bool:
+    """Whether the edited template renders the probes as this module's docstring says."""
+    num_proved = 0
+    for probe in _PROBES:
+        answers = [index for index, message in enumerate(probe) if message["role"] == "assistant"]
+        tools = _TOOLS if len(answers) > 2 else None
+        try:
+            texts, asked = _texts(original, probe, answers, tools)
+        except Exception:  # errors of Jinja: a template may have no system prompts or tools
+            continue
+        try:
+            new_texts, new_asked = _texts(edited, probe, answers, tools)
+        except Exception:
+            return False
+        for index, text, prompt, new in zip(answers, texts, asked, new_texts, strict=True):
+            behind = new.startswith(prompt) and str(probe[index]["content"])[-2:] in new[len(prompt) :]
+            # some templates leave out the last turn's reasoning, too
+            added = keep and "#r" in str(probe[index]) and "#r" not in text and new.endswith(text[-3:])
+            if not (new == text or behind or added):
+                return False
+            if keep:  # later turns follow reasoning that the original leaves out
+                break
+        if new_asked[0] != asked[0] or not keep and new_asked != asked:
+            return False
+        read = _READS.search(original) or not any("reasoning_content" in message for message in probe)
+        if keep and read and new_texts[-1].count("#r") != str(probe).count("#r"):
+            return False
+        if keep and not all(after.startswith(before) for before, after in pairwise(new_texts)):
+            return False
+        num_proved += 1
+    return num_proved > 1
+
+
+def _texts(
+    template: str, probe: list[Message], answers: list[int], tools: list[Message] | None
+) -> tuple[list[str], list[str]]:
+    """Return the texts up to each answer, and the texts that ask for each."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # names of tokens are for the template; pyright expects them to be other parameters
+    tokens: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    options: dict[str, Any] = {"tools": tools, "chat_template": template, **tokens}
+    texts, _ = render_jinja_template([probe[: index + 1] for index in answers], **options)
+    asked, _ = render_jinja_template([probe[:index] for index in answers], add_generation_prompt=True, **options)
+    return [str(text) for text in texts], [str(text) for text in asked]
