@@ -12,6 +12,7 @@ from samecurve.data.chat_template import CALLING, ChatTemplate
 from samecurve.data.chat_turns import OTHER_TEMPLATE, Rendered, RenderedTurns
 from samecurve.data.conversation_encoder import ConversationEncoder, Span, TextEncoder, overlap
 from samecurve.data.encoder import Encoded
+from samecurve.data.known_templates import variant
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import CHATML
@@ -92,12 +93,19 @@ class ChatEncoder(ConversationEncoder):
         known: str | dict[str, str] = tokenizer.chat_template
         sources = known.values() if isinstance(known, dict) else (known,)
         variables = schema.template_kwargs
-        self.templates = {source: ChatTemplate(tokenizer, source, day, variables) for source in sources}
+        made = {source: variant(source, schema.reasoning == "keep") for source in sources}
+        self.templates = {
+            source: ChatTemplate(tokenizer, one.template if one else source, day, variables)
+            for source, one in made.items()
+        }
+        effects = dict.fromkeys(one.effect for one in made.values() if one)
+        self.facts = {"chat_template": "; ".join(effects)} if effects else {}
         unknown = [template.unknown_variable(variables) for template in self.templates.values()]
         if all(unknown):
             raise ConfigurationError(f"data.chat_template_kwargs: found {unknown[0]}")
         facts = [day.isoformat()] if any(template.dated for template in self.templates.values()) else []
         facts += [template.unasked for template in self.templates.values() if template.unasked]
+        facts += [one.template for one in made.values() if one]
         # with the special tokens, which the template may write by their names
         names = [tokenizer.chat_template, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}]
         settings = [schema.train_on, schema.reasoning, variables]

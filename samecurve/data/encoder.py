@@ -50,6 +50,7 @@ class Encoder(ABC):
         counted: names of `counts`.
         rare: those that are left out of reports where nothing was counted.
         counts: what was counted in the documents so far, by name.
+        facts: what the header and run.json say of the encoder, by name.
         dtype: smallest unsigned dtype that holds all ids, of uint16 and uint32.
 
     Raises:
@@ -77,6 +78,7 @@ class Encoder(ABC):
         self._rust.encode_special_tokens = True
         self.identity = digest(self._rust.to_str(), self._begin, self._end)
         self.counts = dict.fromkeys(self.counted, 0)
+        self.facts: dict[str, str] = {}
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
 
     @property

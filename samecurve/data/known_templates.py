@@ -6,17 +6,21 @@ for data.reasoning=keep, where the template leaves reasoning out of earlier turn
 
 Edits, not copies chosen by a hash: a publisher's new revision mostly leaves the edited lines alone, and no template has
 to be stored here. Safety comes from a proof at load time. Each anchor has to occur as often as expected. On probe
-conversations every answer has to be rendered as the original renders it, or as the original's generation prompt with
-the answer behind it. With `keep`, that holds for the first answer, each text begins with the text of the turns before,
-and all the reasoning is in it. Without proof there is no variant.
+conversations every text has to be the original's, or the original's generation prompt with the end of the original's
+text behind it; a generation prompt that nobody asked for may be missing. With `keep`, that holds for the first answer,
+whose reasoning may be inserted, each text begins with the text of the turns before, and all the reasoning is in it.
+Without proof there is no variant.
 """
 
 from __future__ import annotations
 
+import os.path
 import re
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+from samecurve.data.time_limit import render_limit
 
 Message = dict[str, Any]
 
@@ -26,7 +30,7 @@ class Edit(NamedTuple):
 
     Attributes:
         anchor: text in which a space stands for any white space, and `...` for any text within a tag.
-        new: `@` stands for the matched text, `«` and `»` for the tags around trained text.
+        new: `@` stands for the matched text.
         times: how often the anchor has to occur, one of these numbers.
     """
 
@@ -37,8 +41,7 @@ class Edit(NamedTuple):
     def apply(self, template: str) -> str | None:
         """Return the edited template, None if the anchor does not occur as often as it has to."""
         words = (r"[^%{}]*?".join(map(re.escape, word.split("..."))) for word in self.anchor.split(" "))
-        new = self.new.replace("«", "{%- generation %}").replace("»", "{%- endgeneration %}")
-        edited, times = re.subn(r"\s+".join(words), lambda match: new.replace("@", match[0]), template)
+        edited, times = re.subn(r"\s+".join(words), lambda match: self.new.replace("@", match[0]), template)
         return edited if times in self.times else None
 
 
@@ -59,10 +62,10 @@ class Family(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A family's template for training, with the family's name."""
+    """Template for training. `effect` describes it for the header and run.json."""
 
-    models: str
     template: str
+    effect: str
 
 
 _GEMMA_KEEP = Edit("loop.index0 > ns_turn.last_user_idx...and message.get('tool_calls')", "true")
@@ -72,12 +75,14 @@ FAMILIES = (
     Family(
         "Command A, Command R7B",
         (
-            Edit("<|START_RESPONSE|>{{message.content}}", "<|START_RESPONSE|>«{{message.content}}", (1, 2)),
-            Edit("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "@»", (1, 2)),
-            Edit("{% if message.tool_calls %}<|START_THINKING|>", "{% if message.tool_calls %}«<|START_THINKING|>"),
-            Edit("]<|END_ACTION|><|END_OF_TURN_TOKEN|>{% else %}", "]<|END_ACTION|><|END_OF_TURN_TOKEN|>»{% else %}"),
+            Edit(
+                "{%- endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+                "{%- endfor %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' if add_generation_prompt }}",
+                (1, 2),
+            ),
+            Edit("{%- if not enable_thinking -%}", "{%- if add_generation_prompt and not enable_thinking -%}", (0, 1)),
         ),
-        "marks answers, since every rendering ends with a generation prompt",
+        "writes a generation prompt only where one is asked for",
     ),
     Family(
         "Mistral 7B v0.3, Nemo, Pixtral",
@@ -136,7 +141,7 @@ FAMILIES = (
         "EXAONE 4",
         keep=(Edit("(not skip_think and loop.last) and reasoning_content is defined", "reasoning_content is defined"),),
     ),
-    Family("LFM 2.5", keep=(Edit("(preserve_thinking or loop.index0 > ns.last_user_index)", "true", (2,)),)),
+    Family("LFM 2.5", keep=(Edit("preserve_thinking or loop.index0 > ns.last_user_index", "true", (1, 2)),)),
     Family(
         "LFM 2.5 Instruct", keep=(Edit("not keep_past_thinking and loop.index0 != ns.last_assistant_index", "false"),)
     ),
@@ -146,7 +151,9 @@ _READS = re.compile(r"reasoning_content|message\.thinking")  # transformers give
 _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}
 _TOOLS = [{"type": "function", "function": {"name": "f", "description": "f", "parameters": _PARAMETERS}}]
-_USER, _SYSTEM = ({"role": role, "content": role[0]} for role in ("user", "system"))
+_SYSTEM, _USER, _NEXT = (
+    {"role": role, "content": said} for role, said in (("system", "s"), ("user", "u"), ("user", "v"))
+)
 _THOUGHT = "<think>\n#r\n</think>\n\n"
 
 
@@ -156,14 +163,14 @@ def _answer(content: str, **keys: Any) -> Message:
 
 # Answers and reasoning are marked by #.
 _PROBES: tuple[list[Message], ...] = (
-    [_USER, _answer("#a"), _USER, _answer("#b")],
-    [_SYSTEM, _USER, _answer("#a"), _USER, _answer("#b")],
-    [_USER, _answer("#a", reasoning_content="#r"), _USER, _answer("#b", reasoning_content="#r")],
-    [_USER, _answer(_THOUGHT + "#a"), _USER, _answer(_THOUGHT + "#b")],
+    [_USER, _answer("#a"), _NEXT, _answer("#b")],
+    [_SYSTEM, _USER, _answer("#a"), _NEXT, _answer("#b")],
+    [_USER, _answer("#a", reasoning_content="#r"), _NEXT, _answer("#b", reasoning_content="#r")],
+    [_USER, _answer(_THOUGHT + "#a"), _NEXT, _answer(_THOUGHT + "#b")],
     [
         *(_USER, _answer("", tool_calls=[_CALL])),
         {"role": "tool", "content": "t", "name": "f", "tool_call_id": "a1b2c3d4e"},
-        *(_answer("#a"), _USER, _answer("#b")),
+        *(_answer("#a"), _NEXT, _answer("#b")),
     ],
 )
 
@@ -181,7 +188,9 @@ def variant(template: str, keep: bool) -> Variant | None:
         for edit in (*family.edits, *(family.keep if keep else ())):
             edited = edit.apply(edited) if edited is not None else None
         if edited not in (None, template) and _proved(template, edited, keep and bool(family.keep)):
-            return Variant(family.models, edited)
+            kept = "writes the reasoning of every turn" if keep and family.keep else ""
+            effects = ", and ".join(filter(None, (family.effect, kept)))
+            return Variant(edited, f"variant of {family.models} for training: {effects}; the export keeps the original")
     return None
 
 
@@ -200,10 +209,10 @@ def _proved(original: str, edited: str, keep: bool) -> bool:
         except Exception:
             return False
         for index, text, prompt, new in zip(answers, texts, asked, new_texts, strict=True):
-            behind = new.startswith(prompt) and str(probe[index]["content"])[-2:] in new[len(prompt) :]
-            # some templates leave out the last turn's reasoning, too
-            added = keep and "#r" in str(probe[index]) and "#r" not in text and new.endswith(text[-3:])
-            if not (new == text or behind or added):
+            behind = new.startswith(prompt) and new != prompt and text.endswith(new[len(prompt) :])
+            unasked_left_out = text.startswith(new) and text[len(new) :] in prompt
+            added = keep and "#r" in str(probe[index]) and "#r" not in text and _is_inserted(text, new)
+            if not (behind or unasked_left_out or added):
                 return False
             if keep:  # later turns follow reasoning that the original leaves out
                 break
@@ -218,6 +227,11 @@ def _proved(original: str, edited: str, keep: bool) -> bool:
     return num_proved > 1
 
 
+def _is_inserted(text: str, longer: str) -> bool:
+    begin, end = (len(os.path.commonprefix(both)) for both in ((text, longer), (text[::-1], longer[::-1])))
+    return begin + end >= len(text)
+
+
 def _texts(
     template: str, probe: list[Message], answers: list[int], tools: list[Message] | None
 ) -> tuple[list[str], list[str]]:
@@ -227,6 +241,7 @@ def _texts(
     # names of tokens are for the template; pyright expects them to be other parameters
     tokens: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>"}
     options: dict[str, Any] = {"tools": tools, "chat_template": template, **tokens}
-    texts, _ = render_jinja_template([probe[: index + 1] for index in answers], **options)
-    asked, _ = render_jinja_template([probe[:index] for index in answers], add_generation_prompt=True, **options)
+    with render_limit():
+        texts, _ = render_jinja_template([probe[: index + 1] for index in answers], **options)
+        asked, _ = render_jinja_template([probe[:index] for index in answers], add_generation_prompt=True, **options)
     return [str(text) for text in texts], [str(text) for text in asked]

@@ -238,7 +238,7 @@ def _gradients(whole_bytes: int) -> str:
 def _data(described: dict) -> list[tuple[str, str]]:
     """Build one line per part of the data (a dict of counts) and one for the remaining values."""
     blocks = {name: value for name, value in described.items() if isinstance(value, dict)}
-    own_lines = ("rows", "first_bad_rows")
+    own_lines = ("chat_template", "rows", "first_bad_rows")
     rest = {name: value for name, value in described.items() if name not in blocks and name not in own_lines}
     lines = [(name, counts) for name, counts in [*blocks.items(), ("data", rest)] if counts]
     texts = [(name, ", ".join(f"{spaced(key)} {number(n)}" for key, n in counts.items())) for name, counts in lines]

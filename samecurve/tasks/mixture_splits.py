@@ -95,7 +95,8 @@ def load_mixture(
     joined_origins = {name: "; ".join(parts) for name, parts in origins.items()}
     num_empty = sum(corpus.empty_documents for corpus in corpora)
     described, bad_rows = splits.describe_reading(corpora, evaluated)
-    loaded = splits.Splits(train, validation, num_empty, {**counts, **described, **joined_origins}, bad_rows)
+    counted = {**counts, **encoder.facts, **described, **joined_origins}
+    loaded = splits.Splits(train, validation, num_empty, counted, bad_rows)
     splits.refuse_long_documents(recipe, loaded, encoder, find_source, fraction)
     splits.check_validation(loaded, recipe)
     return loaded

@@ -36,8 +36,8 @@ class Splits(Generic[RowsType]):
         train: training rows.
         validation: validation rows; None if the recipe has none.
         empty_documents: number of documents that were dropped because they hold no token.
-        counts: the encoder's counts by name; the columns that are read; the number of bad rows that were dropped, if
-            any; for data of the hub also the origin (split and commit).
+        counts: the encoder's counts and facts by name; the columns that are read; the number of bad rows that were
+            dropped, if any; for data of the hub also the origin (split and commit).
         bad_rows: files with the dropped rows.
     """
 
@@ -132,7 +132,7 @@ def load_splits(
     elif fraction > 0:
         validation = make_rows(training.held_out)
     described, bad_rows = describe_reading([training], evaluated)
-    counts = training.counts | described | origins
+    counts = training.counts | encoder.facts | described | origins
     splits = Splits(make_rows(training.train), validation, training.empty_documents, counts, bad_rows)
     refuse_long_documents(recipe, splits, encoder, find_source, fraction)
     num_wanted, length = recipe.batch.global_batch_size, recipe.batch.sequence_length

@@ -342,7 +342,8 @@ class PairEncoder(Encoder):
         self._one = encoder(tokenizer, own, date, splits=False)
         self._completions = train_on == "completion"
         self.identity = digest(_VERSION, self._one.identity)
-        self.counts, self.rare, self.renders = self._one.counts, self._one.rare, self._one.renders
+        self.counts, self.rare, self.facts = self._one.counts, self._one.rare, self._one.facts
+        self.renders = self._one.renders
 
     def reads(self, key: str) -> bool:
         return self._one.reads(key)
