@@ -7,9 +7,9 @@ for data.reasoning=keep, where the template leaves reasoning out of earlier turn
 Edits, not copies chosen by a hash: a publisher's new revision mostly leaves the edited lines alone, and no template has
 to be stored here. Safety comes from a proof at load time. Each anchor has to occur as often as expected. On probe
 conversations every text has to be the original's, or the original's generation prompt with the end of the original's
-text behind it; a generation prompt that nobody asked for may be missing. With `keep`, that holds for the first answer,
-whose reasoning may be inserted, each text begins with the text of the turns before, and all the reasoning is in it.
-Without proof there is no variant.
+text behind it. A generation prompt that nobody asked for may be missing, and the end of a turn may be added. With
+`keep`, that holds for the first answer, whose reasoning may be inserted; each text begins with the text of the turns
+before, and all the reasoning is in it. Without proof there is no variant.
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ class Family(NamedTuple):
         edits: for every use.
         effect: what these edits do, for docs.
         keep: further edits, which keep the reasoning of every turn.
+        ends: tokens with which the edits end the last answer.
     """
 
     models: str
     edits: tuple[Edit, ...] = ()
     effect: str = ""
     keep: tuple[Edit, ...] = ()
+    ends: tuple[str, ...] = ()
 
 
 class Variant(NamedTuple):
@@ -116,12 +118,17 @@ FAMILIES = (
         ),
     ),
     Family(
-        "GLM 4.5, 4.6, 4.7",
-        keep=(
+        "GLM 4.5 to 5.1",
+        (
             Edit(
-                "{%- if ...loop.index0 > ns.last_user_index...and reasoning_content -%}", "{%- if reasoning_content -%}"
+                "{%- elif m.role == 'tool' -%}",
+                "{%- if loop.last and not add_generation_prompt %}"
+                "{{- '<|observation|>' if m.tool_calls else '<|user|>' }}{%- endif %}@",
             ),
         ),
+        "ends the last answer with the token of the role that is expected next",
+        keep=(Edit("loop.index0 > ns.last_user_index", "true", (1, 2)),),
+        ends=("<|user|>", "<|observation|>"),
     ),
     Family(
         "Nemotron 3, 3.5", keep=(Edit("(truncate_history_thinking and loop.index0 < ns.last_user_idx)", "false", (2,)),)
@@ -187,14 +194,14 @@ def variant(template: str, keep: bool) -> Variant | None:
         edited: str | None = template
         for edit in (*family.edits, *(family.keep if keep else ())):
             edited = edit.apply(edited) if edited is not None else None
-        if edited not in (None, template) and _proved(template, edited, keep and bool(family.keep)):
+        if edited not in (None, template) and _proved(family, template, edited, keep and bool(family.keep)):
             kept = "writes the reasoning of every turn" if keep and family.keep else ""
             effects = ", and ".join(filter(None, (family.effect, kept)))
             return Variant(edited, f"variant of {family.models} for training: {effects}; the export keeps the original")
     return None
 
 
-def _proved(original: str, edited: str, keep: bool) -> bool:
+def _proved(family: Family, original: str, edited: str, keep: bool) -> bool:
     """Whether the edited template renders the probes as this module's docstring says."""
     num_proved = 0
     for probe in _PROBES:
@@ -209,6 +216,7 @@ def _proved(original: str, edited: str, keep: bool) -> bool:
         except Exception:
             return False
         for index, text, prompt, new in zip(answers, texts, asked, new_texts, strict=True):
+            new = next((new.removesuffix(end) for end in family.ends if new.endswith(end)), new)
             behind = new.startswith(prompt) and new != prompt and text.endswith(new[len(prompt) :])
             unasked_left_out = text.startswith(new) and text[len(new) :] in prompt
             added = keep and "#r" in str(probe[index]) and "#r" not in text and _is_inserted(text, new)

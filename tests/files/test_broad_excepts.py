@@ -15,6 +15,7 @@ KEPT = {
     "checkpoint/manager.py:_tidy": "says it; the checkpoint is good",
     "cli/commands.py:main": "raises all but a full disk and too little memory, which it prints",
     "engines/loss_implementation.py:is_chunkable": "asks whether a forward can be called so; run.json has the loss",
+    "data/known_templates.py:_proved": "a stranger's template: one that cannot render a probe has no variant",
     "models/weight_conversion.py:groups": "keeps the reason, with which the model's folder is refused",
     "optim/adamw_bf16.py:compiled_update_agrees": "warns with the reason, and the plain update is used",
     "run/lifecycle.py:exit_code": "prints the traceback and ends with 1",

@@ -43,8 +43,12 @@ _SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "n
 
 
 def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Every byte is a token, two line breaks in a row are one, and so is each special token."""
     template, begin, end, pad, others, _ = FAMILIES[name]
+    return tokenizer_of(template, begin, end, pad, *others)
+
+
+def tokenizer_of(template: str, begin: str | None, end: str, pad: str, *others: str) -> PreTrainedTokenizerFast:
+    """Every byte is a token, two line breaks in a row are one, and so is each special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, "ĊĊ"])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
