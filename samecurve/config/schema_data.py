@@ -135,7 +135,8 @@ class Data(Section):
     reasoning: Literal["as_inference", "keep"] = "as_inference"
     """`sft`, `distill`: conversations whose earlier answers the chat template renders differently once others follow,
     mostly without their reasoning. `as_inference`: a row for each such answer, as the model sees it when it writes that
-    answer. `keep`: one row with all of it, an error where the template leaves reasoning out."""
+    answer. `keep`: one row with all of it; a known family's template gets a variant for that, and another one that
+    leaves reasoning out is an error."""
     chat_template_kwargs: dict[str, Any] = {}
     """Chat tasks: variables of the chat template, such as `{enable_thinking: false}`, in training, `chat` and
     `generate`. A row's column of this name overrides them."""

@@ -141,7 +141,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        "DeepSeek R1, models distilled from it, V3 with <think>",
+        "DeepSeek R1, models distilled from it, V3 whose prompt opens a thought",
         keep=(Edit("{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}", ""),),
     ),
     Family(
