@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from samecurve.data.micro_batch import Documents
 from samecurve.engines.context_parallel import SequencePart, gather_outputs, sum_parts
 from samecurve.interfaces.engine import EvalResult
 from samecurve.interfaces.task import Task
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.losses.token_log_probabilities import LabelLogProbabilities
+from samecurve.models import packed_rows
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
+from samecurve.models.packed_rows import Gaps
 
 if TYPE_CHECKING:
     from samecurve.accelerator.accelerator import Accelerator
@@ -59,6 +62,10 @@ class Forward:
     router: RouterLoss | None = None
     first_step: FirstStep | None = None
     part: SequencePart = field(default_factory=SequencePart)
+
+    def __post_init__(self) -> None:
+        models = [model for model in (self.model, self.teacher) if model is not None]
+        self._recurrent = {model for model in models if packed_rows.install(model)}
 
     def loss(self, batch: MicroBatch, context: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Compute Task.step_loss (loss and statistics) of a micro-batch.
@@ -137,7 +144,10 @@ class Forward:
         if self.dropout is not None and self.dropout.is_needed and batch.places is not None:
             drops = self.dropout.micro_batch(batch)
         with drops, masks_from(_mask_facts(batch)):
-            return self.model(**batch.inputs, **options)
+            return self.model(**self._inputs(self.model, batch), **options)
+
+    def _inputs(self, model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
+        return {**batch.inputs, **(gaps_of(batch) if model in self._recurrent else {})}
 
     def _route(self, batch: MicroBatch) -> None:
         """Run the model for its routers alone: without a teacher and, where the head is chunked, without the head."""
@@ -152,7 +162,7 @@ class Forward:
         if self.teacher is None:
             return batch, batch.targets
         with torch.no_grad(), masks_from(_mask_facts(batch)):
-            return batch, batch.targets | {"teacher": self.teacher(**batch.inputs).logits}
+            return batch, batch.targets | {"teacher": self.teacher(**self._inputs(self.teacher, batch)).logits}
 
     def with_contexts(
         self, micro_batches: Sequence[MicroBatch], counts: Counts
@@ -219,11 +229,24 @@ class Forward:
 
 
 def _mask_facts(batch: MicroBatch) -> MaskFacts:
-    facts = batch.facts
+    facts, positions = batch.facts, batch.inputs.get("position_ids")
     if facts is None:
-        return MaskFacts()
+        return MaskFacts(positions=positions)
     starts, longest = facts.documents or (None, 0)
-    return MaskFacts(facts.packed, facts.padded, starts, longest)
+    return MaskFacts(facts.packed, facts.padded, starts, longest, positions)
+
+
+def gaps_of(batch: MicroBatch) -> dict[str, Gaps]:
+    """Return the argument that separates a micro-batch's documents (packed_rows.install); none if it has no packed row.
+
+    Rows that the loader has not examined are read from the device.
+    """
+    positions, facts = batch.inputs.get("position_ids"), batch.facts
+    if positions is None or (facts is not None and not facts.packed):
+        return {}
+    documents = facts.documents if facts is not None and facts.documents else Documents.of(batch.inputs)
+    gaps = Gaps.of(documents.starts, positions.shape)
+    return {"gaps": gaps._replace(places=gaps.places.to(positions.device, non_blocking=True))}
 
 
 def measure_of(task: Task) -> Callable[..., Tensor]:

@@ -69,11 +69,15 @@ FACTS = {
     # It builds block-diagonal masks from position_ids and carries no other state from document to document: a packed
     # document has the same logits as alone (tests/unit/test_packed_rows.py), unless rope_type is longrope and rows are
     # long (`check_packing`). In other families a packed document reads its neighbours: bloom, falcon, mpt, opt, biogpt
-    # and xglm do not take positions from position_ids; mamba, lfm2, minimax and qwen3_next have a recurrent state. doge
-    # leaks with transformers 5.17 and sdpa.
+    # and xglm do not take positions from position_ids; mamba, mamba2, falcon_mamba, jamba, minimax, rwkv and xlstm have
+    # a recurrent state and pass no argument on to it; the sparse attention of deepseek_v32 and glm_moe_dsa depends on
+    # the row's length. doge leaks with transformers 5.17 and sdpa.
     "packed",
-    # Packed, and its attention function can be replaced. codegen, gpt_neo and gptj compute attention themselves or
-    # choose it from their own tables; gemma2 and vaultgemma cap the scores.
+    # Packed with transformers 5.23 by what models/packed_rows.py changes in its masks or its recurrent layers.
+    "separated",
+    # Packed or separated, and its attention function can be replaced. codegen, gpt_neo and gptj compute attention
+    # themselves or choose it from their own tables; gemma2 and vaultgemma cap the scores; flint, gpt_oss, granite_swa
+    # and mimo_v2_flash have sinks; in deepseek_v3 and its like, values are narrower than keys.
     "varlen",
     # It scales or caps its logits, so that the loss cannot be computed in chunks (engines/loss_implementation.py).
     "whole_logits",
@@ -88,8 +92,9 @@ FACTS = {
     "liger",
     # Its FLOPs per token differ from the formula in flops.py, by torch's counter or by its code. It has attention of
     # another kind (big_bird, convbert, fnet, longformer, mra, nystromformer, reformer), a shorter or narrower sequence
-    # inside (canine, funnel, mobilebert, perceiver), or weights that not every token is multiplied with (ibert, luke,
-    # xmod, and models that also read images).
+    # inside (canine, funnel, mobilebert, perceiver), keys and values made from a latent vector (deepseek_v3, minicpm3,
+    # youtu), or weights that not every token is multiplied with (aria_text, gemma3n_text, ibert, laguna, luke,
+    # mimo_v2_flash, xmod, and models that also read images).
     "uncounted",
     # A mixture of experts whose FLOPs per token are the formula's with N counting the active experts alone, by torch's
     # counter. In others every token meets all experts (llama4_text), or attention is of another kind (minimax).
@@ -132,65 +137,101 @@ class Family:
 
 
 FAMILIES = {
+    "afmoe": Family("separated varlen"),
     "apertus": Family("packed varlen"),
     "arcee": Family("packed varlen"),
+    "aria_text": Family("packed varlen uncounted"),
+    "axk1": Family("packed uncounted"),
+    "bailing_hybrid": Family("separated uncounted"),
+    "bamba": Family("separated varlen uncounted"),
+    "beam": Family("packed varlen counted_experts"),
     "big_bird": Family("uncounted"),
     "bitnet": Family("packed varlen"),
     "canine": Family("uncounted"),
     "codegen": Family("packed"),
     "cohere": Family("packed varlen whole_logits"),
     "cohere2": Family("packed varlen whole_logits"),
-    "cohere2_moe": Family("whole_logits"),
+    "cohere2_moe": Family("packed varlen whole_logits counted_experts"),
     "convbert": Family("uncounted"),
     "cpmant": Family("not_causal"),
+    "cwm": Family("packed varlen"),
+    "deepseek_v2": Family("packed uncounted"),
+    "deepseek_v3": Family("packed uncounted"),
     "diffllama": Family("packed varlen"),
     "doge": Family("other_router_loss"),
+    "dots1": Family("packed varlen counted_experts"),
     "ernie4_5": Family("packed varlen"),
     "ernie4_5_moe": Family("packed varlen"),
     "exaone4": Family("packed varlen head_norms liger"),
-    "flex_olmo": Family("head_norms counted_experts"),
+    "exaone_moe": Family("packed varlen counted_experts"),
+    "falcon_h1": Family("separated varlen uncounted"),
+    "flex_olmo": Family("packed varlen head_norms counted_experts"),
+    "flint": Family("packed counted_experts"),
     "fnet": Family("uncounted"),
     "funnel": Family("uncounted"),
     "gemma": Family("packed varlen fp32_norms liger tensor_parallel context_parallel"),
     "gemma2": Family("packed whole_logits post_norms fp32_norms liger tensor_parallel", score_bytes=(8, 8)),
     "gemma3_text": Family("packed varlen head_norms post_norms fp32_norms liger tensor_parallel context_parallel"),
+    "gemma3n_text": Family("packed varlen uncounted"),
     "gemma4_text": Family("packed varlen"),
     "glm": Family("packed varlen"),
     "glm4": Family("packed varlen post_norms liger"),
+    "glm4_moe": Family("packed varlen counted_experts"),
+    "glm4_moe_lite": Family("packed uncounted"),
     "gpt2": Family("packed varlen", parts=_GPT2),
     "gpt_bigcode": Family("packed varlen"),
     "gpt_neo": Family("packed"),
     "gpt_neox": Family("packed varlen"),
-    "gpt_oss": Family("counted_experts expert_parallel", score_bytes=(2, 4), mlp_bytes=(14, 28)),
+    "gpt_neox_japanese": Family("packed"),
+    "gpt_oss": Family("separated counted_experts expert_parallel", score_bytes=(2, 4), mlp_bytes=(14, 28)),
     "gptj": Family("packed"),
     "granite": Family("packed varlen whole_logits liger"),
-    "granite_swa": Family("whole_logits"),
+    "granite_swa": Family("packed whole_logits"),
     "granitemoe": Family("packed varlen whole_logits counted_experts"),
-    "granitemoe_swa": Family("whole_logits"),
-    "granitemoehybrid": Family("whole_logits"),
-    "granitemoeshared": Family("whole_logits counted_experts"),
+    "granitemoe_swa": Family("packed whole_logits counted_experts"),
+    "granitemoehybrid": Family("separated varlen whole_logits"),
+    "granitemoeshared": Family("packed varlen whole_logits counted_experts"),
     "helium": Family("packed varlen fp32_norms"),
     "hunyuan_v1_dense": Family("packed varlen head_norms liger"),
-    "hyperclovax": Family("whole_logits"),
+    "hunyuan_v1_moe": Family("packed varlen counted_experts"),
+    "hy_v3": Family("packed varlen counted_experts"),
+    "hyperclovax": Family("packed varlen whole_logits"),
     "ibert": Family("uncounted"),
+    "internlm3": Family("packed varlen"),
+    "iquestcoder": Family("packed varlen"),
+    "jais2": Family("packed varlen"),
     "jetmoe": Family("packed varlen counted_experts"),
+    "kimi_linear": Family("separated uncounted"),
+    "kolibri1": Family("packed varlen counted_experts"),
+    "laguna": Family("packed varlen uncounted"),
+    "lfm2": Family("separated varlen uncounted"),
+    "lfm2_moe": Family("separated varlen uncounted"),
+    "lfm3": Family("separated varlen uncounted"),
     "llama": Family("packed varlen liger tensor_parallel context_parallel", parts=_llama_like(_full)),
     "llama4_text": Family("packed varlen whole_logits"),
     "longformer": Family("uncounted"),
     "luke": Family("uncounted"),
+    "mellum": Family("packed varlen counted_experts"),
+    "mimo_v2_flash": Family("packed uncounted"),
+    "minicpm3": Family("packed uncounted"),
+    "minimax_m2": Family("packed varlen counted_experts"),
+    "ministral": Family("packed varlen"),
     "ministral3": Family("packed varlen"),
     "mistral": Family("packed varlen liger tensor_parallel context_parallel", parts=_llama_like(_by_window)),
     "mixtral": Family("packed varlen counted_experts expert_parallel expert_and_tensor_parallel"),
     "mobilebert": Family("uncounted"),
+    "modernbert-decoder": Family("packed varlen"),
     "modernvbert": Family("uncounted"),
     "mra": Family("uncounted"),
-    "nanochat": Family("whole_logits"),
+    "nanochat": Family("packed varlen whole_logits"),
     "nemotron": Family("packed varlen liger"),
+    "nemotron_h": Family("separated varlen uncounted"),
     "neomme": Family("uncounted"),
     "nystromformer": Family("uncounted"),
     "olmo": Family("packed varlen"),
     "olmo2": Family("packed varlen head_norms fp32_norms liger"),
     "olmo3": Family("packed varlen head_norms fp32_norms liger"),
+    "olmo_hybrid": Family("separated varlen uncounted"),
     "olmoe": Family("packed varlen head_norms counted_experts expert_parallel expert_and_tensor_parallel"),
     "perceiver": Family("uncounted"),
     "persimmon": Family("packed varlen"),
@@ -200,10 +241,14 @@ FAMILIES = {
     "qwen2": Family("packed varlen liger tensor_parallel context_parallel", parts=_llama_like(_by_layer)),
     "qwen2_moe": Family("packed varlen counted_experts"),
     "qwen3": Family("packed varlen head_norms liger tensor_parallel context_parallel", parts=_llama_like(_by_layer)),
+    "qwen3_5_moe_text": Family("separated varlen uncounted"),
+    "qwen3_5_text": Family("separated varlen uncounted"),
     "qwen3_moe": Family("packed varlen head_norms counted_experts expert_parallel expert_and_tensor_parallel"),
+    "qwen3_next": Family("separated varlen uncounted"),
     "reformer": Family("uncounted"),
     "seed_oss": Family("packed varlen"),
     "smollm3": Family("packed varlen liger"),
+    "solar_open": Family("packed varlen counted_experts"),
     "stablelm": Family("packed varlen"),
     "starcoder2": Family("packed varlen tensor_parallel"),
     "ultravbert": Family("uncounted"),
@@ -212,6 +257,7 @@ FAMILIES = {
     "xlnet": Family("not_causal tokens_first"),
     "xlstm": Family("whole_logits"),
     "xmod": Family("uncounted"),
+    "youtu": Family("packed uncounted"),
 }
 PIPELINED = frozenset(name for name, family in FAMILIES.items() if family.parts)
 NOT_KNOWN = Family()
@@ -261,7 +307,7 @@ def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int)
     """
     if not packing:
         return
-    if config.model_type not in families("packed"):
+    if config.model_type not in families("packed") | families("separated"):
         raise ConfigurationError(
             f"data.packing: found true, but a {config.model_type} is not known to keep packed documents apart: they "
             "would read each other, and nothing would show it; set data.packing to false (and data.group_by_length to "

@@ -57,7 +57,13 @@ def trained(accelerator, plan, task, kept: list) -> dict:
     tensors = chain(engine.parameters(), weights.constant_tensors(skeleton, recipe))
     export(tensors, skeleton, ExportTarget(target, task.tokenizer), accelerator.is_main_process)
     described = {"engine": engine.describe().engine, "attention": weights.describe(skeleton, recipe).attention}
-    return {"losses": losses, "logits": kept[0][0], "inputs": held_out[0].inputs, **described}
+    return {
+        "losses": losses,
+        "logits": kept[0][0],
+        "inputs": held_out[0].inputs,
+        "labels": held_out[0].labels,
+        **described,
+    }
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from test_equal_curves import ENGINES
 from tiny_families import STORED_ALIKE, STORED_OTHERWISE, round_trip_config
 from transformers import AutoModelForCausalLM
 
+from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models.weight_files import weight_files
 
 CONSTANTS = ["apertus", "gemma4_text"]  # have stored buffers, too
@@ -38,12 +40,12 @@ def folders(families: list[str], folder: Path) -> None:
             quantize(folder / name / "start", method)
 
 
-def trained(workspace, strategy: str, folder: Path) -> None:
+def trained(workspace, strategy: str, folder: Path, *more: str) -> None:
     path = workspace.strategy(strategy)
     script = str(Path(__file__).with_name("families_probe.py"))
     world = STRATEGIES[strategy]
     arguments = [str(folder), str(workspace.recipe), f"output_dir={folder / strategy}"]
-    arguments += [f"batch.micro_batch_size={8 // world}", "--strategy", str(path)]
+    arguments += [f"batch.micro_batch_size={8 // world}", *more, "--strategy", str(path)]
     run = workspace.execute([*launch_command("fork", path, world, folder, script), *arguments], folder)
     assert run.returncode == 0, run.output
 
@@ -52,7 +54,7 @@ def stored(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in weight_files(str(folder)).items()}
 
 
-def check(name: str, strategy: str, folder: Path) -> None:
+def check(name: str, strategy: str, folder: Path, packed: bool = False) -> None:
     family, exported = name.partition("-")[0], folder / name / strategy
     live = torch.load(exported / "logits.pt", weights_only=True)
     alone = torch.load(folder / name / "single" / "logits.pt", weights_only=True)
@@ -64,8 +66,21 @@ def check(name: str, strategy: str, folder: Path) -> None:
     model, found = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
     with torch.no_grad():
-        logits = model.eval()(**live["inputs"], use_cache=False).logits
-    torch.testing.assert_close(logits.flatten(0, 1), live["logits"].flatten(0, -2), rtol=1e-4, atol=1e-5)
+        model.eval()
+        logits = alone_in_rows(model, **live["inputs"]) if packed else model(**live["inputs"], use_cache=False).logits
+    trains = live["labels"].flatten() != IGNORE_INDEX if packed else slice(None)
+    torch.testing.assert_close(logits.flatten(0, 1)[trains], live["logits"].flatten(0, -2), rtol=1e-4, atol=1e-5)
+
+
+def alone_in_rows(model, input_ids, position_ids) -> torch.Tensor:
+    """Compute the logits of each document of packed rows alone."""
+    rows, counts = [], []
+    for ids, positions in zip(input_ids, position_ids, strict=True):
+        sizes = torch.diff((positions == 0).nonzero().flatten(), append=torch.tensor([len(ids)])).tolist()
+        rows.append(torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(sizes)]))
+        counts.append(len(sizes))
+    assert max(counts) > 1
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("families", [EVERY_DAY, pytest.param(FAMILIES, marks=pytest.mark.full)], ids=["some", "all"])
@@ -82,3 +97,14 @@ def test_round_trip_under_each_strategy(families, workspace, tmp_path):
             except AssertionError as error:
                 problems.append(f"{family} under {strategy}: {error}")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.full
+def test_separated_documents_under_each_strategy(workspace, tmp_path):
+    """Packed rows of families that mix documents by themselves: one curve, and the logits of each document alone."""
+    families = ["bamba", "gpt_oss", "lfm2", "qwen3_next"]
+    folders(families, tmp_path)
+    for strategy in STRATEGIES:
+        trained(workspace, strategy, tmp_path, "data.packing=true", "batch.sequence_length=300")
+    for family, strategy in product(families, STRATEGIES):
+        check(family, strategy, tmp_path, packed=True)

@@ -17,6 +17,7 @@ TEXTS = ["a long text about this and that", "short", "another text of middle len
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES}
 BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 2}
+LFM2 = {"model_type": "lfm2", **SIZES, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
 BERT = {"model_type": "bert", **SIZES, "max_position_embeddings": 64}
 
 
@@ -58,6 +59,13 @@ def test_a_model_that_keeps_documents_apart(verdict):
     assert re.search(r"^causality +row 0: changing token \d+ .* to its left by at most 0.0e\+00$", out, re.M)
     assert re.search(r"^padding +not tested: rows are causal", out, re.M)
     assert out.endswith("no leak found\n")
+
+
+def test_documents_that_are_separated(verdict):
+    code, out, _ = verdict(LFM2)
+    assert code == 0 and re.search(
+        r"^packed documents +row 0: \d documents; .* of others by at most 0.0e\+00$", out, re.M
+    )
 
 
 def test_documents_that_see_each_other(verdict):

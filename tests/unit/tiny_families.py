@@ -9,6 +9,18 @@ from samecurve.models.pipeline_split import Layer
 
 MOE = {"moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 16}
 WINDOW = {"sliding_window": 6}
+# Experts by each family's own names; a config takes names that its family does not have.
+EXPERTS = {
+    **{"moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4},
+    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT = {**LATENT, "num_key_value_heads": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+DELTA = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
 FIELDS = {
     "mistral": WINDOW,
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
@@ -23,9 +35,48 @@ FIELDS = {
     "qwen3_moe": {**MOE, "num_experts_per_tok": 2, "head_dim": 8},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "gemma3n_text": {"vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    "modernbert-decoder": {"cls_token_id": 1, "sep_token_id": 2},
+    **dict.fromkeys(
+        ("cohere2_moe", "dots1", "exaone_moe", "flex_olmo", "glm4_moe", "minimax_m2", "solar_open"), EXPERTS
+    ),
+    **dict.fromkeys(
+        ("hy_v3", "laguna", "mellum", "granitemoe_swa", "mimo_v2_flash", "flint", "beam", "kolibri1"), EXPERTS
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1"), {**EXPERTS, **LATENT}),
+    **dict.fromkeys(("minicpm3", "youtu"), LATENT),
+    # kept apart by models/packed_rows.py
+    "afmoe": {**EXPERTS, "layer_types": ["sliding_attention", "full_attention"], **WINDOW},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, **WINDOW},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16, **MAMBA},
+    "bamba": {"attn_layer_indices": [1], **MAMBA},
+    "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 64, **MAMBA},
+    "nemotron_h": {
+        **{"layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4, "head_dim": 8},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
+        **{**EXPERTS, "moe_shared_expert_intermediate_size": 16},
+    },
+    **dict.fromkeys(("lfm2", "lfm3"), {"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    **dict.fromkeys(
+        ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), {**MOE, **DELTA, "num_experts_per_tok": 2}
+    ),
+    "kimi_linear": {**EXPERTS, **LATENT, **DELTA, "linear_num_heads": 2, "linear_head_dim": 8},
+    "bailing_hybrid": {**EXPERTS, **LATENT, **DELTA},
 }
 HEAD_DIM = {"ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "helium"}
-HEAD_DIM |= {"hunyuan_v1_dense", "llama4_text", "ministral3", "qwen3", "seed_oss", "vaultgemma"}
+HEAD_DIM |= {
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "llama4_text",
+    "ministral",
+    "ministral3",
+    "qwen3",
+    "seed_oss",
+    "vaultgemma",
+}
 TOKENS = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 COMMON = {
     "hidden_size": 32,
@@ -72,7 +123,7 @@ MORE_FIELDS = {  # and no dropout or noise: masks are drawn per process
 def round_trip_config(family: str) -> PreTrainedConfig:
     """Of STORED_OTHERWISE, STORED_ALIKE and ENCODERS; with fields that the family has."""
     known = AutoConfig.for_model(family)
-    given = {**COMMON, **TOKENS, "moe_intermediate_size": 16, "embedding_size": 16, "max_position_embeddings": 64}
+    given = {**COMMON, **TOKENS, "moe_intermediate_size": 16, "embedding_size": 16, "max_position_embeddings": 320}
     given = {name: value for name, value in given.items() if hasattr(known, name)}
     return AutoConfig.for_model(family, **given | FIELDS.get(family, {}) | MORE_FIELDS.get(family, {}))
 

@@ -29,12 +29,14 @@ class MaskFacts(NamedTuple):
         starts: int32 (num_documents + 1,) on the host, start of each document and end of the last one where the rows
             are concatenated.
         longest: upper bound of the tokens of a document.
+        positions: position_ids, for models that make their masks without them (models/packed_rows.py).
     """
 
     packed: bool | None = None
     padded: bool | None = None
     starts: Tensor | None = None
     longest: int = 0
+    positions: Tensor | None = None
 
 
 _UNKNOWN = MaskFacts()
