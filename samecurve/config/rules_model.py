@@ -97,6 +97,16 @@ def _revision(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "model.revision", f"found {revision}, but {why}; remove it"
 
 
+def _overrides(value: Callable[[str], Any]) -> Iterator[Finding]:
+    given = value("model.overrides")
+    if given and value("model.path") is None:
+        yield "model.overrides", "only changes the config of model.path; write the fields into model.config"
+    seen = sorted(key for key in given if "drop" not in key)  # by all who load the adapter on the published model
+    if seen and value("model.path") is not None and value("adapter.name") is not None:
+        text = f"{', '.join(seen)} would not be exported with an adapter, which has no config of the model's; copy the "
+        yield "model.overrides", text + "model's folder, change its config.json there, and set model.path to it"
+
+
 def _new_from_scratch(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("model.new_head") and value("model.path") is None:
         yield "model.new_head", "found true, but a model from scratch is new as a whole; set it to false"
@@ -164,7 +174,7 @@ def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 RULES = (
-    *(_origin, _model_type, _folder, _revision, *_CONFIG_RULES),
+    *(_origin, _model_type, _folder, _revision, _overrides, *_CONFIG_RULES),
     *(_new_from_scratch, _new_and_frozen),
     *(_dora, _bitsandbytes, _adapts),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),
@@ -177,6 +187,8 @@ def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
     config = value("model.config")
     if config is None and value("model.path") is not None:
         config = read_record(Path(value("model.path")) / "config.json").value  # of a name on the hub there is none
+        if isinstance(config, dict):
+            config = config | value("model.overrides")
     return config if isinstance(config, dict) else {}
 
 

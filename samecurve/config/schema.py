@@ -51,6 +51,10 @@ class Model(Section):
     config: dict[str, Any] | None = None
     """The fields of a Hugging Face config for a model from scratch, or the path of a `config.json` or its folder.
     `model_type` is required."""
+    overrides: dict[str, Any] = {}
+    """Fields of the config of `path` that this run replaces, such as `{attention_dropout: 0.1}`, `sliding_window`, or
+    YaRN: `{max_position_embeddings: 131072, rope_parameters: {rope_type: yarn, factor: 4.0}}`. The export's config has
+    them. No field that changes a weight's shape."""
     attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flex_attention"] = "auto"
     """The attention implementation. `auto` is `varlen` for most decoders in bf16 on a CPU, on a GPU what the benchmark
     found faster, else `sdpa`, or `eager` where the family has no `sdpa`. `flash_attention_2` needs bf16 or fp16 and,

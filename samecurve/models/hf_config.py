@@ -35,6 +35,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.models import dequantize
 from samecurve.models.attention.choice import choose_attention
+from samecurve.models.config_overrides import with_overrides
 from samecurve.specs.data_names import CHATML
 from samecurve.specs.model_families import CONSTANTS, families
 from samecurve.storage import trusted_code
@@ -137,6 +138,10 @@ def model_config(
     settings = recipe.model
     if settings.path is not None:
         config = _stored(settings.path, settings.trust_remote_code, settings.revision)
+        if settings.overrides:
+            published, _ = PreTrainedConfig.get_config_dict(settings.path, revision=settings.revision)
+            published = published if published.get("model_type") == config.model_type else config.to_dict()
+            config = with_overrides(config, published, settings.overrides, head.fields)
     else:
         assert settings.config is not None  # a recipe gives either path or config
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})}, head)

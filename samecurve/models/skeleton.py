@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -19,6 +20,7 @@ from samecurve.config.schema import Adapter, Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize
 from samecurve.models import lora as adapters
+from samecurve.models.config_overrides import check_shapes
 from samecurve.models.hf_config import (
     CAUSAL,
     Head,
@@ -55,6 +57,8 @@ def build_skeleton(
             f"model: transformers cannot build this {config.model_type} with model.attention {recipe.model.attention} "
             f"({reason(error)}); correct model.attention or the model's config"
         ) from error
+    if recipe.model.overrides:
+        check_shapes(recipe.model.overrides, lambda given: _with(given, recipe, config, head), model)
     _check_positions(model, head, recipe.batch.sequence_length)
     if head.kind == "causal_lm":
         check_causal(model)
@@ -75,6 +79,18 @@ def build_skeleton(
         adapters.inject(model, recipe.adapter, recipe.model.revision)
         adapters.check_targets(model, recipe.adapter)
     return model
+
+
+def _with(given: Mapping[str, Any], recipe: Recipe, config: PreTrainedConfig, head: Head) -> PreTrainedModel:
+    """Build a pretrained model with some of the recipe's overrides, for rows of any length."""
+    model = recipe.model.model_copy(update={"overrides": given})
+    short = recipe.batch.model_copy(update={"sequence_length": 1})
+    plain = model_config(recipe.model_copy(update={"model": model, "batch": short}), 0, None, head)
+    if "vocab_size" not in given and "vocab_size" not in recipe.model.overrides:
+        plain.vocab_size = config.vocab_size  # a chat template may have extended it
+    model_class = head.model_class(plain)
+    assert model_class is not None
+    return construct(model_class, plain, torch.device("meta"))
 
 
 def _check_positions(model: PreTrainedModel, head: Head, sequence_length: int) -> None:
