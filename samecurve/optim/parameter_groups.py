@@ -16,18 +16,20 @@ from samecurve.specs.model_families import RECURRENT
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# transformers' Trainer.get_decay_parameter_names: biases of any rank, and norms whatever their class
-_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+# transformers' Trainer.get_decay_parameter_names: biases of any rank, and norms whatever their class. It searches the
+# whole name, and so leaves all of roberta-prelayernorm and the attention of dbrx (norm_attn_norm) without decay; here
+# the name of the weight and that of its module count.
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|[._])scale$")
 
 
 class Roles(NamedTuple):
     """The roles of a model's weights in an optimizer, by Hugging Face name.
 
     Attributes:
-        decayed: matrices, embeddings, convolutions and stacks of experts; no vectors, norms, biases or parameters of a
-            recurrence.
+        decayed: matrices, embeddings, convolutions and stacks of experts; no vectors, norms, scales, biases or
+            parameters of a recurrence.
         matrices: those that map features to features, each alone or in a stack of experts (experts, rows, columns); no
-            embeddings, output head or convolutions.
+            embeddings, output head or convolutions, and none with a single row.
     """
 
     decayed: frozenset[str]
@@ -52,13 +54,20 @@ def roles_of(model: PreTrainedModel) -> Roles:
         kind = type(module).__name__
         for own, weight in module.named_parameters(recurse=False):
             name = f"{prefix}.{own}" if prefix else own
-            if weight.dim() < 2 or own in RECURRENT or "Norm" in kind or _UNDECAYED.search(name.lower()):
+            is_norm = "Norm" in kind and not isinstance(module, nn.Linear | nn.Embedding)
+            # RWKV's time_mix_key is (1, 1, features)
+            is_vector = weight.dim() < 2 or (own != "weight" and weight.numel() == max(weight.shape))
+            named = f"{prefix.rpartition('.')[2]}.{own}".lower()
+            if is_vector or is_norm or own in RECURRENT or _UNDECAYED.search(named):
                 continue
             decayed.add(name)
             if module in edges:
                 continue
-            # dbrx keeps its experts below each other in one matrix, which is none to orthogonalize
+            # dbrx keeps its experts, and deepseek_v4 its groups of heads, below each other in one matrix, which is none
+            # to orthogonalize; neither is a single row, such as the gate of a shared expert
             is_stack = "Expert" in kind
+            if "Grouped" in kind or min(weight.shape[-2:]) < 2:
+                continue
             if weight.dim() == 3 if is_stack else weight.dim() == 2 and own == "weight":
                 matrices.add(name)
     return Roles(frozenset(decayed), frozenset(matrices))

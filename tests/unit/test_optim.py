@@ -152,6 +152,11 @@ def test_decay_applies_where_transformers_applies_it(family):
         ("mamba", "backbone.layers.0.mixer.in_proj.weight", True, True),
         ("llama", "model.embed_tokens.weight", True, False),
         ("llama", "lm_head.weight", True, False),
+        ("roberta-prelayernorm", "roberta_prelayernorm.encoder.layer.0.attention.self.query.weight", True, True),
+        ("roberta-prelayernorm", "roberta_prelayernorm.encoder.layer.0.attention.LayerNorm.weight", False, False),
+        ("qwen2_moe", "model.layers.0.mlp.shared_expert_gate.weight", True, False),  # (1, features)
+        ("qwen2_moe", "model.layers.0.mlp.gate.weight", True, True),  # the router, as in Moonlight
+        ("rwkv", "rwkv.blocks.0.attention.time_mix_key", False, False),  # (1, 1, features)
     ],
 )
 def test_roles_of_weights(family, name, decayed, taken):
