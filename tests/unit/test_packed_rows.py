@@ -196,6 +196,7 @@ def test_inputs_are_counted_whether_they_are_trained_or_not():
 EAGER_ONLY = {"codegen", "flint", "gemma2", "gpt_neox_japanese", "gptj", "gpt_neo", "granite_swa", "granitemoe_swa"}
 EAGER_ONLY |= {"gpt_oss", "mimo_v2_flash", "vaultgemma"}
 PACKS = families("packed") | families("separated")
+RECURRENT = ["falcon_mamba", "jamba", "mamba", "mamba2", "minimax", "recurrent_gemma"]
 SAMPLES = [[3, 14, 15, 92, 4, 8, 7, 6, 5, 1], [6, 5, 9], [35, 89, 79, 32, 38, 46], [26, 43], [7, 1, 2, 3, 4, 5, 6, 7]]
 
 
@@ -219,6 +220,18 @@ def test_families_that_would_leak_are_refused(family):
     with pytest.raises(ConfigurationError, match=f"a {family} is not known to keep packed documents apart"):
         check_packing(tiny_config(family), True, 16)
     check_packing(tiny_config(family), False, 16)
+
+
+@pytest.mark.parametrize("family", [*sorted(families("separated")), *RECURRENT])
+def test_padding_does_not_change_a_hybrid(family):
+    """Padding on the right, as rows of one document have: hybrids that are not packed are trained so."""
+    model, longest = decisive_model(family, "eager").eval(), max(map(len, SAMPLES)) + 3
+    ids = torch.tensor([sample + [PAD] * (longest - len(sample)) for sample in SAMPLES])
+    with torch.no_grad():
+        padded = model(input_ids=ids, position_ids=torch.arange(longest).expand_as(ids), use_cache=False).logits
+        for sample, logits in zip(SAMPLES, padded, strict=True):
+            alone = model(input_ids=torch.tensor([sample]), use_cache=False).logits[0]
+            torch.testing.assert_close(logits[: len(sample)], alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["bamba", "bailing_hybrid", "gpt_oss", "lfm2", "qwen3_next"])

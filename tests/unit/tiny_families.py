@@ -63,6 +63,12 @@ FIELDS = {
     **dict.fromkeys(
         ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), {**MOE, **DELTA, "num_experts_per_tok": 2}
     ),
+    # recurrent, not packed
+    "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    **dict.fromkeys(("falcon_mamba", "mamba"), {"state_size": 8, "time_step_rank": 4}),
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+    "minimax": {**EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 64, "lru_width": 32},
     "kimi_linear": {**EXPERTS, **LATENT, **DELTA, "linear_num_heads": 2, "linear_head_dim": 8},
     "bailing_hybrid": {**EXPERTS, **LATENT, **DELTA},
 }
