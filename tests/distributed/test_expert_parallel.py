@@ -19,7 +19,7 @@ CONFIGS = {
     # with biases
     "gpt_oss": {"intermediate_size": 24, "num_local_experts": 4, "sliding_window": 9, "head_dim": 8},
 }
-PACKED = "data.packing=true"  # of these families Mixtral keeps packed documents apart
+PACKED = "data.packing=true"
 ROWS = "data.group_by_length=true"
 
 
