@@ -15,6 +15,7 @@ from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
+from samecurve.specs.model_families import text_fields
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.records import read_record
 
@@ -173,10 +174,11 @@ RULES = (
 
 
 def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
-    """The model's config as far as the recipe or a local model folder gives it."""
+    """The config of the model, or of a packaged model's text part, as far as the recipe or a local folder gives it."""
     config = value("model.config")
     if config is None and value("model.path") is not None:
         config = read_record(Path(value("model.path")) / "config.json").value  # of a name on the hub there is none
+        config = text_fields(config) if isinstance(config, dict) else config
     return config if isinstance(config, dict) else {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from samecurve.checkpoint.format import CheckpointReader
 from samecurve.checkpoint.resume import read_state, refusals
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
-from samecurve.export.hf_export import ExportTarget, export, out_of_range, put_in_place
+from samecurve.export.hf_export import KEPT, ExportTarget, export, out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.region import Region
@@ -110,7 +112,7 @@ def check_links(folder: Path) -> None:
 def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
     if source.is_dir():
         shutil.copytree(source, target)
-    elif source.suffix == ".safetensors":
+    elif source.suffix == ".safetensors" and not _is_kept(source):
         stored = header(source)
         tensors = read(stored, stored)
         problems = [str(problem) for name, tensor in tensors.items() if (problem := out_of_range(name, tensor, dtype))]
@@ -118,15 +120,24 @@ def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
             raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
         save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata={"format": "pt"})
     elif source.name == "config.json":
-        write_json(target, {**_read(source), "dtype": dtype_name(dtype)})
+        fields = {**_read(source), "dtype": dtype_name(dtype)}
+        if isinstance(inner := fields.get("text_config"), dict) and "dtype" in inner:
+            fields["text_config"] = {**inner, "dtype": dtype_name(dtype)}
+        write_json(target, fields)
     elif source.name.endswith(".safetensors.index.json"):
         content = _read(source, {"metadata": {"total_size": int}})
-        config = _read(source.with_name("config.json"), {"dtype?": (str, None)})
-        stored = getattr(torch, config.get("dtype") or "float32", torch.float32)
-        size = content["metadata"]["total_size"] // stored.itemsize * dtype.itemsize
+        size, kept = 0, {file: _is_kept(file) for file in source.parent.glob("*.safetensors")}
+        for stored in weight_files(str(source.parent)).values():
+            size += stored.stop - stored.start if kept[stored.file] else math.prod(stored.shape) * dtype.itemsize
         write_json(target, {**content, "metadata": {**content["metadata"], "total_size": size}})
     else:
         shutil.copyfile(source, target)
+
+
+def _is_kept(file: Path) -> bool:
+    """Whether a weight file holds a start model's tensors as they are stored there; see hf_export.KEPT."""
+    with safe_open(file, framework="pt") as handle:
+        return handle.metadata() == KEPT
 
 
 def _read(path: Path, schema: Any = dict) -> dict:
@@ -192,9 +203,10 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     opened = open_checkpoint(folder, recipe)
     task, skeleton = opened.task, opened.skeleton
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
-    export(
+    lacks = export(
         chain(opened.weights(), constant_tensors(skeleton, recipe)),
         skeleton,
         ExportTarget(output, task.tokenizer, dtype=dtype, card=card, save_task_files=task.save_task_files),
         True,  # the only process
     )
+    print(lacks, end="\n" if lacks else "")

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,12 +19,15 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from samecurve.data.chat_encoder import end_tokens
-from samecurve.errors import CheckpointError, NumericError, SamecurveError, StorageError
+from samecurve.errors import CheckpointError, ConfigurationError, NumericError, SamecurveError, StorageError
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.interfaces.engine import dtype_name
 from samecurve.models.hf_config import CAUSAL, constants, is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names
+from samecurve.models.packaged import PROCESSOR_FILES, Package, package_of
+from samecurve.models.pretrained import Pretrained
 from samecurve.models.weight_conversion import Storage
+from samecurve.models.weight_files import Stored, read
 from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.checksums import write_checksums
 from samecurve.storage.fault_injection import fault_point
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_BYTES = 4 * 10**9
+FORMAT = {"format": "pt"}  # as save_pretrained states it: accelerate's loader warns about a file without it
+KEPT = FORMAT | {"samecurve": "kept"}  # of files whose tensors are the start model's, in their own dtypes
 # Config keys of several families for the number of layers that predict further tokens.
 FURTHER_TOKENS = (
     "num_nextn_predict_layers",
@@ -68,8 +74,11 @@ class ExportTarget:
 
 def export(
     parameters: Iterator[tuple[str, Tensor | None]], skeleton: PreTrainedModel, target: ExportTarget, is_main: bool
-) -> None:
+) -> str:
     """Write safetensors, config and tokenizer to a folder, atomically; of an adapted model only peft's adapter.
+
+    The text part of a packaged model is written with the rest of that model, copied from the start model's files.
+    Where those are gone, the text part is written alone, and a sentence about that is returned; else "".
 
     Args:
         parameters: the engine's parameters, and then weights.constant_tensors. Gathering one is collective, so every
@@ -85,24 +94,43 @@ def export(
     if not is_main:
         for _ in parameters:
             pass
-        return
-    partial = target.path.with_name(f"{target.path.name}.partial")
-    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, target.shard_bytes)
-    writer = _FileWriter(skeleton, layout, partial, target.dtype)
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed export: transformers would read its files, too
+        return ""
+    kept, lost = _beside_text(skeleton)
+    folder = target.path.with_name(f"{target.path.name}.partial")
+    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, target.shard_bytes, kept)
+    writer = _FileWriter(skeleton, layout, folder, target.dtype)
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed export: transformers would read its files, too
     try:
         for name, tensor in parameters:
             writer.take(name, tensor)
+        writer.copy(kept or {})
         writer.finish()
-        with storage_errors(partial):
-            layout.write_config(skeleton, partial, target)
-            target.tokenizer.save_pretrained(partial)
-            target.card(partial)
-            target.save_task_files(partial, skeleton.config)
-            target.check(partial)
-            put_in_place(partial, target.path, target.busy)
+        with storage_errors(folder):
+            layout.write_config(skeleton, folder, target)
+            target.tokenizer.save_pretrained(folder)
+            target.card(folder)
+            target.save_task_files(folder, skeleton.config)
+            target.check(folder)
+            put_in_place(folder, target.path, target.busy)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    return lost
+
+
+def _beside_text(skeleton: PreTrainedModel) -> tuple[dict[str, Stored] | None, str]:
+    """Return the tensors of a packaged model beside its text part, or None and a sentence where its files are gone."""
+    package = package_of(skeleton)
+    if package is None or is_adapted(skeleton):
+        return None, ""
+    try:
+        return Pretrained(skeleton, skeleton, package.path, package.revision).kept(), ""
+    except ConfigurationError as error:
+        kind = package.model.config.model_type
+        return None, (
+            f"the export is a {type(skeleton).__name__}, the text part of the {kind} alone, because the rest of that "
+            f"model cannot be read: {error}. With {package.path} back in place, python -m samecurve export RUN "
+            "--checkpoint latest makes the whole model"
+        )
 
 
 class _FileLayout(NamedTuple):
@@ -123,10 +151,34 @@ class _FileLayout(NamedTuple):
     write_config: Callable[[PreTrainedModel, Path, ExportTarget], None]
 
 
-def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _FileLayout:
-    storage = Storage(skeleton)
-    groups = storage.groups([*(name for name, _ in skeleton.named_parameters()), *sorted(constants(skeleton))])
-    return _FileLayout(groups, storage.convert, "model", shard_bytes, _write_config)
+def _whole_model(skeleton: PreTrainedModel, shard_bytes: int, kept: dict[str, Stored] | None) -> _FileLayout:
+    """Return the layout of a model, or of the packaged one around it; `kept` are the tensors beside the text part."""
+    package, names = package_of(skeleton), [*(name for name, _ in skeleton.named_parameters())]
+    names += sorted(constants(skeleton))
+    if package is None or kept is None:
+        storage = Storage(skeleton)
+        return _FileLayout(storage.groups(names), storage.convert, "model", shard_bytes, _write_config)
+    storage, published = Storage(package.model), {name: package.name(name) for name in names}
+    own = {published[name]: name for name in names}
+    groups = {own[name]: tuple(own[member] for member in group) for name, group in storage.groups([*own]).items()}
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return storage.convert({published[name]: tensor for name, tensor in tensors.items()})
+
+    folders = {stored.file.parent for stored in kept.values()}
+    return _FileLayout(groups, convert, "model", shard_bytes, partial(_write_package, package, folders))
+
+
+def _write_package(
+    package: Package, folders: set[Path], skeleton: PreTrainedModel, directory: Path, target: ExportTarget
+) -> None:
+    """Write the configs of a packaged model, and its processor's files from the start model's folder."""
+    write_json(directory / "config.json", package.config_fields(dtype_name(target.dtype)))
+    if skeleton.generation_config is not None:
+        write_generation_config(skeleton.generation_config, target.tokenizer, directory)
+    for file in (folder / name for folder in folders for name in PROCESSOR_FILES):
+        if file.is_file():
+            shutil.copyfile(file, directory / file.name)
 
 
 def _adapter(skeleton: PreTrainedModel) -> _FileLayout:
@@ -147,7 +199,7 @@ class _FileWriter:
         tensors = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
         self._expected = {name: tensors[name] for name in layout.groups}
         self._layout, self._directory, self._limit, self._dtype = layout, directory, layout.shard_bytes, dtype
-        self._stem = layout.stem
+        self._stem, self._metadata = layout.stem, FORMAT
         self._waiting: dict[str, Tensor] = {}  # parameters whose group is not complete
         self._shard: dict[str, Tensor] = {}
         self._shard_size = self._total = 0
@@ -177,6 +229,20 @@ class _FileWriter:
                 self._shard[stored] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
                 self._shard_size += tensor.nbytes
                 self._total += tensor.nbytes
+
+    def copy(self, kept: dict[str, Stored]) -> None:
+        """Add tensors as they are stored elsewhere, in files of their own (see convert.copy_as)."""
+        if not kept or self._problems:
+            return
+        self._flush()
+        self._metadata = KEPT
+        for name in kept:
+            (tensor,) = read(kept, [name]).values()
+            if self._shard and self._shard_size + tensor.nbytes > self._limit:
+                self._flush()
+            self._shard[name] = tensor
+            self._shard_size += tensor.nbytes
+            self._total += tensor.nbytes
 
     def finish(self) -> None:
         """Write the last file and the index. Raises the first problem's class with all problems in its message."""
@@ -212,8 +278,7 @@ class _FileWriter:
             with storage_errors(self._directory, self._shard_size):
                 fault_point("export.write")
                 self._directory.mkdir(parents=True, exist_ok=True)
-                # the format as save_pretrained states it: accelerate's loader warns about a file without it
-                save_file(self._shard, self._shard_path(len(self._shards)), metadata={"format": "pt"})
+                save_file(self._shard, self._shard_path(len(self._shards)), metadata=self._metadata)
             self._shards.append(list(self._shard))
         except StorageError as error:
             self._problems.append(error)

@@ -74,9 +74,10 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
 
     assert isinstance(adapted, PeftModel)  # cli/merge.py refuses a folder without an adapter
     # draw token ids from the whole vocabulary, (ROWS, LENGTH), or shorter for a model with fewer positions
-    positions = getattr(adapted.config, "max_position_embeddings", None) or LENGTH
+    config = adapted.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or LENGTH
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(adapted.config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
+    rows = torch.randint(config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
     base_logits, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)

@@ -151,6 +151,7 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         ("world", _world(strategy.launcher, engine)),
         ("mesh", _mesh(engine)),
         ("parameters", _parameters(engine)),
+        ("model", model.package),
         ("new head", new_head and f"drawn from seed {recipe.seed}, {len(model.new_head)} parameters: {new_head}"),
         ("not read", model.unread_tensors and f"of model.path: {model.unread_tensors}"),
         ("not read", f"of model.config: {', '.join(model.unread_keys)}" if model.unread_keys else ""),

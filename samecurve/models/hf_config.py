@@ -34,6 +34,7 @@ from samecurve.config.rules_model import size_problems
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import choose_attention
+from samecurve.models.packaged import is_packaged, published_class, text_config
 from samecurve.specs.data_names import CHATML
 from samecurve.specs.model_families import CONSTANTS, families
 from samecurve.storage import trusted_code
@@ -93,6 +94,8 @@ class Head:
 
     def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         """Find the model class of the config's family with this head; None if the family has no such head."""
+        if self.kind == CAUSAL.kind and is_packaged(config):
+            return published_class(config)  # AutoModelForCausalLM has the text part alone for some families
         auto = _AUTO[self.kind]
         if type(config) in auto._model_mapping:
             mapped = auto._model_mapping[type(config)]
@@ -134,7 +137,9 @@ def model_config(
     """
     settings = recipe.model
     if settings.path is not None:
-        config = _stored(settings.path, settings.trust_remote_code, settings.revision)
+        config = stored_config(settings.path, settings.trust_remote_code, settings.revision)
+        if head.kind == CAUSAL.kind and is_packaged(config):
+            config = text_config(config)
     else:
         assert settings.config is not None  # a recipe gives either path or config
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})}, head)
@@ -270,7 +275,8 @@ def check_sizes(path: str, revision: str | None = None) -> None:
         raise ConfigurationError("\n".join(problems))
 
 
-def _stored(path: str, trust_remote_code: bool, revision: str | None) -> PreTrainedConfig:
+def stored_config(path: str, trust_remote_code: bool, revision: str | None) -> PreTrainedConfig:
+    """Read the config of `model.path`. Raises ConfigurationError if that is not possible or not allowed."""
     try:
         check_sizes(path, revision)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)

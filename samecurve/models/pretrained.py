@@ -14,6 +14,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import lora as adapters
 from samecurve.models import weight_conversion
 from samecurve.models.hf_config import CAUSAL, constants, kind_of, kind_of_stored
+from samecurve.models.packaged import package_of
 from samecurve.models.weight_files import Stored, read, weight_files
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class Pretrained:
         self._path, self._files = path, weight_files(path, revision)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         shapes = {name: stored.shape for name, stored in self._files.items()}
-        groups, self._unused = weight_conversion.groups(alone, shapes)
+        package = package_of(model)
+        groups, self._unused = weight_conversion.groups(package.model if package else alone, shapes)
         self._group = {name: group for group in groups for name in group.made}
         aliases: dict[int, list[str]] = {}  # of each parameter, the name in `named_parameters()` first
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -53,9 +55,22 @@ class Pretrained:
         }
         for name in constants(model):
             self._names[name], self._shapes[name] = [name], model.get_buffer(name).shape
-        self._class, self._buffers = type(alone).__name__, {name for name, _ in alone.named_buffers()}
+        self._kept: list[str] = []
+        if package:
+            self._names = {name: [package.name(alias) for alias in names] for name, names in self._names.items()}
+            own = {name for names in self._names.values() for name in names}
+            self._kept = [name for group in groups if own.isdisjoint(group.made) for name in group.sources]
+            self._kept += [name for name, (_, is_skipped) in self._unused.items() if is_skipped]
+        self._class, self._buffers = (
+            type(package.model if package else alone).__name__,
+            {name for name, _ in alone.named_buffers()},
+        )
         kinds = {kind_of(alone), kind_of_stored(alone.config)}
         self._head = None if kinds == {CAUSAL.kind} else alone.base_model_prefix  # else the file's head is another one
+
+    def kept(self) -> dict[str, Stored]:
+        """List the tensors that an export copies from the files: those of a packaged model beside its text part."""
+        return {name: self._files[name] for name in self._kept}
 
     def unread(self) -> tuple[list[str], list[str]]:
         """List the weights in the files that the model does not have; buffers of old versions are left out.
@@ -66,6 +81,8 @@ class Pretrained:
         """
         unknown, expected = [], []
         for name, (target, is_skipped) in self._unused.items():
+            if name in self._kept:
+                continue
             shape = self._files[name].shape
             is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]  # GPT-2's and GPT-J's causal one
             if is_mask or target in self._buffers or re.search(r"(inv_freq|position_ids|masked_bias)$", target):
@@ -76,7 +93,9 @@ class Pretrained:
 
     def grouped(self, names: list[str]) -> str:
         """Count tensors by the shortest beginning of their names that no tensor of the model has."""
-        known = {part for name in self._files.keys() - self._unused.keys() for part in _beginnings(name)}
+        known = {
+            part for name in self._files.keys() - self._unused.keys() - set(self._kept) for part in _beginnings(name)
+        }
         counts = Counter(next((part for part in _beginnings(name) if part not in known), name) for name in names)
         return ", ".join(f"{part} ({number} tensor{'s' * (number > 1)})" for part, number in counts.items())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from samecurve.config.schema import Adapter, Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import lora as adapters
+from samecurve.models import packaged
 from samecurve.models.hf_config import (
     CAUSAL,
     Head,
@@ -25,6 +27,7 @@ from samecurve.models.hf_config import (
     check_state,
     model_config,
     reason,
+    stored_config,
     without_pooler,
 )
 
@@ -67,6 +70,10 @@ def build_skeleton(
         except (OSError, ValueError) as error:
             if (Path(recipe.model.path) / GENERATION_CONFIG_NAME).exists():
                 raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
+    if recipe.model.path is not None and head.kind == CAUSAL.kind:
+        stored = stored_config(recipe.model.path, recipe.model.trust_remote_code, recipe.model.revision)
+        if packaged.is_packaged(stored):
+            packaged.wrap(model, stored, recipe.model.revision, partial(construct, where=torch.device("meta")))
     if recipe.adapter.name:
         adapters.inject(model, recipe.adapter, recipe.model.revision)
         adapters.check_targets(model, recipe.adapter)

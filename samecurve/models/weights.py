@@ -22,6 +22,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
 from samecurve.models.hf_config import constants, has_attention, is_classifier, reason, without_effect
+from samecurve.models.packaged import package_of
 from samecurve.models.pretrained import Pretrained, embeddings
 from samecurve.models.skeleton import without_adapter
 from samecurve.specs.data_names import CHATML
@@ -37,6 +38,7 @@ class ModelDescription:
         model_type: of its config.
         attention: implementation, "none" for a model without any.
         dropout: the config's rates above 0 by config key.
+        package: of a model packaged as multimodal: what it is, and the tensors beside its text part, counted.
         new_head: parameters that `model.path` lacks.
         unread_tensors: the weights there that the model does not have, counted.
         unread_keys: keys of model.config without effect.
@@ -45,6 +47,7 @@ class ModelDescription:
     model_type: str
     attention: str | None
     dropout: Mapping[str, float] = field(default_factory=dict)
+    package: str = ""
     new_head: Sequence[str] = ()
     unread_tensors: str = ""
     unread_keys: Sequence[str] = ()
@@ -52,15 +55,19 @@ class ModelDescription:
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
     """Describe the model. Raises as `load_weights`."""
-    head, unread = [], ""
+    head, unread, part, package = [], "", "", package_of(model)
     if recipe.model.path is not None:
         pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
         head = sorted(new_head(model, recipe, pretrained.missing()))
         unread = pretrained.grouped([name for names in pretrained.unread() for name in names])
+        if package:
+            kept = pretrained.grouped([*pretrained.kept()]) or "no other tensors"
+            part = f"text part of a {package.model.config.model_type}; {kept} kept as stored"
     return ModelDescription(
         model_type=model.config.model_type,
         attention=model.config._attn_implementation if has_attention(model.config) else "none",
         dropout=dropout.rates(model.config),
+        package=part,
         new_head=head,
         unread_tensors=unread,
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],

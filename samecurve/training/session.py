@@ -289,12 +289,13 @@ class Session:
             busy=context.watch.local_progress,
         )
         try:
-            export(parameters(), self.built.skeleton, target, context.accelerator.is_main_process)
+            lacks = export(parameters(), self.built.skeleton, target, context.accelerator.is_main_process)
         except (NumericError, CheckpointError, StorageError):  # on rank 0 alone, and the others are uploading by now
             self._upload_what_is_there()
             raise
         context.run.sync_metrics()
         context.progress.log(f"the trained model is in {context.run.model}")
+        context.progress.log(lacks)
         context.progress.log(verification.result if verification else "")
 
     def _verification(self) -> Verification | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from samecurve.models.pipeline_split import Layer
 
@@ -83,3 +83,46 @@ def run_layers(layers: list[Layer], input_ids: Tensor, position_ids: Tensor) -> 
     for layer in layers[1:]:
         flow = layer(flow)
     return flow
+
+
+# Packaged models that transformers 5.23 builds small, by name of the family or of the family and its text part;
+# gemma3n's tower would need timm.
+PACKAGED = """
+aria gemma3 gemma4 gemma4_unified got_ocr2 idefics3 internvl internvl:qwen3 llama4 llava llava_next llava_onevision
+mistral3 mistral3:ministral3 paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+""".split()
+_PARTS = {  # of a text part and of towers
+    **{**COMMON, **TOKENS, "head_dim": 8, "global_head_dim": 8, "embed_dim": 32, "out_hidden_size": 32},
+    **{"projection_dim": 32, "mm_hidden_size": 32, "vision_output_dim": 32, "output_proj_dims": 32, "mm_embed_dim": 32},
+    **{"projector_input_dim": 32, "projector_output_dim": 32, "output_channels": 32, "intermediate_size_mlp": 48},
+    **{"depth": 2, "num_heads": 4, "image_size": 28, "patch_size": 14, "num_position_embeddings": 16},
+    **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "pixel_shuffle_ratio": 0.5},
+    **{"vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"moe_num_experts": 4, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "no_rope_layers": None},
+}
+
+
+def packaged_config(name: str) -> PreTrainedConfig:
+    """Of PACKAGED; every part of it is small."""
+    family, _, text = name.partition(":")
+    packaged = CONFIG_MAPPING[family]
+    default, fields = packaged(), {}
+    for key, owner in packaged.sub_configs.items():
+        value = getattr(default, key)
+        part = owner if value is None else type(value)
+        if key == "text_config" and text:
+            part = CONFIG_MAPPING[text]
+        known = part().to_dict()
+        fields[key] = {name: value for name, value in _PARTS.items() if name in known}
+        if kinds := list(dict.fromkeys(known.get("layer_types") or ())):
+            fields[key]["layer_types"] = [kinds[0], kinds[-1]]
+        if "vl" in part.model_type.split("_") and "rope_parameters" in known:
+            rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            fields[key]["rope_parameters"] = rope
+        fields[key]["model_type"] = part.model_type
+    known = vars(default)
+    fields |= {name: 90 + index for index, name in enumerate(known) if name.endswith(("_token_id", "_token_index"))}
+    fields |= {name: value for name, value in {**TOKENS, "projection_dim": 32}.items() if name in known}
+    return packaged(**fields)
