@@ -218,9 +218,10 @@ def stored_config(model: PreTrainedModel) -> LoraConfig:
         # the published class has layers of the same names in its towers
         own = "|".join(re.escape(published) for _, published in package.prefixes)
         config.exclude_modules = rf"(?!{own}).*"
-        if isinstance(config.target_modules, str):  # a pattern of the text model's names
-            adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
-            config.target_modules = {package.name(name) for name in adapted}
+        # peft replaces all-linear by whole names; a pattern may have been written for the text model's
+        adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
+        targets = adapted if isinstance(config.target_modules, str) else config.target_modules or ()
+        config.target_modules = sorted(package.name(name) if name in adapted else name for name in targets)
     config.init_lora_weights = True  # peft's default; `inject` needed False
     config.inference_mode = True  # as peft's save_pretrained writes it
     return config

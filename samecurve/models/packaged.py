@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from samecurve.errors import ConfigurationError
@@ -61,8 +62,8 @@ def is_packaged(config: PreTrainedConfig) -> bool:
 
 def published_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Find the class of a packaged model."""
-    found = AutoModelForImageTextToText._model_mapping[type(config)]
-    return found[0] if isinstance(found, (list, tuple)) else found
+    mapped: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+    return mapped[0] if isinstance(mapped, (list, tuple)) else mapped
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -134,5 +135,5 @@ def _head(model: PreTrainedModel) -> Any:
     return model.get_output_embeddings()
 
 
-def _shapes(module: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}

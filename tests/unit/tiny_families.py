@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -107,7 +109,7 @@ _PARTS = {  # of a text part and of towers
 def packaged_config(name: str) -> PreTrainedConfig:
     """Of PACKAGED; every part of it is small."""
     family, _, text = name.partition(":")
-    packaged = CONFIG_MAPPING[family]
+    packaged: Any = CONFIG_MAPPING[family]
     default, fields = packaged(), {}
     for key, owner in packaged.sub_configs.items():
         value = getattr(default, key)
