@@ -101,8 +101,9 @@ def _revision(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _new_from_scratch(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("model.new_head") and value("model.path") is None:
         yield "model.new_head", "found true, but a model from scratch is new as a whole; set it to false"
-    if value("model.unknown_tensors") == "drop" and value("model.path") is None:
-        yield "model.unknown_tensors", "found drop, but a model from scratch is read from no file; remove the key"
+    chosen = value("model.unknown_tensors")
+    if chosen in ("keep", "drop") and value("model.path") is None:
+        yield "model.unknown_tensors", f"found {chosen}, but a model from scratch is read from no file; remove the key"
 
 
 def _new_and_frozen(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,15 +18,16 @@ from samecurve.checkpoint.format import CheckpointReader
 from samecurve.checkpoint.resume import read_state, refusals
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
-from samecurve.export.hf_export import KEPT, ExportTarget, export, out_of_range, put_in_place
+from samecurve.export.hf_export import ExportTarget, export, out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
+from samecurve.export.weight_shards import METADATA, UNCHANGED
 from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.region import Region
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
-from samecurve.models.weight_files import header, read, weight_files
-from samecurve.models.weights import constant_tensors
+from samecurve.models.weight_files import header, indexed_files, read, weight_files
+from samecurve.models.weights import constant_tensors, kept_tensors
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.storage.records import read_record
@@ -112,32 +112,32 @@ def check_links(folder: Path) -> None:
 def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
     if source.is_dir():
         shutil.copytree(source, target)
-    elif source.suffix == ".safetensors" and not _is_kept(source):
+    elif source.name.startswith(UNCHANGED):
+        shutil.copyfile(source, target)
+    elif source.suffix == ".safetensors":
         stored = header(source)
         tensors = read(stored, stored)
         problems = [str(problem) for name, tensor in tensors.items() if (problem := out_of_range(name, tensor, dtype))]
         if problems:
             raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
-        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata={"format": "pt"})
+        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata=METADATA)
     elif source.name == "config.json":
         fields = {**_read(source), "dtype": dtype_name(dtype)}
         if isinstance(inner := fields.get("text_config"), dict) and "dtype" in inner:
             fields["text_config"] = {**inner, "dtype": dtype_name(dtype)}
         write_json(target, fields)
     elif source.name.endswith(".safetensors.index.json"):
-        content = _read(source, {"metadata": {"total_size": int}})
-        size, kept = 0, {file: _is_kept(file) for file in source.parent.glob("*.safetensors")}
-        for stored in weight_files(str(source.parent)).values():
-            size += stored.stop - stored.start if kept[stored.file] else math.prod(stored.shape) * dtype.itemsize
-        write_json(target, {**content, "metadata": {**content["metadata"], "total_size": size}})
+        files, size = indexed_files(source), 0
+        for file in set(files.values()):
+            entries = header(file).values()
+            if file.name.startswith(UNCHANGED):
+                size += sum(stored.stop - stored.start for stored in entries)
+            else:
+                size += sum(math.prod(stored.shape) for stored in entries) * dtype.itemsize
+        names = {name: file.name for name, file in files.items()}
+        write_json(target, {"metadata": {"total_size": size}, "weight_map": names})
     else:
         shutil.copyfile(source, target)
-
-
-def _is_kept(file: Path) -> bool:
-    """Whether a weight file holds a start model's tensors as they are stored there; see hf_export.KEPT."""
-    with safe_open(file, framework="pt") as handle:
-        return handle.metadata() == KEPT
 
 
 def _read(path: Path, schema: Any = dict) -> dict:
@@ -206,7 +206,14 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     lacks = export(
         chain(opened.weights(), constant_tensors(skeleton, recipe)),
         skeleton,
-        ExportTarget(output, task.tokenizer, dtype=dtype, card=card, save_task_files=task.save_task_files),
+        ExportTarget(
+            output,
+            task.tokenizer,
+            dtype=dtype,
+            kept=partial(kept_tensors, skeleton, recipe),
+            card=card,
+            save_task_files=task.save_task_files,
+        ),
         True,  # the only process
     )
     print(lacks, end="\n" if lacks else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,20 @@ if TYPE_CHECKING:
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SHOWN = 5  # names in a message
+
+
+class Unused(NamedTuple):
+    """Stored names of tensors that the model's class does not have.
+
+    Attributes:
+        unknown: nobody expects them.
+        skipped: transformers leaves them out without a warning, such as layers for further tokens.
+        of_heads: of a head for another task.
+    """
+
+    unknown: list[str]
+    skipped: list[str]
+    of_heads: list[str]
 
 
 class Pretrained:
@@ -68,18 +82,9 @@ class Pretrained:
         kinds = {kind_of(alone), kind_of_stored(alone.config)}
         self._head = None if kinds == {CAUSAL.kind} else alone.base_model_prefix  # else the file's head is another one
 
-    def kept(self) -> dict[str, Stored]:
-        """List the tensors that an export copies from the files: those of a packaged model beside its text part."""
-        return {name: self._files[name] for name in self._kept}
-
-    def unread(self) -> tuple[list[str], list[str]]:
-        """List the weights in the files that the model does not have; buffers of old versions are left out.
-
-        Returns:
-            (names of tensors that nobody expects, names of those that transformers leaves out, too, and of heads for
-            another task).
-        """
-        unknown, expected = [], []
+    def unused(self) -> Unused:
+        """List the weights in the files that the model does not have, without the buffers of old versions."""
+        unused = Unused([], [], [])
         for name, (target, is_skipped) in self._unused.items():
             if name in self._kept:
                 continue
@@ -88,8 +93,20 @@ class Pretrained:
             if is_mask or target in self._buffers or re.search(r"(inv_freq|position_ids|masked_bias)$", target):
                 continue
             of_head = self._head is not None and (not target.startswith(f"{self._head}.") or ".pooler." in target)
-            (expected if is_skipped or of_head else unknown).append(name)
-        return unknown, expected
+            (unused.skipped if is_skipped else unused.of_heads if of_head else unused.unknown).append(name)
+        return unused
+
+    def kept(self, unknown_tensors: str = "stop") -> dict[str, Stored]:
+        """Find the tensors that the model does not have and that its export copies, by their stored names.
+
+        Those of a packaged model beside its text part are always among them.
+
+        Args:
+            unknown_tensors: `model.unknown_tensors`.
+        """
+        unused = self.unused()
+        names = {"stop": unused.skipped, "keep": [*unused.skipped, *unused.unknown], "drop": []}[unknown_tensors]
+        return {name: self._files[name] for name in (*self._kept, *names)}
 
     def grouped(self, names: list[str]) -> str:
         """Count tensors by the shortest beginning of their names that no tensor of the model has."""
@@ -103,14 +120,14 @@ class Pretrained:
         """Find the model's parameters and constants that are not in the files."""
         return {name for name in self._names if not self._found(name)}
 
-    def check(self, wanted: set[str], growing: set[str], hint: str = "", drops_unknown: bool = False) -> None:
+    def check(self, wanted: set[str], growing: set[str], hint: str = "", unknown_tensors: str = "stop") -> None:
         """Check that all wanted parameters can be read from the files, and that the files hold no others.
 
         Args:
             wanted: names of the parameters.
             growing: names of parameters that may have more rows than in the file, see hf_config.model_config.
             hint: advice about missing parameters for the message.
-            drops_unknown: whether weights that the model does not have are left out, see model.unknown_tensors.
+            unknown_tensors: what becomes of weights that the model does not have: `model.unknown_tensors`.
 
         Raises:
             ConfigurationError: lists every problem.
@@ -120,12 +137,12 @@ class Pretrained:
         for name in self._names:
             if name in wanted and name not in missing:
                 problems += filter(None, [self._problem(name, growing)])
-        unknown = [] if drops_unknown else self.unread()[0]
-        if unknown:
+        unknown = self.unused().unknown
+        if unknown and unknown_tensors == "stop":
             problems.append(
                 f"model.path: {self._path} holds weights that transformers' {self._class} does not have: "
-                f"{self.grouped(unknown)}; they would be neither trained nor exported. If the model works without "
-                "them, set model.unknown_tensors to drop"
+                f"{self.grouped(unknown)}; they would not be trained. If the model works without them, set "
+                "model.unknown_tensors to keep, which copies them into the export, or to drop"
             )
         if problems:
             raise ConfigurationError("\n".join(problems))

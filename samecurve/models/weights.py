@@ -25,6 +25,7 @@ from samecurve.models.hf_config import constants, has_attention, is_classifier, 
 from samecurve.models.packaged import package_of
 from samecurve.models.pretrained import Pretrained, embeddings
 from samecurve.models.skeleton import without_adapter
+from samecurve.models.weight_files import Stored
 from samecurve.specs.data_names import CHATML
 
 Write = Callable[[str, Tensor], None]
@@ -40,7 +41,8 @@ class ModelDescription:
         dropout: the config's rates above 0 by config key.
         package: of a model packaged as multimodal: what it is, and the tensors beside its text part, counted.
         new_head: parameters that `model.path` lacks.
-        unread_tensors: the weights there that the model does not have, counted.
+        kept_tensors, unread_tensors: the weights there that the model does not have, counted: those that the export
+            contains unchanged, and the others.
         unread_keys: keys of model.config without effect.
     """
 
@@ -49,26 +51,32 @@ class ModelDescription:
     dropout: Mapping[str, float] = field(default_factory=dict)
     package: str = ""
     new_head: Sequence[str] = ()
+    kept_tensors: str = ""
     unread_tensors: str = ""
     unread_keys: Sequence[str] = ()
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
     """Describe the model. Raises as `load_weights`."""
-    head, unread, part, package = [], "", "", package_of(model)
+    head, kept, unread, part, package = [], "", "", "", package_of(model)
     if recipe.model.path is not None:
         pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
         head = sorted(new_head(model, recipe, pretrained.missing()))
-        unread = pretrained.grouped([name for names in pretrained.unread() for name in names])
+        names = kept_tensors(model, recipe, pretrained)
+        kept = pretrained.grouped([*names])
+        unread = pretrained.grouped([name for group in pretrained.unused() for name in group if name not in names])
         if package:
-            kept = pretrained.grouped([*pretrained.kept()]) or "no other tensors"
-            part = f"text part of a {package.model.config.model_type}; {kept} kept as stored"
+            kept, part = (
+                "",
+                f"text part of a {package.model.config.model_type}; {kept or 'no other tensors'} kept as stored",
+            )
     return ModelDescription(
         model_type=model.config.model_type,
         attention=model.config._attn_implementation if has_attention(model.config) else "none",
         dropout=dropout.rates(model.config),
         package=part,
         new_head=head,
+        kept_tensors=kept,
         unread_tensors=unread,
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
     )
@@ -113,6 +121,17 @@ def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[s
     yield from tensors.items()
 
 
+def kept_tensors(model: PreTrainedModel, recipe: Recipe, pretrained: Pretrained | None = None) -> dict[str, Stored]:
+    """Find the tensors of `model.path` that the model does not have and that its export contains unchanged, by name.
+
+    An adapter's export contains none. `pretrained` is the reader of `model.path`, if there is one already.
+    """
+    if recipe.model.path is None or adapters.is_adapted(model):
+        return {}
+    reader = pretrained or Pretrained(model, model, recipe.model.path, recipe.model.revision)
+    return reader.kept(recipe.model.unknown_tensors)
+
+
 def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
     if not recipe.model.path:
         yield from _seeded(model, recipe.seed, wanted)
@@ -125,7 +144,7 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
     stored = wanted - added.keys() - new
     hint = _head_hint(model, pretrained.missing() - new)
-    pretrained.check(stored, growing, hint, recipe.model.unknown_tensors == "drop")
+    pretrained.check(stored, growing, hint, recipe.model.unknown_tensors)
     yield from _seeded(model, recipe.seed, wanted & new)
     for name, tensor in pretrained.tensors(stored, growing):
         yield name, tensor

@@ -11,7 +11,7 @@ from samecurve.distributed.affinity import num_cores
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
-from samecurve.models.weights import constant_tensors
+from samecurve.models.weights import constant_tensors, kept_tensors
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
 
@@ -109,6 +109,8 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
     for name, tensor in constant_tensors(skeleton, plan.recipe):  # which checkpoints do not contain
         digest.update(name.encode() + tensor.numpy().tobytes())
         known["model"]["constants"] = digest.hexdigest()
+    if kept := kept_tensors(skeleton, plan.recipe):  # which an export copies from model.path
+        known["model"]["kept_tensors"] = weights_fingerprint(kept)
     return {
         "recipe": plan.recipe.model_dump(),
         "strategy": plan.strategy.name,

@@ -34,7 +34,7 @@ from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter, WaitAdvice
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
-from samecurve.models.weights import constant_tensors
+from samecurve.models.weights import constant_tensors, kept_tensors
 from samecurve.run.run_directory import SAMPLES
 from samecurve.storage.jsonl import JsonlFile
 from samecurve.training.evaluator import EarlyStopping, Evaluation
@@ -283,6 +283,7 @@ class Session:
         target = ExportTarget(
             context.run.model,
             task.tokenizer,
+            kept=partial(kept_tensors, self.built.skeleton, context.recipe),
             card=partial(write_card, context.run.path, ExportInfo(step=best)),
             save_task_files=task.save_task_files,
             check=verification or (lambda directory: None),
