@@ -153,6 +153,7 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         ("parameters", _parameters(engine)),
         ("model", model.package),
         ("new head", new_head and f"drawn from seed {recipe.seed}, {len(model.new_head)} parameters: {new_head}"),
+        ("constants", model.constants),
         ("kept", model.kept_tensors and f"of model.path, for the export, unchanged: {model.kept_tensors}"),
         ("not read", model.unread_tensors and f"of model.path: {model.unread_tensors}"),
         ("not read", f"of model.config: {', '.join(model.unread_keys)}" if model.unread_keys else ""),

@@ -36,7 +36,7 @@ from samecurve.errors import ConfigurationError, DataError
 from samecurve.models.attention.choice import choose_attention
 from samecurve.models.packaged import is_packaged, published_class, text_config
 from samecurve.specs.data_names import CHATML
-from samecurve.specs.model_families import CONSTANTS, families
+from samecurve.specs.model_families import families
 from samecurve.storage import trusted_code
 
 _AUTO = {
@@ -227,9 +227,10 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def check_state(model: PreTrainedModel) -> None:
-    """Raise ConfigurationError for layers that learn other than by gradients: only parameters are trained and exported.
+    """Raise ConfigurationError for BatchNorm, whose running statistics learn other than by gradients.
 
-    BatchNorm, which would also make a row's outputs depend on the rows beside it, is named.
+    It also makes a row's outputs depend on the rows beside it. Other buffers that change are noticed when they do:
+    engines/accelerated.py.
     """
     family = model.config.model_type
     for name, layer in model.named_modules():
@@ -240,23 +241,15 @@ def check_state(model: PreTrainedModel) -> None:
                 "differ between ranks and be updated twice where activations are recomputed. Use a model with "
                 "LayerNorm or RMSNorm"
             )
-    kept = stored_buffers(model) - constants(model)
-    if kept:
-        raise ConfigurationError(
-            f"model: {family} keeps values in buffers ({', '.join(sorted(kept)[:3])}) that learn by a rule of its "
-            "own, as DeepSeek-V3's routing bias follows the load of its experts after each step; here only gradients "
-            "change a model, and an export would not contain them; use another model_type"
-        )
-
-
-def stored_buffers(model: PreTrainedModel) -> set[str]:
-    """Find the names of the buffers that a checkpoint of the model contains."""
-    return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
 
 
 def constants(model: PreTrainedModel) -> set[str]:
-    """Find the stored buffers that training leaves as they are: read with the weights, and exported unchanged."""
-    return {name for name in stored_buffers(model) if name.endswith(CONSTANTS)}
+    """Find the buffers that a checkpoint of the model contains: read with the weights, and exported unchanged.
+
+    An example is the bias by which DeepSeek-V3's router chooses experts. Its authors move it by the experts' load,
+    transformers' code leaves it as it is.
+    """
+    return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
 
 
 def reason(error: Exception) -> str:

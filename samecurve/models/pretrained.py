@@ -67,8 +67,12 @@ class Pretrained:
             for names in aliases.values()
             if not adapters.is_adapter_weight(names[0])
         }
-        for name in constants(model):
-            self._names[name], self._shapes[name] = [name], model.get_buffer(name).shape
+        self._constants = constants(model)
+        for name in self._constants:
+            self._names[name] = [adapters.pretrained_name(name)]
+            self._shapes[name] = model.get_buffer(name).shape
+        # PreTrainedModel.from_pretrained makes these anew without a warning
+        self._may_miss = [re.compile(pattern) for pattern in alone._keys_to_ignore_on_load_missing or ()]
         self._kept: list[str] = []
         if package:
             self._names = {name: [package.name(alias) for alias in names] for name, names in self._names.items()}
@@ -120,6 +124,11 @@ class Pretrained:
         """Find the model's parameters and constants that are not in the files."""
         return {name for name in self._names if not self._found(name)}
 
+    def new_constants(self) -> set[str]:
+        """Find the constants that the files lack and that transformers makes by the family's rule for a new model."""
+        missing = self.missing() & self._constants
+        return {name for name in missing if any(pattern.search(name) for pattern in self._may_miss)}
+
     def check(self, wanted: set[str], growing: set[str], hint: str = "", unknown_tensors: str = "stop") -> None:
         """Check that all wanted parameters can be read from the files, and that the files hold no others.
 
@@ -148,7 +157,7 @@ class Pretrained:
             raise ConfigurationError("\n".join(problems))
 
     def tensors(self, wanted: set[str], growing: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full fp32 tensor) of each wanted parameter in the model's order. Call `check` first."""
+        """Yield (name, full tensor) of each wanted parameter, in fp32, and constant, as stored. Call `check` first."""
         rest = dict.fromkeys(name for name in self._names if name in wanted)
         while rest:
             name = next(iter(rest))
@@ -159,7 +168,9 @@ class Pretrained:
             made = group.convert(stored)
             # one conversion may make several parameters, so that none of its tensors is read twice
             for name in [name for name in rest if self._found(name)[0] in made]:
-                tensor = made[self._found(name)[0]].float()
+                tensor = made[self._found(name)[0]]
+                if name not in self._constants:
+                    tensor = tensor.float()
                 self._check_tied(name, tensor)
                 if name in growing and tensor.shape[0] < self._shapes[name][0]:
                     tensor = grow_embedding(tensor, self._shapes[name][0])
@@ -180,7 +191,7 @@ class Pretrained:
                 f"{where} cannot make {name} ({group.problem}); are tensors missing, or is the config another model's?"
             )
         other = {entry.dtype for entry in stored.values()} - set(_FLOATS)
-        if other:
+        if other and name not in self._constants:
             return f"{where}: {', '.join(sorted(other))}, which is quantized; give the model's unquantized weights"
         shape = group.made[target]
         room = name in growing and shape[1:] == expected[1:] and shape[0] < expected[0]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +23,7 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
+from samecurve.models.flops import num_experts
 from samecurve.models.hf_config import constants, has_attention, is_classifier, reason, without_effect
 from samecurve.models.packaged import package_of
 from samecurve.models.pretrained import Pretrained, embeddings
@@ -44,6 +47,7 @@ class ModelDescription:
         kept_tensors, unread_tensors: the weights there that the model does not have, counted: those that the export
             contains unchanged, and the others.
         unread_keys: keys of model.config without effect.
+        constants: the buffers and weights that the family itself does not train, counted.
     """
 
     model_type: str
@@ -54,6 +58,7 @@ class ModelDescription:
     kept_tensors: str = ""
     unread_tensors: str = ""
     unread_keys: Sequence[str] = ()
+    constants: str = ""
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
@@ -79,14 +84,27 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
         kept_tensors=kept,
         unread_tensors=unread,
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
+        constants=_constants(model),
     )
+
+
+def _constants(model: PreTrainedModel) -> str:
+    """Count the buffers and weights that the family itself does not train by their names without layer numbers."""
+    names = sorted(constants(model))
+    if not adapters.is_adapted(model):
+        names += [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+    text = ", ".join(f"{name} ({number} tensor{'s' * (number > 1)})" for name, number in counts.items())
+    if num_experts(model.config.get_text_config()) > 1 and any("bias" in name for name in counts):
+        text += "; a router's bias is frozen: the load of the experts does not move it"
+    return text
 
 
 def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
     """Call `write(name, tensor)` once for every parameter and buffer of the skeleton `model`, or for those in `names`.
 
-    Tensors are full, on the CPU and in fp32 (buffers in their own dtype). Tied parameters come once, under their name
-    in `named_parameters()`. All ranks that call this function see the same values in the same order.
+    Tensors are full, on the CPU and in fp32 (buffers as stored or computed). Tied parameters come once, under their
+    name in `named_parameters()`. All ranks that call this function see the same values in the same order.
 
     Args:
         model: the architecture, on the meta device.
@@ -102,7 +120,7 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
     for name, tensor in _source(model, recipe, wanted):
         write(name, tensor)
         written.add(name)
-    if written != wanted:
+    if not written >= wanted - constants(model):
         raise ConfigurationError(
             f"model: {model.config.model_type} has weights outside its layers, which cannot be initialized: "
             f"{', '.join(sorted(wanted - written))}; use another model_type"
@@ -142,7 +160,7 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
     new = new_head(model, recipe, pretrained.missing())
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
-    stored = wanted - added.keys() - new
+    stored = wanted - added.keys() - new - pretrained.new_constants()
     hint = _head_hint(model, pretrained.missing() - new)
     pretrained.check(stored, growing, hint, recipe.model.unknown_tensors)
     yield from _seeded(model, recipe.seed, wanted & new)
@@ -186,14 +204,25 @@ def _unset(module: nn.Module) -> nn.Module:
     """Copy a module to the CPU with all values nan, to detect those that are never set."""
     real = copy.deepcopy(module).to_empty(device="cpu")
     for tensor in (*real.parameters(), *real.buffers()):
-        if tensor.is_floating_point():
-            tensor.fill_(math.nan)
+        tensor.fill_(_never_set(tensor))
     return real
+
+
+def _never_set(tensor: Tensor) -> float:
+    """Return the value that marks elements which no rule has set."""
+    if tensor.is_floating_point():
+        return math.nan
+    return 0 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
 
 
 def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Raise ConfigurationError for values that `_init_weights` left unset: a parent module sets them, or nothing."""
-    left = [name for name, tensor in tensors if tensor.is_floating_point() and bool(torch.isnan(tensor).any())]
+    left = [
+        name
+        for name, tensor in tensors
+        if bool((tensor.isnan() if tensor.is_floating_point() else tensor == _never_set(tensor)).any())
+        and tensor.dtype is not torch.bool
+    ]
     if left:
         raise ConfigurationError(
             f"model: {model.config.model_type} does not initialize {prefix}.{left[0]} in that module's own rule, so "

@@ -224,10 +224,6 @@ def families(fact: str) -> frozenset[str]:
     return frozenset(name for name, family in FAMILIES.items() if fact in family.words.split())
 
 
-# Stored buffers that no forward pass changes, by the ends of their names (tests/unit/test_constants.py). A buffer of
-# another name may learn by a rule of its own.
-CONSTANTS = ("layer_scalar", "act_fn.beta", "act_fn.eps")
-
 # Families of models that also read images or sound, whose text part is trained alone: on rows of text its logits are
 # those of the whole model (tests/unit/test_packaged.py). Not so in aya_vision and cohere2_vision, which leave out the
 # scale of a Cohere's logits.

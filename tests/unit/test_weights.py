@@ -388,14 +388,6 @@ def test_batch_norm_is_refused_by_name(monkeypatch):
     assert "running statistics would differ between ranks" in str(caught.value)
 
 
-def test_a_family_with_trained_buffers_is_refused():
-    fields = {**LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1}
-    with pytest.raises(
-        ConfigurationError, match="deepseek_v3 keeps values in buffers .*e_score_corr.*load of its experts"
-    ):
-        build_skeleton(recipe(fields), 64, TOKENS)
-
-
 def test_dropout_is_told_by_name():
     assert describe(build_skeleton(recipe(LLAMA), 64, TOKENS), recipe(LLAMA)) == ModelDescription(
         model_type="llama", attention="sdpa", new_head=[], unread_keys=[]
