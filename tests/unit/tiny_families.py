@@ -53,9 +53,9 @@ apertus axk1 deepseek_v3 deepseek_v32 deepseek_v4 dots1 exaone_moe gemma4_text g
 kimi_linear kolibri1 lfm2_moe longcat_flash mimo_v2_flash minimax minimax_m2 nemotron_h solar_open zaya
 """.split()
 HYBRIDS = """
-afmoe bamba deepseek_v2 ernie4_5 ernie4_5_moe exaone4 falcon_h1 glm glm4 granite granitemoehybrid hunyuan_v1_dense laguna lfm2 llama4_text
-mamba2 ministral ministral3 olmo3 qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma seed_oss smollm3 starcoder2
-vaultgemma arcee cohere2 nemotron phi
+afmoe bamba deepseek_v2 ernie4_5 ernie4_5_moe exaone4 falcon_h1 glm glm4 granite granitemoehybrid hunyuan_v1_dense
+laguna lfm2 llama4_text mamba2 ministral ministral3 olmo3 qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
+seed_oss smollm3 starcoder2 vaultgemma arcee cohere2 nemotron phi
 """.split()
 # Sizes of parts that only some families have.
 SMALL = {
