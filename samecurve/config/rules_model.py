@@ -15,6 +15,7 @@ from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
+from samecurve.specs.model_families import text_fields
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.records import read_record
 
@@ -110,8 +111,9 @@ def _overrides(value: Callable[[str], Any]) -> Iterator[Finding]:
 def _new_from_scratch(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("model.new_head") and value("model.path") is None:
         yield "model.new_head", "found true, but a model from scratch is new as a whole; set it to false"
-    if value("model.unknown_tensors") == "drop" and value("model.path") is None:
-        yield "model.unknown_tensors", "found drop, but a model from scratch is read from no file; remove the key"
+    chosen = value("model.unknown_tensors")
+    if chosen in ("keep", "drop") and value("model.path") is None:
+        yield "model.unknown_tensors", f"found {chosen}, but a model from scratch is read from no file; remove the key"
 
 
 def _new_and_frozen(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -183,12 +185,12 @@ RULES = (
 
 
 def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
-    """The model's config as far as the recipe or a local model folder gives it."""
+    """The config of the model, or of a packaged model's text part, as far as the recipe or a local folder gives it."""
     config = value("model.config")
     if config is None and value("model.path") is not None:
         config = read_record(Path(value("model.path")) / "config.json").value  # of a name on the hub there is none
         if isinstance(config, dict):
-            config = config | value("model.overrides")
+            config = text_fields(config) | value("model.overrides")
     return config if isinstance(config, dict) else {}
 
 

@@ -64,9 +64,10 @@ class Model(Section):
     new_head: bool = False
     """Make the task's head, which `path` lacks. `classify` and `reward` do so without this key. An error if `path` has
     it."""
-    unknown_tensors: Literal["stop", "drop"] = "stop"
-    """Weights in `path` that transformers' class does not have, such as layers for further tokens (`mtp.*`) or for
-    images: an error, or left out of the training and the export (`drop`). The header counts them."""
+    unknown_tensors: Literal["stop", "keep", "drop"] = "stop"
+    """Weights in `path` that transformers' class does not have, such as layers for further tokens (`mtp.*`). Those that
+    transformers leaves out by its own rules are copied into the export unchanged, and others are an error (`stop`);
+    all are copied (`keep`); none are (`drop`). The header counts them."""
     router_loss: Annotated[Literal["sequence", "batch", "off"] | None, BeforeValidator(_off)] = None
     """Mixture of experts: balance the experts within each row (`sequence`) or over the global batch (`batch`, one more
     forward pass), or not (`off`). null: `sequence` where the model has a router loss. See [Numerics](numerics.md)."""

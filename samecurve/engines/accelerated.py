@@ -14,10 +14,14 @@ from samecurve.engines import teacher
 from samecurve.engines.forward import Forward
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.step_sums import StepSums, step_result
+from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult
+from samecurve.models.hf_config import constants
 from samecurve.optim.schedule import set_learning_rate
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from samecurve.accelerator.accelerator import Accelerator
     from samecurve.accelerator.mesh import Mesh
     from samecurve.config.schema import Recipe
@@ -33,10 +37,13 @@ class AcceleratedEngine(ABC):
     Attributes:
         model: as Accelerate has prepared it.
         forward: its forward passes.
+        tensors: what this rank keeps of each weight and buffer, by name.
         first_step: compares the first update with the recipe.
     """
 
     accelerator: Accelerator
+    skeleton: PreTrainedModel
+    tensors: dict[str, Any]
     recipe: Recipe
     task: Task
     mesh: Mesh
@@ -55,6 +62,7 @@ class AcceleratedEngine(ABC):
 
     def _build_forward(self, plan: Plan, **parts: Any) -> Forward:
         """Build the forward passes of the prepared model. `parts`: the other attributes of Forward."""
+        self._constants = {name: self.tensors[name].clone() for name in constants(self.skeleton)}
         return Forward(
             self.accelerator,
             self.mesh,
@@ -89,7 +97,27 @@ class AcceleratedEngine(ABC):
         read()
         mean = sums.loss / counts.trained
         result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
-        return result if self.first_step.is_over else self.first_step.checked(result, learning_rate)
+        if not self.first_step.is_over:
+            result = self.first_step.checked(result, learning_rate)
+            if self.first_step.is_over:
+                self._check_constants()
+        return result
+
+    def _check_constants(self) -> None:
+        """Raise ConfigurationError on all ranks if a step has changed a buffer that exports copy. Collective.
+
+        Layers could learn by it other than by gradients, and only parameters are in checkpoints.
+        """
+        live = dict(getattr(self.model, "module", self.model).named_buffers())
+        moved = [not bool(((value == live[name]) | (value != value)).all()) for name, value in self._constants.items()]
+        counts = self.first_step.add(torch.tensor([float(one) for one in moved], dtype=torch.float64)) if moved else ()
+        names = [name for name, count in zip(self._constants, counts, strict=True) if count]
+        if names:
+            raise ConfigurationError(
+                f"model: the first step changed a buffer of this {self.skeleton.config.model_type} ({names[0]}, "
+                f"{len(names)} in all), so that the model learns by a rule of its own; here only gradients change a "
+                "model, and neither checkpoints nor an export would contain the change. Use another model_type"
+            )
 
     def _loss_scale(self) -> float:
         """fp16's loss scale by which this engine multiplies losses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -19,13 +20,14 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
 from samecurve.export.hf_export import ExportTarget, export, out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
+from samecurve.export.weight_shards import METADATA, UNCHANGED
 from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.region import Region
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
-from samecurve.models.weight_files import header, read, weight_files
-from samecurve.models.weights import constant_tensors
+from samecurve.models.weight_files import header, indexed_files, read, weight_files
+from samecurve.models.weights import constant_tensors, kept_tensors
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.storage.records import read_record
@@ -110,21 +112,30 @@ def check_links(folder: Path) -> None:
 def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
     if source.is_dir():
         shutil.copytree(source, target)
+    elif source.name.startswith(UNCHANGED):
+        shutil.copyfile(source, target)
     elif source.suffix == ".safetensors":
         stored = header(source)
         tensors = read(stored, stored)
         problems = [str(problem) for name, tensor in tensors.items() if (problem := out_of_range(name, tensor, dtype))]
         if problems:
             raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
-        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata={"format": "pt"})
+        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata=METADATA)
     elif source.name == "config.json":
-        write_json(target, {**_read(source), "dtype": dtype_name(dtype)})
+        fields = {**_read(source), "dtype": dtype_name(dtype)}
+        if isinstance(inner := fields.get("text_config"), dict) and "dtype" in inner:
+            fields["text_config"] = {**inner, "dtype": dtype_name(dtype)}
+        write_json(target, fields)
     elif source.name.endswith(".safetensors.index.json"):
-        content = _read(source, {"metadata": {"total_size": int}})
-        config = _read(source.with_name("config.json"), {"dtype?": (str, None)})
-        stored = getattr(torch, config.get("dtype") or "float32", torch.float32)
-        size = content["metadata"]["total_size"] // stored.itemsize * dtype.itemsize
-        write_json(target, {**content, "metadata": {**content["metadata"], "total_size": size}})
+        files, size = indexed_files(source), 0
+        for file in set(files.values()):
+            entries = header(file).values()
+            if file.name.startswith(UNCHANGED):
+                size += sum(stored.stop - stored.start for stored in entries)
+            else:
+                size += sum(math.prod(stored.shape) for stored in entries) * dtype.itemsize
+        names = {name: file.name for name, file in files.items()}
+        write_json(target, {"metadata": {"total_size": size}, "weight_map": names})
     else:
         shutil.copyfile(source, target)
 
@@ -192,9 +203,17 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     opened = open_checkpoint(folder, recipe)
     task, skeleton = opened.task, opened.skeleton
     card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
-    export(
+    lacks = export(
         chain(opened.weights(), constant_tensors(skeleton, recipe)),
         skeleton,
-        ExportTarget(output, task.tokenizer, dtype=dtype, card=card, save_task_files=task.save_task_files),
+        ExportTarget(
+            output,
+            task.tokenizer,
+            dtype=dtype,
+            kept=partial(kept_tensors, skeleton, recipe),
+            card=card,
+            save_task_files=task.save_task_files,
+        ),
         True,  # the only process
     )
+    print(lacks, end="\n" if lacks else "")

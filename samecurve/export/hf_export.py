@@ -6,8 +6,9 @@ import copy
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,13 +19,17 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from samecurve.data.chat_encoder import end_tokens
-from samecurve.errors import CheckpointError, NumericError, SamecurveError, StorageError
+from samecurve.errors import CheckpointError, ConfigurationError, NumericError, SamecurveError, StorageError
 from samecurve.export.model_card import ADAPTED_CONFIG
+from samecurve.export.weight_shards import METADATA, SHARD_BYTES, UNCHANGED, Shard, name_shards, write_kept
 from samecurve.interfaces.engine import dtype_name
 from samecurve.models import dequantize
 from samecurve.models.hf_config import CAUSAL, constants, is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names
+from samecurve.models.packaged import PROCESSOR_FILES, Package, package_of
+from samecurve.models.pretrained import Pretrained
 from samecurve.models.weight_conversion import Storage
+from samecurve.models.weight_files import Stored
 from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.checksums import write_checksums
 from samecurve.storage.fault_injection import fault_point
@@ -33,7 +38,6 @@ from samecurve.storage.records import read_record
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SHARD_BYTES = 4 * 10**9
 # Config keys of several families for the number of layers that predict further tokens.
 FURTHER_TOKENS = (
     "num_nextn_predict_layers",
@@ -53,6 +57,8 @@ class ExportTarget:
         tokenizer: the model's tokenizer.
         shard_bytes: largest size of a weight file.
         dtype: dtype of the weights in the files.
+        kept: finds the stored tensors to copy, by name; see weights.kept_tensors. None: those of a packaged model
+            beside its text part.
         card, save_task_files: write the model card and the task's own files into the folder.
         check: called with the complete folder before it gets its name; it may move the folder away and raise.
         busy: called repeatedly while files are flushed to the disk.
@@ -62,6 +68,7 @@ class ExportTarget:
     tokenizer: PreTrainedTokenizerBase
     shard_bytes: int = SHARD_BYTES
     dtype: torch.dtype = torch.float32
+    kept: Callable[[], Mapping[str, Stored]] | None = None
     card: Callable[[Path], None] = lambda directory: None
     save_task_files: Callable[[Path, PreTrainedConfig], None] = lambda directory, config: None
     check: Callable[[Path], None] = lambda directory: None
@@ -70,8 +77,11 @@ class ExportTarget:
 
 def export(
     parameters: Iterator[tuple[str, Tensor | None]], skeleton: PreTrainedModel, target: ExportTarget, is_main: bool
-) -> None:
+) -> str:
     """Write safetensors, config and tokenizer to a folder, atomically; of an adapted model only peft's adapter.
+
+    The text part of a packaged model is written with the rest of that model, copied from the start model's files.
+    Where those are gone, the text part is written alone, and a sentence about that is returned; else "".
 
     Args:
         parameters: the engine's parameters, and then weights.constant_tensors. Gathering one is collective, so every
@@ -87,24 +97,46 @@ def export(
     if not is_main:
         for _ in parameters:
             pass
-        return
-    partial = target.path.with_name(f"{target.path.name}.partial")
-    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, target.shard_bytes)
-    writer = _FileWriter(skeleton, layout, partial, target.dtype)
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed export: transformers would read its files, too
+        return ""
+    kept, lost = _kept(skeleton, target)
+    folder = target.path.with_name(f"{target.path.name}.partial")
+    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, target.shard_bytes, kept)
+    writer = _FileWriter(skeleton, layout, folder, target.dtype)
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed export: transformers would read its files, too
     try:
         for name, tensor in parameters:
             writer.take(name, tensor)
-        writer.finish()
-        with storage_errors(partial):
-            layout.write_config(skeleton, partial, target)
-            target.tokenizer.save_pretrained(partial)
-            target.card(partial)
-            target.save_task_files(partial, skeleton.config)
-            target.check(partial)
-            put_in_place(partial, target.path, target.busy)
+        writer.finish(kept or {})
+        with storage_errors(folder):
+            layout.write_config(skeleton, folder, target)
+            target.tokenizer.save_pretrained(folder)
+            target.card(folder)
+            target.save_task_files(folder, skeleton.config)
+            target.check(folder)
+            put_in_place(folder, target.path, target.busy)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    return lost
+
+
+def _kept(skeleton: PreTrainedModel, target: ExportTarget) -> tuple[Mapping[str, Stored] | None, str]:
+    """Return the stored tensors to copy, or None and a sentence where they cannot be read any more."""
+    package = package_of(skeleton)
+    if is_adapted(skeleton):
+        return {}, ""
+    try:
+        if target.kept is not None:
+            return target.kept(), ""
+        return Pretrained(skeleton, skeleton, package.path, package.revision).kept() if package else {}, ""
+    except ConfigurationError as error:
+        without = " without the tensors that its class does not have"
+        if package:
+            without = f", the text part of the {package.model.config.model_type} alone"
+        return None, (
+            f"the export is a {type(skeleton).__name__}{without}, because the rest of the start model cannot be read: "
+            f"{error}. With model.path back in place, python -m samecurve export RUN --checkpoint latest makes the "
+            "whole model"
+        )
 
 
 class _FileLayout(NamedTuple):
@@ -125,10 +157,36 @@ class _FileLayout(NamedTuple):
     write_config: Callable[[PreTrainedModel, Path, ExportTarget], None]
 
 
-def _whole_model(skeleton: PreTrainedModel, shard_bytes: int) -> _FileLayout:
-    storage = Storage(skeleton)
-    groups = storage.groups([*(name for name, _ in skeleton.named_parameters()), *sorted(constants(skeleton))])
-    return _FileLayout(groups, storage.convert, "model", shard_bytes, _write_config)
+def _whole_model(skeleton: PreTrainedModel, shard_bytes: int, kept: Mapping[str, Stored] | None) -> _FileLayout:
+    """Return the layout of a model, or of the packaged one around it; `kept` are the tensors beside the text part."""
+    package, names = package_of(skeleton), [*(name for name, _ in skeleton.named_parameters())]
+    names += sorted(constants(skeleton))
+    if package is None or kept is None:
+        storage = Storage(skeleton)
+        return _FileLayout(
+            storage.groups(names), storage.convert, "model", shard_bytes, partial(_write_config, kept=kept or ())
+        )
+    storage, published = Storage(package.model), {name: package.name(name) for name in names}
+    own = {published[name]: name for name in names}
+    groups = {own[name]: tuple(own[member] for member in group) for name, group in storage.groups([*own]).items()}
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return storage.convert({published[name]: tensor for name, tensor in tensors.items()})
+
+    folders = {stored.file.parent for stored in kept.values()}
+    return _FileLayout(groups, convert, "model", shard_bytes, partial(_write_package, package, folders))
+
+
+def _write_package(
+    package: Package, folders: set[Path], skeleton: PreTrainedModel, directory: Path, target: ExportTarget
+) -> None:
+    """Write the configs of a packaged model, and its processor's files from the start model's folder."""
+    write_json(directory / "config.json", package.config_fields(dtype_name(target.dtype)))
+    if skeleton.generation_config is not None:
+        write_generation_config(skeleton.generation_config, target.tokenizer, directory)
+    for file in (folder / name for folder in folders for name in PROCESSOR_FILES):
+        if file.is_file():
+            shutil.copyfile(file, directory / file.name)
 
 
 def _adapter(skeleton: PreTrainedModel) -> _FileLayout:
@@ -146,14 +204,15 @@ class _FileWriter:
     """Collects parameters into files. After the first problem nothing more is written, and `finish` raises."""
 
     def __init__(self, skeleton: PreTrainedModel, layout: _FileLayout, directory: Path, dtype: torch.dtype):
-        tensors = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
+        self._constants = dict(skeleton.named_buffers())
+        tensors = {**dict(skeleton.named_parameters()), **self._constants}
         self._expected = {name: tensors[name] for name in layout.groups}
         self._layout, self._directory, self._limit, self._dtype = layout, directory, layout.shard_bytes, dtype
-        self._stem = layout.stem
         self._waiting: dict[str, Tensor] = {}  # parameters whose group is not complete
         self._shard: dict[str, Tensor] = {}
-        self._shard_size = self._total = 0
-        self._shards: list[list[str]] = []
+        self._unchanged: dict[str, Tensor] = {}
+        self._shard_size = 0
+        self._shards: list[Shard] = []
         self._seen: set[str] = set()
         self._problems: list[SamecurveError] = []
 
@@ -167,28 +226,34 @@ class _FileWriter:
             self._waiting.clear()
             return
         assert tensor is not None  # which `_check` reports
-        self._waiting[name] = tensor.detach().to("cpu", self._dtype)
+        dtype = tensor.dtype if name in self._constants else self._dtype
+        self._waiting[name] = tensor.detach().to("cpu", dtype)
         group = self._layout.groups[name]
         if self._waiting.keys() >= set(group):
             members = {member: self._waiting.pop(member) for member in group}
             for stored, converted in self._layout.convert(members).items():
                 tensor = converted.contiguous()
+                if name in self._constants:
+                    self._unchanged[stored] = tensor.clone()
+                    continue
                 if self._shard and self._shard_size + tensor.nbytes > self._limit:
                     self._flush()
                 # Clone a view, which would be saved with all of its storage, or refused as shared.
                 self._shard[stored] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
                 self._shard_size += tensor.nbytes
-                self._total += tensor.nbytes
 
-    def finish(self) -> None:
-        """Write the last file and the index. Raises the first problem's class with all problems in its message."""
+    def finish(self, kept: Mapping[str, Stored]) -> None:
+        """Write the last files, copies of `kept` among them, and the index.
+
+        Raises the first problem's class with all problems in its message.
+        """
         missing = self._expected.keys() - self._seen
         if missing:
             self._problems.append(CheckpointError(f"missing parameters: {', '.join(sorted(missing))}"))
         if not self._problems:
             self._flush()
         if not self._problems:
-            self._name_shards()
+            self._finish_files(kept)
         if self._problems:
             listed = "\n".join(f"  {problem}" for problem in self._problems)
             raise type(self._problems[0])(f"the model was not exported to {self._directory.stem}/:\n{listed}")
@@ -205,7 +270,7 @@ class _FileWriter:
             return CheckpointError(f"{name}: found shape {tuple(tensor.shape)}, but the model has {tuple(shape)}")
         if not torch.isfinite(tensor).all():
             return NumericError(f"{name}: {int((~torch.isfinite(tensor)).sum())} values are not finite")
-        return out_of_range(name, tensor, self._dtype)
+        return None if name in self._constants else out_of_range(name, tensor, self._dtype)
 
     def _flush(self) -> None:
         """Write the collected parameters to a file."""
@@ -214,31 +279,25 @@ class _FileWriter:
             with storage_errors(self._directory, self._shard_size):
                 fault_point("export.write")
                 self._directory.mkdir(parents=True, exist_ok=True)
-                # the format as save_pretrained states it: accelerate's loader warns about a file without it
-                save_file(self._shard, self._shard_path(len(self._shards)), metadata={"format": "pt"})
-            self._shards.append(list(self._shard))
+                path = self._directory / f"shard-{len(self._shards)}.safetensors"
+                save_file(self._shard, path, metadata=METADATA)
+            self._shards.append(Shard(path, self._layout.stem, list(self._shard)))
         except StorageError as error:
             self._problems.append(error)
         self._shard = {}
         self._shard_size = 0
 
-    def _shard_path(self, index: int) -> Path:
-        return self._directory / f"shard-{index}.safetensors"
-
-    def _name_shards(self) -> None:
-        """Rename the files as transformers expects, which includes the number of files, and write the index."""
-        count = len(self._shards)
-        with storage_errors(self._directory):
-            if count == 1:
-                os.rename(self._shard_path(0), self._directory / f"{self._stem}.safetensors")
-                return
-            weight_map = {}
-            for index, names in enumerate(self._shards):
-                file = f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
-                os.rename(self._shard_path(index), self._directory / file)
-                weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        write_json(self._directory / f"{self._stem}.safetensors.index.json", index)
+    def _finish_files(self, kept: Mapping[str, Stored]) -> None:
+        """Write the unchanged tensors, and name all files."""
+        try:
+            if self._unchanged:
+                path = self._directory / "constants.safetensors"
+                with storage_errors(self._directory):
+                    save_file(self._unchanged, path, metadata=METADATA)
+                self._shards.append(Shard(path, UNCHANGED, list(self._unchanged)))
+            name_shards([*self._shards, *write_kept(self._directory, kept)])
+        except (CheckpointError, StorageError) as error:
+            self._problems.append(error)
 
 
 def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError | None:
@@ -269,12 +328,12 @@ def _write_adapter_config(skeleton: PreTrainedModel, directory: Path, target: Ex
         write_generation_config(skeleton.generation_config, target.tokenizer, directory)
 
 
-def _write_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarget) -> None:
+def _write_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarget, kept: Iterable[str] = ()) -> None:
     config = copy.deepcopy(skeleton.config)
     config.architectures = [type(skeleton).__name__]
     config.dtype = dtype_name(target.dtype)
     config.use_cache = True  # training turns it off, but generation with the export needs it
-    settle_config(skeleton, config, target.tokenizer)
+    settle_config(skeleton, config, target.tokenizer, kept)
     if skeleton.can_generate() and skeleton.generation_config is not None:
         write_generation_config(skeleton.generation_config, target.tokenizer, directory)
     if is_remote(config):
@@ -283,14 +342,20 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarg
     config.save_pretrained(directory)
 
 
-def settle_config(model: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def settle_config(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    kept: Iterable[str] = (),
+) -> None:
     """Make a config say what the export holds.
 
     The end of text is the tokenizer's, as transformers' Trainer sets it (align_special_tokens). Layers that predict
-    further tokens, which transformers leaves out, are no longer claimed: servers would look for their weights.
+    further tokens are only claimed if the model or the `kept` tensors have them: servers would look for their weights.
     """
     beyond = f".layers.{getattr(config, 'num_hidden_layers', '')}."
-    if not any("mtp" in name or beyond in name for name, _ in model.named_parameters()):
+    names = (*kept, *(name for name, _ in model.named_parameters()))
+    if not any("mtp" in name or beyond in name for name in names):
         for key in FURTHER_TOKENS:
             if getattr(config, key, None):
                 setattr(config, key, 0)

@@ -10,7 +10,7 @@ import html
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from samecurve.reports.history import History
 from samecurve.reports.plot import Scale, loss_series, plot, session_marks
 from samecurve.run.sessions import SessionRecord, sessions, unknown_origin
 from samecurve.specs.data_names import is_import_path
+from samecurve.specs.model_families import PACKAGED
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import utc_timestamp, write_text
-from samecurve.storage.records import COUNT, mismatch
+from samecurve.storage.records import COUNT, mismatch, read_record
 
 CARD, PICTURE = "README.md", "loss.svg"
 UNKNOWN = "not known"
@@ -65,17 +66,21 @@ class ExportInfo:
         license: license given by the user, None if not given.
         step: step after which the weights were saved; None for the last one.
         merged: whether an adapter is merged into its base model.
+        text_alone: whether the folder holds the text part of a packaged model without the rest.
     """
 
     dtype: str = "float32"
     license: str | None = None
     step: int | None = None
     merged: bool = False
+    text_alone: bool = False
 
 
 def write_card(run: Path, info: ExportInfo, folder: Path) -> None:
     """Write README.md, and the picture of the loss that it shows, into a model's folder; see `model_card`."""
     history = _history(run, info)
+    stored = read_record(folder / "config.json").value or {}
+    info = replace(info, text_alone=bool(stored) and stored.get("model_type") not in PACKAGED)
     write_text(folder / CARD, model_card(run, info, history))
     if drawn := plot("loss", loss_series(history), session_marks(sessions(run)), Scale(logarithmic=True)):
         write_text(folder / PICTURE, drawn)
@@ -160,7 +165,9 @@ def _on_the_hub(path: str | None) -> bool:
 
 def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
     recipe = facts["recipe"]
-    loader = TASKS[recipe["task"]].auto_class
+    loader = auto_class = TASKS[recipe["task"]].auto_class
+    if facts.get("package") and not info.text_alone:
+        loader = "AutoModelForImageTextToText"
     lines = ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
     if recipe["adapter"]["name"] and not info.merged:
         lines.insert(1, "from peft import PeftModel")
@@ -169,7 +176,7 @@ def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
             lines[2] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
             base += f", config=AutoConfig.from_pretrained(folder, subfolder={ADAPTED_CONFIG!r})"
         lines += [f"model = {loader}.from_pretrained({base})  # what the adapter belongs to"]
-        if loader == "AutoModelForCausalLM":  # the base model may end its answers with another token
+        if auto_class == "AutoModelForCausalLM":  # the base model may end its answers with another token
             lines[2] = f"from transformers import {loader}, AutoTokenizer, GenerationConfig"
             lines += ["model.generation_config = GenerationConfig.from_pretrained(folder)"]
         lines += ["model = PeftModel.from_pretrained(model, folder)  # this folder"]
@@ -190,6 +197,8 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
     yield "recipe", f"{facts.get('recipe_path', UNKNOWN)} {overrides}".strip()
     base = recipe["model"]["path"]
     yield "starts from", base or f"random weights ({facts.get('model_type', 'model')})"
+    if facts.get("package"):
+        yield "trained", facts["package"]
     if facts.get("new_head"):
         yield "not pretrained", ", ".join(facts["new_head"])
     if facts.get("adapter"):

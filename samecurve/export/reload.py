@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -45,20 +46,28 @@ def main(folder: Path, tensors: Path, settings: str) -> None:
 
 def load(folder: Path, auto_class: str, trust_remote_code: bool) -> torch.nn.Module:
     """Load a whole model, or an adapter with its base model, in fp32 on the CPU."""
-    loader = getattr(transformers, auto_class)
     options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if not (folder / ADAPTER_CONFIG).is_file():
-        return loader.from_pretrained(folder, **options).eval()
+        return _loader(folder, auto_class, trust_remote_code).from_pretrained(folder, **options).eval()
     from peft import PeftModel
 
     stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = stored["base_model_name_or_path"]
+    loader = _loader(base, auto_class, trust_remote_code, stored.get("revision"))
     options["revision"] = stored.get("revision") or "main"
     if (folder / ADAPTED_CONFIG).is_dir():
         options["config"] = transformers.AutoConfig.from_pretrained(
             folder / ADAPTED_CONFIG, trust_remote_code=trust_remote_code
         )
-    base = loader.from_pretrained(stored["base_model_name_or_path"], **options)
-    return PeftModel.from_pretrained(base, folder).eval()
+    return PeftModel.from_pretrained(loader.from_pretrained(base, **options), folder).eval()
+
+
+def _loader(path: str | Path, auto_class: str, trust_remote_code: bool, revision: str | None = None) -> Any:
+    """Return the Auto class; for a model that also reads images the one that loads all of it, not its text part."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+    if auto_class == "AutoModelForCausalLM" and config.get_text_config() is not config:
+        auto_class = "AutoModelForImageTextToText"
+    return getattr(transformers, auto_class)
 
 
 @torch.no_grad()

@@ -15,7 +15,10 @@ from samecurve.errors import NumericError
 from samecurve.export.convert import check_links, copy_as
 from samecurve.export.hf_export import put_in_place, settle_config, write_generation_config
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
+from samecurve.export.weight_shards import Shard, name_shards, write_kept
 from samecurve.inference import folders, loading
+from samecurve.models.pretrained import Pretrained
+from samecurve.models.weight_files import Stored, weight_files
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import storage_errors
 
@@ -74,18 +77,21 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
 
     assert isinstance(adapted, PeftModel)  # cli/merge.py refuses a folder without an adapter
     # draw token ids from the whole vocabulary, (ROWS, LENGTH), or shorter for a model with fewer positions
-    positions = getattr(adapted.config, "max_position_embeddings", None) or LENGTH
+    config = adapted.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or LENGTH
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(adapted.config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
+    rows = torch.randint(config.vocab_size, (ROWS, min(LENGTH, positions)), generator=generator)
     base_logits, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)
-    settle_config(merged, merged.config, tokenizer)
+    kept = Pretrained(merged, merged, base).kept("keep")
+    settle_config(merged, merged.config, tokenizer, kept)
     generation = merged.generation_config if merged.can_generate() else None
     if generation is not None:
         merged.generation_config = GenerationConfig()  # save_pretrained refuses what some base models have
     with storage_errors(output):
         merged.save_pretrained(output)
+        _add(kept, output)
         if generation is not None:
             write_generation_config(generation, tokenizer, output)
         # Copy the tokenizer and the task's own files from the adapter's folder. Raises as `check_links`.
@@ -107,6 +113,16 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
     if not difference <= limit:
         raise NumericError(f"the merged model differs from the adapted one and was deleted: {text}")
     return text
+
+
+def _add(kept: dict[str, Stored], output: Path) -> None:
+    """Copy the base model's tensors that its class does not have into the merged model."""
+    if kept:
+        files: dict[Path, list[str]] = {}
+        for name, stored in weight_files(str(output)).items():
+            files.setdefault(stored.file, []).append(name)
+        written = [Shard(path, "model", names) for path, names in sorted(files.items())]
+        name_shards([*written, *write_kept(output, kept)])
 
 
 def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:

@@ -151,11 +151,14 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         ("world", _world(strategy.launcher, engine)),
         ("mesh", _mesh(engine)),
         ("parameters", _parameters(engine)),
+        ("model", model.package),
         ("new head", new_head and f"drawn from seed {recipe.seed}, {len(model.new_head)} parameters: {new_head}"),
         (
             "read from",
             model.dequantized and f"{model.dequantized}; trained in {recipe.precision}, exported unquantized",
         ),
+        ("constants", model.constants),
+        ("kept", model.kept_tensors and f"of model.path, for the export, unchanged: {model.kept_tensors}"),
         ("not read", model.unread_tensors and f"of model.path: {model.unread_tensors}"),
         ("not read", f"of model.config: {', '.join(model.unread_keys)}" if model.unread_keys else ""),
         (

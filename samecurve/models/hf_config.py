@@ -36,8 +36,9 @@ from samecurve.errors import ConfigurationError, DataError
 from samecurve.models import dequantize
 from samecurve.models.attention.choice import choose_attention
 from samecurve.models.config_overrides import with_overrides
+from samecurve.models.packaged import is_packaged, published_class, text_config
 from samecurve.specs.data_names import CHATML
-from samecurve.specs.model_families import CONSTANTS, families
+from samecurve.specs.model_families import families
 from samecurve.storage import trusted_code
 
 _AUTO = {
@@ -96,6 +97,8 @@ class Head:
 
     def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         """Find the model class of the config's family with this head; None if the family has no such head."""
+        if self.kind == CAUSAL.kind and is_packaged(config):
+            return published_class(config)  # AutoModelForCausalLM has the text part alone for some families
         auto = _AUTO[self.kind]
         if type(config) in auto._model_mapping:
             mapped = auto._model_mapping[type(config)]
@@ -137,9 +140,11 @@ def model_config(
     """
     settings = recipe.model
     if settings.path is not None:
-        config = _stored(settings.path, settings.trust_remote_code, settings.revision)
+        config = stored_config(settings.path, settings.trust_remote_code, settings.revision)
+        published, _ = PreTrainedConfig.get_config_dict(settings.path, revision=settings.revision)
+        if head.kind == CAUSAL.kind and is_packaged(config):
+            config, published = text_config(config), published.get("text_config", published)
         if settings.overrides:
-            published, _ = PreTrainedConfig.get_config_dict(settings.path, revision=settings.revision)
             published = published if published.get("model_type") == config.model_type else config.to_dict()
             config = with_overrides(config, published, settings.overrides, head.fields)
     else:
@@ -229,9 +234,10 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def check_state(model: PreTrainedModel) -> None:
-    """Raise ConfigurationError for layers that learn other than by gradients: only parameters are trained and exported.
+    """Raise ConfigurationError for BatchNorm, whose running statistics learn other than by gradients.
 
-    BatchNorm, which would also make a row's outputs depend on the rows beside it, is named.
+    It also makes a row's outputs depend on the rows beside it. Other buffers that change are noticed when they do:
+    engines/accelerated.py.
     """
     family = model.config.model_type
     for name, layer in model.named_modules():
@@ -242,23 +248,15 @@ def check_state(model: PreTrainedModel) -> None:
                 "differ between ranks and be updated twice where activations are recomputed. Use a model with "
                 "LayerNorm or RMSNorm"
             )
-    kept = stored_buffers(model) - constants(model)
-    if kept:
-        raise ConfigurationError(
-            f"model: {family} keeps values in buffers ({', '.join(sorted(kept)[:3])}) that learn by a rule of its "
-            "own, as DeepSeek-V3's routing bias follows the load of its experts after each step; here only gradients "
-            "change a model, and an export would not contain them; use another model_type"
-        )
-
-
-def stored_buffers(model: PreTrainedModel) -> set[str]:
-    """Find the names of the buffers that a checkpoint of the model contains."""
-    return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
 
 
 def constants(model: PreTrainedModel) -> set[str]:
-    """Find the stored buffers that training leaves as they are: read with the weights, and exported unchanged."""
-    return {name for name in stored_buffers(model) if name.endswith(CONSTANTS)}
+    """Find the buffers that a checkpoint of the model contains: read with the weights, and exported unchanged.
+
+    An example is the bias by which DeepSeek-V3's router chooses experts. Its authors move it by the experts' load,
+    transformers' code leaves it as it is.
+    """
+    return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
 
 
 def reason(error: Exception) -> str:
@@ -277,7 +275,8 @@ def check_sizes(path: str, revision: str | None = None) -> None:
         raise ConfigurationError("\n".join(problems))
 
 
-def _stored(path: str, trust_remote_code: bool, revision: str | None) -> PreTrainedConfig:
+def stored_config(path: str, trust_remote_code: bool, revision: str | None) -> PreTrainedConfig:
+    """Read the config of `model.path`. Raises ConfigurationError if that is not possible or not allowed."""
     try:
         check_sizes(path, revision)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)

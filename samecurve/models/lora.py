@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.hf_config import is_classifier, kind_of, without_pooler
+from samecurve.models.packaged import package_of
 from samecurve.models.weight_files import Stored, header
 
 if TYPE_CHECKING:
@@ -212,13 +214,24 @@ def stored_config(model: PreTrainedModel) -> LoraConfig:
     config.modules_to_save = whole_modules(model) or None
     if without_pooler(type(model)):  # AutoModel creates a pooler, which target names such as `dense` would match
         config.exclude_modules = ["pooler.dense"]
+    if package := package_of(model):
+        # the published class has layers of the same names in its towers
+        own = "|".join(re.escape(published) for _, published in package.prefixes)
+        config.exclude_modules = rf"(?!{own}).*"
+        # peft replaces all-linear by whole names; a pattern may have been written for the text model's
+        adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
+        targets = adapted if isinstance(config.target_modules, str) else config.target_modules or ()
+        config.target_modules = sorted(package.name(name) if name in adapted else name for name in targets)
     config.init_lora_weights = True  # peft's default; `inject` needed False
     config.inference_mode = True  # as peft's save_pretrained writes it
     return config
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
-    """Map each trained parameter's name to peft's name in adapter_model.safetensors."""
+    """Map each trained parameter's name to peft's name in adapter_model.safetensors.
+
+    Of the text part of a packaged model: to the name in the published class.
+    """
     from peft import get_peft_model_state_dict
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -226,7 +239,9 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     # save_embedding_layers="auto" would look for the base model's config on the hub
     stored = get_peft_model_state_dict(model, named, NAME, save_embedding_layers=False)
     names = {id(parameter): name for name, parameter in stored.items()}
-    return {name: _STORED + names.get(id(parameter), name) for name, parameter in trained.items()}
+    package = package_of(model)
+    stored_as = {name: names.get(id(parameter), name) for name, parameter in trained.items()}
+    return {name: _STORED + (package.name(inner) if package else inner) for name, inner in stored_as.items()}
 
 
 def stored_tensor_names(folder: Path) -> set[str]:

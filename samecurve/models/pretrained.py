@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize, weight_conversion
 from samecurve.models import lora as adapters
 from samecurve.models.hf_config import CAUSAL, constants, kind_of, kind_of_stored
+from samecurve.models.packaged import package_of
 from samecurve.models.weight_files import Stored, weight_files
 
 if TYPE_CHECKING:
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHOWN = 5  # names in a message
+
+
+class Unused(NamedTuple):
+    """Stored names of tensors that the model's class does not have.
+
+    Attributes:
+        unknown: nobody expects them.
+        skipped: transformers leaves them out without a warning, such as layers for further tokens.
+        of_heads: of a head for another task.
+    """
+
+    unknown: list[str]
+    skipped: list[str]
+    of_heads: list[str]
 
 
 class Pretrained:
@@ -41,7 +56,8 @@ class Pretrained:
         self._path, self._files = path, self.contents.weights
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         shapes = {name: stored.shape for name, stored in self._files.items()}
-        groups, self._unused = weight_conversion.groups(alone, shapes)
+        package = package_of(model)
+        groups, self._unused = weight_conversion.groups(package.model if package else alone, shapes)
         self._group = {name: group for group in groups for name in group.made}
         aliases: dict[int, list[str]] = {}  # of each parameter, the name in `named_parameters()` first
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -51,32 +67,56 @@ class Pretrained:
             for names in aliases.values()
             if not adapters.is_adapter_weight(names[0])
         }
-        for name in constants(model):
-            self._names[name], self._shapes[name] = [name], model.get_buffer(name).shape
-        self._class, self._buffers = type(alone).__name__, {name for name, _ in alone.named_buffers()}
+        self._constants = constants(model)
+        for name in self._constants:
+            self._names[name] = [adapters.pretrained_name(name)]
+            self._shapes[name] = model.get_buffer(name).shape
+        # PreTrainedModel.from_pretrained makes these anew without a warning
+        self._may_miss = [re.compile(pattern) for pattern in alone._keys_to_ignore_on_load_missing or ()]
+        self._kept: list[str] = []
+        if package:
+            self._names = {name: [package.name(alias) for alias in names] for name, names in self._names.items()}
+            own = {name for names in self._names.values() for name in names}
+            self._kept = [name for group in groups if own.isdisjoint(group.made) for name in group.sources]
+            self._kept += [name for name, (_, is_skipped) in self._unused.items() if is_skipped]
+        self._class, self._buffers = (
+            type(package.model if package else alone).__name__,
+            {name for name, _ in alone.named_buffers()},
+        )
         kinds = {kind_of(alone), kind_of_stored(alone.config)}
         self._head = None if kinds == {CAUSAL.kind} else alone.base_model_prefix  # else the file's head is another one
 
-    def unread(self) -> tuple[list[str], list[str]]:
-        """List the weights in the files that the model does not have; buffers of old versions are left out.
-
-        Returns:
-            (names of tensors that nobody expects, names of those that transformers leaves out, too, and of heads for
-            another task).
-        """
-        unknown, expected = [], []
+    def unused(self) -> Unused:
+        """List the weights in the files that the model does not have, without the buffers of old versions."""
+        unused = Unused([], [], [])
         for name, (target, is_skipped) in self._unused.items():
+            if name in self._kept:
+                continue
             shape = self._files[name].shape
             is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]  # GPT-2's and GPT-J's causal one
             if is_mask or target in self._buffers or re.search(r"(inv_freq|position_ids|masked_bias)$", target):
                 continue
             of_head = self._head is not None and (not target.startswith(f"{self._head}.") or ".pooler." in target)
-            (expected if is_skipped or of_head else unknown).append(name)
-        return unknown, expected
+            (unused.skipped if is_skipped else unused.of_heads if of_head else unused.unknown).append(name)
+        return unused
+
+    def kept(self, unknown_tensors: str = "stop") -> dict[str, Stored]:
+        """Find the tensors that the model does not have and that its export copies, by their stored names.
+
+        Those of a packaged model beside its text part are always among them.
+
+        Args:
+            unknown_tensors: `model.unknown_tensors`.
+        """
+        unused = self.unused()
+        names = {"stop": unused.skipped, "keep": [*unused.skipped, *unused.unknown], "drop": []}[unknown_tensors]
+        return {name: self._files[name] for name in (*self._kept, *names)}
 
     def grouped(self, names: list[str]) -> str:
         """Count tensors by the shortest beginning of their names that no tensor of the model has."""
-        known = {part for name in self._files.keys() - self._unused.keys() for part in _beginnings(name)}
+        known = {
+            part for name in self._files.keys() - self._unused.keys() - set(self._kept) for part in _beginnings(name)
+        }
         counts = Counter(next((part for part in _beginnings(name) if part not in known), name) for name in names)
         return ", ".join(f"{part} ({number} tensor{'s' * (number > 1)})" for part, number in counts.items())
 
@@ -84,14 +124,19 @@ class Pretrained:
         """Find the model's parameters and constants that are not in the files."""
         return {name for name in self._names if not self._found(name)}
 
-    def check(self, wanted: set[str], growing: set[str], hint: str = "", drops_unknown: bool = False) -> None:
+    def new_constants(self) -> set[str]:
+        """Find the constants that the files lack and that transformers makes by the family's rule for a new model."""
+        missing = self.missing() & self._constants
+        return {name for name in missing if any(pattern.search(name) for pattern in self._may_miss)}
+
+    def check(self, wanted: set[str], growing: set[str], hint: str = "", unknown_tensors: str = "stop") -> None:
         """Check that all wanted parameters can be read from the files, and that the files hold no others.
 
         Args:
             wanted: names of the parameters.
             growing: names of parameters that may have more rows than in the file, see hf_config.model_config.
             hint: advice about missing parameters for the message.
-            drops_unknown: whether weights that the model does not have are left out, see model.unknown_tensors.
+            unknown_tensors: what becomes of weights that the model does not have: `model.unknown_tensors`.
 
         Raises:
             ConfigurationError: lists every problem.
@@ -101,18 +146,18 @@ class Pretrained:
         for name in self._names:
             if name in wanted and name not in missing:
                 problems += filter(None, [self._problem(name, growing)])
-        unknown = [] if drops_unknown else self.unread()[0]
-        if unknown:
+        unknown = self.unused().unknown
+        if unknown and unknown_tensors == "stop":
             problems.append(
                 f"model.path: {self._path} holds weights that transformers' {self._class} does not have: "
-                f"{self.grouped(unknown)}; they would be neither trained nor exported. If the model works without "
-                "them, set model.unknown_tensors to drop"
+                f"{self.grouped(unknown)}; they would not be trained. If the model works without them, set "
+                "model.unknown_tensors to keep, which copies them into the export, or to drop"
             )
         if problems:
             raise ConfigurationError("\n".join(problems))
 
     def tensors(self, wanted: set[str], growing: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full fp32 tensor) of each wanted parameter in the model's order. Call `check` first."""
+        """Yield (name, full tensor) of each wanted parameter, in fp32, and constant, as stored. Call `check` first."""
         rest = dict.fromkeys(name for name in self._names if name in wanted)
         while rest:
             name = next(iter(rest))
@@ -120,7 +165,9 @@ class Pretrained:
             made = group.load(self._read)
             # one conversion may make several parameters, so that none of its tensors is read twice
             for name in [name for name in rest if self._found(name)[0] in made]:
-                tensor = made[self._found(name)[0]].float()
+                tensor = made[self._found(name)[0]]
+                if name not in self._constants:
+                    tensor = tensor.float()
                 self._check_tied(name, tensor)
                 if name in growing and tensor.shape[0] < self._shapes[name][0]:
                     tensor = grow_embedding(tensor, self._shapes[name][0])
@@ -144,7 +191,8 @@ class Pretrained:
         if problems:
             return f"{where}: {problems[0]}"
         other = {entry.dtype for entry in stored.values() if not entry.packed}
-        if other := sorted(other.difference(dequantize.FLOATS)):
+        other = sorted(other.difference(dequantize.FLOATS))
+        if other and name not in self._constants:
             return (
                 f"{where}: {', '.join(other)}, which is quantized, and the quantization_config of config.json does not "
                 "say how; give the model's unquantized weights"

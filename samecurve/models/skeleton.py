@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from samecurve.config.schema import Adapter, Recipe
+from samecurve.config.schema import Adapter, Model, Recipe
 from samecurve.errors import ConfigurationError
-from samecurve.models import dequantize
+from samecurve.models import dequantize, packaged
 from samecurve.models import lora as adapters
 from samecurve.models.config_overrides import check_shapes
 from samecurve.models.hf_config import (
@@ -28,6 +29,7 @@ from samecurve.models.hf_config import (
     check_state,
     model_config,
     reason,
+    stored_config,
     without_pooler,
 )
 
@@ -72,6 +74,8 @@ def build_skeleton(
         except (OSError, ValueError) as error:
             if (Path(recipe.model.path) / GENERATION_CONFIG_NAME).exists():
                 raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
+    if head.kind == CAUSAL.kind:
+        _package(model, recipe.model)
     if recipe.adapter.name:
         assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
         if problem := dequantize.adapter_problem(recipe.model.path, recipe.model.revision):
@@ -91,6 +95,16 @@ def _with(given: Mapping[str, Any], recipe: Recipe, config: PreTrainedConfig, he
     model_class = head.model_class(plain)
     assert model_class is not None
     return construct(model_class, plain, torch.device("meta"))
+
+
+def _package(model: PreTrainedModel, settings: Model) -> None:
+    """Attach the published model to the skeleton of its text part, if `model.path` packages it with other parts."""
+    if settings.path is None:
+        return
+    stored = stored_config(settings.path, settings.trust_remote_code, settings.revision)
+    if packaged.is_packaged(stored):
+        build = partial(construct, where=torch.device("meta"))
+        packaged.wrap(model, stored, settings.revision, settings.overrides, build)
 
 
 def _check_positions(model: PreTrainedModel, head: Head, sequence_length: int) -> None:

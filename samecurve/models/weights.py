@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +23,12 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
+from samecurve.models.flops import num_experts
 from samecurve.models.hf_config import constants, has_attention, is_classifier, reason, without_effect
+from samecurve.models.packaged import package_of
 from samecurve.models.pretrained import Pretrained, embeddings
 from samecurve.models.skeleton import without_adapter
+from samecurve.models.weight_files import Stored
 from samecurve.specs.data_names import CHATML
 
 Write = Callable[[str, Tensor], None]
@@ -37,45 +42,73 @@ class ModelDescription:
         model_type: of its config.
         attention: implementation, "none" for a model without any.
         dropout: the config's rates above 0 by config key.
+        package: of a model packaged as multimodal: what it is, and the tensors beside its text part, counted.
         new_head: parameters that `model.path` lacks.
-        unread_tensors: the weights there that the model does not have, counted.
+        kept_tensors, unread_tensors: the weights there that the model does not have, counted: those that the export
+            contains unchanged, and the others.
         unread_keys: keys of model.config without effect.
         dequantized: how `model.path` stores weights that training reads as fp32, "" if it stores them unquantized.
+        constants: the buffers and weights that the family itself does not train, counted.
     """
 
     model_type: str
     attention: str | None
     dropout: Mapping[str, float] = field(default_factory=dict)
+    package: str = ""
     new_head: Sequence[str] = ()
+    kept_tensors: str = ""
     unread_tensors: str = ""
     unread_keys: Sequence[str] = ()
     dequantized: str = ""
+    constants: str = ""
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
     """Describe the model. Raises as `load_weights`."""
-    head, unread, dequantized = [], "", ""
+    head, kept, unread, part, dequantized, package = [], "", "", "", "", package_of(model)
     if recipe.model.path is not None:
         pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
         head = sorted(new_head(model, recipe, pretrained.missing()))
-        unread = pretrained.grouped([name for names in pretrained.unread() for name in names])
+        names = kept_tensors(model, recipe, pretrained)
+        kept = pretrained.grouped([*names])
+        unread = pretrained.grouped([name for group in pretrained.unused() for name in group if name not in names])
         dequantized = str(pretrained.contents)
+        if package:
+            kept, part = (
+                "",
+                f"text part of a {package.model.config.model_type}; {kept or 'no other tensors'} kept as stored",
+            )
     return ModelDescription(
         model_type=model.config.model_type,
         attention=model.config._attn_implementation if has_attention(model.config) else "none",
         dropout=dropout.rates(model.config),
+        package=part,
         new_head=head,
+        kept_tensors=kept,
         unread_tensors=unread,
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
         dequantized=dequantized,
+        constants=_constants(model),
     )
+
+
+def _constants(model: PreTrainedModel) -> str:
+    """Count the buffers and weights that the family itself does not train by their names without layer numbers."""
+    names = sorted(constants(model))
+    if not adapters.is_adapted(model):
+        names += [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+    text = ", ".join(f"{name} ({number} tensor{'s' * (number > 1)})" for name, number in counts.items())
+    if num_experts(model.config.get_text_config()) > 1 and any("bias" in name for name in counts):
+        text += "; a router's bias is frozen: the load of the experts does not move it"
+    return text
 
 
 def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
     """Call `write(name, tensor)` once for every parameter and buffer of the skeleton `model`, or for those in `names`.
 
-    Tensors are full, on the CPU and in fp32 (buffers in their own dtype). Tied parameters come once, under their name
-    in `named_parameters()`. All ranks that call this function see the same values in the same order.
+    Tensors are full, on the CPU and in fp32 (buffers as stored or computed). Tied parameters come once, under their
+    name in `named_parameters()`. All ranks that call this function see the same values in the same order.
 
     Args:
         model: the architecture, on the meta device.
@@ -91,7 +124,7 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
     for name, tensor in _source(model, recipe, wanted):
         write(name, tensor)
         written.add(name)
-    if written != wanted:
+    if not written >= wanted - constants(model):
         raise ConfigurationError(
             f"model: {model.config.model_type} has weights outside its layers, which cannot be initialized: "
             f"{', '.join(sorted(wanted - written))}; use another model_type"
@@ -110,6 +143,17 @@ def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[s
     yield from tensors.items()
 
 
+def kept_tensors(model: PreTrainedModel, recipe: Recipe, pretrained: Pretrained | None = None) -> dict[str, Stored]:
+    """Find the tensors of `model.path` that the model does not have and that its export contains unchanged, by name.
+
+    An adapter's export contains none. `pretrained` is the reader of `model.path`, if there is one already.
+    """
+    if recipe.model.path is None or adapters.is_adapted(model):
+        return {}
+    reader = pretrained or Pretrained(model, model, recipe.model.path, recipe.model.revision)
+    return reader.kept(recipe.model.unknown_tensors)
+
+
 def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
     if not recipe.model.path:
         yield from _seeded(model, recipe.seed, wanted)
@@ -120,9 +164,9 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
     new = new_head(model, recipe, pretrained.missing())
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
-    stored = wanted - added.keys() - new
+    stored = wanted - added.keys() - new - pretrained.new_constants()
     hint = _head_hint(model, pretrained.missing() - new)
-    pretrained.check(stored, growing, hint, recipe.model.unknown_tensors == "drop")
+    pretrained.check(stored, growing, hint, recipe.model.unknown_tensors)
     yield from _seeded(model, recipe.seed, wanted & new)
     for name, tensor in pretrained.tensors(stored, growing):
         yield name, tensor
@@ -164,14 +208,25 @@ def _unset(module: nn.Module) -> nn.Module:
     """Copy a module to the CPU with all values nan, to detect those that are never set."""
     real = copy.deepcopy(module).to_empty(device="cpu")
     for tensor in (*real.parameters(), *real.buffers()):
-        if tensor.is_floating_point():
-            tensor.fill_(math.nan)
+        tensor.fill_(_never_set(tensor))
     return real
+
+
+def _never_set(tensor: Tensor) -> float:
+    """Return the value that marks elements which no rule has set."""
+    if tensor.is_floating_point():
+        return math.nan
+    return 0 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
 
 
 def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Raise ConfigurationError for values that `_init_weights` left unset: a parent module sets them, or nothing."""
-    left = [name for name, tensor in tensors if tensor.is_floating_point() and bool(torch.isnan(tensor).any())]
+    left = [
+        name
+        for name, tensor in tensors
+        if bool((tensor.isnan() if tensor.is_floating_point() else tensor == _never_set(tensor)).any())
+        and tensor.dtype is not torch.bool
+    ]
     if left:
         raise ConfigurationError(
             f"model: {model.config.model_type} does not initialize {prefix}.{left[0]} in that module's own rule, so "

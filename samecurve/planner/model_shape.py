@@ -12,7 +12,7 @@ from typing import Any
 
 from samecurve.config.rules_model import size_problems
 from samecurve.errors import ConfigurationError
-from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families
+from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families, text_fields
 from samecurve.storage.records import read_record
 
 WeightShape = tuple[int, int]  # (n, 1) of a vector
@@ -264,7 +264,8 @@ def read(path: str, source: str = "") -> dict[str, Any]:
             f"folder, or download the model's config first (hf download NAME config.json)"
         )
     content = record.require(ConfigurationError, "give the config.json of a Hugging Face model")
-    fields = content.get("text_config") or content  # of multimodal models
+    fields = text_fields(content)
+    fields = fields.get("text_config") or fields  # of multimodal models whose text part is not trained alone
     if problems := [f"{file}: {key}: {text}" for key, text in size_problems(fields)]:
         raise ConfigurationError("\n".join(problems))
     return fields

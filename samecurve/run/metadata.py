@@ -6,12 +6,14 @@ import hashlib
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from samecurve.config import own_code
 from samecurve.distributed.affinity import num_cores
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import weights_fingerprint
 from samecurve.models.weight_files import weight_files
-from samecurve.models.weights import constant_tensors
+from samecurve.models.weights import constant_tensors, kept_tensors
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
 
@@ -107,8 +109,10 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
         reference = weights_fingerprint(weight_files(model.path, model.revision))
     digest = hashlib.sha256()
     for name, tensor in constant_tensors(skeleton, plan.recipe):  # which checkpoints do not contain
-        digest.update(name.encode() + tensor.numpy().tobytes())
+        digest.update(name.encode() + tensor.flatten().view(torch.uint8).numpy().tobytes())
         known["model"]["constants"] = digest.hexdigest()
+    if kept := kept_tensors(skeleton, plan.recipe):  # which an export copies from model.path
+        known["model"]["kept_tensors"] = weights_fingerprint(kept)
     return {
         "recipe": plan.recipe.model_dump(),
         "strategy": plan.strategy.name,
@@ -137,8 +141,6 @@ def hardware_facts() -> dict[str, object]:
     cuda: the version PyTorch was built with, None for a CPU build. cudnn: the version that was loaded, e.g. 91900 for
     9.19; with an older one from LD_LIBRARY_PATH, sdpa silently uses other kernels.
     """
-    import torch
-
     threads, cuda = torch.get_num_threads(), torch.version.cuda
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {"processor": processor(), "cores": num_cores(), "threads": threads, "cuda": cuda, "cudnn": cudnn}

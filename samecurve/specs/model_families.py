@@ -270,9 +270,39 @@ def families(fact: str) -> frozenset[str]:
     return frozenset(name for name, family in FAMILIES.items() if fact in family.words.split())
 
 
-# Stored buffers that no forward pass changes, by the ends of their names (tests/unit/test_constants.py). A buffer of
-# another name may learn by a rule of its own.
-CONSTANTS = ("layer_scalar", "act_fn.beta", "act_fn.eps")
+# Families of models that also read images or sound, whose text part is trained alone: on rows of text its logits are
+# those of the whole model (tests/unit/test_packaged.py). Not so in aya_vision and cohere2_vision, which leave out the
+# scale of a Cohere's logits.
+PACKAGED = frozenset(
+    """
+    aria gemma3 gemma3n gemma4 gemma4_unified got_ocr2 idefics3 internvl llama4 llava llava_next llava_onevision
+    mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+    """.split()
+)
+# Text parts without a causal class of their own: the family that computes the same, and the fields that it needs.
+# Positions in three dimensions (mrope) are one position three times in a text.
+TEXT_TWINS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen3_vl_text": ("qwen3", {}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+}
+
+
+def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that describe the text part, with the family that is trained.
+
+    Older files of some families (qwen2_vl) have them beside vision_config instead of in text_config.
+    """
+    family = fields.get("model_type")
+    if family not in PACKAGED:
+        return fields
+    inner = fields.get("text_config")
+    inner = inner if isinstance(inner, dict) else fields
+    own = f"{family}_text" if inner is fields else inner.get("model_type")
+    twin, _ = TEXT_TWINS.get(str(own), (own, {}))
+    return {**inner, "model_type": twin}
+
 
 # Config fields for dropout of attention probabilities.
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")

@@ -34,7 +34,7 @@ from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter, WaitAdvice
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
-from samecurve.models.weights import constant_tensors
+from samecurve.models.weights import constant_tensors, kept_tensors
 from samecurve.run.run_directory import SAMPLES
 from samecurve.storage.jsonl import JsonlFile
 from samecurve.training.evaluator import EarlyStopping, Evaluation
@@ -283,18 +283,20 @@ class Session:
         target = ExportTarget(
             context.run.model,
             task.tokenizer,
+            kept=partial(kept_tensors, self.built.skeleton, context.recipe),
             card=partial(write_card, context.run.path, ExportInfo(step=best)),
             save_task_files=task.save_task_files,
             check=verification or (lambda directory: None),
             busy=context.watch.local_progress,
         )
         try:
-            export(parameters(), self.built.skeleton, target, context.accelerator.is_main_process)
+            lacks = export(parameters(), self.built.skeleton, target, context.accelerator.is_main_process)
         except (NumericError, CheckpointError, StorageError):  # on rank 0 alone, and the others are uploading by now
             self._upload_what_is_there()
             raise
         context.run.sync_metrics()
         context.progress.log(f"the trained model is in {context.run.model}")
+        context.progress.log(lacks)
         context.progress.log(verification.result if verification else "")
 
     def _verification(self) -> Verification | None:

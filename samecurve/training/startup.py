@@ -287,7 +287,9 @@ def _check_room(context: Context, built: Built, engine: Engine, checkpoints: Che
         commit.sweep(disk, run.checkpoints)  # what a save left that was killed
         # those of another run are only moved aside, which frees nothing
         num_kept = len(list_checkpoints(disk, run.checkpoints)) if run.continues else 0
-        needs = room.needs(recipe, run.checkpoints, checkpoint_bytes, export_bytes, num_kept)
+        unchanged = weights.kept_tensors(skeleton, recipe).values() if export_bytes else ()
+        num_exported_bytes = export_bytes + sum(stored.stop - stored.start for stored in unchanged)
+        needs = room.needs(recipe, run.checkpoints, checkpoint_bytes, num_exported_bytes, num_kept)
         return room.check_room(needs, num_kept, disk.free_bytes)
 
     context.progress.log(context.world.on_main(check))

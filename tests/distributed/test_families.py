@@ -5,35 +5,46 @@ from __future__ import annotations
 import shutil
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness import largest_relative_difference, launch_command
 from quantized_folders import quantize
 from test_equal_curves import ENGINES
-from tiny_families import STORED_ALIKE, STORED_OTHERWISE, round_trip_config
-from transformers import AutoModelForCausalLM
+from tiny_families import PACKAGED, STORED_ALIKE, STORED_OTHERWISE, packaged_config, round_trip_config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models.weight_files import weight_files
+from samecurve.models.packaged import text_config
+from samecurve.models.weight_files import read, weight_files
 
 CONSTANTS = ["apertus", "gemma4_text"]  # have stored buffers, too
 QUANTIZED = ["gpt_oss-mxfp4", "qwen3_moe-fp8", "mistral-static"]  # family and method
-FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS, *QUANTIZED]
-EVERY_DAY = ["gpt_neox", "mixtral", "bloom", "apertus", "gpt_oss-mxfp4", "qwen3_moe-fp8"]
+FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS, *QUANTIZED, *(f"packaged:{name}" for name in PACKAGED)]
+EVERY_DAY = ["gpt_neox", "mixtral", "bloom", "apertus", "gpt_oss-mxfp4", "qwen3_moe-fp8", "packaged:qwen3_5"]
 WITHOUT_SDPA = {"bloom": "eager", "gpt_oss": "eager", "mamba": "none"}
 STRATEGIES = {"single": 1, "fsdp": 2, "zero3": 2}
+
+
+def config_of(family: str):
+    return packaged_config(family.removeprefix("packaged:")) if "packaged:" in family else round_trip_config(family)
+
+
+def auto(family: str) -> Any:
+    return AutoModelForImageTextToText if "packaged:" in family else AutoModelForCausalLM
 
 
 def folders(families: list[str], folder: Path) -> None:
     for name in families:
         family, _, method = name.partition("-")
         torch.manual_seed(0)
-        config = round_trip_config(family)
+        config = config_of(family)
+        text = config.get_text_config()
         for key in ("vocab_size", "vocab_size_per_layer_input"):
-            if hasattr(config, key):
-                setattr(config, key, 300)
-        model = AutoModelForCausalLM.from_config(config)
+            if hasattr(text, key):
+                setattr(text, key, 300)
+        model = auto(family).from_config(config)
         model.save_pretrained(folder / name / "plain", max_shard_size="100KB")
         shutil.copytree(folder / name / "plain", folder / name / "start")
         if method:
@@ -54,16 +65,27 @@ def stored(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in weight_files(str(folder)).items()}
 
 
+def trained_class(family: str) -> str:
+    config = config_of(family)
+    config = text_config(config) if "packaged:" in family else config
+    return AutoModelForCausalLM._model_mapping[type(config)].__name__
+
+
 def check(name: str, strategy: str, folder: Path, packed: bool = False) -> None:
     family, exported = name.partition("-")[0], folder / name / strategy
     live = torch.load(exported / "logits.pt", weights_only=True)
     alone = torch.load(folder / name / "single" / "logits.pt", weights_only=True)
-    model_class = AutoModelForCausalLM._model_mapping[type(round_trip_config(family))].__name__
-    assert live["engine"] == ENGINES[strategy].replace("LlamaForCausalLM", model_class)
+    assert live["engine"] == ENGINES[strategy].replace("LlamaForCausalLM", trained_class(family))
     assert live["attention"] == WITHOUT_SDPA.get(family, live["attention"])
     assert largest_relative_difference(live["losses"], alone["losses"]) < 2e-5
-    assert stored(exported) == stored(folder / name / "plain")
-    model, found = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    start = folder / name / "plain"
+    assert stored(exported) == stored(start)
+    if "packaged:" in family:
+        before, after = weight_files(str(start)), weight_files(str(exported))
+        kept = [name for name in before if any(part in name for part in ("visi", "visual", "projector", "connector"))]
+        assert len(kept) >= 5
+        assert all(torch.equal(read(before, [name])[name], read(after, [name])[name]) for name in kept)
+    model, found = auto(family).from_pretrained(exported, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
     with torch.no_grad():
         model.eval()

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from harness import LORA
-from tiny_families import round_trip_config
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertModel
+from tiny_families import packaged_config, round_trip_config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertModel,
+)
 
 STEPS = ("steps=2", "schedule.warmup_steps=0", "checkpoint.every_steps=0", "evaluate.every_steps=0")
 
@@ -74,6 +80,32 @@ def test_an_adapter_beside_experts_is_found_and_merged(workspace, tokenizer):
     model, found = AutoModelForCausalLM.from_pretrained(done.directory / "merged", output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.model_type == "mixtral"
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+def test_text_part_of_a_packaged_model(adapter, workspace, tokenizer):
+    from samecurve.cli import commands
+
+    path = workspace.folder / "packaged"
+    config = packaged_config("qwen3_5")
+    config.get_text_config().vocab_size = 320
+    AutoModelForImageTextToText.from_config(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    more = [LORA, "adapter.target_modules=[q_proj, out_proj, gate_proj]"] if adapter else []
+    done = run(workspace, path, "data.packing=false", "data.group_by_length=true", "export.verify=1M", *more)
+    assert done.returncode == 0, done.output
+    kept = "text part of a qwen3_5; model.visual (33 tensors) kept as stored"
+    assert done.facts["package"] == kept and kept in " ".join(done.output.split())
+    assert "export reloaded by transformers" in done.output
+    output = done.directory / "merged" if adapter else done.directory / "model"
+    assert not adapter or commands.main(["merge", str(done.directory)]) == 0
+    model, found = AutoModelForImageTextToText.from_pretrained(output, output_loading_info=True, dtype=torch.float32)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    before = dict(AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).named_parameters())
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all("language_model" in name or name == "lm_head.weight" for name in changed)
+    assert "AutoModelForImageTextToText" in (output / "README.md").read_text()
+    assert commands.main(["generate", str(done.directory), "--prompt", "def", "--max_new_tokens", "3"]) == 0
 
 
 def test_a_damaged_file_of_the_model_is_an_error_that_names_it(workspace, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from samecurve.accelerator.accelerator import Accelerator
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.forward import Forward
 from samecurve.engines.torch_engine import LossScale, TorchEngine
+from samecurve.errors import ConfigurationError
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 from samecurve.strategy.parallel_dims import ParallelDims
@@ -74,6 +76,36 @@ def test_accumulation_takes_the_mean_over_tokens_not_over_micro_batches():
     assert result.tokens == 4 and result.applied
     assert result.loss == pytest.approx((8 * 1 + 3 * 4 * 2) / 4)
     assert result.grad_norm == pytest.approx(13**0.5)
+
+
+class Counting(Dot):
+    """Counts its calls in a buffer."""
+
+    def __init__(self, counts: bool):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.counts = counts
+
+    def forward(self, **inputs) -> ModelOutput:
+        self.calls += self.counts
+        return super().forward(**inputs)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_buffer_that_the_first_step_changes_stops_the_run(counts):
+    one = engine()
+    one.skeleton = SimpleNamespace(config=SimpleNamespace(model_type="counting"))
+    one.model = one.forward.model = Counting(counts)
+    one._constants = {"calls": torch.zeros(1)}
+
+    def checked(result, _):
+        one.first_step.is_over = True
+        return result
+
+    one.first_step = SimpleNamespace(is_over=False, checked=checked, add=torch.Tensor.tolist)
+    with pytest.raises(ConfigurationError, match=r"buffer of this counting \(calls") if counts else nullcontext():
+        one.step([rows((8, 0))], learning_rate=0.5)
+    one.step([rows((8, 0))], learning_rate=0.5)  # compared once
 
 
 class Reporting(Task):

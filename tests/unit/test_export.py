@@ -5,12 +5,14 @@ import sys
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from samecurve.errors import CheckpointError, NumericError, StorageError
+from samecurve.export.convert import copy_as
 from samecurve.export.hf_export import ExportTarget, export
+from samecurve.models.weight_files import header, read, weight_files
 
 LLAMA = {
     "hidden_size": 16,
@@ -244,3 +246,36 @@ def test_the_generation_config_is_not_made_anew(tmp_path):
     export_to(tmp_path / "model", skeleton, weights(trained).items())
     stored = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert not stored.get("_from_model_config") and stored["eos_token_id"] == [2, 0]
+
+
+def test_kept_tensors_and_constants_are_bit_for_bit(tmp_path):
+    """Through an export in bf16, and its conversion to fp32."""
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    for model in (trained, skeleton):
+        model.model.layers[0].register_buffer("layer_scalar", torch.tensor([1 + 2**-20], dtype=torch.float32))
+    beside = {"mtp.a": torch.rand(300).to(torch.float8_e4m3fn), "mtp.b": torch.rand(100, 10), "mtp.c": torch.arange(5)}
+    save_file(beside, tmp_path / "base.safetensors")
+    kept = header(tmp_path / "base.safetensors")
+    target = ExportTarget(tmp_path / "bf16", tokenizer(), shard_bytes=4000, dtype=torch.bfloat16, kept=lambda: kept)
+    skeleton.config.num_nextn_predict_layers = 1
+    export(
+        iter([*weights(trained).items(), ("model.layers.0.layer_scalar", trained.model.layers[0].layer_scalar)]),
+        skeleton,
+        target,
+        True,
+    )
+    copy_as(tmp_path / "bf16", tmp_path / "fp32", torch.float32)
+    for folder in (tmp_path / "bf16", tmp_path / "fp32"):
+        stored = weight_files(str(folder))
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(entry.stop - entry.start for entry in stored.values())
+        assert stored.keys() == {*weights(trained), "model.layers.0.layer_scalar", *beside}
+        assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+        for name, tensor in (beside | {"model.layers.0.layer_scalar": trained.model.layers[0].layer_scalar}).items():
+            found = read(stored, [name])[name]
+            assert found.dtype == tensor.dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
+        LlamaForCausalLM.from_pretrained(folder)
+    save_file({NORM: torch.ones(1)}, tmp_path / "base.safetensors")
+    clash = ExportTarget(tmp_path / "clash", tokenizer(), kept=lambda: header(tmp_path / "base.safetensors"))
+    with pytest.raises(CheckpointError, match=f"{NORM}: the model has a weight of this name"):
+        export(iter(weights(trained).items()), trained_and_skeleton("llama_tied")[1], clash, True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,17 @@ def test_a_wrong_merge_is_not_kept(folders, tmp_path, monkeypatch, capsys):
     assert commands.main(["merge", str(tmp_path)]) == 5
     assert "and was deleted" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_merge_copies_what_the_class_does_not_have(folders, tmp_path):
+    shutil.copytree(folders["llama"], tmp_path / "base")
+    write(moved(filled(adapted_recipe(tmp_path / "base"))), tmp_path / "run" / "model")
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    save_file({**stored, "mtp.a": torch.rand(9).half()}, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    assert commands.main(["merge", str(tmp_path / "run")]) == 0
+    files = weight_files(str(tmp_path / "run" / "merged"))
+    assert files.keys() == {*stored, "mtp.a"} and files["mtp.a"].dtype == "F16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged")
 
 
 def test_what_cannot_be_merged(folders, tmp_path, capsys):

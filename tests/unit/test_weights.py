@@ -17,7 +17,7 @@ from samecurve.inference import loading
 from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
-from samecurve.models.weights import ModelDescription, describe, load_weights
+from samecurve.models.weights import ModelDescription, describe, kept_tensors, load_weights
 from samecurve.planner import model_shape
 
 LLAMA = {
@@ -179,24 +179,27 @@ def with_more(folder, tensors) -> SimpleNamespace:
     return recipe(path=str(folder))
 
 
-def test_unknown_tensors_stop_the_run(saved):
+COUNTED = "model.visual (1 tensor), mtp (2 tensors)"
+
+
+@pytest.mark.parametrize("chosen", ["stop", "keep", "drop"])
+@pytest.mark.parametrize("skipped", [False, True])  # by transformers itself
+def test_unknown_tensors_stop_are_kept_or_dropped(chosen, skipped, saved, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", ["^mtp", "visual"] if skipped else None)
     made = with_more(saved[0], MTP)
-    with pytest.raises(ConfigurationError) as error:
-        filled(made)
-    assert "LlamaForCausalLM does not have: model.visual (1 tensor), mtp (2 tensors); they" in str(error.value)
-    assert "set model.unknown_tensors to drop" in str(error.value)
-    made.model = made.model.model_copy(update={"unknown_tensors": "drop"})
+    made.model = made.model.model_copy(update={"unknown_tensors": chosen})
+    if chosen == "stop" and not skipped:
+        with pytest.raises(ConfigurationError) as error:
+            filled(made)
+        assert f"LlamaForCausalLM does not have: {COUNTED}; they" in str(error.value)
+        assert "set model.unknown_tensors to keep" in str(error.value)
+        return
     assert filled(made).keys() == filled(recipe(FAMILIES["llama_tied"])).keys()
     model = build_skeleton(made, 64, TOKENS)
-    assert describe(model, made).unread_tensors == "model.visual (1 tensor), mtp (2 tensors)"
-
-
-def test_tensors_that_transformers_skips_are_told(saved, monkeypatch):
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", ["^mtp", "visual"])
-    made = with_more(saved[0], MTP)
-    assert filled(made)
-    model = build_skeleton(made, 64, TOKENS)
-    assert describe(model, made).unread_tensors == "model.visual (1 tensor), mtp (2 tensors)"
+    described = describe(model, made)
+    is_kept = chosen != "drop"
+    assert (described.kept_tensors, described.unread_tensors) == ((COUNTED, "") if is_kept else ("", COUNTED))
+    assert kept_tensors(model, made).keys() == (MTP.keys() if is_kept else set())
 
 
 @pytest.mark.parametrize("head", ["sequence_classification", "embedding"])
@@ -384,14 +387,6 @@ def test_batch_norm_is_refused_by_name(monkeypatch):
         build_skeleton(recipe(LLAMA), 64)
     assert "model.layers.0.input_layernorm of this llama is a BatchNorm1d" in str(caught.value)
     assert "running statistics would differ between ranks" in str(caught.value)
-
-
-def test_a_family_with_trained_buffers_is_refused():
-    fields = {**LLAMA, "model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1}
-    with pytest.raises(
-        ConfigurationError, match="deepseek_v3 keeps values in buffers .*e_score_corr.*load of its experts"
-    ):
-        build_skeleton(recipe(fields), 64, TOKENS)
 
 
 def test_dropout_is_told_by_name():

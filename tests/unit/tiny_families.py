@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from samecurve.models.pipeline_split import Layer
 
@@ -102,11 +104,94 @@ STORED_ALIKE = """
 bloom cohere falcon gemma2 gemma3_text gpt2 gpt_oss gptj jetmoe llama mamba mistral mpt olmo2 opt phi3 qwen2 qwen3
 stablelm
 """.split()
+# Families with a router's bias or other constants, or hybrids of recurrent layers, by the layers of these two kinds.
+CONSTANTS = """
+apertus axk1 deepseek_v3 deepseek_v32 deepseek_v4 dots1 exaone_moe gemma4_text glm4_moe glm4_moe_lite glm_moe_dsa hy_v3
+kimi_linear kolibri1 lfm2_moe longcat_flash mimo_v2_flash minimax minimax_m2 nemotron_h solar_open zaya
+""".split()
+HYBRIDS = """
+afmoe bamba deepseek_v2 ernie4_5 ernie4_5_moe exaone4 falcon_h1 glm glm4 granite granitemoehybrid hunyuan_v1_dense
+laguna lfm2 llama4_text mamba2 ministral ministral3 olmo3 qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
+seed_oss smollm3 starcoder2 vaultgemma arcee cohere2 nemotron phi
+""".split()
+# Sizes of parts that only some families have.
+SMALL = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "embedding_size": 16,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+}
 # Encoders, as masked language models.
 ENCODERS = ["bert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "roformer"]
 MORE_FIELDS = {  # and no dropout or noise: masks are drawn per process
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    "opt": {"dropout": 0.0},
+    "mixtral": {"num_local_experts": 8},
+    "opt": {"dropout": 0.0, "ffn_dim": 48},
+    "deepseek_v4": {
+        "head_dim": 16,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "hc_mult": 2,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "num_key_value_heads": 1,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "longcat_flash": {
+        "num_layers": 1,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 16,
+        "ffn_hidden_size": 48,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 32},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 16},
+    **dict.fromkeys(
+        ("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        {"layer_types": ["linear_attention", "full_attention"]},
+    ),
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "gpt_oss": {
         "intermediate_size": 64,
@@ -129,8 +214,13 @@ MORE_FIELDS = {  # and no dropout or noise: masks are drawn per process
 def round_trip_config(family: str) -> PreTrainedConfig:
     """Of STORED_OTHERWISE, STORED_ALIKE and ENCODERS; with fields that the family has."""
     known = AutoConfig.for_model(family)
-    given = {**COMMON, **TOKENS, "moe_intermediate_size": 16, "embedding_size": 16, "max_position_embeddings": 320}
-    given = {name: value for name, value in given.items() if hasattr(known, name)}
+    given = {**COMMON, **TOKENS, **SMALL}
+    if hasattr(known, "kv_lora_rank"):
+        given["num_key_value_heads"] = 4
+    if family == "gemma4_text":  # has another width in layers of another kind
+        del given["head_dim"]
+    computed = {name for name in given if isinstance(getattr(type(known), name, None), property)}
+    given = {name: value for name, value in given.items() if hasattr(known, name) and name not in computed}
     return AutoConfig.for_model(family, **given | FIELDS.get(family, {}) | MORE_FIELDS.get(family, {}))
 
 
@@ -146,3 +236,46 @@ def run_layers(layers: list[Layer], input_ids: Tensor, position_ids: Tensor) -> 
     for layer in layers[1:]:
         flow = layer(flow)
     return flow
+
+
+# Packaged models that transformers 5.23 builds small, by name of the family or of the family and its text part;
+# gemma3n's tower would need timm.
+PACKAGED = """
+aria gemma3 gemma4 gemma4_unified got_ocr2 idefics3 internvl internvl:qwen3 llama4 llava llava_next llava_onevision
+mistral3 mistral3:ministral3 paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+""".split()
+_PARTS = {  # of a text part and of towers
+    **{**COMMON, **TOKENS, "head_dim": 8, "global_head_dim": 8, "embed_dim": 32, "out_hidden_size": 32},
+    **{"projection_dim": 32, "mm_hidden_size": 32, "vision_output_dim": 32, "output_proj_dims": 32, "mm_embed_dim": 32},
+    **{"projector_input_dim": 32, "projector_output_dim": 32, "output_channels": 32, "intermediate_size_mlp": 48},
+    **{"depth": 2, "num_heads": 4, "image_size": 28, "patch_size": 14, "num_position_embeddings": 16},
+    **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "pixel_shuffle_ratio": 0.5},
+    **{"vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"moe_num_experts": 4, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "no_rope_layers": None},
+}
+
+
+def packaged_config(name: str) -> PreTrainedConfig:
+    """Of PACKAGED; every part of it is small."""
+    family, _, text = name.partition(":")
+    packaged: Any = CONFIG_MAPPING[family]
+    default, fields = packaged(), {}
+    for key, owner in packaged.sub_configs.items():
+        value = getattr(default, key)
+        part = owner if value is None else type(value)
+        if key == "text_config" and text:
+            part = CONFIG_MAPPING[text]
+        known = part().to_dict()
+        fields[key] = {name: value for name, value in _PARTS.items() if name in known}
+        if kinds := list(dict.fromkeys(known.get("layer_types") or ())):
+            fields[key]["layer_types"] = [kinds[0], kinds[-1]]
+        if "vl" in part.model_type.split("_") and "rope_parameters" in known:
+            rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            fields[key]["rope_parameters"] = rope
+        fields[key]["model_type"] = part.model_type
+    known = vars(default)
+    fields |= {name: 90 + index for index, name in enumerate(known) if name.endswith(("_token_id", "_token_index"))}
+    fields |= {name: value for name, value in {**TOKENS, "projection_dim": 32}.items() if name in known}
+    return packaged(**fields)
