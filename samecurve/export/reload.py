@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -62,7 +61,7 @@ def load(folder: Path, auto_class: str, trust_remote_code: bool) -> torch.nn.Mod
     return PeftModel.from_pretrained(loader.from_pretrained(base, **options), folder).eval()
 
 
-def _loader(path: str | Path, auto_class: str, trust_remote_code: bool, revision: str | None = None) -> Any:
+def _loader(path: str | Path, auto_class: str, trust_remote_code: bool, revision: str | None = None) -> type:
     """Return the Auto class; for a model that also reads images the one that loads all of it, not its text part."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
     if auto_class == "AutoModelForCausalLM" and config.get_text_config() is not config:
