@@ -154,7 +154,7 @@ SMALL = {
 ENCODERS = ["bert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "roformer"]
 MORE_FIELDS = {  # and no dropout or noise: masks are drawn per process
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    "mixtral": {"num_local_experts": 8},
+    "mixtral": {"num_local_experts": 8, "num_experts": 8},  # two names of one field
     "opt": {"dropout": 0.0, "ffn_dim": 48},
     "deepseek_v4": {
         "head_dim": 16,
