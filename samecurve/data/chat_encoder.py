@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
-_VERSION = 2
+_VERSION = 3
 
 
 class ChatEncoder(ConversationEncoder):
@@ -47,6 +47,7 @@ class ChatEncoder(ConversationEncoder):
         answers_begun_inside_a_token: answers whose first characters share a token with the prompt, mostly a line break
             with the spaces after it. The model is trained to write this token, but never has to at inference.
         answers_unlike_the_prompt: answers without something that ends the generation prompt, such as <think>.
+        answers_without_their_reasoning: answers whose reasoning the template leaves out wherever they stand.
         messages_with_special_tokens: messages whose text contains a special token.
         developer_messages_as_system: messages of the role developer, for templates that know the role system only.
         split_conversations: conversations that became several rows.
@@ -59,7 +60,7 @@ class ChatEncoder(ConversationEncoder):
 
     renders = True
     rare = (
-        *("answers_unlike_the_prompt", "developer_messages_as_system"),
+        *("answers_unlike_the_prompt", "answers_without_their_reasoning", "developer_messages_as_system"),
         *("split_conversations", "rows_of_split_conversations"),
     )
     counted = ("answers_begun_inside_a_token", "messages_with_special_tokens", *rare)
@@ -155,6 +156,7 @@ class ChatEncoder(ConversationEncoder):
             answers = turns.answers()
             rows = turns.kept(answers) if self.schema.reasoning == "keep" else turns.as_inference(answers)
         self.counts["answers_unlike_the_prompt"] += turns.num_unlike
+        self.counts["answers_without_their_reasoning"] += turns.num_unreasoned
         if not any(row.spans for row in rows):
             raise DataError(
                 f"{conversation.place}: the chat template marks no text of this conversation as the assistant's, so no "
@@ -175,7 +177,8 @@ class ChatEncoder(ConversationEncoder):
         template = self.templates[self.tokenizer.get_chat_template(None, tools)]
         used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
         for name, is_used in used.items():
-            if is_used and name not in template.source:
+            is_rendered = name in template.source and (name == "tools" or template.renders_calls is not False)
+            if is_used and not is_rendered:
                 raise DataError(
                     f"{conversation.place}: the row has {name}, which the chat template does not render; remove them, "
                     f"or set tokenizer.chat_template to {CHATML}, which does, or to another model's template"

@@ -196,6 +196,15 @@ class ChatTemplate:
             self._rendered_roles[role] = any(known) if known else None
         return self._rendered_roles[role]
 
+    @cached_property
+    def renders_calls(self) -> bool | None:
+        """Whether calls of tools are in the text: DeepSeek R1's needs a content of none. None if they are refused."""
+        call = {**CALL, "function": {"name": PROBE, "arguments": {}}}
+        question = {"role": "user", "content": "a"}
+        turns = ({"role": "assistant", "content": text, "tool_calls": [call]} for text in ("", "b"))
+        texts = [text for turn in turns if (text := self._probe(question, turn)) is not None]
+        return any(PROBE in text for text in texts) if texts else None
+
     def next_role_end(self, calls: bool) -> str:
         """Return the special token behind an answer, and white space before it, if only a next turn writes them.
 

@@ -41,12 +41,13 @@ class RenderedTurns:
 
     Attributes:
         num_unlike: number of answers so far that begin otherwise than the generation prompt ends.
+        num_unreasoned: number of trained answers so far whose reasoning the template leaves out at inference, too.
     """
 
     def __init__(self, conversation: Conversation, template: ChatTemplate):
         self._conversation, self._template = conversation, template
         self._render = cache(partial(template.render, conversation))
-        self.num_unlike = 0
+        self.num_unlike = self.num_unreasoned = 0
 
     def text(self, num_messages: int) -> str:
         """Return the text of the first messages, without what closes each text, or begins an answer unasked."""
@@ -67,7 +68,12 @@ class RenderedTurns:
         """
         said = enumerate(self._conversation.messages)
         trained = [index for index, message in said if message["role"] == "assistant" and message.get("weight") != 0]
-        return {index: self._answer(index) for index in trained if index >= self._conversation.num_prompt}
+        answers = {index: self._answer(index) for index in trained if index >= self._conversation.num_prompt}
+        for index, answer in answers.items():
+            message = self._conversation.messages[index]
+            reasoning = next((str(message[key]) for key in REASONING if message.get(key)), "")
+            self.num_unreasoned += reasoning.strip() not in answer.row.text
+        return answers
 
     def as_inference(self, answers: dict[int, Answer]) -> list[Rendered]:
         """Return the fewest rows in which each answer is once as inference sees it, in the order of their last turns.
@@ -121,7 +127,8 @@ class RenderedTurns:
             text, start = self._prompted(index, index + 1)
             message = self._conversation.messages[index]
             content = message["content"].strip()
-            behind = text[start:].rpartition(content)[2] if content and not message.get("tool_calls") else ""
+            is_last = content and not message.get("tool_calls") and content in text[start:]
+            behind = text[start:].rpartition(content)[2] if is_last else ""
             if more := self._template.text_behind_end(behind):
                 raise self._error(
                     f"message {index}: the chat template writes {shown(more)} behind this turn, which no model has to "
@@ -203,6 +210,11 @@ class RenderedTurns:
             asked: the same with the generation prompt.
         """
         header = self._head(index)[len(before) :]
+        if asked == before and header.strip() and not index:
+            raise self._error(
+                "message 0: the conversation begins with an answer, and the chat template writes no prompt for one; "
+                'give this turn "weight": 0, or put a turn of the user before it'
+            )
         if asked == before and header.strip():
             raise self._error(
                 f"message {index}: the chat template has no generation prompt, so {shown(header.strip())} cannot be "

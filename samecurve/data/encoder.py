@@ -207,9 +207,11 @@ def _encode_with(encoder: Encoder, entries: list) -> list[Encoded | BadRow]:
         encoder.counts.update(before)
         results = []
         for document in documents:
+            before = dict(encoder.counts)
             try:
                 results += encoder.encode([document])
             except DataError as error:
+                encoder.counts.update(before)
                 results.append(BadRow.of(document.place, error))
     following = iter(results)
     return [entry if isinstance(entry, BadRow) else next(following) for entry in entries]

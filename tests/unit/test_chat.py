@@ -374,6 +374,16 @@ ERRORS = [
         ("here", "marks no text", "no token would be trained", "chatml"),
     ),
     (UNMARKED, TOOL_CALL, ("here", "tool_calls", "does not render", "tokenizer.chat_template")),
+    (  # as DeepSeek R1's, which otherwise writes an empty answer
+        UNMARKED_CALLS.replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])"),
+        TOOL_CALL,
+        ("here", "tool_calls", "does not render", "tokenizer.chat_template"),
+    ),
+    (
+        "{{ messages[0].role[:0] }}" + UNMARKED,
+        TURNS[2:],
+        ("here", "message 0", "begins with an answer", '"weight": 0'),
+    ),
     (
         UNMARKED,
         {"messages": TURNS, "tools": json.dumps([{"name": "f"}])},
@@ -525,6 +535,15 @@ def test_variables_of_the_template(make):
         encode(make(template), {**row, "chat_template_kwargs": {"long": True}})
 
 
+def test_reasoning_that_the_template_leaves_out_is_counted(make):
+    only_with_calls = "{% if m.tool_calls %}{{ m.reasoning_content }}{% endif %}"
+    for template, count in ((UNMARKED.replace("{% endfor", only_with_calls + "{% endfor"), 2), (THINKS, 0)):
+        encoder = ChatEncoder(make(template), ChatSchema())
+        turns = [{**turn, "reasoning": "why so"} if turn["role"] == "assistant" else turn for turn in ASK]
+        encoder.encode([conversation("here", {"messages": turns}, ChatSchema())])
+        assert encoder.counts["answers_without_their_reasoning"] == count
+
+
 @pytest.mark.parametrize("unknown", ["", "{{ raise_exception('no') }}"])
 def test_a_developer_is_the_system_where_a_template_knows_no_other(make, unknown):
     def knowing(*roles: str) -> str:
@@ -560,6 +579,10 @@ def test_a_pair_has_one_prompt(make):
 def test_text_behind_the_end_of_an_answer_is_not_trained(make):
     with pytest.raises(DataError, match="message 1: the chat template writes 'Answer now.' behind this turn"):
         rendered(make(CLOSED.replace("eos_token", "'<|im_start|>Answer now.'")), ASK)
+    # a special token of the answer itself, which the template writes in another way
+    spaced = make(UNMARKED.replace("m['content']", "m['content'] | replace('!', ' !')"))
+    answer = {"role": "assistant", "content": "<|begin_of_text|>a!"}
+    assert rendered(spaced, [ASK[0], answer])[0][1] == ["<|begin_of_text|>a !<|im_end|>"]
 
 
 @pytest.fixture
@@ -589,15 +612,16 @@ def test_processes_that_share_the_work_find_what_one_finds(make, two_processes, 
 
 
 def test_what_a_process_cannot_render_is_told_by_its_place(make, two_processes):
-    template = "{% if messages[0]['content'] == 'what is 23?' %}{{ raise_exception('no') }}{% endif %}" + UNMARKED
-    encoder = ChatEncoder(make(template), ChatSchema())
-    row = [{"role": "user", "content": "what is 23?"}, {"role": "assistant", "content": "a"}]
-    rows = [{"messages": [{**row[0], "content": f"what is {n}?"}, row[1]]} for n in range(43)]
+    template = "{% if 'what is 23?' in messages[1].content or messages[0].role == 'developer' %}"
+    encoder = ChatEncoder(make(template + "{{ raise_exception('no') }}{% endif %}" + UNMARKED), ChatSchema())
+    row = [{"role": "developer", "content": "d"}, {"role": "user"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": [row[0], {**row[1], "content": f"what is {n}?"}, row[2]]} for n in range(43)]
     documents = [conversation(f"row {n}", row, ChatSchema()) for n, row in enumerate(rows)]
     batches = encoded(encoder, [documents[:20], documents[20:]], 1 << 30)
     found = [one for _, part in batches for one in part]
     (bad,) = (one for one in found if isinstance(one, BadRow))
     assert found.index(bad) == 23 and str(bad).startswith("row 23: the chat template cannot render")
+    assert encoder.counts["developer_messages_as_system"] == 42
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set k = i %}{% endfor %}{% endfor %}"
