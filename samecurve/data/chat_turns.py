@@ -175,8 +175,9 @@ class RenderedTurns:
             return text, self._unlike(index, text, before, asked)
         if num_messages == index + 1 and text.startswith(head):
             opening = asked.removeprefix(before)
-            if opening and head.endswith(opening):
-                return asked + text[len(head) :], len(asked)
+            if opening and (head.endswith(opening) or opening in head[self._start_of_last(index) :]):
+                # gpt-oss writes the name of a channel between the opening and the content
+                return asked + text[head.rindex(opening) + len(opening) :], len(asked)
             mark = max((token for token in self._template.special if asked.endswith(token)), key=len, default="")
             if mark and not (space := head.rpartition(mark)[2]).strip():
                 return asked + space + text[len(head) :], len(asked)
@@ -184,6 +185,12 @@ class RenderedTurns:
             f"message {index}: the chat template renders the turns before this one differently when it follows, so its "
             f"tokens cannot be found; {OTHER_TEMPLATE}"
         )
+
+    def _start_of_last(self, index: int) -> int:
+        """Return where the content of the message before a turn begins in the text up to the turn's content."""
+        messages = list(self._conversation.messages[: index + 1])
+        messages[index - 1] = {**messages[index - 1], "content": PROBE}
+        return len(RenderedTurns(replace(self._conversation, messages=tuple(messages)), self._template)._head(index))
 
     def _head(self, index: int, calls: bool = False) -> str:
         """Return the text up to the content of a turn, or up to a name that it calls, which may be all that it has."""

@@ -505,6 +505,25 @@ def test_a_system_prompt_that_moves_is_where_inference_has_it(make):
         assert "be brief" in prompt and (text, spans) == (prompt + answer, [answer])
 
 
+def test_thoughts_before_a_call_are_where_inference_has_them(make):
+    """In the manner of gpt-oss: the prompt has no channel, and a last answer drops the thoughts of the calls before."""
+    thought = "('' if messages[-1].role == 'assistant' and not messages[-1].tool_calls else m.reasoning_content)"
+    channel = f"('/call ' + {thought} if m.tool_calls else '/final ' if m.role == 'assistant' else ' ')"
+    tokenizer = make(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + "
+        + channel
+        + " + m.content }}"
+        + CALLS
+        + "{{ '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    turns = [CALLING[0], {**CALLING[1], "content": "", "reasoning_content": "why"}, CALLING[2], CALLING[5]]
+    ((text, spans),) = rendered(tokenizer, turns)
+    prompt = tokenizer.apply_chat_template(turns[:3], tokenize=False, add_generation_prompt=True)
+    assert "why" in prompt and text == prompt + "/final done<|im_end|>"
+    assert spans == ['/call why<call>{"name": "f", "arguments": {"a": 1}}<|im_end|>', "/final done<|im_end|>"]
+
+
 def test_a_kept_conversation_is_one_row(make):
     with pytest.raises(DataError, match="message 1: data.reasoning=keep .* set data.reasoning=as_inference") as caught:
         rendered(make(THINKS), ASK, reasoning="keep")
