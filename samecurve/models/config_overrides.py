@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from samecurve.config.documents import describe, suggest
 from samecurve.errors import ConfigurationError
 
-_ROPE = ("rope_parameters", "rope_scaling")  # the second is the spelling before transformers 5
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # the last two are the spelling before transformers 5
 _OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
 _SCALED_FROM = ("yarn", "longrope", "llama3")  # rope types that read original_max_position_embeddings
 # Where another key of the recipe decides.
@@ -47,7 +47,7 @@ def with_overrides(
     legal = {*inspect.signature(type(config).__init__).parameters, *config.attribute_map, *config.to_dict(), *published}
     legal -= {"self", "kwargs", *_ELSEWHERE}
     if hasattr(config, "rope_parameters"):
-        legal |= {*_ROPE, "rope_theta"}
+        legal |= {*ROPE}
     problems = []
     for key in given:
         if key in _ELSEWHERE or key in set_by_task:
@@ -55,12 +55,14 @@ def with_overrides(
         elif key not in legal:
             hint = suggest((key,), [(name,) for name in legal if not name.startswith("_")]) or "; remove it"
             problems.append(f"{key}: the config of {config.model_type} has no such key{hint}")
-    fields = dict(published)
-    fields |= {config.attribute_map.get(key, key): value for key, value in given.items() if key in legal}
-    if any(key in given for key in (*_ROPE, "rope_theta")) and "rope_theta" in legal:
-        rope = next((given[key] for key in _ROPE if key in given), {})
+    renamed = {config.attribute_map.get(key, key): value for key, value in given.items() if key in legal}
+    fields = {key: value for key, value in published.items() if config.attribute_map.get(key, key) not in renamed}
+    fields.pop("quantization_config", None)  # see dequantize.take_settings
+    fields |= renamed
+    if any(key in given for key in ROPE) and "rope_theta" in legal:
+        rope = next((given[key] for key in ROPE[:2] if key in given), {})
         theta = {"rope_theta": given["rope_theta"]} if "rope_theta" in given else {}
-        for key in (*_ROPE, "rope_theta"):
+        for key in ROPE:
             fields.pop(key, None)
         fields["rope_parameters"] = _rope(config, rope, theta, problems)
     if problems:

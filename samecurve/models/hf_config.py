@@ -144,6 +144,7 @@ def model_config(
         published, _ = PreTrainedConfig.get_config_dict(settings.path, revision=settings.revision)
         if head.kind == CAUSAL.kind and is_packaged(config):
             config, published = text_config(config), published.get("text_config", published)
+            published = {**published, "tie_word_embeddings": config.tie_word_embeddings}
         if settings.overrides:
             published = published if published.get("model_type") == config.model_type else config.to_dict()
             config = with_overrides(config, published, settings.overrides, head.fields)

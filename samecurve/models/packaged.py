@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from samecurve.errors import ConfigurationError
+from samecurve.models.config_overrides import ROPE
 from samecurve.specs.model_families import PACKAGED, TEXT_TWINS
 
 # Files of the processor that prepares images and sound beside the tokenizer; transformers.utils names them.
@@ -105,10 +106,18 @@ def wrap(
     for level in (fields, fields.get("text_config", {})):
         for key in ("_commit_hash", "quantization_config"):  # an export is unquantized
             level.pop(key, None)
-    for key in overridden:
-        key = "rope_parameters" if key == "rope_scaling" else key  # the older name
-        fields.get("text_config", fields)[key] = text.config.to_dict()[key]
-        setattr(inner, key, getattr(text.config, key))
+    stored, names = fields.get("text_config", fields), text.config.attribute_map
+    for key in {names.get(key, key) for key in overridden}:
+        value = getattr(text.config, key, None)
+        older = {alias for alias, name in names.items() if name == key}
+        if key in ROPE:
+            # a text needs no positions in three dimensions, but images do
+            own = {name: part for name, part in (inner.rope_parameters or {}).items() if "mrope" in name}
+            key, value, older = "rope_parameters", own | text.config.rope_parameters, {*ROPE}
+        for name in older:
+            stored.pop(name, None)
+        stored[key] = copy.deepcopy(value)
+        setattr(inner, key, value)
     if inner.vocab_size != size:
         inner.vocab_size = fields.get("text_config", fields)["vocab_size"] = size
         if "vocab_size" in fields:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from samecurve.config.loader import load_recipe
 from samecurve.errors import ConfigurationError
+from samecurve.models.config_overrides import with_overrides
 from samecurve.models.skeleton import build_skeleton
 
 THETA = 50_000.0
@@ -82,6 +83,14 @@ def test_rows_may_be_as_long_as_the_new_config_says(published):
     overrides = {"max_position_embeddings": 256, "rope_parameters": YARN, "attention_dropout": 0.1}
     config = build_skeleton(recipe(path, overrides, "batch.sequence_length=128"), 100).config
     assert (config.attention_dropout, config.rope_parameters["original_max_position_embeddings"]) == (0.1, 64)
+
+
+def test_overrides_replace_other_spellings_and_restore_no_quantization():
+    config = tiny_config("ernie4_5_moe")
+    fields = {**config.to_dict(), "num_experts_per_tok": 2, "quantization_config": {"quant_method": "fp8"}}
+    del fields["moe_k"]
+    changed = with_overrides(config, fields, {"num_experts_per_tok": 1}, {})
+    assert changed.moe_k == 1 and "quantization_config" not in changed.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from test_config_overrides import recipe as overriding
 from test_export import tokenizer
 from test_round_trip import recipe
 from tiny_families import PACKAGED, packaged_config
@@ -120,7 +121,7 @@ FAMILY = "qwen3_vl"
 
 @pytest.fixture
 def start(tmp_path):
-    """The folder of a packaged model with layers for further tokens, which its class skips, and a processor's file."""
+    """The folder of a packaged model with a processor's file."""
     published(FAMILY, tmp_path / "start")
     (tmp_path / "start" / "preprocessor_config.json").write_text('{"size": 7}')
     return tmp_path / "start"
@@ -135,6 +136,34 @@ def test_chat_template_grows_published_config(start, tmp_path):
     assert again.config.text_config.vocab_size == again.get_input_embeddings().weight.shape[0] == 105
     assert again.get_output_embeddings().weight.shape[0] == 105
     assert (tmp_path / "model" / "preprocessor_config.json").read_text() == '{"size": 7}'
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mistral3", {"rms_norm_eps": 0.01}),  # tied by the outer config alone
+        ("qwen3_vl", {"rope_theta": 100.0}),
+        ("qwen2_5_vl", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    ],
+)
+@pytest.mark.parametrize("older", [False, True])
+def test_overrides_of_text_part_are_exported(family, overrides, older, tmp_path):
+    plain, file = published(family, tmp_path / "start"), tmp_path / "start" / "config.json"
+    content = json.loads(file.read_text())
+    if older:  # as transformers 4 wrote it
+        rope = content["text_config"].pop("rope_parameters")
+        content["text_config"] |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+        file.write_text(json.dumps(content))
+    made = overriding(str(tmp_path / "start"), overrides)
+    skeleton, live = loaded(made)
+    exported(skeleton, live, made, tmp_path / "model")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    with torch.no_grad():
+        before, want, found = (model(input_ids=IDS).logits for model in (plain, live, again))
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    assert (before - want).abs().max() > 1e-4
+    sections = [model.config.get_text_config().rope_parameters.get("mrope_section") for model in (plain, again)]
+    assert sections[0] == sections[1]
 
 
 def test_unknown_tensors_of_published_class_are_refused(start):
