@@ -182,6 +182,9 @@ def _make_room(recipe: Recipe, config: PreTrainedConfig, vocabulary_size: int) -
             if recipe.tokenizer.path is not None:
                 fix = f"{recipe.tokenizer.path} does not belong to it; leave tokenizer.path out"
         raise DataError(f"{text}: {fix}")
+    # Gemma 4 has a second table of the same ids; in Gemma 3n ids beyond that table's end share a row
+    if getattr(config, "vocab_size_per_layer_input", None) == config.vocab_size:
+        config.vocab_size_per_layer_input = vocabulary_size
     config.vocab_size = vocabulary_size
 
 

@@ -74,13 +74,19 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
 
     chosen, whole = settings.target_modules, whole_modules(model)
     parts = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{prefix}.") for prefix in whole)]
+    # Linear by class alone: Llama 4's router returns a tuple, and DeepSeek-V4's groups multiply other inputs
+    parts += [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and re.search("Router|Grouped", type(module).__name__)
+    ]
     config = LoraConfig(
         revision=revision,
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=chosen if isinstance(chosen, str) else list(chosen),
-        exclude_modules=parts or None,  # trained in full; names such as `dense` would match inside of them, too
+        exclude_modules=parts or None,  # names such as `dense` would match inside of what is trained in full, too
         use_rslora=settings.rslora,
         use_dora=settings.dora,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
@@ -217,7 +223,8 @@ def stored_config(model: PreTrainedModel) -> LoraConfig:
     if package := package_of(model):
         # the published class has layers of the same names in its towers
         own = "|".join(re.escape(published) for _, published in package.prefixes)
-        config.exclude_modules = rf"(?!{own}).*"
+        excluded = [re.escape(package.name(name)) for name in config.exclude_modules or ()]
+        config.exclude_modules = "|".join([rf"(?!{own}).*", *excluded])
         # peft replaces all-linear by whole names; a pattern may have been written for the text model's
         adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
         targets = adapted if isinstance(config.target_modules, str) else config.target_modules or ()

@@ -119,7 +119,9 @@ def wrap(
         stored[key] = copy.deepcopy(value)
         setattr(inner, key, value)
     if inner.vocab_size != size:
-        inner.vocab_size = fields.get("text_config", fields)["vocab_size"] = size
+        if getattr(inner, "vocab_size_per_layer_input", None) == inner.vocab_size:
+            inner.vocab_size_per_layer_input = stored["vocab_size_per_layer_input"] = size
+        inner.vocab_size = stored["vocab_size"] = size
         if "vocab_size" in fields:
             fields["vocab_size"] = size
     whole = build(published_class(config), config)

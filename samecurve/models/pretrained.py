@@ -239,8 +239,9 @@ def _listed(names: list[str]) -> str:
 
 
 def embeddings(model: PreTrainedModel) -> set[str]:
-    """Find the names of the parameters of the input embedding and the output head."""
-    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    """Find the names of the parameters of the input embedding, the one of each layer (Gemma 4) and the output head."""
+    of_layers = getattr(model.base_model, "embed_tokens_per_layer", None)
+    modules = [model.get_input_embeddings(), of_layers, model.get_output_embeddings()]
     owned = {id(p) for module in modules if module is not None for p in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in owned}
 

@@ -138,6 +138,17 @@ def test_chat_template_grows_published_config(start, tmp_path):
     assert (tmp_path / "model" / "preprocessor_config.json").read_text() == '{"size": 7}'
 
 
+def test_vocabulary_grows_in_layers_embedding(tmp_path):
+    published("gemma4", tmp_path / "start")
+    made = recipe(tmp_path / "start")
+    made.tokenizer = Tokenizer(chat_template=CHATML)
+    skeleton, live = loaded(made, 105)
+    exported(skeleton, live, made, tmp_path / "model")
+    again, ids = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").eval(), torch.tensor([[3, 104, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=ids).logits, live(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -212,7 +223,7 @@ def test_conversion_leaves_kept_tensors(start, tmp_path):
         ("gemma3", ["q_proj", "gate_proj"]),
         ("gemma3", "all-linear"),
         ("gemma3", r"model\.layers\.1\.self_attn\.(q|v)_proj"),
-        ("llama4", ["q_proj"]),
+        ("llama4", "all-linear"),  # all but the router
     ],
 )
 def test_adapter_loads_on_published_class(family, targets, tmp_path):
