@@ -58,7 +58,10 @@ def load(folder: Path, auto_class: str, trust_remote_code: bool) -> torch.nn.Mod
         options["config"] = transformers.AutoConfig.from_pretrained(
             folder / ADAPTED_CONFIG, trust_remote_code=trust_remote_code
         )
-    return PeftModel.from_pretrained(loader.from_pretrained(base, **options), folder).eval()
+    model = loader.from_pretrained(base, **options)
+    for parameter in model.parameters():  # those beside quantized ones have their stored dtype (transformers 5.23)
+        parameter.data = parameter.data.float()
+    return PeftModel.from_pretrained(model, folder).eval()
 
 
 def _loader(path: str | Path, auto_class: str, trust_remote_code: bool, revision: str | None = None) -> type:

@@ -37,7 +37,7 @@ class Shard(NamedTuple):
 
 
 def write_kept(directory: Path, kept: Mapping[str, Stored], shard_bytes: float = SHARD_BYTES) -> list[Shard]:
-    """Copy stored tensors in their stored dtype to new files of at most `shard_bytes` in `directory`.
+    """Copy stored tensors, dequantized or in their stored dtype, to new files of at most `shard_bytes` in `directory`.
 
     Raises:
         ConfigurationError: as weight_files.read.
@@ -46,7 +46,7 @@ def write_kept(directory: Path, kept: Mapping[str, Stored], shard_bytes: float =
     parts: list[list[str]] = []
     room = 0.0
     for name, stored in kept.items():
-        size = stored.stop - stored.start
+        size = stored.num_bytes
         if not parts or size > room:
             parts.append([])
             room = shard_bytes
@@ -55,7 +55,7 @@ def write_kept(directory: Path, kept: Mapping[str, Stored], shard_bytes: float =
     shards = []
     for index, names in enumerate(parts):
         path = directory / f"kept-{index}.safetensors"
-        with storage_errors(directory, sum(kept[name].stop - kept[name].start for name in names)):
+        with storage_errors(directory, sum(kept[name].num_bytes for name in names)):
             save_file(read(dict(kept), names), path, metadata=METADATA)
         shards.append(Shard(path, UNCHANGED, names))
     return shards
@@ -83,7 +83,7 @@ def name_shards(shards: list[Shard]) -> None:
             file = directory / f"{kind}-{numbers[kind]:05d}-of-{counts[kind]:05d}.safetensors"
             os.rename(path, file)
             weight_map |= dict.fromkeys(names, file.name)
-            size += sum(stored.stop - stored.start for stored in header(file).values())
+            size += sum(stored.num_bytes for stored in header(file).values())
     write_json(
         directory / f"{stem}.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map}
     )

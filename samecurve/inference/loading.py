@@ -137,6 +137,8 @@ def load_model(
     model, info = loaded
     if hasattr(config, "quantization_config"):
         model._weight_conversions = None  # save_pretrained would quantize again (transformers 5.23)
+        for parameter in model.parameters():  # those beside quantized ones have their stored dtype (transformers 5.23)
+            parameter.data = parameter.data.float()
     missing = set(info["missing_keys"]) - (lora.stored_tensor_names(adapter) if adapter else set())
     if missing:
         names = ", ".join(sorted(missing)[:3])

@@ -17,6 +17,7 @@ from samecurve.export.hf_export import put_in_place, settle_config, write_genera
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
 from samecurve.export.weight_shards import Shard, name_shards, write_kept
 from samecurve.inference import folders, loading
+from samecurve.models.packaged import PROCESSOR_FILES
 from samecurve.models.pretrained import Pretrained
 from samecurve.models.weight_files import Stored, weight_files
 from samecurve.specs.precision import DTYPES
@@ -96,7 +97,8 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
             write_generation_config(generation, tokenizer, output)
         # Copy the tokenizer and the task's own files from the adapter's folder. Raises as `check_links`.
         check_links(folder)
-        for path in folder.iterdir():
+        start = next(iter(weight_files(base).values())).file.parent
+        for path in (*folder.iterdir(), *filter(Path.is_file, map(start.joinpath, PROCESSOR_FILES))):
             skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)
             if skipped or (output / path.name).exists():
                 continue

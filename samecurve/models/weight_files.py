@@ -7,6 +7,7 @@ Format: 8 bytes with the header's length, the header (JSON), the tensors (https:
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,6 +38,11 @@ class Stored(NamedTuple):
     start: int
     stop: int
     packed: Packed | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what dequantize.read returns."""
+        return 4 * math.prod(self.shape) if self.packed else self.stop - self.start
 
 
 class Packed(NamedTuple):

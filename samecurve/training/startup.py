@@ -288,7 +288,7 @@ def _check_room(context: Context, built: Built, engine: Engine, checkpoints: Che
         # those of another run are only moved aside, which frees nothing
         num_kept = len(list_checkpoints(disk, run.checkpoints)) if run.continues else 0
         unchanged = weights.kept_tensors(skeleton, recipe).values() if export_bytes else ()
-        num_exported_bytes = export_bytes + sum(stored.stop - stored.start for stored in unchanged)
+        num_exported_bytes = export_bytes + sum(stored.num_bytes for stored in unchanged)
         needs = room.needs(recipe, run.checkpoints, checkpoint_bytes, num_exported_bytes, num_kept)
         return room.check_room(needs, num_kept, disk.free_bytes)
 

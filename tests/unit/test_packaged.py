@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from quantized_folders import quantize
 from safetensors.torch import load_file, save_file
 from test_config_overrides import recipe as overriding
 from test_export import tokenizer
@@ -23,6 +24,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.export import reload
 from samecurve.export.convert import copy_as
 from samecurve.export.hf_export import ExportTarget, export
+from samecurve.inference import merge_lora
 from samecurve.models.packaged import package_of
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
@@ -243,6 +245,27 @@ def test_adapter_loads_on_published_class(family, targets, tmp_path):
     assert not [name for name, _ in adapted.named_parameters() if "lora_" in name and "vision" in name]
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert (logits - plain).abs().max() > 1e-3
+
+
+def test_adapter_merges_into_quantized_package(tmp_path):
+    """Its unquantized weights are bf16, and transformers leaves them so."""
+    start, made = tmp_path / "start", recipe(tmp_path / "start")
+    published("mistral3", start)
+    quantize(start, "fp8")
+    (start / "preprocessor_config.json").write_text('{"size": 7}')
+    made.adapter = Adapter(name="lora", rank=2, alpha=4, target_modules=["q_proj"])
+    skeleton, live = loaded(made)
+    torch.nn.init.ones_(next(parameter for name, parameter in live.named_parameters() if "lora_B" in name))
+    pairs = [(name, parameter) for name, parameter in live.named_parameters() if parameter.requires_grad]
+    export(iter(pairs), skeleton, ExportTarget(tmp_path / "adapter", tokenizer()), True)
+    merge_lora._merge(tmp_path / "adapter", str(start), tmp_path / "merged", False)
+    assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == '{"size": 7}'
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    adapted = reload.load(tmp_path / "adapter", "AutoModelForCausalLM", False)
+    with torch.no_grad():
+        want, *others = (model(input_ids=IDS).logits for model in (live, merged, adapted))
+    for logits in others:
+        torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
 
 
 def test_reload_compares_the_published_class(start, tmp_path):
