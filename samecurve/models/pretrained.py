@@ -107,10 +107,17 @@ class Pretrained:
 
         Args:
             unknown_tensors: `model.unknown_tensors`.
+
+        Raises:
+            ConfigurationError: some are quantized and cannot be read.
         """
         unused = self.unused()
         names = {"stop": unused.skipped, "keep": [*unused.skipped, *unused.unknown], "drop": []}[unknown_tensors]
-        return {name: self._files[name] for name in (*self._kept, *names)}
+        kept = {name: self._files[name] for name in (*self._kept, *names)}
+        packed = [(name, stored, stored.packed.problem) for name, stored in kept.items() if stored.packed]
+        if problems := [f"{_where({name: stored})}: {problem}" for name, stored, problem in packed if problem]:
+            raise ConfigurationError("\n".join(problems))
+        return kept
 
     def grouped(self, names: list[str]) -> str:
         """Count tensors by the shortest beginning of their names that no tensor of the model has."""

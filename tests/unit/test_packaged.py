@@ -28,7 +28,7 @@ from samecurve.inference import merge_lora
 from samecurve.models.packaged import package_of
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
-from samecurve.models.weights import constant_tensors, describe, load_weights
+from samecurve.models.weights import constant_tensors, describe, kept_tensors, load_weights
 from samecurve.specs import model_families
 from samecurve.specs.data_names import CHATML
 
@@ -266,6 +266,22 @@ def test_adapter_merges_into_quantized_package(tmp_path):
         want, *others = (model(input_ids=IDS).logits for model in (live, merged, adapted))
     for logits in others:
         torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
+
+
+def test_quantized_tower_is_checked_before_training(tmp_path):
+    start, made = tmp_path / "start", recipe(tmp_path / "start")
+    published("mistral3", start)
+    quantize(start, "fp8")
+    stored, (file,) = weight_files(str(start)), start.glob("*.safetensors")
+    scale = next(name for name in stored if "vision_tower" in name and name.endswith("_scale_inv"))
+    skeleton, _ = loaded(made)
+    kept = [entry for entry in kept_tensors(skeleton, made).values() if entry.packed]
+    assert kept and all(entry.num_bytes == 4 * (entry.stop - entry.start) for entry in kept)
+    tensors = load_file(file)
+    del tensors[scale]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=f"{scale.removesuffix('_scale_inv')}: F8_E4M3, and no scale is st"):
+        describe(skeleton, made)
 
 
 def test_reload_compares_the_published_class(start, tmp_path):
