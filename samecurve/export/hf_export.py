@@ -135,7 +135,7 @@ def _kept(skeleton: PreTrainedModel, target: ExportTarget) -> tuple[Mapping[str,
         return None, (
             f"the export is a {type(skeleton).__name__}{without}, because the rest of the start model cannot be read: "
             f"{error}. With model.path back in place, python -m samecurve export RUN --checkpoint latest makes the "
-            "whole model"
+            "whole model, if the run has kept a checkpoint"
         )
 
 

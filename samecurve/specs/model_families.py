@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from samecurve.errors import ConfigurationError
@@ -321,6 +322,7 @@ def without_varlen(fields: Mapping[str, Any]) -> str | None:
     return f"{rate}, and it has no dropout" if rate else None
 
 
+SEPARATED_FROM = (5, 23)  # the transformers whose functions models/packed_rows.py changes
 # A recurrence's parameters, by their own name: the logarithm of its decay, the bias of its step and its skip
 # connection. Mamba's authors keep them in fp32 and without weight decay (github.com/state-spaces/mamba,
 # mamba_simple.py and mamba2.py: `_no_weight_decay`, "keep in fp32"); so do those of GatedDeltaNet and Kimi Linear.
@@ -342,6 +344,13 @@ def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int)
             f"data.packing: found true, but a {config.model_type} is not known to keep packed documents apart: they "
             "would read each other, and nothing would show it; set data.packing to false (and data.group_by_length to "
             "true)"
+        )
+    known, now = SEPARATED_FROM, version("transformers")
+    if config.model_type in families("separated") and tuple(map(int, now.split(".")[:2])) < known:
+        raise ConfigurationError(
+            f"data.packing: found true, but packed documents of a {config.model_type} are kept apart by changes to "
+            f"transformers {'.'.join(map(str, known))} and later, and {now} is installed; install a later one, or set "
+            "data.packing to false"
         )
     # longrope chooses its angles by the largest position of a micro-batch
     # (transformers.modeling_rope_utils.dynamic_rope_update)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter, WaitAdvice
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
-from samecurve.models.weights import constant_tensors, kept_tensors
+from samecurve.models.weights import kept_tensors
 from samecurve.run.run_directory import SAMPLES
 from samecurve.storage.jsonl import JsonlFile
 from samecurve.training.evaluator import EarlyStopping, Evaluation
@@ -91,11 +91,15 @@ class Context:
 
 @dataclass(frozen=True)
 class Built:
-    """The task, its model on the meta device (`skeleton`), and the identity that a checkpoint has to match."""
+    """The task, its model on the meta device (`skeleton`), and the identity that a checkpoint has to match.
+
+    `constants` are read before the training, because model.path may be gone behind it; see weights.constant_tensors.
+    """
 
     task: Task
     skeleton: PreTrainedModel
     identity: dict
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,7 @@ class Session:
             for pair in self.engine.parameters():
                 context.watch.progress()
                 yield pair
-            yield from constant_tensors(self.built.skeleton, context.recipe)
+            yield from self.built.constants.items()
 
         target = ExportTarget(
             context.run.model,

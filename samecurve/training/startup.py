@@ -110,7 +110,8 @@ def build_model(context: Context, task: Task) -> Built:
                 trusted_code.remember(path, recipe.model.revision if path == recipe.model.path else None)
         except StorageError as error:
             context.progress.log(f"{error}; commands on this run's model will need {trusted_code.OPTION}")
-    return Built(task, skeleton, resume_identity(context.plan, skeleton, task))
+    constants = dict(weights.constant_tensors(skeleton, recipe))
+    return Built(task, skeleton, resume_identity(context.plan, skeleton, task), constants)
 
 
 def find_checkpoint(context: Context, identity: dict) -> Checkpoints:

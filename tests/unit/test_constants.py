@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 from samecurve.checkpoint.resume import refusals
 from samecurve.config.schema import Recipe
 from samecurve.export.hf_export import ExportTarget, export
-from samecurve.models.hf_config import constants
+from samecurve.models.hf_config import CAUSAL, constants
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weights import constant_tensors
 from samecurve.run.metadata import resume_identity
+from samecurve.training.startup import build_model
 
 IDS = torch.arange(3, 23)[None]
 
@@ -72,12 +73,15 @@ def test_constants_are_read_and_exported(stored, tmp_path):
 def test_a_run_resumes_with_the_same_constants_only(stored):
     model, folder = stored
     content = {"task": "pretrain", "output_dir": "x", "steps": 1, "model": {"path": str(folder)}}
-    content |= {"data": {"path": "x"}, "optimizer": {"learning_rate": 1e-3}}
+    content |= {"data": {"path": "x", "packing": False}, "optimizer": {"learning_rate": 1e-3}}
     made = Recipe.model_validate(content | {"batch": {"global_batch_size": 1, "sequence_length": 16}})
     plan = SimpleNamespace(recipe=made, strategy=SimpleNamespace(name="single", world_size=1))
     rows = SimpleNamespace(fingerprint="x", shares=())
     task = SimpleNamespace(train=rows, vocabulary_size=100, origin="", has_reference=False)
-    before = resume_identity(plan, build_skeleton(made, 100), task)
+    task.special_tokens, task.head = None, CAUSAL
+    built = build_model(SimpleNamespace(recipe=made, plan=plan), task)
+    before = built.identity
+    assert all(torch.equal(built.constants[name], model.get_buffer(name)) for name in constants(model))
     assert refusals({**before, "step": 0}, before) == []
     change(model)
     model.save_pretrained(folder)

@@ -26,6 +26,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import packed_rows
 from samecurve.models.attention import mask_facts, varlen
+from samecurve.specs import model_families
 from samecurve.specs.model_families import check_packing, families
 
 X = IGNORE_INDEX
@@ -220,6 +221,13 @@ def test_families_that_would_leak_are_refused(family):
     with pytest.raises(ConfigurationError, match=f"a {family} is not known to keep packed documents apart"):
         check_packing(tiny_config(family), True, 16)
     check_packing(tiny_config(family), False, 16)
+
+
+def test_hybrids_are_packed_with_tested_transformers_only(monkeypatch):
+    monkeypatch.setattr(model_families, "version", lambda name: "5.22.1")
+    check_packing(tiny_config("llama"), True, 16)
+    with pytest.raises(ConfigurationError, match=r"a qwen3_next are kept .* 5.23 and later, and 5.22.1 is installed"):
+        check_packing(tiny_config("qwen3_next"), True, 16)
 
 
 @pytest.mark.parametrize("family", [*sorted(families("separated")), *RECURRENT])

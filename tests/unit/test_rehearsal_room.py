@@ -137,7 +137,10 @@ def test_what_a_killed_save_left_is_removed_before_room_is_measured(tmp_path, mo
     seen = []
     monkeypatch.setattr(startup.LocalFileSystem, "free_bytes", lambda *_: seen.append(debris.exists()) or 100 * GIB)
     context: Any = SimpleNamespace(
-        recipe=recipe(tmp_path), run=run, world=ControlGroup(), progress=SimpleNamespace(log=print)
+        recipe=recipe(tmp_path, export={"enabled": False}),
+        run=run,
+        world=ControlGroup(),
+        progress=SimpleNamespace(log=print),
     )
     saves: Any = SimpleNamespace(num_bytes=lambda engine: GIB)
     skeleton: Any = torch.nn.Linear(2, 2)
