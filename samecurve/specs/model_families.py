@@ -107,6 +107,8 @@ FACTS = {
     "context_parallel",
     "expert_parallel",
     "expert_and_tensor_parallel",
+    # A module sets buffers of another one, so that they cannot be made one by one (models/weights.py refuses it).
+    "foreign_buffers",
     # A token changes the logits of earlier positions, whatever the config says.
     "not_causal",
     # The rows of a batch are not on the first axis inside.
@@ -165,7 +167,7 @@ FAMILIES = {
     "ernie4_5_moe": Family("packed varlen"),
     "exaone4": Family("packed varlen head_norms liger"),
     "exaone_moe": Family("packed varlen counted_experts"),
-    "falcon_h1": Family("separated varlen uncounted"),
+    "falcon_h1": Family("separated varlen uncounted foreign_buffers"),
     "flex_olmo": Family("packed varlen head_norms counted_experts"),
     "flint": Family("packed counted_experts"),
     "fnet": Family("uncounted"),
@@ -271,6 +273,28 @@ def families(fact: str) -> frozenset[str]:
     return frozenset(name for name, family in FAMILIES.items() if fact in family.words.split())
 
 
+# Families that are read, trained, exported and read by plain transformers (tests/unit/test_round_trip.py and, with
+# constants, test_constants.py); "bert" to "roformer" as masked language models.
+ROUND_TRIP = frozenset(
+    """
+    afmoe apertus arcee aria_text axk1 bamba bert bloom cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32
+    deepseek_v4 distilbert dots1 electra ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo gemma2
+    gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_neox gpt_oss gptj granite
+    granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 jamba jetmoe kimi_linear
+    kolibri1 laguna lfm2 lfm2_moe llama llama4_text longcat_flash mamba mamba2 mimo_v2_flash minimax minimax_m2
+    ministral ministral3 mistral mixtral modernbert mpnet mpt nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe opt
+    phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma roberta
+    roformer seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma zaya
+    """.split()
+)
+# Families of the published chat templates that are compared with transformers and TRL (test_known_templates.py,
+# test_published_templates, with TRL 1.16).
+TEMPLATED = frozenset(
+    """
+    cohere cohere2 deepseek_v3 gemma gemma2 gemma3_text gemma4_text glm4_moe gpt_oss lfm2 llama nemotron_h phi3 qwen2
+    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
+    """.split()
+)
 # Families of models that also read images or sound, whose text part is trained alone: on rows of text its logits are
 # those of the whole model (tests/unit/test_packaged.py). Not so in aya_vision and cohere2_vision, which leave out the
 # scale of a Cohere's logits.

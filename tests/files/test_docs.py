@@ -20,7 +20,7 @@ from samecurve.config import reference
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
 from samecurve.specs import row_formats
-from samecurve.strategy import key_page
+from samecurve.strategy import family_page, key_page
 from samecurve.strategy.capability_page import render_page
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -132,6 +132,11 @@ def test_the_formats_of_rows_are_current():
 def test_the_capabilities_are_current():
     fix = "python -m samecurve.strategy.capability_page > docs/capabilities.md"
     assert text("docs/capabilities.md") == render_page(), f"the table has changed: {fix}"
+
+
+def test_the_model_families_are_current():
+    fix = "python -m samecurve.strategy.family_page > docs/model_families.md"
+    assert text("docs/model_families.md") == family_page.render_page(), f"a fact has changed: {fix}"
 
 
 def test_the_strategy_keys_are_current():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_families import ENCODERS, STORED_ALIKE, STORED_OTHERWISE, round_trip_config
+from tiny_families import CONSTANTS, ENCODERS, OTHERS, STORED_ALIKE, STORED_OTHERWISE, round_trip_config
 from tokenizers import Tokenizer as Tokens
 from tokenizers import models
 from torch.nn.functional import cross_entropy
@@ -28,9 +28,10 @@ from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_conversion import groups
 from samecurve.models.weight_files import weight_files
 from samecurve.models.weights import load_weights
+from samecurve.specs.model_families import ROUND_TRIP
 
 IDS = torch.arange(3, 15)[None]
-AUTO = {family: AutoModelForCausalLM for family in (*STORED_OTHERWISE, *STORED_ALIKE)}
+AUTO = {family: AutoModelForCausalLM for family in (*STORED_OTHERWISE, *STORED_ALIKE, *OTHERS)}
 AUTO |= dict.fromkeys(ENCODERS, AutoModelForMaskedLM)
 EVERY_DAY = {*STORED_OTHERWISE, "bert", "bloom", "gpt2", "gpt_oss", "llama", "mamba"}
 
@@ -98,7 +99,7 @@ def written(model, shape, folder: Path, **options) -> Path:
 
 
 def test_there_are_many_families_and_both_kinds():
-    assert len(AUTO) >= 25 and len(STORED_OTHERWISE) >= 10
+    assert {*AUTO, *CONSTANTS} == ROUND_TRIP and len(STORED_OTHERWISE) >= 10
     for family in STORED_OTHERWISE:
         with torch.device("meta"):
             model = AUTO[family].from_config(round_trip_config(family))

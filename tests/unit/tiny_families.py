@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from samecurve.models.pipeline_split import Layer
+from samecurve.specs.model_families import ROUND_TRIP
 
 MOE = {"moe_intermediate_size": 16, "num_experts": 4, "shared_expert_intermediate_size": 16}
 WINDOW = {"sliding_window": 6}
@@ -104,15 +105,10 @@ STORED_ALIKE = """
 bloom cohere falcon gemma2 gemma3_text gpt2 gpt_oss gptj jetmoe llama mamba mistral mpt olmo2 opt phi3 qwen2 qwen3
 stablelm
 """.split()
-# Families with a router's bias or other constants, or hybrids of recurrent layers, by the layers of these two kinds.
+# Families with a router's bias or other constants.
 CONSTANTS = """
 apertus axk1 deepseek_v3 deepseek_v32 deepseek_v4 dots1 exaone_moe gemma4_text glm4_moe glm4_moe_lite glm_moe_dsa hy_v3
 kimi_linear kolibri1 lfm2_moe longcat_flash mimo_v2_flash minimax minimax_m2 nemotron_h solar_open zaya
-""".split()
-HYBRIDS = """
-afmoe bamba deepseek_v2 ernie4_5 ernie4_5_moe exaone4 falcon_h1 glm glm4 granite granitemoehybrid hunyuan_v1_dense
-laguna lfm2 llama4_text mamba2 ministral ministral3 olmo3 qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
-seed_oss smollm3 starcoder2 vaultgemma arcee cohere2 nemotron phi
 """.split()
 # Sizes of parts that only some families have.
 SMALL = {
@@ -152,6 +148,7 @@ SMALL = {
 }
 # Encoders, as masked language models.
 ENCODERS = ["bert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "roformer"]
+OTHERS = sorted(ROUND_TRIP.difference(STORED_OTHERWISE, STORED_ALIKE, CONSTANTS, ENCODERS))
 MORE_FIELDS = {  # and no dropout or noise: masks are drawn per process
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "mixtral": {"num_local_experts": 8, "num_experts": 8},  # two names of one field
@@ -212,7 +209,7 @@ MORE_FIELDS = {  # and no dropout or noise: masks are drawn per process
 
 
 def round_trip_config(family: str) -> PreTrainedConfig:
-    """Of STORED_OTHERWISE, STORED_ALIKE and ENCODERS; with fields that the family has."""
+    """Of ROUND_TRIP; with fields that the family has."""
     known = AutoConfig.for_model(family)
     given = {**COMMON, **TOKENS, **SMALL}
     if hasattr(known, "kv_lora_rank"):
