@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from chat_templates import make_tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
@@ -23,7 +24,7 @@ from samecurve.cli import commands
 from samecurve.config.schema import Recipe
 from samecurve.data.tokenizer import apply_chatml
 from samecurve.errors import DataError
-from samecurve.export.hf_export import ExportTarget, export
+from samecurve.export.hf_export import ExportTarget, export, write_generation_config
 from samecurve.interfaces.task import Task
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
@@ -163,3 +164,20 @@ def test_the_export_stops_and_keeps_its_generation_config(adapter, tmp_path):
         "eos_token_id": [256, 7, 258]
     }
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 258
+
+
+@pytest.mark.parametrize(
+    ("family", "stored", "added"),
+    [
+        ("chatml", ["<|im_end|>", "<|endoftext|>"], []),  # as Qwen 3 stores them
+        ("llama3", ["<|start_header_id|>", "<|finetune_right_pad_id|>", "<|eot_id|>"], []),  # three, as Llama 3
+        ("gemma", ["<eos>", "<pad>"], ["<end_of_turn>"]),
+        ("gemma", "<eos>", ["<end_of_turn>"]),
+    ],
+)
+def test_stored_stop_tokens_stay_and_turn_ends_join(family, stored, added, tmp_path):
+    tokenizer = make_tokenizer(family)
+    config = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(stored))
+    write_generation_config(config, tokenizer, tmp_path)
+    names = [*([stored] if isinstance(stored, str) else stored), *added]
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == tokenizer.convert_tokens_to_ids(names)
