@@ -68,6 +68,10 @@ class Model(Section):
     """Weights in `path` that transformers' class does not have, such as layers for further tokens (`mtp.*`). Those that
     transformers leaves out by its own rules are copied into the export unchanged, and others are an error (`stop`);
     all are copied (`keep`); none are (`drop`). The header counts them."""
+    unproven: bool = False
+    """Try what is not known to work with a family and is else refused: `data.packing`, `kernels: liger`, tensor,
+    context and expert parallelism. What is known to fail stays refused. The header, run.json and the model card name
+    what was used. See [Finetuning](finetuning.md)."""
     router_loss: Annotated[Literal["sequence", "batch", "off"] | None, BeforeValidator(_off)] = None
     """Mixture of experts: balance the experts within each row (`sequence`) or over the global batch (`batch`, one more
     forward pass), or not (`off`). null: `sequence` where the model has a router loss. See [Numerics](numerics.md)."""

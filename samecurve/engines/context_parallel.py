@@ -21,7 +21,7 @@ from samecurve.models import dropout
 from samecurve.models.attention import context, head_tail, varlen
 from samecurve.models.hf_config import is_classifier
 from samecurve.models.skeleton import construct
-from samecurve.specs.model_families import families
+from samecurve.specs.model_families import allow, families, unproven_uses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -136,10 +136,17 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
         ConfigurationError: the family is untested, heads do not divide, or a rank cannot draw its dropout.
     """
     config, size, problems = model.config, strategy.dims.cp, []
-    if config.model_type not in families("context_parallel"):
-        known = ", ".join(sorted(families("context_parallel")))
-        problems.append(f"{config.model_type} has not been tested under context parallelism; use {known}")
-    elif strategy.context_parallel == context.Ulysses.name and config.num_attention_heads // strategy.dims.tp % size:
+    family, known = config.model_type, families("context_parallel")
+    if family not in known:
+        text = f"{strategy.path}: {strategy.context_key}: found {size}, but {family} has not been tested under context "
+        allow(
+            unproven_uses(model),
+            f"context parallelism of a {family}; run `python -m samecurve compare RECIPE`",
+            f"{text}parallelism; use {', '.join(sorted(known))}, or configs/fsdp.yaml",
+            # in others tokens may meet elsewhere than in an attention function that can be replaced
+            fails=family not in families("packed") & families("varlen"),
+        )
+    if strategy.context_parallel == context.Ulysses.name and config.num_attention_heads // strategy.dims.tp % size:
         heads = config.num_attention_heads // strategy.dims.tp
         sizes = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
         share = f", {heads} on a rank of tensor parallelism" if strategy.dims.tp > 1 else ""

@@ -26,7 +26,7 @@ from samecurve.accelerator.fsdp import plugin_of, unit_options
 from samecurve.errors import ConfigurationError
 from samecurve.models.flops import num_experts
 from samecurve.optim.dtensor import to_local
-from samecurve.specs.model_families import families
+from samecurve.specs.model_families import allow, families, unproven_uses
 from samecurve.strategy.parallel_dims import LOSS
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     if family not in families("expert_parallel"):
         text = "has not been tested under expert parallelism" if count > 1 else "has no experts"
         known = ", ".join(sorted(families("expert_parallel")))
-        raise ConfigurationError(f"{where}, but a {family} {text}; use {known}, or configs/fsdp.yaml")
+        use = f"expert parallelism of a {family}; run `python -m samecurve compare RECIPE`"
+        refusal = f"{where}, but a {family} {text}; use {known}, or configs/fsdp.yaml"
+        allow(unproven_uses(model), use, refusal, fails=not experts_of(model))
     if count % dims.ep:
         sizes = ", ".join(str(size) for size in range(2, count + 1) if count % size == 0)
         text = f"the model has {count} experts, which {dims.ep} does not divide"

@@ -24,10 +24,10 @@ from samecurve.engines.start import computes_in_copies
 from samecurve.errors import ConfigurationError
 from samecurve.models import fp32_weights
 from samecurve.models import weights as models
+from samecurve.models.packed_rows import check_packing
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.optim.dtensor import local_numel
-from samecurve.specs.model_families import check_packing
 from samecurve.specs.precision import compute_dtype, torch_dtype
 
 if TYPE_CHECKING:

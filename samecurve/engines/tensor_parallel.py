@@ -19,7 +19,7 @@ from samecurve.models.activation_checkpointing import layers
 from samecurve.models.dropout import SequenceShard
 from samecurve.optim.dtensor import all_reduce_sums, local_gradient
 from samecurve.specs.environment import dated
-from samecurve.specs.model_families import families
+from samecurve.specs.model_families import allow, families, unproven_uses
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,11 +48,16 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     family, spreads = model.config.model_type, strategy.dims.ep > 1
     known = families("expert_and_tensor_parallel") if spreads else families("tensor_parallel")
     if family not in known:
+        cannot = _cannot(model, strategy.dims)
+        why = cannot or f"{family} has not been tested under {'expert and ' * spreads}tensor parallelism"
         fix = f"use {', '.join(sorted(known))}, or configs/{'fsdp_ep' if spreads else 'fsdp'}.yaml"
-        raise ConfigurationError(f"{strategy.path}: {KEY}: found {size}, but {_why_not(model, strategy.dims)}; {fix}")
+        use = f"tensor parallelism of a {family}; run `python -m samecurve compare RECIPE`"
+        refusal = f"{strategy.path}: {KEY}: found {size}, but {why}; {fix}"
+        allow(unproven_uses(model), use, refusal, bool(cannot))
     plan = _resolve(model, strategy.dims)
     by_head = any(_is_by_head(name, style) for name, style in plan.items())
-    heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
+    heads = {"num_attention_heads": config.num_attention_heads}
+    heads["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     # a plan that gathers queries and keys cuts their features
     counts = heads if by_head else {"hidden_size": config.hidden_size}
     counts |= {"vocab_size": config.vocab_size}
@@ -71,15 +76,15 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
         raise ConfigurationError("\n".join(f"{strategy.path}: {KEY}: {text}" for text in problems))
 
 
-def _why_not(model: PreTrainedModel, dims: ParallelDims) -> str:
-    """Say why the family is not allowed: a plan that lacks a part, or no comparison with one process."""
+def _cannot(model: PreTrainedModel, dims: ParallelDims) -> str:
+    """Say what the family's plan lacks, "" if it is whole."""
     family, library = model.config.model_type, dated("transformers")
     if not getattr(model.config.get_text_config(), "base_model_tp_plan", None):
         return f"{library} has no tensor-parallel plan for the layers of a {family}"
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     if embedding not in _resolve(model, dims):
         return f"the tensor-parallel plan of a {family} in {library} leaves its embedding whole"
-    return f"{family} has not been tested under {'expert and ' if dims.ep > 1 else ''}tensor parallelism"
+    return ""
 
 
 def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:

@@ -199,6 +199,8 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
     yield "starts from", base or f"random weights ({facts.get('model_type', 'model')})"
     if facts.get("package"):
         yield "trained", facts["package"]
+    if facts.get("unproven"):
+        yield "unproven", "; ".join(facts["unproven"])
     if facts.get("new_head"):
         yield "not pretrained", ", ".join(facts["new_head"])
     if facts.get("adapter"):

@@ -152,6 +152,7 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         ("mesh", _mesh(engine)),
         ("parameters", _parameters(engine)),
         ("model", model.package),
+        *(("unproven", use) for use in model.unproven),
         ("new head", new_head and f"drawn from seed {recipe.seed}, {len(model.new_head)} parameters: {new_head}"),
         (
             "read from",

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.hf_config import reason
-from samecurve.specs.model_families import families
+from samecurve.specs.model_families import allow, families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,17 +55,20 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
             )
 
 
-def check_family(kind: str, model_type: str) -> None:
+def check_family(kind: str, model_type: str, uses: list[str] | None = None) -> None:
     """Raise ConfigurationError if Liger's kernels cannot be imported or were not verified for the model family.
 
-    `kind` is the recipe's model.kernels.
+    `kind` is the recipe's model.kernels, `uses` see `model_families.allow`.
     """
     if kind == "torch":
         return
     if model_type not in families("liger"):
-        raise ConfigurationError(
+        allow(
+            uses,
+            f"Liger's kernels in a {model_type}; compare the loss with that of a run with model.kernels=torch",
             f"model.kernels: found liger, which is supported for {', '.join(sorted(families('liger')))} only, not for "
-            f"{model_type}; use torch"
+            f"{model_type}; use torch",
+            model_type in families("fails_with_liger"),
         )
     try:
         import_module("liger_kernel.transformers.monkey_patch")

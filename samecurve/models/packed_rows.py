@@ -15,18 +15,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import mask_facts
-from samecurve.specs.model_families import families
+from samecurve.specs.model_families import allow, families
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 CHUNK = 64  # tokens; of the gated delta rules in transformers and flash-linear-attention
 GAP = 7  # the least tokens between documents: a convolution over 8 tokens reads no further
 _END = 200.0  # exp(-200) is 0 in fp32
+SEPARATED_FROM = (5, 23)  # the transformers whose functions models/packed_rows.py changes
 _CHANGED = "keeps_documents_apart"  # an attribute of the functions that replace transformers'
 
 
@@ -154,3 +159,46 @@ _FUNCTIONS: dict[str, Callable | None] = {
     # a kernel for all of these; without it the layer calls them one by one
     "mamba2_split_conv1d_scan_combined": lambda plain, gaps, *args, **kwargs: None,
 }
+
+
+def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int, uses: list[str] | None = None) -> None:
+    """Raise ConfigurationError if rows are packed and a document's logits could depend on other documents.
+
+    Args:
+        config: the model's.
+        packing: `data.packing`.
+        sequence_length: `batch.sequence_length`, in tokens.
+        uses: see `allow`; a family that is known to leak is refused whatever it is.
+    """
+    if not packing:
+        return
+    if config.model_type not in families("packed") | families("separated"):
+        fails = config.model_type in families("leaks")
+        text = "mixes packed documents" if fails else "is not known to keep packed documents apart"
+        allow(
+            uses,
+            f"packed rows of a {config.model_type}; run `python -m samecurve inspect RECIPE --leak_test`",
+            f"data.packing: found true, but a {config.model_type} {text}: they would read each other, and nothing "
+            "would show it; set data.packing to false (and data.group_by_length to true)",
+            fails,
+        )
+    known, now = SEPARATED_FROM, version("transformers")
+    if config.model_type in families("separated") and tuple(map(int, now.split(".")[:2])) < known:
+        raise ConfigurationError(
+            f"data.packing: found true, but packed documents of a {config.model_type} are kept apart by changes to "
+            f"transformers {'.'.join(map(str, known))} and later, and {now} is installed; install a later one, or set "
+            "data.packing to false"
+        )
+    # longrope chooses its angles by the largest position of a micro-batch
+    # (transformers.modeling_rope_utils.dynamic_rope_update)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sections = [parameters, *(by_layer for by_layer in parameters.values() if isinstance(by_layer, dict))]
+    limits = [one["original_max_position_embeddings"] for one in sections if one.get("rope_type") == "longrope"]
+    limit = min(limits, default=None)
+    if limit is not None and sequence_length > limit:
+        raise ConfigurationError(
+            f"data.packing: found true, but a {config.model_type} with rope_type longrope chooses its rotary angles by "
+            f"the longest document of a micro-batch where batch.sequence_length ({sequence_length}) is above "
+            f"original_max_position_embeddings ({limit}), so the curve would depend on the micro-batch; set "
+            f"data.packing to false, or batch.sequence_length to at most {limit}"
+        )

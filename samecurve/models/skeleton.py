@@ -61,6 +61,7 @@ def build_skeleton(
         ) from error
     if recipe.model.overrides:
         check_shapes(recipe.model.overrides, lambda given: _with(given, recipe, config, head), model)
+    vars(model)["unproven_uses"] = [] if recipe.model.unproven else None
     _check_positions(model, head, recipe.batch.sequence_length)
     if head.kind == "causal_lm":
         check_causal(model)

@@ -30,6 +30,7 @@ from samecurve.models.pretrained import Pretrained, embeddings
 from samecurve.models.skeleton import without_adapter
 from samecurve.models.weight_files import Stored
 from samecurve.specs.data_names import CHATML
+from samecurve.specs.model_families import unproven_uses
 
 Write = Callable[[str, Tensor], None]
 
@@ -49,6 +50,7 @@ class ModelDescription:
         unread_keys: keys of model.config without effect.
         dequantized: how `model.path` stores weights that training reads as fp32, "" if it stores them unquantized.
         constants: the buffers and weights that the family itself does not train, counted.
+        unproven: what `model.unproven` let pass.
     """
 
     model_type: str
@@ -61,6 +63,7 @@ class ModelDescription:
     unread_keys: Sequence[str] = ()
     dequantized: str = ""
     constants: str = ""
+    unproven: Sequence[str] = ()
 
 
 def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
@@ -89,6 +92,7 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
         dequantized=dequantized,
         constants=_constants(model),
+        unproven=unproven_uses(model) or (),
     )
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from samecurve.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,13 @@ _GPT2 = Parts(
 FACTS = {
     # It builds block-diagonal masks from position_ids and carries no other state from document to document: a packed
     # document has the same logits as alone (tests/unit/test_packed_rows.py), unless rope_type is longrope and rows are
-    # long (`check_packing`). In other families a packed document reads its neighbours: bloom, falcon, mpt, opt, biogpt
-    # and xglm do not take positions from position_ids; mamba, mamba2, falcon_mamba, jamba, minimax, rwkv and xlstm have
-    # a recurrent state and pass no argument on to it; the sparse attention of deepseek_v32 and glm_moe_dsa depends on
-    # the row's length. doge leaks with transformers 5.17 and sdpa.
+    # long (`check_packing`).
     "packed",
+    # A packed document reads its neighbours: bloom, falcon, mpt, opt, biogpt and xglm do not take positions from
+    # position_ids; mamba, mamba2, falcon_mamba, jamba, minimax, rwkv and xlstm have a recurrent state and pass no
+    # argument on to it; the sparse attention of deepseek_v32 and glm_moe_dsa depends on the row's length. doge leaks
+    # with transformers 5.17 and sdpa.
+    "leaks",
     # Packed with transformers 5.23 by what models/packed_rows.py changes in its masks or its recurrent layers.
     "separated",
     # Packed or separated, and its attention function can be replaced. codegen, gpt_neo and gptj compute attention
@@ -91,6 +92,7 @@ FACTS = {
     # transformers 5.17 and 5.23 (tests/unit/test_liger.py). Liger's own list is longer. Of the families left out,
     # llama4_text had a loss 1 % off where rows have their own positions; experts (mixtral) do not run there.
     "liger",
+    "fails_with_liger",
     # Its FLOPs per token differ from the formula in flops.py, by torch's counter or by its code. It has attention of
     # another kind (big_bird, convbert, fnet, longformer, mra, nystromformer, reformer), a shorter or narrower sequence
     # inside (canine, funnel, mobilebert, perceiver), keys and values made from a latent vector (deepseek_v3, minicpm3,
@@ -149,7 +151,9 @@ FAMILIES = {
     "bamba": Family("separated varlen uncounted"),
     "beam": Family("packed varlen counted_experts"),
     "big_bird": Family("uncounted"),
+    "biogpt": Family("leaks"),
     "bitnet": Family("packed varlen"),
+    "bloom": Family("leaks"),
     "canine": Family("uncounted"),
     "codegen": Family("packed"),
     "cohere": Family("packed varlen whole_logits"),
@@ -160,14 +164,17 @@ FAMILIES = {
     "cwm": Family("packed varlen"),
     "deepseek_v2": Family("packed uncounted"),
     "deepseek_v3": Family("packed uncounted"),
+    "deepseek_v32": Family("leaks"),
     "diffllama": Family("packed varlen"),
-    "doge": Family("other_router_loss"),
+    "doge": Family("other_router_loss leaks"),
     "dots1": Family("packed varlen counted_experts"),
     "ernie4_5": Family("packed varlen"),
     "ernie4_5_moe": Family("packed varlen"),
     "exaone4": Family("packed varlen head_norms liger"),
     "exaone_moe": Family("packed varlen counted_experts"),
+    "falcon": Family("leaks"),
     "falcon_h1": Family("separated varlen uncounted foreign_buffers"),
+    "falcon_mamba": Family("leaks"),
     "flex_olmo": Family("packed varlen head_norms counted_experts"),
     "flint": Family("packed counted_experts"),
     "fnet": Family("uncounted"),
@@ -181,6 +188,7 @@ FAMILIES = {
     "glm4": Family("packed varlen post_norms liger"),
     "glm4_moe": Family("packed varlen counted_experts"),
     "glm4_moe_lite": Family("packed uncounted"),
+    "glm_moe_dsa": Family("leaks"),
     "gpt2": Family("packed varlen", parts=_GPT2),
     "gpt_bigcode": Family("packed varlen"),
     "gpt_neo": Family("packed"),
@@ -203,6 +211,7 @@ FAMILIES = {
     "internlm3": Family("packed varlen"),
     "iquestcoder": Family("packed varlen"),
     "jais2": Family("packed varlen"),
+    "jamba": Family("leaks"),
     "jetmoe": Family("packed varlen counted_experts"),
     "kimi_linear": Family("separated uncounted"),
     "kolibri1": Family("packed varlen counted_experts"),
@@ -211,20 +220,24 @@ FAMILIES = {
     "lfm2_moe": Family("separated varlen uncounted"),
     "lfm3": Family("separated varlen uncounted"),
     "llama": Family("packed varlen liger tensor_parallel context_parallel", parts=_llama_like(_full)),
-    "llama4_text": Family("packed varlen whole_logits"),
+    "llama4_text": Family("packed varlen whole_logits fails_with_liger"),
     "longformer": Family("uncounted"),
     "luke": Family("uncounted"),
+    "mamba": Family("leaks"),
+    "mamba2": Family("leaks"),
     "mellum": Family("packed varlen counted_experts"),
     "mimo_v2_flash": Family("packed uncounted"),
     "minicpm3": Family("packed uncounted"),
+    "minimax": Family("leaks"),
     "minimax_m2": Family("packed varlen counted_experts"),
     "ministral": Family("packed varlen"),
     "ministral3": Family("packed varlen"),
     "mistral": Family("packed varlen liger tensor_parallel context_parallel", parts=_llama_like(_by_window)),
-    "mixtral": Family("packed varlen counted_experts expert_parallel expert_and_tensor_parallel"),
+    "mixtral": Family("packed varlen counted_experts expert_parallel expert_and_tensor_parallel fails_with_liger"),
     "mobilebert": Family("uncounted"),
     "modernbert-decoder": Family("packed varlen"),
     "modernvbert": Family("uncounted"),
+    "mpt": Family("leaks"),
     "mra": Family("uncounted"),
     "nanochat": Family("packed varlen whole_logits"),
     "nemotron": Family("packed varlen liger"),
@@ -236,6 +249,7 @@ FAMILIES = {
     "olmo3": Family("packed varlen head_norms fp32_norms liger"),
     "olmo_hybrid": Family("separated varlen uncounted"),
     "olmoe": Family("packed varlen head_norms counted_experts expert_parallel expert_and_tensor_parallel"),
+    "opt": Family("leaks"),
     "perceiver": Family("uncounted"),
     "persimmon": Family("packed varlen"),
     "phi": Family("packed varlen"),
@@ -249,6 +263,7 @@ FAMILIES = {
     "qwen3_moe": Family("packed varlen head_norms counted_experts expert_parallel expert_and_tensor_parallel"),
     "qwen3_next": Family("separated varlen uncounted"),
     "reformer": Family("uncounted"),
+    "rwkv": Family("leaks"),
     "seed_oss": Family("packed varlen"),
     "smollm3": Family("packed varlen liger"),
     "solar_open": Family("packed varlen counted_experts"),
@@ -256,9 +271,10 @@ FAMILIES = {
     "starcoder2": Family("packed varlen tensor_parallel"),
     "ultravbert": Family("uncounted"),
     "vaultgemma": Family("packed whole_logits", score_bytes=(8, 8)),
+    "xglm": Family("leaks"),
     "xlm": Family("not_causal"),
     "xlnet": Family("not_causal tokens_first"),
-    "xlstm": Family("whole_logits"),
+    "xlstm": Family("whole_logits leaks"),
     "xmod": Family("uncounted"),
     "youtu": Family("packed uncounted"),
 }
@@ -346,46 +362,29 @@ def without_varlen(fields: Mapping[str, Any]) -> str | None:
     return f"{rate}, and it has no dropout" if rate else None
 
 
-SEPARATED_FROM = (5, 23)  # the transformers whose functions models/packed_rows.py changes
 # A recurrence's parameters, by their own name: the logarithm of its decay, the bias of its step and its skip
 # connection. Mamba's authors keep them in fp32 and without weight decay (github.com/state-spaces/mamba,
 # mamba_simple.py and mamba2.py: `_no_weight_decay`, "keep in fp32"); so do those of GatedDeltaNet and Kimi Linear.
 RECURRENT = frozenset(("A_log", "D", "dt_bias"))
 
 
-def check_packing(config: PreTrainedConfig, packing: bool, sequence_length: int) -> None:
-    """Raise ConfigurationError if rows are packed and a document's logits could depend on other documents.
+def allow(uses: list[str] | None, use: str, refusal: str, fails: bool = False) -> None:
+    """Let a run use something with a family of which nobody has proven that it works, or raise ConfigurationError.
 
     Args:
-        config: the model's.
-        packing: `data.packing`.
-        sequence_length: `batch.sequence_length`, in tokens.
+        uses: gets `use`, for the header, run.json and the card; None without `model.unproven`.
+        use: what is used, and how the user can prove it.
+        refusal: the error's text.
+        fails: whether it is known to fail; then it is refused whatever `uses` is.
     """
-    if not packing:
-        return
-    if config.model_type not in families("packed") | families("separated"):
-        raise ConfigurationError(
-            f"data.packing: found true, but a {config.model_type} is not known to keep packed documents apart: they "
-            "would read each other, and nothing would show it; set data.packing to false (and data.group_by_length to "
-            "true)"
-        )
-    known, now = SEPARATED_FROM, version("transformers")
-    if config.model_type in families("separated") and tuple(map(int, now.split(".")[:2])) < known:
-        raise ConfigurationError(
-            f"data.packing: found true, but packed documents of a {config.model_type} are kept apart by changes to "
-            f"transformers {'.'.join(map(str, known))} and later, and {now} is installed; install a later one, or set "
-            "data.packing to false"
-        )
-    # longrope chooses its angles by the largest position of a micro-batch
-    # (transformers.modeling_rope_utils.dynamic_rope_update)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sections = [parameters, *(by_layer for by_layer in parameters.values() if isinstance(by_layer, dict))]
-    limits = [one["original_max_position_embeddings"] for one in sections if one.get("rope_type") == "longrope"]
-    limit = min(limits, default=None)
-    if limit is not None and sequence_length > limit:
-        raise ConfigurationError(
-            f"data.packing: found true, but a {config.model_type} with rope_type longrope chooses its rotary angles by "
-            f"the longest document of a micro-batch where batch.sequence_length ({sequence_length}) is above "
-            f"original_max_position_embeddings ({limit}), so the curve would depend on the micro-batch; set "
-            f"data.packing to false, or batch.sequence_length to at most {limit}"
-        )
+    if fails:
+        raise ConfigurationError(refusal)
+    if uses is None:
+        raise ConfigurationError(f"{refusal}; or try it with model.unproven: true, and prove it yourself")
+    if use not in uses:
+        uses.append(use)
+
+
+def unproven_uses(model: PreTrainedModel) -> list[str] | None:
+    """Return what `allow` has let pass for this skeleton; None without `model.unproven`."""
+    return vars(model).get("unproven_uses")

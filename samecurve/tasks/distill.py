@@ -36,7 +36,7 @@ class DistillTask(causal_lm.CausalTask):
     @property
     def teacher(self) -> Recipe:
         update = {"path": self.recipe.distill.teacher, "revision": None, "config": None, "new_head": False}
-        update |= {"overrides": {}}
+        update |= {"overrides": {}, "unproven": False}  # the header and card are the student's
         model = self.recipe.model.model_copy(update=update)
         # Without the recipe's chat template no tokens are added, so the teacher's embedding gets no untrained rows.
         tokenizer = self.recipe.tokenizer.model_copy(update={"chat_template": None})

@@ -28,11 +28,12 @@ from samecurve.models import fp8, liger, matmul_speed, routers, weights
 from samecurve.models.attention import choice, cudnn
 from samecurve.models.compilation import Recompilations
 from samecurve.models.lora import is_adapted, trained_shapes
+from samecurve.models.packed_rows import check_packing
 from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.parameter_groups import roles_of
 from samecurve.run.metadata import RunFacts, resume_identity
 from samecurve.specs.data_names import BAD_ROWS
-from samecurve.specs.model_families import check_packing
+from samecurve.specs.model_families import unproven_uses
 from samecurve.specs.precision import COMPILED
 from samecurve.storage import trusted_code
 from samecurve.storage.atomic import json_values, known_cause
@@ -102,8 +103,9 @@ def build_model(context: Context, task: Task) -> Built:
     """
     recipe = context.recipe
     skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
-    check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length)
-    liger.check_family(recipe.model.kernels, skeleton.config.model_type)
+    uses = unproven_uses(skeleton)
+    check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length, uses)
+    liger.check_family(recipe.model.kernels, skeleton.config.model_type, uses)
     if recipe.model.trust_remote_code and context.world.is_main:
         try:
             for path in recipe.model_paths:

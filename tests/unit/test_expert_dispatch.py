@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -132,6 +133,19 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(family, ep, why):
     with pytest.raises(ConfigurationError) as error:
         tensor_parallel.check(model, strategy)  # pyright: ignore
     assert f"found 2, but {why}; use " in str(error.value)
+    vars(model)["unproven_uses"] = uses = []
+    tried = "has not been tested" in why
+    with nullcontext() if tried else pytest.raises(ConfigurationError):
+        tensor_parallel.check(model, strategy)  # pyright: ignore
+    assert [use.split(";")[0] for use in uses] == [f"tensor parallelism of a {family}"] * tried
+
+
+def test_unproven_experts_are_spread():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config("granitemoe"))
+    vars(model)["unproven_uses"] = uses = []
+    expert_parallel.check(model, SimpleNamespace(path="x", dims=ParallelDims(dp_shard=2, ep=2)))  # pyright: ignore
+    assert [use.split(";")[0] for use in uses] == ["expert parallelism of a granitemoe"]
 
 
 def test_experts_of_another_dimension_are_sharded_where_they_are_fewer_than_ranks():

@@ -190,6 +190,13 @@ def test_a_family_that_was_not_compared_is_refused(monkeypatch):
     assert not missing(str(error.value), ("model.kernels: found liger", "llama, qwen2", "gpt2", "use torch"))
     liger.check_family("liger", "llama")
     liger.check_family("torch", "gpt2")
+    liger.check_family("liger", "gpt2", uses := [])
+    assert not missing(uses[0], ("Liger's kernels in a gpt2", "model.kernels=torch"))
+
+
+def test_a_family_that_fails_is_refused_if_unproven():
+    with pytest.raises(ConfigurationError, match="not for mixtral; use torch$"):
+        liger.check_family("liger", "mixtral", [])
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["raises", "does nothing"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import packed_rows
 from samecurve.models.attention import mask_facts, varlen
-from samecurve.specs import model_families
-from samecurve.specs.model_families import check_packing, families
+from samecurve.models.packed_rows import check_packing
+from samecurve.specs.model_families import families
 
 X = IGNORE_INDEX
 PAD = 99
@@ -218,16 +219,24 @@ def test_samples_of_a_packed_row_do_not_see_each_other(family, attention):
 def test_families_that_would_leak_are_refused(family):
     """When this fails because transformers has changed, the family may be packed too."""
     assert largest_difference(family, "eager") > 0.1
-    with pytest.raises(ConfigurationError, match=f"a {family} is not known to keep packed documents apart"):
-        check_packing(tiny_config(family), True, 16)
+    with pytest.raises(ConfigurationError, match=f"a {family} mixes packed documents"):
+        check_packing(tiny_config(family), True, 16, [])
     check_packing(tiny_config(family), False, 16)
 
 
 def test_hybrids_are_packed_with_tested_transformers_only(monkeypatch):
-    monkeypatch.setattr(model_families, "version", lambda name: "5.22.1")
+    monkeypatch.setattr(packed_rows, "version", lambda name: "5.22.1")
     check_packing(tiny_config("llama"), True, 16)
     with pytest.raises(ConfigurationError, match=r"a qwen3_next are kept .* 5.23 and later, and 5.22.1 is installed"):
         check_packing(tiny_config("qwen3_next"), True, 16)
+
+
+def test_an_unlisted_family_is_packed_if_unproven():
+    config, uses = SimpleNamespace(model_type="foo"), []
+    with pytest.raises(ConfigurationError, match=r"a foo is not known to keep .* model\.unproven: true"):
+        check_packing(config, True, 16)  # pyright: ignore
+    check_packing(config, True, 16, uses)  # pyright: ignore
+    assert uses == ["packed rows of a foo; run `python -m samecurve inspect RECIPE --leak_test`"]
 
 
 @pytest.mark.parametrize("family", [*sorted(families("separated")), *RECURRENT])

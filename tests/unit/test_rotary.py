@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from samecurve.errors import ConfigurationError
-from samecurve.specs.model_families import check_packing
+from samecurve.models.packed_rows import check_packing
 
 LIMIT = 16  # original_max_position_embeddings
 SCALED = {"factor": 4.0, "original_max_position_embeddings": LIMIT}
