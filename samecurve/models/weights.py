@@ -72,7 +72,9 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
     if recipe.model.path is not None:
         pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
         head = sorted(new_head(model, recipe, pretrained.missing()))
-        names = kept_tensors(model, recipe, pretrained)
+        # an adapter's export holds no part of a package, which all the same stays as it is
+        kept_as = recipe.model.unknown_tensors
+        names = pretrained.kept(kept_as) if package else kept_tensors(model, recipe, pretrained)
         kept = pretrained.grouped([*names])
         unread = pretrained.grouped([name for group in pretrained.unused() for name in group if name not in names])
         dequantized = str(pretrained.contents)

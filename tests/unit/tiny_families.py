@@ -189,7 +189,7 @@ MORE_FIELDS = {  # and no dropout or noise: masks are drawn per process
         ("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         {"layer_types": ["linear_attention", "full_attention"]},
     ),
-    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "num_local_experts": 16, "num_experts": 16},
     "gpt_oss": {
         "intermediate_size": 64,
         "num_local_experts": 4,
