@@ -100,6 +100,14 @@ def test_header_says_what_is_not_read():
     ]
 
 
+def test_header_says_what_is_unproven():
+    lines = header_lines(facts(model={"unproven": ["packed rows of a ctrl", "Liger's kernels in a ctrl"]}))
+    assert [text for label, text in lines if label == "unproven"] == [
+        "packed rows of a ctrl",
+        "Liger's kernels in a ctrl",
+    ]
+
+
 def test_header_says_how_long_the_warmup_is():
     lines = dict(header_lines(facts({"schedule": Schedule(warmup_steps=6)})))
     assert lines["recipe"] == "recipes/quickstart.yaml (pretrain, 120 steps, 6 of them warm-up)"

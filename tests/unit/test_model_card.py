@@ -92,6 +92,11 @@ def test_what_the_directory_knows_is_in_the_card(run):
     assert Recipe.model_validate(yaml.safe_load(block)).optimizer.learning_rate == 1e-3
 
 
+def test_the_card_says_what_is_unproven(run):
+    written(run, facts(unproven=["packed rows of a ctrl"]))
+    assert "| unproven | packed rows of a ctrl |" in model_card(run, ExportInfo())
+
+
 def test_the_card_shows_the_loss(run, tmp_path):
     write_card(run, ExportInfo(step=3), tmp_path)
     assert "\n![loss at each step](loss.svg)\n" in (tmp_path / "README.md").read_text()
