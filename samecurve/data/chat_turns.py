@@ -134,15 +134,11 @@ class RenderedTurns:
                     f"message {index}: the chat template writes {shown(more)} behind this turn, which no model has to "
                     f"write; {OTHER_TEMPLATE}"
                 )
-            body = text.removesuffix(self._template.closing)
-            body = body.rstrip() if body.rstrip().endswith(special) else body
             # no model has to write white space after the token that ends the turn
             stripped = text[:start] + text[start:].rstrip()
             end = len(stripped) if stripped[start:].endswith(special) else len(text)
-            return Answer(body, self._ended(text, [(start, end)], index))
+            return Answer(self._body(text), self._ended(text, [(start, end)], index))
         text, marks = self._render(index + 1)
-        body = text.removesuffix(self._template.closing)
-        body = body.rstrip() if body.rstrip().endswith(special) else body
         before = self.text(index)
         if not text.startswith(before):
             if any(message["role"] == "assistant" for message in self._conversation.messages[:index]):
@@ -153,7 +149,12 @@ class RenderedTurns:
                 )
             before = ""
         spans = [(start, end) for start, end in marks if len(before) <= start < end]
-        return Answer(body, self._ended(text, spans, index) if spans else Rendered(text, []))
+        return Answer(self._body(text), self._ended(text, spans, index) if spans else Rendered(text, []))
+
+    def _body(self, text: str) -> str:
+        """Return a text up to the end of its last turn."""
+        body = text.removesuffix(self._template.closing)
+        return body.rstrip() if body.rstrip().endswith(self._template.special) else body
 
     def _prompted(self, index: int, num_messages: int) -> tuple[str, int]:
         """Return the text of the first messages, and where in it the answer of one begins.

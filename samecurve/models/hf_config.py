@@ -141,11 +141,13 @@ def model_config(
     settings = recipe.model
     if settings.path is not None:
         config = stored_config(settings.path, settings.trust_remote_code, settings.revision)
-        published, _ = PreTrainedConfig.get_config_dict(settings.path, revision=settings.revision)
-        if head.kind == CAUSAL.kind and is_packaged(config):
-            config, published = text_config(config), published.get("text_config", published)
-            published = {**published, "tie_word_embeddings": config.tie_word_embeddings}
+        packaged = head.kind == CAUSAL.kind and is_packaged(config)
+        config = text_config(config) if packaged else config
         if settings.overrides:
+            published, _ = PreTrainedConfig.get_config_dict(settings.path, revision=settings.revision)
+            if packaged:
+                published = published.get("text_config", published)
+                published = {**published, "tie_word_embeddings": config.tie_word_embeddings}
             published = published if published.get("model_type") == config.model_type else config.to_dict()
             config = with_overrides(config, published, settings.overrides, head.fields)
     else:

@@ -73,8 +73,8 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
         pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
         head = sorted(new_head(model, recipe, pretrained.missing()))
         # an adapter's export holds no part of a package, which all the same stays as it is
-        kept_as = recipe.model.unknown_tensors
-        names = pretrained.kept(kept_as) if package else kept_tensors(model, recipe, pretrained)
+        stays = package or not adapters.is_adapted(model)
+        names = pretrained.kept(recipe.model.unknown_tensors) if stays else {}
         kept = pretrained.grouped([*names])
         unread = pretrained.grouped([name for group in pretrained.unused() for name in group if name not in names])
         dequantized = str(pretrained.contents)
@@ -149,15 +149,14 @@ def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[s
     yield from tensors.items()
 
 
-def kept_tensors(model: PreTrainedModel, recipe: Recipe, pretrained: Pretrained | None = None) -> dict[str, Stored]:
+def kept_tensors(model: PreTrainedModel, recipe: Recipe) -> dict[str, Stored]:
     """Find the tensors of `model.path` that the model does not have and that its export contains unchanged, by name.
 
-    An adapter's export contains none. `pretrained` is the reader of `model.path`, if there is one already.
+    An adapter's export contains none.
     """
     if recipe.model.path is None or adapters.is_adapted(model):
         return {}
-    reader = pretrained or Pretrained(model, model, recipe.model.path, recipe.model.revision)
-    return reader.kept(recipe.model.unknown_tensors)
+    return Pretrained(model, model, recipe.model.path, recipe.model.revision).kept(recipe.model.unknown_tensors)
 
 
 def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
