@@ -34,6 +34,9 @@ _CURVE_POINTS, _CURVE_EVALUATIONS = 12, 50  # most rows of the table
 # What a card needs of run.json.
 _FACTS = {
     "output_dir": str,
+    "overrides?": [str],
+    "package?": (str, None),
+    "unproven?": ([str], None),
     "world_size": int,
     "num_parameters": COUNT,
     "num_trained_parameters": COUNT,
