@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from samecurve.planner import answers, hardware
 
 SCRIPT = Path("scripts/fit_planner.py").resolve()
@@ -35,13 +37,24 @@ RUNS = [
 ]
 
 
+@pytest.fixture
+def no_profiles(tmp_path, monkeypatch):
+    """Profiles of the test's own; other tests read the shipped ones again."""
+    monkeypatch.setattr(hardware, "PATH", tmp_path / "profiles.json")
+    for cached in (hardware.shipped, hardware.profile):
+        cached.cache_clear()
+    yield
+    for cached in (hardware.shipped, hardware.profile):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("no_profiles")
 def test_page_picture_and_profiles_are_written(tmp_path, monkeypatch, capsys):
     table = tmp_path / "made_up.csv"
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, ROW)
         writer.writeheader()
         writer.writerows(RUNS)
-    monkeypatch.setattr(hardware, "PATH", tmp_path / "profiles.json")
     script = runpy.run_path(str(SCRIPT))
     places = {"ROOT": tmp_path, "PAGE": tmp_path / "planner.md", "PICTURE": tmp_path / "planner.svg"}
     # the script's functions look their names up where they were defined
