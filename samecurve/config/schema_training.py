@@ -1,6 +1,6 @@
 """The recipe's schema, continued: batch, optimizer, schedule, loss and memory.
 
-The text below each key is its meaning in docs/recipe_reference.md: `python -m samecurve.config.reference` writes it.
+The text below each key is its meaning in docs/recipe_reference.md, which scripts/pages/recipe_reference.py writes.
 """
 
 from __future__ import annotations

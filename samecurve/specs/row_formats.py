@@ -1,6 +1,6 @@
 """Public formats of rows, recognised by their columns: the one table of what chat, preference and embedding tasks read.
 
-docs/formats.md is written from it: `python -m samecurve.specs.row_formats > docs/formats.md`. How a row becomes turns
+docs/formats.md is written from it: `python -m scripts.pages.formats > docs/formats.md`. How a row becomes turns
 is in data/schemas/, under the name in `reader`.
 """
 
@@ -222,44 +222,3 @@ def choice(fit: Collection[RowFormat]) -> str:
     listed = " and ".join(f"{known.name} ({', '.join(known.columns)})" for known in fit)
     keys = " or ".join(f"data.format={known.name}" for known in fit)
     return f"the columns fit {len(fit)} formats, {listed}; set {keys}"
-
-
-_TITLES = {CHAT: "Conversations", PAIRS: "Preferences", MATCHES: "Texts that match"}
-_HEAD = """# Formats of rows
-
-<!-- Written by `python -m samecurve.specs.row_formats` from specs/row_formats.py. Do not edit. -->
-
-A row's columns say its format. The header and `inspect` name it: `rows        alpaca: instruction, input, output`.
-`data.format` chooses where a row fits several formats, and the keys `data.messages_column`, `data.prompt_column` and so
-on read columns by other names. [Data](data.md#columns) says what happens to columns that are not read.
-"""
-_FOOT = f"""## Further columns and keys
-
-Conversations and preferences may also have {", ".join(f"`{name}`" for name in SHARED)}. `system` is
-the first turn. `functions` are tools as bare functions, as in OpenAI's older files. `chat_template_kwargs` go to the
-chat template, as in TRL, above those of the recipe's key `data.chat_template_kwargs`. A message's reasoning is
-`reasoning_content`, `reasoning` or `thinking`; [Conversations](data.md#conversations) says when it is trained. A turn
-with `weight: 0` (OpenAI), `train: false` (axolotl), `loss: false` (ms-swift) or `loss_weight: 0` (LLaMA-Factory) is not
-trained, and a turn of the user or a tool with `train: true` (axolotl) is. The text parts of a content list are joined;
-images, audio and video are refused by name.
-"""
-
-
-def render_page() -> str:
-    """Return the text of docs/formats.md."""
-    parts = [_HEAD]
-    for tasks, title in _TITLES.items():
-        lines = [f"## {title}: {', '.join(f'`{task}`' for task in tasks.split(', '))}", ""]
-        lines += ["| `data.format` | columns | a row is | known from |", "|---|---|---|---|"]
-        for known in formats_of(tasks):
-            columns = ", ".join(f"`{name}`" for name in known.columns)
-            columns += "".join(f", (`{name}`)" for name in known.optional)
-            columns += " (only by its name)" if known.only_named else ""
-            lines.append(f"| `{known.name}` | {columns} | {known.meaning} | {known.origin} |")
-        parts.append("\n".join(lines) + "\n")
-    parts.append(_FOOT)
-    return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    print(render_page(), end="")

@@ -2,9 +2,9 @@
 
 A table maps a key to another table (a block of keys) or to one of four rules: `ValueRule` (used, after a check),
 `RecipeOwned` (the file's value counts where the recipe gives none), `NoEffect` (known, and changes nothing here) or
-`Rejected` (would change the run, and is not built). strategy/translation.py applies them; strategy/key_page.py writes
-them to docs/strategy_keys.md. Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the tables with
-the installed versions.
+`Rejected` (would change the run, and is not built). strategy/translation.py applies them, and docs/strategy_keys.md
+lists them (scripts/pages/strategy_keys.py). Names are those of accelerate 1.15 and deepspeed 0.19; a test compares the
+tables with the installed versions.
 """
 
 from __future__ import annotations

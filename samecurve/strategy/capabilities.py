@@ -1,6 +1,6 @@
 """What a recipe may ask of each way of distributing a run: a table of recipe keys by modes.
 
-A new way is a `Mode` and its cells; then `python -m samecurve.strategy.capability_page > docs/capabilities.md`.
+A new way is a `Mode` and its cells; then `python -m scripts.pages.capabilities > docs/capabilities.md`.
 """
 
 from __future__ import annotations

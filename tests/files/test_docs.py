@@ -16,12 +16,9 @@ import yaml
 from pages import PAGES, ROOT, anchors, prose, section, tables, text
 from transformers import TrainingArguments
 
-from samecurve.config import reference
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
-from samecurve.specs import row_formats
-from samecurve.strategy import family_page, key_page
-from samecurve.strategy.capability_page import render_page
+from scripts.pages import capabilities, formats, model_families, recipe_reference, strategy_keys
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MKDOCS = os.environ.get("SAMECURVE_MKDOCS", "")
@@ -120,28 +117,28 @@ def test_recipe_keys_are_keys(name):
 
 
 def test_the_recipe_reference_is_current():
-    fix = "python -m samecurve.config.reference > docs/recipe_reference.md"
-    assert text("docs/recipe_reference.md") == reference.render_reference(), f"the schema has changed: {fix}"
+    fix = "python -m scripts.pages.recipe_reference > docs/recipe_reference.md"
+    assert text("docs/recipe_reference.md") == recipe_reference.render_reference(), f"the schema has changed: {fix}"
 
 
 def test_the_formats_of_rows_are_current():
-    fix = "python -m samecurve.specs.row_formats > docs/formats.md"
-    assert text("docs/formats.md") == row_formats.render_page(), f"the table has changed: {fix}"
+    fix = "python -m scripts.pages.formats > docs/formats.md"
+    assert text("docs/formats.md") == formats.render_page(), f"the table has changed: {fix}"
 
 
 def test_the_capabilities_are_current():
-    fix = "python -m samecurve.strategy.capability_page > docs/capabilities.md"
-    assert text("docs/capabilities.md") == render_page(), f"the table has changed: {fix}"
+    fix = "python -m scripts.pages.capabilities > docs/capabilities.md"
+    assert text("docs/capabilities.md") == capabilities.render_page(), f"the table has changed: {fix}"
 
 
 def test_the_model_families_are_current():
-    fix = "python -m samecurve.strategy.family_page > docs/model_families.md"
-    assert text("docs/model_families.md") == family_page.render_page(), f"a fact has changed: {fix}"
+    fix = "python -m scripts.pages.model_families > docs/model_families.md"
+    assert text("docs/model_families.md") == model_families.render_page(), f"a fact has changed: {fix}"
 
 
 def test_the_strategy_keys_are_current():
-    fix = "python -m samecurve.strategy.key_page > docs/strategy_keys.md"
-    assert text("docs/strategy_keys.md") == f"{key_page.render_page()}\n", f"a table has changed: {fix}"
+    fix = "python -m scripts.pages.strategy_keys > docs/strategy_keys.md"
+    assert text("docs/strategy_keys.md") == f"{strategy_keys.render_page()}\n", f"a table has changed: {fix}"
 
 
 class Grown(Section):
@@ -154,9 +151,9 @@ class Grown(Section):
 
 
 def test_a_new_key_has_to_be_explained():
-    assert reference.meanings(Grown) == {"old": "A meaning of two lines."}
+    assert recipe_reference.meanings(Grown) == {"old": "A meaning of two lines."}
     with pytest.raises(KeyError, match="new"):
-        list(reference.tables(Grown, "grown."))
+        list(recipe_reference.tables(Grown, "grown."))
 
 
 def test_the_reference_has_every_key():

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from samecurve.config import loader, reference
+from samecurve.config import loader
 from samecurve.config.documents import Document, parse_yaml, read_document
 from samecurve.config.schema import Recipe
+from scripts.pages import recipe_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ("base", "tiny")  # what recipes are based on
@@ -42,7 +43,9 @@ def test_a_model_and_data_of_ones_own_replace_the_recipes(path):
 def test_base_lists_each_key_with_its_default():
     """Without its comment signs the file is a recipe that says what an empty one means."""
     text = (ROOT / "recipes" / "base.yaml").read_text()
-    assert text == reference.render_yaml(), "run python -m samecurve.config.reference --yaml > recipes/base.yaml"
+    assert text == recipe_reference.render_yaml(), (
+        "run python -m scripts.pages.recipe_reference --yaml > recipes/base.yaml"
+    )
     assert read_document(ROOT / "recipes" / "base.yaml").content == {}
     lines = [line.removeprefix("# ") for line in text.splitlines()[3:] if line.startswith("# ")]
     document = Document("base.yaml")

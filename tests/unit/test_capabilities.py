@@ -13,12 +13,12 @@ from samecurve.config.documents import Document
 from samecurve.specs.tasks import TASKS
 from samecurve.strategy import validate
 from samecurve.strategy.capabilities import KEYS, problems
-from samecurve.strategy.capability_page import PROOFS
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.plan import Strategy
 from samecurve.strategy.resolve import describe_strategy, read_files
 from samecurve.strategy.timetables import SCHEDULES
 from samecurve.strategy.validate import check_parallelism
+from scripts.pages.capabilities import PROOFS
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {

@@ -382,7 +382,7 @@ def test_accelerate_launch_exports_are_replaced(tmp_path, monkeypatch):
 
 
 def test_rules_of_the_tables_have_reasons():
-    from samecurve.strategy.key_page import rows
+    from scripts.pages.strategy_keys import rows
 
     seen = list(rows(YAML_KEYS)) + list(rows(DEEPSPEED))
     assert len(seen) > 200 and all(row.meaning for row in seen)

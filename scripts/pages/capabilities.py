@@ -1,4 +1,4 @@
-"""Write docs/capabilities.md: `python -m samecurve.strategy.capability_page > docs/capabilities.md`."""
+"""Write docs/capabilities.md: `python -m scripts.pages.capabilities > docs/capabilities.md`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ UNPROVEN: dict[tuple[str, Mode], tuple[Any, ...]] = {
 _HEADER = """\
 # Capabilities
 
-<!-- Written by `python -m samecurve.strategy.capability_page` from strategy/capabilities.py. Do not edit. -->
+<!-- Written by `python -m scripts.pages.capabilities` from strategy/capabilities.py. Do not edit. -->
 
 What a recipe may ask of each way of distributing a run. Several ways may apply to one strategy: `fsdp_tp` has the
 limits of FSDP and of tensor parallelism. A value is

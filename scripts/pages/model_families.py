@@ -1,4 +1,4 @@
-"""Write docs/model_families.md: `python -m samecurve.strategy.family_page > docs/model_families.md`."""
+"""Write docs/model_families.md: `python -m scripts.pages.model_families > docs/model_families.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TESTS = {  # by column
 _HEADER = """\
 # Model families
 
-<!-- Written by `python -m samecurve.strategy.family_page` from specs/model_families.py. Do not edit. -->
+<!-- Written by `python -m scripts.pages.model_families` from specs/model_families.py. Do not edit. -->
 
 A family is the `model_type` of a config. What a run does with it is
 

@@ -1,4 +1,4 @@
-"""Write docs/strategy_keys.md: `python -m samecurve.strategy.key_page > docs/strategy_keys.md`."""
+"""Write docs/strategy_keys.md: `python -m scripts.pages.strategy_keys > docs/strategy_keys.md`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from samecurve.config.documents import KeyPath
 from samecurve.strategy.accelerate_keys import ACCELERATE, INLINE, NoEffect, RecipeOwned, Rejected, Table, ValueRule
-from samecurve.strategy.capability_page import pinned
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, SECOND_NAMES, STAGES
+from scripts.pages.capabilities import pinned
 
 _HEADER = """\
 # What gets in: strategy files
 
-<!-- Written by `python -m samecurve.strategy.key_page` from strategy/accelerate_keys.py and deepspeed_keys.py. Do not
+<!-- Written by `python -m scripts.pages.strategy_keys` from strategy/accelerate_keys.py and deepspeed_keys.py. Do not
 edit. -->
 
 Every key of an Accelerate YAML and of a DeepSpeed JSON, as `accelerate config`, Trainer, LLaMA-Factory, axolotl and

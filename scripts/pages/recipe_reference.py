@@ -1,7 +1,7 @@
 """Write the list of a recipe's keys from the schema, as a page and as YAML.
 
-    python -m samecurve.config.reference > docs/recipe_reference.md
-    python -m samecurve.config.reference --yaml > recipes/base.yaml
+    python -m scripts.pages.recipe_reference > docs/recipe_reference.md
+    python -m scripts.pages.recipe_reference --yaml > recipes/base.yaml
 
 The meaning of a key is the text below it in the schema. It is read from the source here, because pydantic's own
 `use_attribute_docstrings` takes a tenth of a second at each start of a run, which has no use for these texts.
@@ -24,7 +24,7 @@ from samecurve.config.section import Section
 _HEADER = """\
 # Recipe reference
 
-<!-- Written by `python -m samecurve.config.reference` from samecurve/config/schema*.py. Do not edit. -->
+<!-- Written by `python -m scripts.pages.recipe_reference` from samecurve/config/schema*.py. Do not edit. -->
 
 A recipe is a YAML file that gives the keys whose defaults it changes, and may name another recipe with `base:`.
 [`recipes/base.yaml`](../recipes/base.yaml) is this page as YAML, to copy lines from. On the command line a key is given
@@ -34,7 +34,7 @@ an error, and so is a key that the task, the optimizer or another option does no
 _YAML_HEADER = """\
 # Every key of a recipe with its default, in comments: a recipe gives only what differs. Copy the lines that you change.
 # Any key can also be given on the command line, as `key.path=value`. How the work is spread over devices is not said
-# here: that is the strategy (configs/). Written by `python -m samecurve.config.reference --yaml`; do not edit.
+# here: that is the strategy (configs/). Written by `python -m scripts.pages.recipe_reference --yaml`; do not edit.
 """
 # Larger limits only keep counters from overflowing
 _LARGEST_SHOWN = 10**6

@@ -1,0 +1,45 @@
+"""Write docs/formats.md: `python -m scripts.pages.formats > docs/formats.md`."""
+
+from __future__ import annotations
+
+from samecurve.specs.row_formats import CHAT, MATCHES, PAIRS, SHARED, formats_of
+
+_TITLES = {CHAT: "Conversations", PAIRS: "Preferences", MATCHES: "Texts that match"}
+_HEAD = """# Formats of rows
+
+<!-- Written by `python -m scripts.pages.formats` from specs/row_formats.py. Do not edit. -->
+
+A row's columns say its format. The header and `inspect` name it: `rows        alpaca: instruction, input, output`.
+`data.format` chooses where a row fits several formats, and the keys `data.messages_column`, `data.prompt_column` and so
+on read columns by other names. [Data](data.md#columns) says what happens to columns that are not read.
+"""
+_FOOT = f"""## Further columns and keys
+
+Conversations and preferences may also have {", ".join(f"`{name}`" for name in SHARED)}. `system` is
+the first turn. `functions` are tools as bare functions, as in OpenAI's older files. `chat_template_kwargs` go to the
+chat template, as in TRL, above those of the recipe's key `data.chat_template_kwargs`. A message's reasoning is
+`reasoning_content`, `reasoning` or `thinking`; [Conversations](data.md#conversations) says when it is trained. A turn
+with `weight: 0` (OpenAI), `train: false` (axolotl), `loss: false` (ms-swift) or `loss_weight: 0` (LLaMA-Factory) is not
+trained, and a turn of the user or a tool with `train: true` (axolotl) is. The text parts of a content list are joined;
+images, audio and video are refused by name.
+"""
+
+
+def render_page() -> str:
+    """Return the text of docs/formats.md."""
+    parts = [_HEAD]
+    for tasks, title in _TITLES.items():
+        lines = [f"## {title}: {', '.join(f'`{task}`' for task in tasks.split(', '))}", ""]
+        lines += ["| `data.format` | columns | a row is | known from |", "|---|---|---|---|"]
+        for known in formats_of(tasks):
+            columns = ", ".join(f"`{name}`" for name in known.columns)
+            columns += "".join(f", (`{name}`)" for name in known.optional)
+            columns += " (only by its name)" if known.only_named else ""
+            lines.append(f"| `{known.name}` | {columns} | {known.meaning} | {known.origin} |")
+        parts.append("\n".join(lines) + "\n")
+    parts.append(_FOOT)
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(render_page(), end="")
