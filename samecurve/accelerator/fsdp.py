@@ -160,7 +160,6 @@ def whole_gradient_bytes(plan: Plan, shapes: Mapping[str, torch.Size], reduced_i
     FSDP2 accumulates in the reduce dtype, whatever the compute dtype.
 
     Args:
-        plan: the strategy and recipe.
         shapes: full shape of every trained parameter.
         reduced_in: the reduce dtype; None in a single process.
     """

@@ -49,7 +49,6 @@ class GlobalBatches(BatchSampler):
 
     Args:
         batches: the user's batch sampler, whose batches are the global ones.
-        seed: seed of the order.
         shard: (process index, number of processes).
         from_main: called on every process with a function, returns its result on rank 0. Collective.
     """

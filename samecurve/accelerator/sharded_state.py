@@ -37,7 +37,6 @@ class DTensorShards:
 
     Args:
         parameters: the trained parameters by Hugging Face name.
-        optimizer: their optimizer.
         states: see optim.factory.state_names.
         replica: (index, count) of this rank among the ranks that hold the same parameters.
         saved: names of the parameters that this rank saves, see Zero12Shards; None: all.

@@ -76,7 +76,6 @@ def rows_per_second(rows: Rows, recipe: Recipe, num_workers: int, data_parallel_
     """Measure the rows per second of one rank that only reads.
 
     Args:
-        rows: the training rows.
         num_workers: processes that prepare the steps; 0 uses a thread.
         data_parallel_size: number of ranks among which a step's rows are divided; the first one's share is read.
         seconds: least duration of the measurement, after WARM_UP_STEPS steps and those that the workers prepare ahead.

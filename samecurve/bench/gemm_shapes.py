@@ -47,8 +47,6 @@ def measure(
     Args:
         hidden_size: number of inputs.
         widths: numbers of outputs.
-        num_tokens: rows of the input.
-        precision: a recipe's precision, for example "bf16".
         at_least: seconds to measure each width.
     """
     measured = []

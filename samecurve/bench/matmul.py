@@ -67,8 +67,6 @@ def square(size: int, precision: str, device: torch.device, at_least: float) -> 
 
     Args:
         size: rows and columns of both matrices.
-        precision: a recipe's precision, for example "bf16".
-        at_least: least seconds of the measurement.
     """
     with precision_of(precision) as dtype:
         inputs, weight = (operand(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -94,8 +92,6 @@ def layer_rates(shape: Shape, precision: str, device: torch.device, at_least: fl
 
     Args:
         shape: tokens, inputs and outputs of the layer.
-        precision: a recipe's precision, for example "bf16".
-        at_least: least seconds of the measurement of each multiplication.
 
     Returns:
         Rate by name: forward, input_gradient, weight_gradient.

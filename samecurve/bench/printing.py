@@ -47,9 +47,7 @@ def parse_names(option: str, given: str | None, known: Collection[str], default:
     """Parse an option such as `a,b` with known names.
 
     Args:
-        option: name of the option in the message, with its dashes.
         given: names separated by commas; None or "" selects `default`.
-        known: the legal names.
         default: the names of an option that was not given.
 
     Raises:

@@ -134,7 +134,6 @@ def write_changed(path: Path, arguments: Sequence[str], folder: Path) -> Path:
     """Write copies of the strategy's YAML and JSON with changed keys to `folder`, under the same file names.
 
     Args:
-        path: the strategy file.
         arguments: `key.path=value`. The run validates keys and values.
 
     Returns:

@@ -44,11 +44,8 @@ class StepBatches:
     least G rows.
 
     Args:
-        rows: the training rows.
-        seed: seed of the order.
         batch: batch sizes of the recipe.
         shard: (data-parallel rank, data-parallel size).
-        num_steps: number of steps of the whole run.
         start_step: step to resume at; no earlier rows are read.
         start_samples: rows consumed before start_step; None: start_step * G.
         anchor: `anchor` of the checkpoint that is resumed from.
@@ -262,7 +259,6 @@ class EvaluationBatches(Sequence[MicroBatch]):
     ignored. Micro-batches are built lazily, because held-out data may be large.
 
     Args:
-        rows: the held-out rows.
         micro_batch_size: most rows per micro-batch.
         shard: (data-parallel rank, data-parallel size).
         alive: called for each micro-batch, to report progress to the watchdog.

@@ -92,7 +92,6 @@ class ChatTemplate:
         A generation prompt that the template writes after an answer unasked is left out.
 
         Args:
-            conversation: the conversation.
             num_messages: how many of its messages; None for all.
             prompt: add the generation prompt, which begins an answer.
 

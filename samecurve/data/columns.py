@@ -118,8 +118,6 @@ class Columns:
         """Raise one DataError for all content that would be lost, and for ignored columns that are read.
 
         Args:
-            name: the data, for messages.
-            ignored: data.ignore_columns.
             advice: a way to read the columns, for the message.
             reads: whether the chat template reads a key of a message; None: keys are not checked.
         """

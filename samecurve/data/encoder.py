@@ -151,9 +151,7 @@ def encoded(encoder: Encoder, batches: Iterable[list], num_bytes: int) -> Iterat
     yielded.
 
     Args:
-        encoder: turns documents into token ids.
         batches: lists of documents. A BadRow in the place of a document is passed on.
-        num_bytes: size of all documents.
     """
     num_workers = num_cores()
     if not encoder.renders or num_workers < 2 or num_bytes < _WORTH_BYTES:

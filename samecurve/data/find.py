@@ -30,10 +30,7 @@ def find_conversations(
     """Find the conversations of `data.path`. Raises as `sources.find_source` does.
 
     Args:
-        name: the value of `data.path`.
         pattern: glob within a folder or a repository of the hub, None for all data files.
-        schema: columns of a conversation.
-        selection: part of the data set.
     """
     if name == FUNCTIONS:
         return FunctionSource(name, sources.builtin_files())
@@ -47,10 +44,7 @@ def find_pairs(
     """Find the preference pairs of `data.path`. Raises as `sources.find_source` does.
 
     Args:
-        name: the value of `data.path`.
         pattern: glob within a folder or a repository of the hub, None for all data files.
-        schema: columns of a pair.
-        selection: part of the data set.
     """
     if name == PREFERENCES:
         return PreferenceSource(name, sources.builtin_files())

@@ -37,7 +37,6 @@ class BadRows:
     """Counts bad rows and keeps the first of each kind.
 
     Args:
-        name: name of the data, for messages.
         drops: whether bad rows are left out; otherwise they are an error.
         file: where each bad row is written as a line of JSON; None: nowhere.
     """
@@ -65,7 +64,6 @@ class BadRows:
         """Raise one DataError for all bad rows, unless they are to be dropped and others are left.
 
         Args:
-            num_rows: number of all rows that were read.
             fix: advice if all rows are bad.
             complete: whether all rows of the source were read.
         """

@@ -31,8 +31,6 @@ def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
 
     Args:
         positions: global positions, of any shape.
-        num_rows: number of rows of an epoch.
-        seed: seed of the order.
 
     Returns:
         int64 of the shape of `positions`, each in [0, num_rows).
@@ -78,7 +76,6 @@ class Steps:
         """Return the steps of a session.
 
         Args:
-            size: rows per step.
             start: position at which the session begins.
             history: `history` of the session before, from its checkpoint; {} if unknown.
         """
@@ -116,8 +113,6 @@ def rows_in_steps(positions: np.ndarray, num_rows: int, seed: int, steps: Bounds
 
     Args:
         positions: global positions, of any shape.
-        num_rows: number of rows of an epoch.
-        seed: seed of the order.
         steps: positions that each step reads.
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
@@ -256,8 +251,6 @@ class LengthOrder:
 
         Args:
             sizes: (rows,), length of each row; at least 2 * step_size rows.
-            step_size: rows per step.
-            seed: seed of the random order.
         """
         assert len(sizes) >= 2 * step_size
         self.sizes, self.step_size, self.seed = sizes, step_size, seed

@@ -63,8 +63,6 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
     """Return the data files of a folder, sorted by path.
 
     Args:
-        root: the folder.
-        name: name of the folder in messages.
         pattern: glob within the folder, None for all data files.
         own: folders that the run writes to, see `Selection`.
 

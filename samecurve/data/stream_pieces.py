@@ -282,7 +282,6 @@ def find_stream_files(
     Args:
         name: data.path: a local path, a hub data set, or a URL that fsspec supports (s3://, https://).
         pattern: glob within a folder, None for all data files.
-        text_column: column of the text.
         selection: split, config and revision of a hub data set.
 
     Raises:

@@ -151,10 +151,7 @@ def load_corpus(source: DataSource, encoder: Encoder, validation_fraction: float
     """Load the tokens of a source from the cache, or tokenise it now.
 
     Args:
-        source: the documents.
-        encoder: turns a document into token ids.
         validation_fraction: fraction of the documents to hold out, in [0, 1).
-        cache: root folder of the cache.
 
     Raises:
         DataError: for unusable data.
@@ -174,8 +171,6 @@ def load_corpus_into(
     Args:
         target: folder of these tokens; created if it does not exist.
         key: digest that changes when the tokens do; becomes part of the fingerprints of both streams.
-        source: the documents.
-        encoder: turns a document into token ids.
         validation_fraction: fraction of the documents to hold out, in [0, 1).
     """
     build = partial(_write, source=source, encoder=encoder, validation_fraction=validation_fraction)
@@ -189,8 +184,6 @@ def place_of(source: DataSource, encoder: Encoder, part: str, validation_fractio
     """Return where a document of a corpus is in its source, for a message. Tokenises the documents before it again.
 
     Args:
-        source: the documents.
-        encoder: turns a document into token ids.
         part: "train" or "held_out".
         validation_fraction: fraction of the documents that is held out, in [0, 1).
         index: index of the document in that part.
@@ -341,7 +334,6 @@ def reading(title: str, source: DataSource, units: str = "documents") -> Iterato
 
     Args:
         title: beginning of the line.
-        source: the documents that are read.
         units: name of the documents that are counted.
 
     Yields:

@@ -70,7 +70,6 @@ def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | 
     """Load the tokenizer of `tokenizer.path` or of `model.path`, or train one of `tokenizer.vocabulary_size`.
 
     Args:
-        recipe: the whole recipe.
         find: returns the source to train a tokenizer on. Default: plain documents.
 
     Raises:

@@ -87,7 +87,6 @@ def shard(model: nn.Module, mesh: Mesh, accelerator: Accelerator) -> None:
 
     Args:
         model: the model; unchanged unless `apply` has spread its experts.
-        mesh: the run's processes.
         accelerator: whose settings of FSDP hold for the other weights, too.
     """
     dims = mesh.dims
@@ -123,7 +122,6 @@ class Dispatch:
     Args:
         experts: the module, whose own forward computes what this rank has received.
         count: experts of each rank; the i-th rank has the i-th part of them.
-        group: the ranks.
     """
 
     def __init__(self, experts: nn.Module, count: int, group: dist.ProcessGroup):

@@ -276,7 +276,6 @@ def task_features(
     """Compute the features of this rank's rows.
 
     Args:
-        task: the task.
         forward: returns a micro-batch's (logits, targets).
         micro_batches: of this rank.
         padded_rows: pad each micro-batch's features with zeros to this many rows, so that all ranks have as many.
@@ -299,7 +298,6 @@ def task_contexts(
     """Compute Task.context of a step, one for each micro-batch of a rank. Rows that train nothing get zeros.
 
     Args:
-        task: the task.
         features: of all ranks' micro-batches, each padded to the largest one's rows: (ranks * micro-batches * rows, n).
         rows: Batch.micro_batches.
         rank: the data-parallel rank.

@@ -25,7 +25,6 @@ class RouterLoss:
     """Router loss of the steps of one engine.
 
     Args:
-        settings: the loss.
         recorder: records the model's routers.
         mesh: over which sums are taken.
     """

@@ -92,7 +92,6 @@ def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
 
     Args:
         model: the model, with its adapters.
-        mesh: the run's processes.
         cuts_sequence: whether norms and residuals are computed for a part of the tokens, see share_inputs.
 
     Returns:

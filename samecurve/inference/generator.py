@@ -70,7 +70,6 @@ class TextGenerator:
         """Tokenise texts as a left-padded batch.
 
         Args:
-            texts: the prompts.
             rendered: whether the chat template rendered them; it writes the special tokens itself.
 
         Returns:
@@ -89,7 +88,6 @@ class TextGenerator:
 
         Args:
             encoded: the prompts, as `encode` returns them.
-            options: options of the generation.
             streamer: streamer of transformers, which gets the tokens as they are generated.
 
         Returns:

@@ -25,7 +25,6 @@ def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: R
     """Run lm_eval.
 
     Args:
-        arguments: parsed options of the command.
         folder: folder of the model or adapter.
         base: base model of an adapter; None for a whole model.
         recipe: recipe of the run, None if unknown.

@@ -37,7 +37,6 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     """Run the command `merge`. Returns the exit code.
 
     Args:
-        arguments: parsed options of the command.
         folder: folder of the adapter.
         base: path or hub name of the base model.
         output: folder of the merged model.

@@ -52,11 +52,8 @@ def sample(generator: TextGenerator, prompt: str, system: str | None, options: G
     """Generate a continuation of the prompt. The same seed gives the same text on the same machine.
 
     Args:
-        generator: the model.
         prompt: user's turn of a chat model; otherwise the text to continue.
         system: system turn of a chat model, None without one.
-        options: options of the generation.
-        seed: seed of the sampling.
 
     Raises:
         ConfigurationError: for a system turn of a model whose prompts are not turns of a chat.

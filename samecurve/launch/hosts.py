@@ -28,7 +28,6 @@ def read_hostfile(path: str, for_deepspeed: bool = False) -> list[HostSlots]:
     """Read a hostfile: a name and slots=N per line, # for comments. Without slots a host has one.
 
     Args:
-        path: the file.
         for_deepspeed: whether the deepspeed launcher will read it, too, which demands the slots.
 
     Raises:

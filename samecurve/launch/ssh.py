@@ -43,7 +43,6 @@ def run(
     """Run a command in the shell of a host and capture its output.
 
     Args:
-        host: name for ssh.
         text: the command, for the host's shell.
         seconds: time limit.
         variables: environment variables of the command; hidden from the hosts' other users.

@@ -75,7 +75,6 @@ def chunked_sums(
 
     Args:
         hidden: (sequences, sequence_length, hidden_size).
-        head: the output head.
         wanted: the sums.
         kind: chunked, or liger for Liger's kernel in training (only for the measure token_loss_sum).
         compiles: whether the measure may be compiled in training.

@@ -46,7 +46,6 @@ def pair_losses(
     """Compute the loss `settings.loss` of each pair.
 
     Args:
-        settings: the recipe's DPO settings.
         log_probabilities: (pairs, 2), of the answers under the trained model.
         lengths: (pairs, 2), number of trained tokens of each answer.
         reference: (pairs, 2), log-probabilities under the reference model; needed by sigmoid, ipo and kto.
@@ -88,7 +87,6 @@ def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference
     a token.
 
     Args:
-        settings: the recipe's DPO settings.
         log_probabilities: (pairs, 2), of the answers under the trained model.
         lengths: (pairs, 2), number of trained tokens of each answer.
         reference: (pairs, 2), log-probabilities under the reference model; not used by orpo and simpo.

@@ -42,7 +42,6 @@ def chunked_log_probabilities(hidden: Tensor, head: OutputHead, wanted: LabelLog
 
     Args:
         hidden: (sequences, length, hidden_size).
-        head: the output head.
         wanted: the labels.
     """
     labels, states = wanted.labels.flatten(), hidden.flatten(0, 1)

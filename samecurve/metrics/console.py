@@ -32,7 +32,6 @@ class Progress:
     """Context manager that prints the header, the progress of the steps, and log lines.
 
     Args:
-        total_steps: the number of steps of the run.
         every_steps: steps between plain lines; the first and the last step always have one.
         enabled: False on all ranks but 0, where every method does nothing.
         console: where to print; by default the standard output.
@@ -325,8 +324,6 @@ def batch_lines(batch: Batch, ranks: int, padded: bool) -> list[tuple[str, str]]
     """Build the lines as (label, text) pairs; an uneven division has one for its cost.
 
     Args:
-        batch: the recipe's batch.
-        ranks: number of data-parallel ranks.
         padded: whether every micro-batch has the rows of the largest one, as in a pipeline.
     """
     rows, shares = batch.global_batch_size, batch.micro_batches(ranks)

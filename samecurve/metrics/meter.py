@@ -151,7 +151,6 @@ class Meter:
         """Make the step's record of metrics.jsonl; see docs/run_directory.md.
 
         Args:
-            step: the step, from 1.
             samples: rows consumed so far.
             data_wait_seconds: time in this step spent waiting for data.
             num_inputs: tokens that the models of all ranks read, without padding. Prompt tokens cost work but are not

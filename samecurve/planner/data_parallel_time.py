@@ -73,7 +73,6 @@ def data_seconds(job: Job, stage: Stage, constants: Profile, one: Seconds) -> tu
     Args:
         job: strategy, batch and machines.
         stage: the part of the model that the rank holds.
-        constants: of the strategy's stack.
         one: seconds of one layer's forward and backward, behind which communication may hide.
     """
     groups = overlapped(job, stage, constants, one)

@@ -43,8 +43,6 @@ def emit(
     Args:
         folder: where to write; created if it does not exist. Files of an earlier plan are replaced or removed.
         choice: one that can run, of a strategy with files.
-        request: the job that was planned.
-        machines: the cluster that was planned for.
         typed: the recipe that was planned, or the model to make one for, and the overrides.
         launchers: names from target.LAUNCHERS, for which to write start scripts.
 

@@ -58,7 +58,6 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
     Args:
         job: gives GPU, precision and whether casts are compiled.
         rows, inputs, outputs: sizes of the matrices.
-        constants: of the strategy's stack.
     """
     flops = 2 * rows * inputs * outputs
     elements = rows * inputs + inputs * outputs + rows * outputs
@@ -151,10 +150,6 @@ def attention_seconds(job: Job, constants: Profile) -> Seconds:
 
     Forward 4 s a FLOPs per token, half of them under the causal mask if fused; all of them where rows of several
     documents have a mask of their own.
-
-    Args:
-        job: gives the sizes and the GPU.
-        constants: of the strategy's stack.
     """
     shape, split, generation = job.shape, job.dims.tp, job.card.generation
     flops = 4 * job.tokens * job.seq * shape.attention_width / split

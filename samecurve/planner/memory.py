@@ -66,7 +66,6 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
     """Compute the memory of each class of ranks. nanotron's counter is the first stage's (README of the runs).
 
     Args:
-        job: the job.
         constants: of its software; default: those that are shipped.
         chosen: the stages; default: one of each class.
     """

@@ -199,7 +199,6 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
     """Read the dimensions.
 
     Args:
-        fields: a config's fields.
         name: of the file, for messages.
         vocab: size of a tokenizer that is trained for the job; it wins over the config's.
 

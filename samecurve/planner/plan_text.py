@@ -199,7 +199,6 @@ def inputs_line(machines: Cluster, job: Job | None) -> str:
     """Say in one line which rates a plan rests on, and where they come from.
 
     Args:
-        machines: the cluster.
         job: of the answer, None if nothing can run.
     """
     card, learnt, (inner, *outer) = machines.card, machines.calibration, machines.levels

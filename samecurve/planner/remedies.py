@@ -44,7 +44,6 @@ def rejected(choices: Sequence[Choice], request: PlanRequest, whole: Cluster, as
     Args:
         choices: of a search, ranked or not.
         request: what is fixed in it is so on other numbers of GPUs, too.
-        whole: the cluster.
         as_written: whether only the files' own sizes count.
     """
     chosen = {choice.name for choice in choices if choice.prediction and choice.prediction.fits}

@@ -167,8 +167,6 @@ def sized(request: PlanRequest, machines: Cluster, template: Template, sizes: di
     Args:
         request: the job; `fixed` names what must stay.
         machines: the cluster, with the number of GPUs.
-        template: the strategy's files.
-        sizes: sizes of the axes that the files set.
 
     Returns:
         The prediction, or a choice that only has the reason why the strategy cannot run.

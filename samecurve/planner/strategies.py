@@ -144,9 +144,7 @@ def describe(
 
     Args:
         request: the job. Problems of its recipe alone are left out.
-        template: the strategy's files.
         sizes: of the axes that the files set, by name.
-        gpus: number of all ranks.
     """
     files, launch = template.sized(sizes), Launch("torchrun", gpus)
     strategy = resolve.describe_strategy(files, launch)
@@ -272,8 +270,6 @@ def sharding(strategy: Strategy, precision: str, hidden: int, reduces_once: bool
     """Read the settings of a strategy that has been checked.
 
     Args:
-        precision: the recipe's.
-        hidden: the model's hidden size.
         reduces_once: whether the recipe wants FSDP to reduce gradients once per step.
     """
     if strategy.torch_schedule:

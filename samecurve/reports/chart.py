@@ -40,7 +40,6 @@ def chart(points: Sequence[tuple[int, float | None]], curves: Sequence[Curve], t
     Args:
         points: (step, value) of the reference, which is drawn.
         curves: the first one is the reference; the others become bars.
-        title: heading of the curve.
         tolerance: relative difference of the loss, drawn as a dashed line across the bars.
     """
     reference, others = curves[0], curves[1:]
@@ -102,7 +101,6 @@ class Panel:
     """Axes and scales of a plot area.
 
     Args:
-        box: the plot area.
         steps: the first and the last step, the ends of the horizontal axis.
         ticks: ticks of the vertical axis; the first and the last are its ends.
     """

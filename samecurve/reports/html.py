@@ -23,7 +23,6 @@ def html_document(title: str, style: str, parts: Iterable[str]) -> str:
     """Build a page.
 
     Args:
-        title: plain text.
         style: additional CSS.
         parts: HTML, already escaped.
     """

@@ -35,8 +35,6 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
     """Run the command `inspect`. Returns the exit code.
 
     Args:
-        title: title of the HTML page.
-        num_samples: number of samples of the training part.
         html: where to write the HTML page; None for none.
     """
     task, refused = _load_also_few_rows(recipe)

@@ -77,9 +77,7 @@ def plot(
 
     Args:
         marks: vertical lines; those outside the axis are left out.
-        scale: the vertical scale.
         steps: ends of the horizontal axis; by default the first and the last step of the points.
-        size: width and height in pixels.
     """
     width, height = size
     values = [value for line in series for _, value in line.points if is_finite(value)]

@@ -100,7 +100,6 @@ def supervised(
     Launchers replace every exit code by 1; status.json keeps the original.
 
     Args:
-        launcher: see `strategy.launchers.Launch`.
         timeout_seconds: watchdog.timeout_seconds.
         interval: seconds between two checks of the watchdog.
     """

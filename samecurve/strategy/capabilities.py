@@ -98,7 +98,6 @@ def problems(value: Callable[[str], Any], strategy: Strategy, key: str) -> Itera
 
     Args:
         value: returns the value of a key of the recipe.
-        key: one of `KEYS`.
 
     Raises:
         InvalidValue: the recipe has no valid value of the key.

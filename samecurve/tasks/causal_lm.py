@@ -73,9 +73,7 @@ def load_causal_task(
     """Load the rows of a causal language modelling task, from one data set, a mixture or a stream.
 
     Args:
-        recipe: the whole recipe.
         text_tokenizer: tokenizer of the task.
-        encoder: turns a document into token ids.
         find_source: returns the source of one `data` block.
         make_rows: cuts a token stream into rows.
 

@@ -61,7 +61,6 @@ def load_mixture(
 
     Args:
         recipe: a recipe with data.mixture.
-        encoder: turns a document into token ids.
         find_source: returns the source of one `data` block.
         make_rows: cuts a token stream into rows.
 

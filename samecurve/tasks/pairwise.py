@@ -97,7 +97,6 @@ def load_pairs(
     """Load the tokenizer and the rows of a task on preference pairs.
 
     Args:
-        recipe: the whole recipe.
         make_rows: cuts a token stream into rows of pairs.
         pads: whether the task needs a padding token.
 

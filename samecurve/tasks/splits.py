@@ -104,8 +104,6 @@ def load_splits(
     """Load the training and the validation rows of one data set.
 
     Args:
-        recipe: the whole recipe.
-        encoder: turns a document into token ids.
         find_source: returns the source of one `data` block.
         make_rows: cuts a token stream into rows.
 
@@ -208,7 +206,6 @@ def padded_rows(
     """Return padded rows, grouped by length if the recipe sets data.group_by_length.
 
     Args:
-        recipe: the whole recipe.
         kinds: (class of plain rows, class of rows grouped by length).
         stream: tokens of all documents.
         arguments: further arguments of both classes, the padding token first.

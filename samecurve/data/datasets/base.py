@@ -120,9 +120,7 @@ class Rows(ABC):
         """Prepare for reading; called before the first row is read. Only streams need this.
 
         Args:
-            seed: seed of the order.
             steps: rows of each step, in this session and in earlier ones.
-            num_steps: number of steps of the whole run.
             anchor: `anchor` of the checkpoint that is resumed from; {} for a new run.
         """
 

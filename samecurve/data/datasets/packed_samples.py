@@ -55,7 +55,6 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, n
 
     Args:
         sizes: (num_items,), each in [1, capacity].
-        capacity: size of a bin.
 
     Returns:
         (members, offsets): bin i holds the items members[offsets[i]:offsets[i + 1]].

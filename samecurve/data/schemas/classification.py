@@ -177,11 +177,9 @@ class ExampleEncoder(TruncatingEncoder):
         """Create the encoder.
 
         Args:
-            tokenizer: a fast tokenizer.
             sequence_length: largest number of tokens of a row, special tokens included.
             names: class names; a class's id is its index.
             pairs: whether rows hold two texts. Models that take token_type_ids then get them.
-            truncation: `data.truncation`.
         """
         super().__init__(tokenizer, sequence_length, truncation)
         self._index = {name: index for index, name in enumerate(names)}
@@ -215,11 +213,6 @@ class WholeTextEncoder(Encoder):
 
 def text_of(place: str, column: str, row: dict) -> str:
     """Return the text in a column.
-
-    Args:
-        place: location of the row, for messages.
-        column: name of the column.
-        row: the row.
 
     Raises:
         DataError: if the column is missing, empty or not text.

@@ -177,11 +177,6 @@ def columns_read(row: Iterable[str], schema: ChatSchema) -> tuple[str, ...]:
 def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     """Read and check one row.
 
-    Args:
-        place: location of the row, for messages.
-        row: the row.
-        schema: columns of the conversation.
-
     Raises:
         DataError: with the place, the column, the value and the fix.
     """
@@ -240,8 +235,6 @@ def asked(place: str, row: dict, column: str, optional: tuple[str, ...], chat: b
     Both are those of LLaMA-Factory (src/llamafactory/data/converter.py).
 
     Args:
-        place: location of the row, for messages.
-        row: the row.
         column: column of the question.
         optional: the column of a further text, if any, and `history`: [[question, answer], ...].
         chat: whether a row may have several turns.

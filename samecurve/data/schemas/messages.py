@@ -36,11 +36,6 @@ def messages_of(place: str, column: str, value: Any) -> Turns:
     Calls that follow a text of the assistant,
     or other calls, are joined with it to one turn.
 
-    Args:
-        place: location of the row, for messages.
-        column: name of the column, for messages.
-        value: content of the column.
-
     Raises:
         DataError: with the message and the fix.
     """
@@ -211,8 +206,6 @@ def turns(place: str, column: str, value: Any, role: str, chat: bool) -> Turns:
     """Read a column as messages.
 
     Args:
-        place: file and line or row, for messages.
-        column: name of the column, for messages.
         value: a text, a message or a list of messages.
         role: role of the turn that a text becomes.
         chat: also accept messages.
@@ -246,8 +239,6 @@ def tools_of(place: str, row: dict, wraps: bool) -> Turns | None:
     """Read the columns `tools` and `functions`: lists of JSON schemas, or JSON text of them, as in many Arrow files.
 
     Args:
-        place: location of the row, for messages.
-        row: the row.
         wraps: whether bare functions in `tools` are wrapped, see `RowFormat`; those in `functions` always are.
     """
     for column, wrapped in (("tools", wraps), ("functions", True)):
@@ -275,7 +266,6 @@ def check_text(place: str, at: str, value: Any, needed: str, may_be_empty: bool 
     """Raise DataError unless a value is text, not blank (or `may_be_empty`) and without lone surrogates.
 
     Args:
-        place: file and line or row, for messages.
         at: name of the value in messages.
         needed: what the value should be, in the message for other types.
         may_be_empty: accept text without a visible character.

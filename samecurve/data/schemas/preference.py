@@ -139,11 +139,6 @@ def format_of(row: Iterable[str], schema: PairSchema) -> RowFormat:
 def pair(place: str, row: dict, schema: PairSchema) -> Pair:
     """Read and check one row.
 
-    Args:
-        place: location of the row, for messages.
-        row: the row.
-        schema: columns of the pair.
-
     Raises:
         DataError: with the place, the column, the value and the fix.
     """

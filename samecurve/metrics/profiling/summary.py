@@ -29,9 +29,7 @@ def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: S
     """Return the numbers of the page for other programs. Seconds and calls are totals over all recorded steps.
 
     Args:
-        breakdown: what the trace shows.
         held: bytes of weights, gradients and optimizer states on this rank.
-        rank: number of this rank, 0-based.
         logged: DeepSpeed's own log of its collectives; empty under other strategies.
     """
     return {
