@@ -37,7 +37,7 @@ from samecurve.checkpoint.manifest import (
 )
 from samecurve.errors import NumericError, StorageError
 from samecurve.storage.atomic import storage_errors
-from samecurve.storage.fault_injection import fault_point
+from samecurve.storage.fault_points import fault_point
 from samecurve.storage.filesystem import PIECE_BYTES, FileSystem
 
 PARTIAL, DELETED = ".partial-", ".deleted-"

@@ -18,7 +18,7 @@ from samecurve.checkpoint.snapshot import Snapshot, Taken, generators_of, restor
 from samecurve.errors import CheckpointError, NumericError, StorageError
 from samecurve.specs.tasks import BETTER
 from samecurve.storage.atomic import json_values, utc_timestamp, write_json
-from samecurve.storage.fault_injection import fault_point
+from samecurve.storage.fault_points import fault_point
 from samecurve.storage.filesystem import FileSystem, LocalFileSystem
 from samecurve.storage.records import is_number
 

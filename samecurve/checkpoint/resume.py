@@ -17,7 +17,7 @@ from samecurve.checkpoint.manifest import (
     read_manifest,
 )
 from samecurve.errors import CheckpointError
-from samecurve.storage.fault_injection import fault_point
+from samecurve.storage.fault_points import fault_point
 from samecurve.storage.filesystem import next_free
 from samecurve.storage.records import COUNT, read_record
 

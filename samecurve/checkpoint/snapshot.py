@@ -18,7 +18,7 @@ from samecurve.checkpoint.resume import STATE
 from samecurve.distributed import rng_state
 from samecurve.errors import NumericError
 from samecurve.interfaces.region import Region
-from samecurve.storage.fault_injection import fault_point
+from samecurve.storage.fault_points import fault_point
 
 if TYPE_CHECKING:
     from samecurve.distributed.control_group import ControlGroup

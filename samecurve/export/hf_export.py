@@ -32,7 +32,7 @@ from samecurve.models.weight_conversion import Storage
 from samecurve.models.weight_files import Stored
 from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.checksums import write_checksums
-from samecurve.storage.fault_injection import fault_point
+from samecurve.storage.fault_points import fault_point
 from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from samecurve.errors import HangError, PeerError, SamecurveError
 from samecurve.run.beats import Beat, where
 from samecurve.run.heartbeat import STALE_BEATS, Heartbeats, exists
 from samecurve.run.liveness import Liveness
-from samecurve.storage.fault_injection import fault_point
+from samecurve.storage.fault_points import fault_point
 from samecurve.storage.file_lock import machine
 
 GRACE_SECONDS = 2.0  # for a responsive main thread to report its own error

@@ -19,7 +19,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 from samecurve.errors import DataError, Preempted
 from samecurve.run import lifecycle as outcome
 from samecurve.run.run_directory import RunDirectory
-from samecurve.storage import fault_injection as faults
 
 outcome.WAIT_SECONDS = 6
 RANK = int(os.environ["RANK"])

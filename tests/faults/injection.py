@@ -1,4 +1,4 @@
-"""Fault injection for tests/faults. Does nothing unless the variable SAMECURVE_FAULTS is set.
+"""Faults at the places of the package that call `fault_point`, as the variable SAMECURVE_FAULTS plans them.
 
     SAMECURVE_FAULTS="save.write@2:1:kill,step@7/0:0:hang"   phase[@occurrence][/restart]:rank:action, ...
 
@@ -61,13 +61,15 @@ ACTIONS: Mapping[str, Callable[[], None]] = {
 
 
 class Injector:
-    """Triggers the faults of this rank. plan: the text of SAMECURVE_FAULTS.
+    """Triggers the faults of this rank.
 
     Raises ValueError for a plan that cannot be parsed: otherwise a test would inject nothing and pass.
     """
 
-    def __init__(self, plan: str, rank: int, restart: str = "0"):
-        faults = map(parse_fault, filter(None, plan.split(",")))
+    def __init__(self):
+        rank = int(os.environ.get("RANK", "0"))
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        faults = map(parse_fault, filter(None, os.environ["SAMECURVE_FAULTS"].split(",")))
         self._faults = [fault for fault in faults if fault.rank == rank and fault.restart in ("", restart)]
         self._visits: Counter[str] = Counter()
 
@@ -85,17 +87,3 @@ def parse_fault(text: str) -> Fault:
     if action not in ACTIONS:
         raise ValueError(f"{text}: no action {action}; there are {', '.join(ACTIONS)}")
     return Fault(phase, None if occurrence == "*" else int(occurrence or 1), int(rank), action, restart)
-
-
-_injector: Injector | None = None
-
-
-def fault_point(phase: str) -> None:
-    """Mark a place that can fail: trigger the fault that SAMECURVE_FAULTS plans here for this process, if any."""
-    global _injector
-    if "SAMECURVE_FAULTS" not in os.environ:
-        return
-    if _injector is None:
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _injector = Injector(os.environ["SAMECURVE_FAULTS"], int(os.environ.get("RANK", "0")), restart)
-    _injector.visit(phase)
