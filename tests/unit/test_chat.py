@@ -651,7 +651,7 @@ def test_a_pause_is_no_endless_loop():
     code = """
 import time
 from samecurve.data import time_limit
-time_limit.RENDER_SECONDS = 4.0
+time_limit.RENDER_SECONDS = 2.0
 with time_limit.render_limit():
     print("in", flush=True)
     end = time.process_time() + 0.2
@@ -662,7 +662,7 @@ print("done")
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "in\n"
     child.send_signal(signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(2.5)
     child.send_signal(signal.SIGCONT)
     assert child.communicate(timeout=60)[0] == "done\n"
 

@@ -13,7 +13,7 @@ from report_cases import check_message
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.config.schema import Recipe
-from samecurve.data import find
+from samecurve.data import find, sources
 from samecurve.data.batches import StepBatches
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
@@ -178,9 +178,12 @@ def test_arguments_of_tool_calls_are_objects(tmp_path):
     assert as_text.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": [1, "b"]}
 
 
-def test_functions_of_the_library():
+@pytest.mark.parametrize("file", ["inspect.py", pytest.param("*.py", marks=pytest.mark.full)])
+def test_functions_of_the_library(file, monkeypatch):
+    files = tuple(path for path in sources.builtin_files() if path.match(file))
+    monkeypatch.setattr(sources, "builtin_files", lambda: files)
     found = {c.messages[0]["content"]: c for c in read(FUNCTIONS)}
-    assert 3000 < len(found) < 12000
+    assert 50 < len(found) < 200 if file == "inspect.py" else 3000 < len(found) < 12000
     prompt = next(text for text in found if text.startswith("def getcallargs("))
     body = found[prompt].messages[1]["content"]
     assert prompt.endswith('"""') and body.startswith("spec = getfullargspec(func)")

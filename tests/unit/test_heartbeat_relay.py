@@ -84,7 +84,7 @@ def test_a_frozen_rank_alone_is_named_by_all_others(run):
         assert [peer.beat.rank for peer in run.seen_by(rank).frozen] == [77], rank
 
 
-@pytest.mark.parametrize("silent", [0, 72])
+@pytest.mark.parametrize("silent", [0, pytest.param(72, marks=pytest.mark.full)])
 def test_a_host_whose_first_rank_is_frozen_is_not_accused_as_a_whole(silent, run):
     """What it passed on does not change any more either."""
     run.silent = {silent}
@@ -107,7 +107,7 @@ def test_the_rank_that_lags_is_named_and_one_that_gets_on_keeps_the_others_waiti
     assert not any(run.seen_by(rank).hangs for rank in range(NUM_RANKS))
 
 
-@pytest.mark.parametrize("num_ranks", [NUM_RANKS, 512])
+@pytest.mark.parametrize("num_ranks", [NUM_RANKS, pytest.param(512, marks=pytest.mark.full)])
 def test_the_number_of_files_that_are_read(num_ranks, tmp_path, monkeypatch):
     run = Run(tmp_path, num_ranks, monkeypatch)
     run.beat(ROUNDS)

@@ -59,7 +59,7 @@ def test_a_last_line_without_its_newline_stays_apart(tmp_path):
     assert [record for _, record in scan(lines.path)] == [{"step": 1}, {"step": 2}]
 
 
-@pytest.mark.parametrize("later", [0, 100, 1_900])
+@pytest.mark.parametrize("later", [0, 100, pytest.param(1_900, marks=pytest.mark.full)])
 def test_a_resume_reads_once_and_keeps_nothing(later, tmp_path, monkeypatch):
     """One parse of each line and a second of those to move; the rest of the file stays where it is."""
     parsed, peaks, target = Counter(), [], tmp_path / "old"
