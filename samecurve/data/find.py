@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.data import sources
-from samecurve.data.columns import Columns
 from samecurve.data.schemas.classification import Example, ExampleSource
 from samecurve.data.schemas.conversation import ChatSchema, Conversation, ConversationSource
 from samecurve.data.schemas.preference import Pair, PairSchema, PairSource
@@ -107,10 +106,6 @@ class FunctionSource(ConversationSource):
     def identity(self) -> str:
         return "functions"
 
-    def check(self) -> Columns:
-        """Check nothing: no row was written by the user."""
-        return Columns()
-
     def entries(self) -> Iterator[Conversation]:
         for place, prompt, body in _distinct_functions(self.local_files):
             yield _conversation(place, prompt, body)
@@ -123,10 +118,6 @@ class PreferenceSource(PairSource):
     @property
     def identity(self) -> str:
         return "preferences 2"  # raise it when _corrupted does something else
-
-    def check(self) -> Columns:
-        """Check nothing: no row was written by the user."""
-        return Columns()
 
     def entries(self) -> Iterator[Pair]:
         before = "pass"
@@ -183,10 +174,6 @@ class ModuleSource(ExampleSource):
     def identity(self) -> str:
         return "modules"
 
-    def check(self) -> Columns:
-        """Check nothing: no row was written by the user."""
-        return Columns()
-
     def entries(self) -> Iterator[Example]:
         """Yield each function once, at most _MOST_PER_PACKAGE per package, so that no class dominates."""
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -209,10 +196,6 @@ class DocstringSource(MatchSource):
     @property
     def identity(self) -> str:
         return "docstrings"
-
-    def check(self) -> Columns:
-        """Check nothing: no row was written by the user."""
-        return Columns()
 
     def entries(self) -> Iterator[Match]:
         """Yield each pair whose paragraph and function are both new."""

@@ -57,6 +57,11 @@ class DataSource:
         return tuple(file for file in self.files if isinstance(file, Path))
 
     @property
+    def is_builtin(self) -> bool:
+        """Whether the documents are made of Python's library: no row was written by the user."""
+        return self.name.startswith("builtin:")
+
+    @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes if isinstance(file, hub.Split) else _stat(file).st_size for file in self.files)
 
@@ -75,7 +80,7 @@ class DataSource:
 
         Returns what is read of the rows, nothing for text files.
         """
-        if self.name == BUILTIN:
+        if self.is_builtin:
             return Columns()
         columns = self._check_rows(self._first_look(), f"an object with its text under {self.text_column!r}")
         return columns if all(isinstance(file, hub.Split) or table_kind(file) for file in self.files) else Columns()
@@ -209,7 +214,7 @@ class TableSource(DataSource):
 
     def check(self) -> Columns:
         """Read all rows once, so that a mistake in the last one is reported before minutes of tokenising."""
-        return self._check_rows(self._rows(), self.a_line_is)
+        return Columns() if self.is_builtin else self._check_rows(self._rows(), self.a_line_is)
 
     def entries(self) -> Iterator[Any]:
         return (self.entry(place, row) for place, row in self._rows())
