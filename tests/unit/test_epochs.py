@@ -16,15 +16,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "embed", "mlm")
+EVERY_DAY = ("pretrain", "sft", "reward", "embed")  # packed, chats, pairs, and a loss across the batch
 # (rows, rows per step, steps): all rows at once; two epochs, the end of the first one inside of a step
 SHORT, LONG = ([12, 12, 2], [14, 4, 7]), ([60, 60, 3], [60, 8, 15], [100, 64, 25])
 # Of texts that are cut into rows there are more, and so are the steps of an epoch.
 PACKED_STEPS, ROWS_PER_TEXT = 12, 3
 
 
-def run(folder: Path, shapes) -> dict[str, list[dict]]:
+def run(folder: Path, shapes, tasks=TASKS) -> dict[str, list[dict]]:
     probe = Path(__file__).with_name("epoch_probe.py")
-    wanted = dict.fromkeys(TASKS, shapes)
+    wanted = dict.fromkeys(tasks, shapes)
     wanted["pretrain"] = [
         [rows, batch, max(steps, PACKED_STEPS, -(-ROWS_PER_TEXT * rows // batch))] for rows, batch, steps in shapes
     ]
@@ -33,11 +34,16 @@ def run(folder: Path, shapes) -> dict[str, list[dict]]:
     done = subprocess.run(command, env=around, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {task: [line for line in lines if line["task"] == task] for task in TASKS}
+    return {task: [line for line in lines if line["task"] == task] for task in tasks}
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("epochs"), SHORT, EVERY_DAY)
+
+
+@pytest.fixture(scope="module")
+def short_of_all(tmp_path_factory):
     return run(tmp_path_factory.mktemp("epochs"), SHORT)
 
 
@@ -46,9 +52,15 @@ def long(tmp_path_factory):
     return run(tmp_path_factory.mktemp("epochs"), LONG)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", EVERY_DAY)
 def test_two_epochs_are_those_of_a_plain_loop(task, short):
     check(short[task], len(SHORT))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", TASKS)
+def test_two_epochs_of_every_task(task, short_of_all):
+    check(short_of_all[task], len(SHORT))
 
 
 @pytest.mark.full

@@ -47,7 +47,14 @@ def read(rows, num_workers: int, start_step: int = 0, shard=(1, 2)) -> list:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than this machine's cores may be
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "packed documents",
+        "mixture",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("packed", "grouped by length")),
+    ],
+)
 def test_the_number_of_workers_changes_nothing(kind):
     rows = KINDS[kind](random_stream(60, longest=30))
     expected = read(rows, 0)
