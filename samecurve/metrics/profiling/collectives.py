@@ -16,7 +16,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from samecurve.metrics.profiling.dimensions import CALL, DIMENSION, UNKNOWN
-from samecurve.metrics.profiling.waiting import Interval, covered
+from samecurve.metrics.profiling.waiting import MICROSECONDS, Interval, covered, end_of, start_of
 
 _TRANSFER = "gloo:"
 _PLAIN = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
@@ -28,7 +28,6 @@ _BYTES = {
     **dict.fromkeys(("c10::BFloat16", "c10::Half", "bfloat16", "half", "short"), 2),
     **dict.fromkeys(("unsigned char", "signed char", "bool", "byte", "char"), 1),
 }
-_MICROSECONDS = 1e-6
 # NCCL's kernels, for example ncclDevKernel_AllReduce_Sum_f32_RING_LL. Send and receive share one kernel.
 _KERNEL = re.compile(r"^ncclDev\w*?Kernel_([A-Za-z]+)")
 _RUN_AS = {"reduce_scatter": "all_reduce"}  # by Gloo
@@ -80,7 +79,7 @@ class Kernel(NamedTuple):
 
 def made_calls(events: Iterable[dict]) -> list[Call]:
     """List the calls of collectives in the order of their start. events: complete events of a trace ("ph": "X")."""
-    events = sorted(events, key=_start)
+    events = sorted(events, key=start_of)
     calls = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith(CALL)]
     rows = zip(calls, _types_of_lists(events, calls), _transfers(events, calls), strict=True)
     return [
@@ -88,7 +87,7 @@ def made_calls(events: Iterable[dict]) -> list[Call]:
             _plain(call["name"]),
             call.get("args", {}).get(DIMENSION, UNKNOWN),
             _num_bytes(call.get("args", {}), element_type),
-            tuple((_start(event), _start(event) + float(event["dur"])) for event in (call, transfer) if event),
+            tuple((start_of(event), end_of(event)) for event in (call, transfer) if event),
         )
         for call, element_type, transfer in rows
     ]
@@ -103,8 +102,8 @@ def kernels(events: Iterable[dict], calls: Iterable[Call]) -> list[Kernel]:
         if kernel:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", kernel[1]).lower()
             where = event.get("args", {}).get(DIMENSION, UNKNOWN)
-            end = _start(event) + float(event["dur"])
-            kernels_by_start.append(Kernel(messages if name == "send_recv" else name, where, _start(event), end))
+            name = messages if name == "send_recv" else name
+            kernels_by_start.append(Kernel(name, where, start_of(event), end_of(event)))
     return kernels_by_start
 
 
@@ -115,18 +114,14 @@ def by_name(calls: Sequence[Call], kernels: Sequence[Kernel]) -> list[Collective
     for call in calls:
         sizes[call.name].append(call.num_bytes)
         if not kernels:
-            seconds[call.name] += (max(end for _, end in call.spans) - call.spans[0][0]) * _MICROSECONDS
+            seconds[call.name] += (max(end for _, end in call.spans) - call.spans[0][0]) * MICROSECONDS
     for kernel in kernels:
-        seconds[kernel.name] += (kernel.end - kernel.start) * _MICROSECONDS
+        seconds[kernel.name] += (kernel.end - kernel.start) * MICROSECONDS
     made = [
         CollectiveCalls(name, len(own), sum(filter(None, own)), seconds.get(name, 0.0), own.count(None))
         for name, own in sizes.items()
     ]
     return sorted(made, key=lambda collective: (-collective.num_bytes, collective.name))
-
-
-def _start(event: dict) -> float:
-    return float(event["ts"])
 
 
 def _plain(name: str) -> str:
@@ -147,7 +142,7 @@ def _transfers(events: Sequence[dict], calls: Sequence[dict]) -> list[dict | Non
     transfers: list[dict | None] = []
     for call in calls:
         # these belong to calls before the recording
-        while waiting and _start(waiting[0]) < _start(call):
+        while waiting and start_of(waiting[0]) < start_of(call):
             waiting.popleft()
         name = _plain(call["name"])
         names = {_TRANSFER + name, _TRANSFER + _RUN_AS.get(name, name)}
@@ -333,7 +328,7 @@ def _communication(
     return Communication(
         calls=len(calls),
         num_bytes=sum(call.num_bytes or 0 for call in calls),
-        exposed_seconds=exposed * _MICROSECONDS,
-        hidden_seconds=(covered(spans, *steps) - exposed) * _MICROSECONDS,
+        exposed_seconds=exposed * MICROSECONDS,
+        hidden_seconds=(covered(spans, *steps) - exposed) * MICROSECONDS,
         untyped=sum(call.num_bytes is None for call in calls),
     )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.profiler import profile, record_function
 
 from samecurve.distributed import flight_recorder
+from samecurve.metrics.profiling.waiting import end_of, start_of
 from samecurve.strategy.parallel_dims import DIMENSIONS, FSDP, ParallelDims
 
 CALL = "c10d::"
@@ -65,7 +66,7 @@ def attribute(trace: dict) -> list[dict]:
     notes, info = trace[NOTES], trace.get("distributedInfo", {})
     dims = ParallelDims(**notes["dims"])
     groups = {group["pg_name"]: group["ranks"] for group in info.get("pg_config", ())}
-    whole = sorted((e for e in events if e.get("ph") == "X" and "dur" in e), key=_start)
+    whole = sorted((e for e in events if e.get("ph") == "X" and "dur" in e), key=start_of)
     calls = [event for event in whole if event["name"].startswith(CALL)]
     ranks_of_calls = _by_time(calls, notes["calls"], groups, trace.get("baseTimeNanoseconds", 0))
     ranks_of_calls |= _of_nccl(whole, calls, groups) | _of_messages(whole, calls, notes["rank"])
@@ -75,17 +76,13 @@ def attribute(trace: dict) -> list[dict]:
     return events
 
 
-def _start(event: dict) -> float:
-    return float(event["ts"])
-
-
 def _by_time(calls: Sequence[dict], notes: Sequence, groups: Groups, base_ns: int) -> dict[int, list[int]]:
     """Find the ranks of calls by index, from the flight recorder's notes: a note's time lies within its call."""
-    starts, ranks_of_calls = [_start(call) for call in calls], {}
+    starts, ranks_of_calls = [start_of(call) for call in calls], {}
     for time_ns, _, group in notes:
         at = (time_ns - base_ns) / 1000
         index = bisect_right(starts, at) - 1
-        if index >= 0 and at <= starts[index] + float(calls[index]["dur"]) and group in groups:
+        if index >= 0 and at <= end_of(calls[index]) and group in groups:
             ranks_of_calls[index] = groups[group]
     return ranks_of_calls
 
@@ -117,23 +114,18 @@ def _inside(events: Sequence[dict], calls: Sequence[dict]) -> Iterator[tuple[int
     """Yield (index of its call, event) of each event that its thread reached during a call."""
     by_thread = defaultdict(list)
     for index, call in enumerate(calls):
-        by_thread[call["tid"]].append((_start(call), index))
+        by_thread[call["tid"]].append((start_of(call), index))
     for event in events:
         own = by_thread[event["tid"]]
-        place = bisect_right(own, (_start(event), len(calls))) - 1
-        if place >= 0 and _start(event) <= own[place][0] + float(calls[own[place][1]]["dur"]):
+        place = bisect_right(own, (start_of(event), len(calls))) - 1
+        if place >= 0 and start_of(event) <= end_of(calls[own[place][1]]):
             yield own[place][1], event
 
 
 def _first_inside(outer: dict, calls: Sequence[dict]) -> int | None:
     """Return the index of the first call that a range contains."""
-    index = bisect_left(calls, _start(outer), key=_start)
-    ends = _start(outer) + float(outer["dur"])
-    while index < len(calls) and _start(calls[index]) <= ends:
-        if calls[index]["tid"] == outer["tid"]:
-            return index
-        index += 1
-    return None
+    first, last = bisect_left(calls, start_of(outer), key=start_of), bisect_right(calls, end_of(outer), key=start_of)
+    return next((index for index in range(first, last) if calls[index]["tid"] == outer["tid"]), None)
 
 
 def _pass_to_kernels(events: Sequence[dict], calls: Sequence[dict], groups: Groups, dims: ParallelDims) -> None:

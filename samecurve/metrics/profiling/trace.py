@@ -30,9 +30,8 @@ from samecurve.metrics.profiling.collectives import (
     made_calls,
 )
 from samecurve.metrics.profiling.dimensions import attribute
-from samecurve.metrics.profiling.waiting import Waiting, waiting
+from samecurve.metrics.profiling.waiting import MICROSECONDS, Waiting, end_of, start_of, waiting
 
-MICROSECONDS = 1e-6
 STEP = "ProfilerStep#"
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # Transfers outside the training thread: the process group's own ranges.
@@ -112,10 +111,10 @@ def breakdown(events: Sequence[dict]) -> Breakdown:
     launched = [event for event in whole if event.get("cat") in _DEVICE_WORK]
     work = _launched(launched, threads) if launched else main
     # kernels of the last step may run after the range in which they were launched
-    start, end = _start(steps[0]), max([_end(steps[-1]), *(span.end for span in work if launched)])
+    start, end = start_of(steps[0]), max([end_of(steps[-1]), *(span.end for span in work if launched)])
     transfers = [span for span in work if span.kind == "communication"]
     notes = [e for e in whole if e.get("cat") == "user_annotation" and e["name"].startswith(_TRANSFERS)]
-    transfers += [Span(_start(e), _end(e), "communication", e["name"]) for e in notes]
+    transfers += [Span(start_of(e), end_of(e), "communication", e["name"]) for e in notes]
     computing = [span for span in work if span.kind not in ("communication", "data_wait")]
     without_rows = [span for span in main if span.kind == "data_wait"]
     seconds = _shared(start, end, computing, transfers, without_rows)
@@ -139,21 +138,13 @@ def _thread(event: dict) -> tuple:
     return event["pid"], event["tid"]
 
 
-def _start(event: dict) -> float:
-    return float(event["ts"])
-
-
-def _end(event: dict) -> float:
-    return float(event["ts"]) + float(event["dur"])
-
-
 def _by_thread(events: Iterable[dict]) -> dict[tuple, list[dict]]:
     """Group the events by thread, callers before callees."""
     threads = defaultdict(list)
     for event in events:
         threads[_thread(event)].append(event)
     for events_of_thread in threads.values():
-        events_of_thread.sort(key=lambda event: (_start(event), -float(event["dur"])))
+        events_of_thread.sort(key=lambda event: (start_of(event), -float(event["dur"])))
     return threads
 
 
@@ -167,8 +158,8 @@ def _innermost(events: list[dict]) -> Iterator[Span]:
 
     def passed(until: float) -> Iterator[Span]:
         nonlocal cursor
-        while stack and _end(stack[-1]) <= until:
-            yield from reached(_end(stack[-1]))
+        while stack and end_of(stack[-1]) <= until:
+            yield from reached(end_of(stack[-1]))
             stack.pop()
         yield from reached(until)
 
@@ -179,7 +170,7 @@ def _innermost(events: list[dict]) -> Iterator[Span]:
         cursor = max(cursor, until)
 
     for event in events:
-        yield from passed(_start(event))
+        yield from passed(start_of(event))
         event["work"] = _work(event, stack[-1]["work"] if stack else None)
         stack.append(event)
     yield from passed(float("inf"))
@@ -189,7 +180,7 @@ def _work(event: dict, outer: OperatorClass | None) -> OperatorClass | None:
     if outer is not None and outer.claims:
         return outer
     kind = listed(event["name"])
-    if kind is None and event["cat"] == "cpu_op" and computes(event["name"]):
+    if kind is None and event["cat"] == "cpu_op" and _COMPUTES.search(event["name"]):
         kind = outer or OperatorClass("elementwise")
     return kind
 
@@ -202,11 +193,11 @@ def _launched(kernels: list[dict], threads: dict[tuple, list[dict]]) -> list[Spa
         caller = operators.get(kernel.get("args", {}).get("External id"))
         work = of_kernel(kernel["name"])
         # of these, the kernel's name says more than the operator that launched it
-        known = work.kind == "communication" or is_compiled_loss(kernel["name"])
+        known = work.kind == "communication" or _COMPILED_LOSS.search(kernel["name"])
         if not known and caller is not None and caller["work"]:
             work = caller["work"]
         name = caller["name"] if caller is not None else kernel["name"]
-        spans.append(Span(_start(kernel), _end(kernel), work.kind, name))
+        spans.append(Span(start_of(kernel), end_of(kernel), work.kind, name))
     return spans
 
 
@@ -248,7 +239,7 @@ def _operators(work: Iterable[Span], called: Iterable[dict]) -> list[Operator]:
 def _allocated(events: Iterable[dict]) -> dict[str, int]:
     changes = [event for event in events if event.get("name") == "[memory]"]
     held, most = Counter(), Counter()
-    for event in sorted(changes, key=_start):
+    for event in sorted(changes, key=start_of):
         where = "cpu" if event["args"]["Device Type"] == 0 else "device"  # c10::DeviceType
         held[where] += int(event["args"]["Bytes"])
         most[where] = max(most[where], held[where])
@@ -309,7 +300,8 @@ _KERNELS = (
 )
 # Kernels fused by torch.compile contain the names of their operators; the caller is a whole graph.
 _COMPILED_LOSS = re.compile(r"^triton_.*(cross_entropy|log_softmax|nll_loss)")
-# Operators that compute: all names with a namespace, except autograd's nodes, which only call others.
+# Operators that compute: all names with a namespace, except autograd's nodes, which only call others. Their kind is
+# `elementwise`, unless they or an operator around them is listed.
 _COMPUTES = re.compile(r"^(?!autograd::|torch::autograd::)\w+::")
 
 
@@ -317,18 +309,6 @@ _COMPUTES = re.compile(r"^(?!autograd::|torch::autograd::)\w+::")
 def listed(name: str) -> OperatorClass | None:
     """Look up an operator or range of the CPU part of a trace; None if the table has no entry."""
     return next((work for pattern, work in _OPERATORS if re.search(pattern, name)), None)
-
-
-@lru_cache(maxsize=4096)
-def computes(name: str) -> bool:
-    """Whether an operator computes. Its kind is then `elementwise`, unless it or an operator around it is listed."""
-    return bool(_COMPUTES.search(name))
-
-
-@lru_cache(maxsize=4096)
-def is_compiled_loss(kernel: str) -> bool:
-    """Whether a compiled kernel computes the loss or its gradient, which its caller does not show."""
-    return bool(_COMPILED_LOSS.search(kernel))
 
 
 @lru_cache(maxsize=4096)

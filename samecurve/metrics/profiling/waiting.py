@@ -46,10 +46,10 @@ def waiting(events: Iterable[dict], computing: Sequence[tuple[float, float]], on
         on_device: whether kernels are the work. On a CPU also the Python code of a stage counts as its work.
     """
     events = [event for event in events if event.get("cat") == "user_annotation"]
-    steps = [(run, *_times(event)) for event in events if (run := ScheduleRun.of_range(event["name"]))]
+    steps = [(run, start_of(event), end_of(event)) for event in events if (run := ScheduleRun.of_range(event["name"]))]
     if not steps:
         return None
-    works = [(work, *_times(event)) for event in events if (work := Pass.of_range(event["name"]))]
+    works = [(work, start_of(event), end_of(event)) for event in events if (work := Pass.of_range(event["name"]))]
     busy = [*computing, *((start, end) for _, start, end in works if not on_device)]
     planned: Counter[str] = Counter()
     predicted = []
@@ -69,8 +69,13 @@ def waiting(events: Iterable[dict], computing: Sequence[tuple[float, float]], on
     )
 
 
-def _times(event: dict) -> tuple[float, float]:
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+def start_of(event: dict) -> float:
+    """Return when an event of a trace began, in microseconds of its clock."""
+    return float(event["ts"])
+
+
+def end_of(event: dict) -> float:
+    return float(event["ts"]) + float(event["dur"])
 
 
 Interval = tuple[float, float]
