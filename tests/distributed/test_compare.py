@@ -26,6 +26,7 @@ def test_a_table_of_what_agrees_and_what_cannot_run(workspace):
     assert (output / "chart.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.full  # the verdict on such curves is tested every day in tests/unit/test_cli.py
 def test_a_dead_model_is_not_the_same_curve(workspace):
     """Weights that round to 0: every strategy gives the same flat loss, and gradient norms below 1e-20."""
     output = workspace.folder / "dead"

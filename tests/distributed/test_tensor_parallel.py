@@ -125,9 +125,11 @@ def test_the_families_are_all_that_are_allowed():
     ("config", "words"),
     [
         ({"num_key_value_heads": 1}, ("num_key_value_heads is 1", "sizes: 1")),
-        (
-            {"model_type": "gpt_neox", "num_key_value_heads": None},
-            (f"plan of a gpt_neox in {dated('transformers')} leaves its embedding whole", "llama", "fsdp.yaml"),
+        *long(
+            (
+                {"model_type": "gpt_neox", "num_key_value_heads": None},
+                (f"plan of a gpt_neox in {dated('transformers')} leaves its embedding whole", "llama", "fsdp.yaml"),
+            )
         ),
     ],
 )
