@@ -114,9 +114,7 @@ def _offloaded(job: Job) -> list[Line]:
     lines = [Line("offload buffer", moved, moved, moved, "the largest weight's gradient", "DeepSpeed")] if moved else []
     if job.card.generation != "cpu":
         return lines
-    held = (
-        offloaded_gib(job, "cpu") * GIB / min(job.gpus_per_node, job.dims.world_size) + moved
-    )  # which the host has, too
+    held = offloaded_gib(job) * GIB / min(job.gpus_per_node, job.dims.world_size) + moved  # which the host has, too
     formula = "a process's share of what the host keeps; on a CPU the memory is the same"
     return lines + [Line("offloaded states", held, held, held, formula, "memory.py")] if held else lines
 
@@ -124,27 +122,26 @@ def _offloaded(job: Job) -> list[Line]:
 # States kept outside of a GPU, as runs on a CPU have them (test_tensor_bytes.py).
 
 
-def offloaded_gib(job: Job, device: str) -> float:
-    """Return the GiB that a node keeps in host memory ("cpu") or on its disk ("nvme")."""
+def offloaded_gib(job: Job) -> float:
+    """Return the GiB that a node keeps in host memory."""
     replicas = max(job.dims.dp // max(job.shard, 1), 1)
-    whole = _bytes_per_parameter(job, device) * job.shape.parameters * replicas
-    if device == "cpu":
-        # buffers of each rank through which it reads and writes what is on a disk
-        buffers = job.element_bytes * job.sharding.weight_buffers if "param:nvme" in job.strategy.offload else 0.0
-        if "optimizer:nvme" in job.strategy.offload:
-            buffers += 4 * job.sharding.state_buffers * min(job.sharding.subgroup, job.shape.parameters / job.shard)
-        whole += buffers * job.dims.world_size
+    whole = _bytes_per_parameter(job) * job.shape.parameters * replicas
+    # buffers of each rank through which it reads and writes what is on a disk
+    buffers = job.element_bytes * job.sharding.weight_buffers if "param:nvme" in job.strategy.offload else 0.0
+    if "optimizer:nvme" in job.strategy.offload:
+        buffers += 4 * job.sharding.state_buffers * min(job.sharding.subgroup, job.shape.parameters / job.shard)
+    whole += buffers * job.dims.world_size
     return whole / GIB / max(job.dims.world_size / job.gpus_per_node, 1)
 
 
-def _bytes_per_parameter(job: Job, device: str) -> float:
-    """Return the bytes of each parameter on a device, as DeepSpeed 0.19.8 and FSDP2 allocate them."""
-    num_bytes = float(STATES) if f"optimizer:{device}" in job.strategy.offload else 0.0
+def _bytes_per_parameter(job: Job) -> float:
+    """Return the bytes of each parameter in host memory, as DeepSpeed 0.19.8 and FSDP2 allocate them."""
+    num_bytes = float(STATES) if "optimizer:cpu" in job.strategy.offload else 0.0
     if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates
         return num_bytes
-    if f"param:{device}" in job.strategy.offload:
+    if "param:cpu" in job.strategy.offload:
         num_bytes += job.element_bytes
-    if device == "cpu" and job.updates_on_host:
+    if job.updates_on_host:
         if job.zero == 3:
             return num_bytes + SUMS
         # new weights on their way back, and sums of micro-batches' gradients

@@ -194,7 +194,7 @@ def sized(request: PlanRequest, machines: Cluster, template: Template, sizes: di
 def host_problem(job: Job, machines: Cluster) -> str:
     """Say why a node's host memory does not hold what is offloaded to it; "" if it does."""
     # on a CPU the host's memory is that of its processes, which the anatomy counts
-    needed = memory.offloaded_gib(job, "cpu") if job.strategy.offload and machines.card.generation != "cpu" else 0
+    needed = memory.offloaded_gib(job) if job.strategy.offload and machines.card.generation != "cpu" else 0
     if needed <= machines.host.memory_gib:
         return ""
     return f"offloading needs {needed:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
