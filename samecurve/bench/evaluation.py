@@ -10,11 +10,12 @@ from typing import Any
 
 from rich.progress import Progress
 
+from samecurve.config.adapter_folder import base_path
 from samecurve.config.schema import Adapter, Recipe
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
 from samecurve.engines.evaluation_engine import EvaluationEngine, InitialModel
-from samecurve.inference import folders, loading
+from samecurve.inference import loading
 from samecurve.interfaces.task import InitialState, Task
 from samecurve.metrics.console import number, spaced
 from samecurve.models.attention.choice import choose_attention
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
         recipe: describes the data to read.
         trained_on: whether the run trained on DATA.
     """
-    base = folders.base_path(folder)
+    base = base_path(folder)
     if arguments.data is not None and "data.labels" in TASKS[recipe.task].reads:
         labels = loading.class_names(
             loading.stored_config(folder, arguments.trust_remote_code)
@@ -84,7 +85,9 @@ def evaluate_folder(
     with _progress_bar() as (start, advance):
         if task.has_reference:
             # prepare a task that compares with the run's initial model, which is rebuilt as training built it
-            plain = recipe.model_copy(update={"adapter": Adapter()})  # a new adapter adds nothing
+            # a new adapter adds nothing
+            adapter = recipe.adapter.model_copy(update={"quantization": None}) if recipe.adapter.path else Adapter()
+            plain = recipe.model_copy(update={"adapter": adapter})
             shape = build_skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
             model = InitialModel(shape, plain, task)
             task.prepare(InitialState(model, plain, shape, ControlGroup(), advance, validation_only=True))

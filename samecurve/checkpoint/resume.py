@@ -220,7 +220,9 @@ def refusals(saved: dict, now: dict) -> list[str]:
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
     path = now["recipe"].get("model", {}).get("path")
     base = f"model.path: the weights of {path} are not those that the adapter of the checkpoint belongs to"
-    reasons += [base if key == "adapter.base_model" else text for key, text in _differences(before, after)]
+    start = "adapter.path: the adapter there is not the one that the checkpoint's run went on with"
+    known = {"adapter.base_model": base, "adapter.path": start}
+    reasons += [known.get(key, text) for key, text in _differences(before, after)]
     # a checkpoint that is older than this key cannot be compared
     if "reference" in saved and saved["reference"] != now["reference"]:
         reasons.append(

@@ -17,6 +17,7 @@ from typing import Any
 
 from samecurve.cli.commands import Subcommand, add_code_arguments, allow_own_code
 from samecurve.config import loader as recipes
+from samecurve.config.adapter_folder import base_path
 from samecurve.config.documents import Document, format_problems
 from samecurve.config.inheritance import apply_override
 from samecurve.config.rules import columns_of
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> Subcommand:
     recipe = with_evaluation_data(trained, folder, arguments.data, arguments.batch_size)
     recipe = folders.with_code(recipe, arguments.trust_remote_code)
     recipe = recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
-    folders.base_path(folder)  # raises where an adapter has lost its model
+    base_path(folder)  # raises where an adapter has lost its model
     sources = run_recipe.data.sources()
     trained_on = any((arguments.data, trained.data.split) == (part.path, part.split) for part in sources)
     return Subcommand("samecurve.bench.evaluation", (arguments, directory, folder, recipe, trained_on))

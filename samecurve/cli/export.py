@@ -16,6 +16,7 @@ from pathlib import Path
 from samecurve.checkpoint.manifest import check_files, list_checkpoints
 from samecurve.checkpoint.resume import read_state
 from samecurve.cli.commands import Subcommand, add_code_arguments, allow_own_code
+from samecurve.config.adapter_folder import ADAPTER_CONFIG
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
 from samecurve.export.model_card import ExportInfo
 from samecurve.inference import folders
@@ -99,7 +100,7 @@ def _chosen(given: Path, directory: Path, checkpoint: str | None) -> Path | None
 
 
 def _is_adapter(folder: Path) -> bool:
-    return (folder / folders.ADAPTER_CONFIG).is_file()
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def _checkpoint(directory: Path, given: str | None) -> Path | None:

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from samecurve.cli.commands import Subcommand, add_trust_argument, require_positive
+from samecurve.config.adapter_folder import base_path
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
 
@@ -48,4 +49,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Subcommand:
     require_positive(arguments, "timeout_minutes")
     folder, recipe = folders.model_folder(arguments.run), folders.known_recipe(arguments.run)
-    return Subcommand("samecurve.inference.lm_eval", (arguments, folder, folders.base_path(folder), recipe))
+    return Subcommand("samecurve.inference.lm_eval", (arguments, folder, base_path(folder), recipe))

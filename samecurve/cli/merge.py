@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from samecurve.cli.commands import Subcommand, add_trust_argument
+from samecurve.config.adapter_folder import base_path
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.inference import folders
 from samecurve.specs.precision import DTYPES
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Subcommand:
     folder = folders.model_folder(arguments.run)
-    base = folders.base_path(folder)
+    base = base_path(folder)
     if base is None:
         raise ConfigurationError(f"{folder}: a whole model, not an adapter; nothing to merge")
     suffix = "" if arguments.dtype == "fp32" else f"-{arguments.dtype}"

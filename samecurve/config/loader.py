@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from samecurve.config import inheritance, own_code, rules
+from samecurve.config.adapter_folder import settle_adapter
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.inheritance import apply_override
 from samecurve.config.key_hints import block_as_value, called_here
@@ -55,6 +56,7 @@ def read_recipe(
     read_config_file(document)  # before its keys are overridden
     for argument in overrides:
         apply_override(document, argument)
+    settle_adapter(document)
     inheritance.settle_command_line(document)
     split_output_url(document)
     split_row_counts(document)

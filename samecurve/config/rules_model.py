@@ -136,6 +136,20 @@ def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "adapter.quantization", text
 
 
+def _parameters(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """peft adapts a weight that is no layer's by adding to it, which leaves no input to drop and no rows to norm."""
+    for key in ("dropout", "dora"):
+        if value("adapter.target_parameters") and value(f"adapter.{key}"):
+            text = "peft cannot combine it with adapter.target_parameters; remove one of the two"
+            yield f"adapter.{key}", f"found {describe(value(f'adapter.{key}'))}, but {text}"
+
+
+def _no_target(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if not value("adapter.target_modules") and not value("adapter.target_parameters"):
+        text = "found an empty list, and adapter.target_parameters names nothing either; name what is adapted"
+        yield "adapter.target_modules", text
+
+
 def _idle(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     given = value(f"adapter.{key}")
     if value("adapter.name") is None and given != Adapter.model_fields[key].default:
@@ -178,7 +192,7 @@ def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
 RULES = (
     *(_origin, _model_type, _folder, _revision, _overrides, *_CONFIG_RULES),
     *(_new_from_scratch, _new_and_frozen),
-    *(_dora, _bitsandbytes, _adapts),
+    *(_dora, _bitsandbytes, _adapts, _parameters, _no_target),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),
     *(_positions, _flash_packed, _flash_in_fp32),
 )

@@ -126,20 +126,21 @@ def model_folder(key: str, folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
         yield key, f"no such folder: {folder.absolute()}"
     elif not (folder / "config.json").is_file():
-        yield key, f"{folder.absolute()} has no config.json; {_instead(folder)}"
+        yield key, f"{folder.absolute()} has no config.json; {_instead(key, folder)}"
     elif problem := folder_problem(folder):
         yield key, problem
 
 
-def _instead(folder: Path) -> str:
+def _instead(key: str, folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         run = folder.parent if folder.name == "model" and (folder.parent / "run.json").is_file() else folder
         config = read_record(folder / "adapter_config.json").value or {}
         base = config.get("base_model_name_or_path", "its base model")
         merged = f"merge it first, python -m samecurve merge {run}, and use {run / 'merged'}"
-        return f"this is an adapter of {base}; {merged}"
+        goes_on = f"set model.path to {folder} to train it further, or " if key == "model.path" else ""
+        return f"this is an adapter of {base}; {goes_on}{merged}"
     if (folder / "model" / "adapter_config.json").is_file():
-        return _instead(folder / "model")
+        return _instead(key, folder / "model")
     if (folder / "model").is_dir():
         return f"use the Hugging Face model folder {folder / 'model'}"
     return "give a Hugging Face model folder"

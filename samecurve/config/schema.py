@@ -79,7 +79,7 @@ class Model(Section):
 
 def _modules(value: Any) -> Any:
     names = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not names or not all(isinstance(name, str) and name for name in names):
+    if not all(isinstance(name, str) and name for name in names):
         raise ValueError("expected a pattern, a list of names or all-linear")
     return value if isinstance(value, str) else tuple(names)
 
@@ -89,6 +89,10 @@ class Adapter(Section):
 
     name: Literal["lora"] | None = None
     """`lora` trains low-rank matrices (and a classifier's new head). null trains the whole model."""
+    path: Name | None = None
+    """Go on with the LoRA adapter in this folder (`adapter_config.json`, `adapter_model.safetensors`), for example with
+    DPO after SFT, whose reference is the model with this adapter. The folder sets the keys of this block but
+    `dropout`, `quantization` and `loraplus_lr_ratio`. An adapter's folder as `model.path` does the same."""
     rank: Count = 16
     """The rank of the matrices."""
     alpha: Count = 32
@@ -97,7 +101,16 @@ class Adapter(Section):
     """Dropout on the adapter's input."""
     target_modules: Annotated[Any, BeforeValidator(_modules)] = "all-linear"
     """The adapted modules: `all-linear` (all but the output head), a list of the last parts of names, such as
-    `[q_proj, v_proj]`, or a regular expression over whole names."""
+    `[q_proj, v_proj]`, or a regular expression over whole names. `[]` with `target_parameters`: none."""
+    target_parameters: Annotated[tuple[Name, ...], Field(min_length=1, strict=False)] | None = None
+    """Adapted weights by the last parts of their names, for those of no linear layer: the stacked experts of a mixture,
+    as `[experts.gate_up_proj, experts.down_proj]`. Each expert gets matrices of its own."""
+    modules_to_save: Annotated[tuple[Name, ...], Field(min_length=1, strict=False)] | None = None
+    """Modules that are trained in full and stored with the adapter, by the last parts of their names, such as
+    `[embed_tokens, lm_head]`."""
+    loraplus_lr_ratio: float | None = Field(default=None, ge=1, le=1e4)
+    """LoRA+: the learning rate of the B matrices, which start at 0, in multiples of that of all others; 16 in the
+    paper (arXiv:2402.12354). null: one rate."""
     rslora: bool = False
     """Scale the update by alpha / sqrt(rank) instead (rsLoRA)."""
     dora: bool = False

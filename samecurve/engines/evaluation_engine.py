@@ -62,8 +62,8 @@ class EvaluationEngine:
 
 
 def initial_engine(skeleton: PreTrainedModel, recipe: Recipe, task: Task) -> EvaluationEngine:
-    """Build the model with the run's initial weights. Neither `recipe` nor `skeleton` has an adapter."""
-    model = construct(type(skeleton), skeleton.config, torch.device("cpu"))
+    """Build the model with the run's initial weights."""
+    model = construct(type(skeleton), skeleton.config, torch.device("cpu"), recipe.adapter)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
         load_weights(skeleton, recipe, lambda name, full: tensors[name].copy_(full))
@@ -73,7 +73,7 @@ def initial_engine(skeleton: PreTrainedModel, recipe: Recipe, task: Task) -> Eva
 class InitialModel:
     """The model with the run's initial weights, as an engine for Task.prepare.
 
-    Built lazily; the task's cache may make the model unnecessary. Neither `recipe` nor `skeleton` has an adapter.
+    Built lazily; the task's cache may make the model unnecessary.
     """
 
     shard = (0, 1)

@@ -82,7 +82,7 @@ class FirstStep:
         self._update.before(optimizer)
         by_copies: dict[int, list[Tensor]] = {}
         for group in optimizer.param_groups:
-            self._rates.add(float(group["lr"]))
+            self._rates.add(float(group["lr"]) / group.get("rate_factor", 1.0))
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_copies.setdefault(self.copies(parameter), []).append(local_gradient(parameter))

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+    set_z3_leaf_module,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -56,6 +61,10 @@ class ZeroEngine(AcceleratedEngine):
         # the skeleton's. What a layer computes is settled before DeepSpeed hooks into the modules. Values are loaded
         # after `prepare`, because DeepSpeed copies its fp32 masters from weights that it has rounded.
         model = construct(type(skeleton), skeleton.config, self._place_of_weights(plan), recipe.adapter)
+        for module in model.modules():
+            # peft computes with the matrices of adapted parameters, and adds to these, outside of their own modules
+            if hasattr(module, "parameter_name"):
+                set_z3_leaf_module(module, True)
         drops = dropout.install(model, recipe.seed, self.device)
         compilation.prepare(model, recipe, self.device)
         loss_implementation = install_loss(model, skeleton, task, recipe, self.device)

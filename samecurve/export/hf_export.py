@@ -25,7 +25,7 @@ from samecurve.export.weight_shards import METADATA, SHARD_BYTES, UNCHANGED, Sha
 from samecurve.interfaces.engine import dtype_name
 from samecurve.models import dequantize
 from samecurve.models.hf_config import CAUSAL, constants, is_remote, kind_of
-from samecurve.models.lora import is_adapted, stored_config, stored_names
+from samecurve.models.lora import is_adapted, stored_config, stored_names, stored_twice
 from samecurve.models.packaged import PROCESSOR_FILES, Package, package_of
 from samecurve.models.pretrained import Pretrained
 from samecurve.models.weight_conversion import Storage
@@ -191,10 +191,11 @@ def _write_package(
 
 def _adapter(skeleton: PreTrainedModel) -> _FileLayout:
     """Return the layout of an adapter: a single file, because peft reads only one."""
-    names = stored_names(skeleton)
+    names, twice = stored_names(skeleton), stored_twice(skeleton)
 
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {names[name]: tensor for name, tensor in tensors.items()}
+        second = {twice[name]: tensor.clone() for name, tensor in tensors.items() if name in twice}
+        return {names[name]: tensor for name, tensor in tensors.items()} | second
 
     groups = {name: (name,) for name in names}
     return _FileLayout(groups, convert, "adapter_model", math.inf, _write_adapter_config)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from samecurve.config.adapter_folder import ADAPTER_CONFIG
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.run.sessions import RUN_FACTS
 from samecurve.storage import trusted_code
 from samecurve.storage.checksums import check_checksums, folder_problem
 from samecurve.storage.records import read_record
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER = {"base_model_name_or_path": str, "peft_type?": str, "revision?": (str, None)}
 
 
 def model_folder(run: Path) -> Path:
@@ -93,32 +90,3 @@ def ran_own_code(folder: Path) -> bool:
     schema = {"recipe": {"model": {"trust_remote_code": bool}}}
     facts = read_record(directory / "run.json", schema).value if directory else None
     return bool(facts) and facts["recipe"]["model"]["trust_remote_code"]
-
-
-def base_path(folder: Path) -> str | None:
-    """Return the path or hub name of an adapter's base model; None for the folder of a whole model.
-
-    Raises ConfigurationError if the adapter does not name it, or names a folder that does not exist.
-    """
-    path = folder / ADAPTER_CONFIG
-    if not path.is_file():
-        return None
-    config = read_record(path, ADAPTER).require(ConfigurationError, "name the base model there")
-    base = config["base_model_name_or_path"]
-    # written relative to the directory that the training was started in: this one, or one above the run
-    places = (parent / base for parent in (Path(), *folder.resolve().parents) if (parent / base).is_dir())
-    existing = next(places, None)
-    if existing is not None:
-        return str(existing)
-    is_folder = base.startswith((".", "/", "~")) or base.count("/") > 1  # a name on the hub is OWNER/NAME
-    if is_folder:
-        raise ConfigurationError(
-            f"{path}: base_model_name_or_path: no such folder: {base}; restore the base model there, or change the path"
-        )
-    if config.get("revision"):
-        from huggingface_hub import snapshot_download
-
-        with contextlib.suppress(Exception):  # loading by its name reports what is wrong
-            patterns = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-            return snapshot_download(base, revision=config["revision"], allow_patterns=patterns)
-    return base

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar
 
+from samecurve.config.adapter_folder import base_path
 from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.export.model_card import ADAPTED_CONFIG
-from samecurve.inference.folders import base_path, ran_own_code
+from samecurve.inference.folders import ran_own_code
 from samecurve.models import lora
 from samecurve.models.hf_config import CAUSAL, KINDS, Head, check_sizes, kind_of_stored, without_pooler
 from samecurve.models.weight_files import indexed_files, weight_files

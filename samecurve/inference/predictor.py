@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from samecurve.config.adapter_folder import base_path
 from samecurve.config.schema import Data, Pooling
 from samecurve.data import chat_encoder, tokenizer
 from samecurve.data.schemas import conversation
@@ -304,7 +305,7 @@ def load_predictor(
         if given is not None and classes[kind] is not needed:
             what = "a reward model" if needed is Scorer else "a masked language model"
             raise ConfigurationError(f"--{name}: only for {what}, which {folder} is not; leave the option out")
-    recipe, base = folders.known_recipe(run), folders.base_path(folder)
+    recipe, base = folders.known_recipe(run), base_path(folder)
     if directory and base:
         loading.check_base_model(directory, base)
     model, tokens = loading.load_with_tokenizer(folder, head, trust_remote_code=trust_remote_code)

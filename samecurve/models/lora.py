@@ -5,6 +5,9 @@ peft inserts its layers in place, so the model keeps its class, its blocks and i
     model.layers.0.self_attn.q_proj.base_layer.weight        frozen, the pretrained q_proj.weight
     model.layers.0.self_attn.q_proj.lora_A.default.weight    trained, (rank, in_features)
     model.layers.0.self_attn.q_proj.lora_B.default.weight    trained, (out_features, rank)
+    model.layers.0.mlp.experts.base_layer.down_proj          frozen, (experts, ...), of adapter.target_parameters
+    model.layers.0.mlp.experts.lora_A.default.weight         trained, (experts * rank, in_features)
+    model.layers.0.mlp.experts.lora_B.default.weight         trained, (out_features, rank * experts)
     score.weight                                             trained, the new head of a classifier
 
 LoRA: Hu et al. 2021, arXiv:2106.09685. rsLoRA: Kalajdzievski 2023, arXiv:2312.03732. DoRA: Liu et al. 2024,
@@ -21,14 +24,16 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from samecurve.config.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, unusual_settings
 from samecurve.errors import ConfigurationError
+from samecurve.models import dequantize
 from samecurve.models.hf_config import is_classifier, kind_of, without_pooler
 from samecurve.models.packaged import package_of
 from samecurve.models.weight_files import Stored, header
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
 
 NAME = "default"  # peft's name of a model's only adapter
 SAMPLE_BYTES = 4096
-_BASE = ".base_layer."
+_SHOWN = 4  # names in a message
 _STORED = "base_model.model."  # peft's prefix of every name in its file
 # peft's task types; there is none for masked language models.
 _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}
@@ -66,13 +71,14 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
         revision: the model's on the hub, for adapter_config.json.
 
     Raises:
-        ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted.
+        ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted, or as
+            `unusual_settings`.
     """
     silence_imports()
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
-    chosen, whole = settings.target_modules, whole_modules(model)
+    chosen, whole = settings.target_modules, whole_modules(model, settings)
     parts = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{prefix}.") for prefix in whole)]
     # Linear by class alone: Llama 4's router returns a tuple, and DeepSeek-V4's groups multiply other inputs
     parts += [
@@ -80,12 +86,27 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and re.search("Router|Grouped", type(module).__name__)
     ]
-    config = LoraConfig(
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    edges = [name for name, module in model.named_modules() if module in (table, head)]
+    ties = head is not None and head.weight is table.weight and bool({*edges}.intersection(whole))
+    if ties:  # one weight, which has the embedding's name
+        whole = [edges[0], *(name for name in whole if name not in edges)]
+    stored = unusual_settings(Path(settings.path)) if settings.path else {}
+    if settings.path and ties and not stored.pop("ensure_weight_tying", False):
+        text = "trained the embedding or the output head apart from the other, and this model ties the two"
+        fix = "train it in peft with ensure_weight_tying=True, or untie the model"
+        raise ConfigurationError(f"adapter.path: the adapter in {settings.path} {text}; {fix}")
+    if isinstance(excluded := stored.get("exclude_modules"), str):
+        parts = "|".join([excluded, *map(re.escape, parts)])  # pyright: ignore[reportAssignmentType]
+    elif excluded:
+        parts += excluded
+    given = dict(
         revision=revision,
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=chosen if isinstance(chosen, str) else list(chosen),
+        target_parameters=list(settings.target_parameters or ()) or None,
         exclude_modules=parts or None,  # names such as `dense` would match inside of what is trained in full, too
         use_rslora=settings.rslora,
         use_dora=settings.dora,
@@ -93,6 +114,7 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
         init_lora_weights=False,  # under ZeRO-3 there is nothing to initialize yet; see `initial_matrices`
         task_type=_TASK_TYPES.get(kind_of(model)),
     )
+    config = LoraConfig(**{**stored, **given})
     try:
         with warnings.catch_warnings():
             # about GPT-2's Conv1D, which peft detects by itself, layer by layer
@@ -102,20 +124,31 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
         raise ConfigurationError(f"adapter.target_modules: found {_format_targets(chosen)}; {error}") from error
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
+    config.modules_to_save, config.ensure_weight_tying = whole or None, ties
+    vars(model)["loraplus_lr_ratio"] = settings.loraplus_lr_ratio
 
 
-def whole_modules(model: PreTrainedModel) -> list[str]:
+def whole_modules(model: PreTrainedModel, settings: Adapter) -> list[str]:
     """List the modules that an adapted model trains in full, as peft's `modules_to_save`.
 
-    These are a classifier's modules after its base model, and a pooler inside the base model. Most pretrained models
-    come without both, and randomly initialized weights have nothing to adapt.
+    These are the recipe's, a classifier's modules after its base model, and a pooler inside the base model. Most
+    pretrained models come without the latter, and randomly initialized weights have nothing to adapt. Of an adapter
+    that goes on these are the stored ones alone.
     """
-    if not is_classifier(model):
-        return []
-    base = model.base_model_prefix
-    behind = [name for name, _ in model.named_children() if name != base]
-    poolers = [name for name, _ in model.named_modules() if name.startswith(f"{base}.") and name.endswith(".pooler")]
-    return [name for name in (*behind, *poolers) if any(True for _ in model.get_submodule(name).parameters())]
+    modules = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    named = settings.modules_to_save or ()
+    # peft matches any ending: `norm` is input_layernorm, too
+    whole = [name for name in modules if (name.endswith(tuple(named)) if settings.path else _is_named(name, named))]
+    if is_classifier(model) and not settings.path:
+        base = model.base_model_prefix
+        whole += [name for name, _ in model.named_children() if name != base and name in modules]
+        whole += [name for name in modules if name.startswith(f"{base}.") and name.endswith(".pooler")]
+    return list(dict.fromkeys(whole))
+
+
+def _is_named(path: str, names: Sequence[str]) -> bool:
+    """Whether a dotted path ends with one of the names."""
+    return any(f".{path}".endswith(f".{name}") for name in names)
 
 
 def check_targets(model: PreTrainedModel, settings: Adapter) -> None:
@@ -125,23 +158,35 @@ def check_targets(model: PreTrainedModel, settings: Adapter) -> None:
         ConfigurationError: a name matches no layer, or an embedding, a tied head or experts are adapted.
     """
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    in_full: Sequence[str] = cast(Any, model.peft_config[NAME]).modules_to_save or ()
+    unknown = [last for last in settings.modules_to_save or () if not any(_is_named(name, [last]) for name in in_full)]
+    if unknown and not settings.path:  # peft itself stores the heads of all families
+        edges = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.Linear)]
+        names = sorted({name.rpartition(".")[2] for name in edges if name not in adapted and ".lora_" not in name})
+        raise ConfigurationError(
+            f"adapter.modules_to_save: this {model.config.model_type} has no module of its own called "
+            f"{', '.join(unknown)}; it has {', '.join(names)}"
+        )
     whole = [name for name, module in adapted.items() if hasattr(module, "parameter_name")]
-    if whole:  # peft 0.21 adds these by itself if all-linear or experts are given for a Mixtral or a Qwen2-MoE
+    # peft 0.21 adds these by itself if all-linear or experts are given for a Mixtral or a Qwen2-MoE
+    if whole and not settings.target_parameters:
         linear = ", ".join(sorted({name.rpartition(".")[2] for name in adapted.keys() - set(whole)} & _ATTENTION))
         raise ConfigurationError(
             f"adapter.target_modules: {_format_targets(settings.target_modules)} matches {whole[0]} of this "
-            f"{model.config.model_type}, which are the weights of experts or of a router and cannot be adapted; name "
-            f"the linear layers of attention instead: [{linear or 'q_proj, v_proj'}]"
+            f"{model.config.model_type}, which are the weights of experts or of a router; name the linear layers of "
+            f"attention instead: [{linear or 'q_proj, v_proj'}], and experts in adapter.target_parameters"
         )
-    if not isinstance(settings.target_modules, str):
-        idle = [name for name in settings.target_modules if not any(f".{key}".endswith(f".{name}") for key in adapted)]
+    if settings.target_parameters:
+        _check_parameters(model, settings.target_parameters, [adapted[name] for name in whole])
+    if not isinstance(settings.target_modules, str) and not settings.path:
+        idle = [name for name in settings.target_modules if not any(_is_named(key, [name]) for key in adapted)]
         if idle:
             from transformers.pytorch_utils import Conv1D
 
             linear = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
             parts = {name.removesuffix(".base_layer").rpartition(".")[2] for name in linear if ".lora_" not in name}
             head = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
-            head |= {name.rpartition(".")[2] for name in whole_modules(model)}
+            head |= {name.rpartition(".")[2] for name in in_full}
             raise ConfigurationError(
                 f"adapter.target_modules: no layer of this {model.config.model_type} is called {', '.join(idle)}; "
                 f"it has {', '.join(sorted(parts - head))}"
@@ -153,8 +198,24 @@ def check_targets(model: PreTrainedModel, settings: Adapter) -> None:
         if head or isinstance(module.base_layer, nn.Embedding):
             raise ConfigurationError(
                 f"adapter.target_modules: {name} is {'tied to the token embedding' if head else 'an embedding'}, which "
-                "is not adapted here; name linear layers, or all-linear"
+                "is not adapted here; name linear layers, or all-linear, and embeddings in adapter.modules_to_save"
             )
+    if settings.path:
+        _check_stored(model, Path(settings.path))
+
+
+def _check_parameters(model: PreTrainedModel, names: Sequence[str], wrappers: list[Any]) -> None:
+    """Check that every name of adapter.target_parameters is adapted, and no weight of another one's."""
+    adapted = [f"{name}.{module.parameter_name}" for name, module in model.named_modules() if module in wrappers]
+    adapted = [re.sub(r"(\.base_layer)+\.", ".", name) for name in adapted]
+    idle = [name for name in names if not any(_is_named(path, [name]) for path in adapted)]
+    if idle:
+        paths = [(name.split(".")[-2:], p) for name, p in model.named_parameters() if ".lora_" not in name]
+        stacks = sorted({".".join(path) for path, p in paths if p.dim() == 3})
+        raise ConfigurationError(
+            f"adapter.target_parameters: no weight of this {model.config.model_type} is called {', '.join(idle)}; "
+            f"{'its stacks of experts are ' + ', '.join(stacks) if stacks else 'it has no stacks of experts'}"
+        )
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -169,7 +230,7 @@ def trained_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
 
 def pretrained_name(name: str) -> str:
     """Return a parameter's name in the files of the base model."""
-    return name.replace(_BASE, ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name)  # a layer with several adapted weights has several around it
 
 
 def is_adapter_weight(name: str) -> bool:
@@ -198,7 +259,7 @@ def initial_magnitude(model: PreTrainedModel, name: str, weight: Tensor) -> tupl
 
     The magnitudes are the norms of the weight's rows, because B starts at 0.
     """
-    prefix, separator, last = name.rpartition(_BASE)
+    prefix, separator, last = name.rpartition(".base_layer.")
     module: Any = model.get_submodule(prefix) if separator and last == "weight" else None  # a layer of peft
     if module is None or NAME not in module.lora_magnitude_vector:
         return None
@@ -217,7 +278,6 @@ def stored_config(model: PreTrainedModel) -> LoraConfig:
     absolute = Path(path).resolve()
     inside = absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
     config.base_model_name_or_path = str(inside) if absolute.is_dir() else path
-    config.modules_to_save = whole_modules(model) or None
     if without_pooler(type(model)):  # AutoModel creates a pooler, which target names such as `dense` would match
         config.exclude_modules = ["pooler.dense"]
     if package := package_of(model):
@@ -251,13 +311,57 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: _STORED + (package.name(inner) if package else inner) for name, inner in stored_as.items()}
 
 
+def stored_twice(model: PreTrainedModel) -> dict[str, str]:
+    """Map the trained weight that embedding and output head share, if there is one, to its second name in the file."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not table.weight or not table.weight.requires_grad:
+        return {}
+    names = {module: f"{name}.weight" for name, module in model.named_modules()}
+    return {names[table]: _STORED + names[head]}
+
+
+def _check_stored(model: PreTrainedModel, folder: Path) -> None:
+    """Check that a stored adapter has the tensors of an adapted model, and no others.
+
+    Raises:
+        ConfigurationError: lists what differs, or the file is damaged.
+    """
+    stored, problems = header(folder / ADAPTER_WEIGHTS), []
+    wanted = {of_peft: model.get_parameter(name).shape for name, of_peft in stored_names(model).items()}
+    wanted |= {of_peft: model.get_parameter(name).shape for name, of_peft in stored_twice(model).items()}
+    extra = stored.keys() - wanted.keys()
+    for text, names in (("has no", wanted.keys() - stored.keys()), ("also has", extra)):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            problems.append(f"{text} {', '.join(sorted(names)[:_SHOWN])}{more}")
+    for name in sorted(wanted.keys() & stored.keys()):
+        if stored[name].shape != wanted[name]:
+            problems.append(f"its {name} is {tuple(stored[name].shape)}, this model's {tuple(wanted[name])}")
+    if problems:
+        raise ConfigurationError(
+            f"adapter.path: {folder / ADAPTER_WEIGHTS} is not an adapter of this {model.config.model_type} as its "
+            f"{ADAPTER_CONFIG} describes it: it {'; '.join(problems[:_SHOWN])}. Is model.path its base model? Rows of "
+            "new tokens in an embedding can be trained only where modules_to_save names it"
+        )
+
+
+def stored_tensors(model: PreTrainedModel, folder: Path, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield those of a stored adapter's tensors that are wanted, by the model's names and in fp32."""
+    stored = header(folder / ADAPTER_WEIGHTS)
+    for name, of_peft in stored_names(model).items():
+        if name in wanted:
+            tensor = dequantize.read(stored, [of_peft])[of_peft].float()
+            dequantize.check_finite(stored[of_peft], of_peft, tensor)
+            yield name, tensor
+
+
 def stored_tensor_names(folder: Path) -> set[str]:
     """Collect the tensor names in an adapter's folder, without peft's prefix.
 
     Raises:
         ConfigurationError: the file is damaged.
     """
-    path = folder / "adapter_model.safetensors"
+    path = folder / ADAPTER_WEIGHTS
     return {name.removeprefix(_STORED) for name in header(path)} if path.is_file() else set()
 
 
@@ -276,6 +380,11 @@ def weights_fingerprint(files: dict[str, Stored]) -> str:
                 stream.seek(start)
                 fingerprint.update(stream.read(min(SAMPLE_BYTES, stored.stop - start)))
     return fingerprint.hexdigest()
+
+
+def start_of(settings: Adapter) -> str | None:
+    """Compute the fingerprint of the weights in `adapter.path`; None for a new adapter."""
+    return weights_fingerprint(header(Path(settings.path) / ADAPTER_WEIGHTS)) if settings.path else None
 
 
 def _format_targets(value) -> str:

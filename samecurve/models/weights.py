@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
     head, kept, unread, part, dequantized, package = [], "", "", "", "", package_of(model)
     if recipe.model.path is not None:
         pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
-        head = sorted(new_head(model, recipe, pretrained.missing()))
+        head = sorted(new_head(model, recipe, pretrained.missing()) - _continued(model, recipe))
         # an adapter's export holds no part of a package, which all the same stays as it is
         stays = package or not adapters.is_adapted(model)
         names = pretrained.kept(recipe.model.unknown_tensors) if stays else {}
@@ -163,14 +164,18 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     if not recipe.model.path:
         yield from _seeded(model, recipe.seed, wanted)
         return
+    continued = _continued(model, recipe) & wanted
+    if continued:
+        yield from adapters.stored_tensors(model, Path(str(recipe.adapter.path)), continued)
+        wanted = wanted - continued
     added = {
         name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapter_weight(name)
     }
     pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
-    new = new_head(model, recipe, pretrained.missing())
+    new = new_head(model, recipe, pretrained.missing()) - continued
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
     stored = wanted - added.keys() - new - pretrained.new_constants()
-    hint = _head_hint(model, pretrained.missing() - new)
+    hint = _head_hint(model, pretrained.missing() - new - continued)
     pretrained.check(stored, growing, hint, recipe.model.unknown_tensors)
     yield from _seeded(model, recipe.seed, wanted & new)
     for name, tensor in pretrained.tensors(stored, growing):
@@ -179,6 +184,11 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
         if derived is not None:
             yield derived
     yield from adapters.initial_matrices(added, recipe.seed)
+
+
+def _continued(model: PreTrainedModel, recipe: Recipe) -> set[str]:
+    """Find the parameters whose weights come from `adapter.path`: all that are trained."""
+    return {*adapters.trained_shapes(model)} if recipe.adapter.path else set()
 
 
 def _seeded(model: PreTrainedModel, seed: int, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:

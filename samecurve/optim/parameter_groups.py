@@ -30,13 +30,19 @@ class Roles(NamedTuple):
             parameters of a recurrence.
         matrices: those that map features to features, each alone or in a stack of experts (experts, rows, columns); no
             embeddings, output head or convolutions, and none with a single row.
+        rate_factors: LoRA+ (arXiv:2402.12354), of the weights with another learning rate than the others. These are
+            those of peft's create_loraplus_optimizer: B matrices and vectors.
     """
 
     decayed: frozenset[str]
     matrices: frozenset[str]
+    rate_factors: Mapping[str, float]
 
     def describe(self, settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> str:
-        """Say which trained weights Muon takes; "" for another optimizer. `shapes`: of the trained weights by name."""
+        """Say which weights Muon takes, or have LoRA+'s rate; "" for none. `shapes`: of the trained weights."""
+        if fast := [math.prod(shape) for name, shape in shapes.items() if name in self.rate_factors]:
+            times = max(self.rate_factors.values())
+            return f"LoRA+: {times:g} times the learning rate for {len(fast):,} weights ({sum(fast):,} parameters)"
         if settings.name != "muon":
             return ""
         stacks = sum(len(shape) == 3 for name, shape in shapes.items() if name in self.matrices)
@@ -50,6 +56,8 @@ class Roles(NamedTuple):
 def roles_of(model: PreTrainedModel) -> Roles:
     """Find the roles of a whole model's weights; the model may be on the meta device."""
     decayed, matrices, edges = set(), set(), _edges(model)
+    ratio = vars(model).get("loraplus_lr_ratio")
+    fast = {name: ratio for name, p in model.named_parameters() if ratio and (".lora_B." in name or p.dim() == 1)}
     for prefix, module in model.named_modules():
         kind = type(module).__name__
         for own, weight in module.named_parameters(recurse=False):
@@ -70,7 +78,7 @@ def roles_of(model: PreTrainedModel) -> Roles:
                 continue
             if weight.dim() == 3 if is_stack else weight.dim() == 2 and own == "weight":
                 matrices.add(name)
-    return Roles(frozenset(decayed), frozenset(matrices))
+    return Roles(frozenset(decayed), frozenset(matrices), fast)
 
 
 def _edges(model: PreTrainedModel) -> set[nn.Module]:
@@ -96,13 +104,15 @@ def parameter_groups(
         settings: the recipe's optimizer.
         roles: of the whole model's weights, because a shard's own shape may be anything.
     """
-    groups: dict[tuple[bool, bool], dict] = {(True, True): {}, (True, False): {}, (False, False): {}}
+    groups: dict[tuple[bool, bool, float], dict[str, nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            groups[name in roles.decayed, settings.name == "muon" and name in roles.matrices][name] = parameter
+            muon = settings.name == "muon" and name in roles.matrices
+            kind = name not in roles.decayed, not muon, roles.rate_factors.get(name, 1.0)
+            groups.setdefault(kind, {})[name] = parameter
     made = []
-    for (decay, muon), named in groups.items():
-        group = {"params": [*named.values()], "weight_decay": settings.weight_decay if decay else 0.0}
-        own = {"muon": {"muon": muon}, "adamw_bf16": {"names": [*named]}}.get(settings.name, {})
-        made += [group | own] if named else []
+    for (undecayed, no_muon, factor), named in sorted(groups.items(), key=lambda item: item[0]):
+        group = {"params": [*named.values()], "weight_decay": 0.0 if undecayed else settings.weight_decay}
+        group |= {"rate_factor": factor} if factor != 1.0 else {}
+        made.append(group | {"muon": {"muon": not no_muon}, "adamw_bf16": {"names": [*named]}}.get(settings.name, {}))
     return made

@@ -41,6 +41,6 @@ def learning_rate(recipe: Recipe, update: int) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Set the rate of the next update."""
+    """Set the rate of the next update; a parameter group's own rate is the `rate_factor` of the schedule's."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get("rate_factor", 1.0)

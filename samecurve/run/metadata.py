@@ -11,7 +11,7 @@ import torch
 from samecurve.config import own_code
 from samecurve.distributed.affinity import num_cores
 from samecurve.interfaces.task import identity
-from samecurve.models.lora import weights_fingerprint
+from samecurve.models.lora import start_of, weights_fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.models.weights import constant_tensors, kept_tensors
 from samecurve.specs.environment import processor, versions
@@ -127,12 +127,12 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
 
 
 def _adapter(recipe: Recipe) -> dict | None:
-    """Describe the adapter: layers and sizes of its matrices, and a fingerprint of the frozen weights, not a path."""
+    """Describe the adapter: layers and sizes of its matrices, and fingerprints of weights in place of paths."""
     if recipe.adapter.name is None:
         return None
     assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
     base = weight_files(recipe.model.path, recipe.model.revision)
-    return recipe.adapter.model_dump() | {"base_model": weights_fingerprint(base)}
+    return recipe.adapter.model_dump() | {"base_model": weights_fingerprint(base), "path": start_of(recipe.adapter)}
 
 
 def hardware_facts() -> dict[str, object]:

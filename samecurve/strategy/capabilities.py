@@ -222,6 +222,20 @@ CELLS = (
     # adapters
     Cell("adapter.dora", {TENSOR: "DoRA's norms need whole rows of weights that are split across ranks"}, (False,)),
     Cell(
+        "adapter.target_parameters",
+        {
+            **_untested("it", TENSOR, CONTEXT, SCHEDULED, DEEPSPEED_PIPELINE),
+            EXPERT: "peft interleaves the experts' columns in the B matrices, so that no rank could hold its experts' "
+            "as one part",
+        },
+        (None,),
+    ),
+    Cell(
+        "adapter.modules_to_save",
+        _untested("it", TENSOR, CONTEXT, SCHEDULED, DEEPSPEED_PIPELINE, EXPERT),
+        (None,),
+    ),
+    Cell(
         "adapter.quantization",
         {NOT_WHOLE: "4-bit weights must stay whole on every device and this strategy shards or casts them"},
         refused=("4bit",),

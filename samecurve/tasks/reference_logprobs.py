@@ -1,7 +1,8 @@
 """Reference log-probabilities of preference pairs under the initial model, computed once and cached.
 
 The live engine computes them before its first step. So the model is sharded as for training, and no second copy is
-needed. With an adapter the reference is the base model, because a new adapter adds nothing (its second matrix is 0).
+needed. With a new adapter the reference is the base model, because such an adapter adds nothing (its second matrix is
+0); with one that goes on (`adapter.path`) it is the base model with that adapter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from samecurve.data.batches import EvaluationBatches
 from samecurve.errors import NumericError, SamecurveError
 from samecurve.interfaces.task import identity
-from samecurve.models.lora import weights_fingerprint
+from samecurve.models.lora import start_of, weights_fingerprint
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.environment import versions
 from samecurve.storage.cache import NewEntry, build_once, cache_folder, digest, is_whole
@@ -84,7 +85,9 @@ def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
     architecture = identity(skeleton.config, task)["model"]
     if recipe.model.path is not None:
         weights = weights_fingerprint(weight_files(recipe.model.path, recipe.model.revision))
-        return digest(architecture, weights, recipe.adapter.quantization)
+        adapter = recipe.adapter
+        start = (start_of(adapter), adapter.alpha, adapter.rslora) if adapter.path else ()
+        return digest(architecture, weights, adapter.quantization, *start)
     # how weights are drawn may change with these versions
     return digest(architecture, recipe.seed, {name: versions()[name] for name in ("torch", "transformers")})
 

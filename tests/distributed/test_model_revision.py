@@ -11,7 +11,7 @@ from harness import LORA, Run, launch_command
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from samecurve.inference.folders import base_path
+from samecurve.config.adapter_folder import base_path
 
 NAME = "someone/tiny"
 OLD, NEW = "a" * 40, "b" * 40  # commits; main is NEW, v1 is OLD
