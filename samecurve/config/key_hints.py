@@ -50,7 +50,11 @@ _HERE = {
     "adapter.rank": "r lora_r lora_rank",
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",
+    "adapter.path": "adapter_name_or_path lora_model_dir",
     "adapter.target_modules": "lora_target_modules lora_target",
+    "adapter.target_parameters": "lora_target_parameters lora_parameters",
+    "adapter.modules_to_save": "lora_modules_to_save additional_target",
+    "adapter.loraplus_lr_ratio": "loraplus_ratio",
     "adapter.quantization: 4bit": "load_in_4bit",
     _SPREAD: "deepspeed fsdp deepspeed_config fsdp_config num_processes num_gpus",
 }

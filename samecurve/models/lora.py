@@ -71,14 +71,42 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
         revision: the model's on the hub, for adapter_config.json.
 
     Raises:
-        ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted, or as
-            `unusual_settings`.
+        ConfigurationError: adapter.target_modules matches nothing or a layer that cannot be adapted, or the adapter in
+            adapter.path is of a kind that is not trained here.
     """
     silence_imports()
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
+
+    whole, twice = whole_modules(model, settings), stored_twice(model)
+    edges = {name.removesuffix(".weight").removeprefix(_STORED) for pair in twice.items() for name in pair}
+    if ties := not edges.isdisjoint(whole):  # one weight, which has the embedding's name
+        whole = [*(name.removesuffix(".weight") for name in twice), *(name for name in whole if name not in edges)]
+    config = _peft_config(model, settings, whole, ties)
+    config.revision = revision
+    try:
+        with warnings.catch_warnings():
+            # about GPT-2's Conv1D, which peft detects by itself, layer by layer
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+            inject_adapter_in_model(config, model, NAME)
+    except ValueError as error:
+        found = _format_targets(settings.target_modules)
+        raise ConfigurationError(f"adapter.target_modules: found {found}; {error}") from error
+    for name in whole:
+        model.get_submodule(name).requires_grad_(True)
+    config.modules_to_save, config.ensure_weight_tying = whole or None, ties
+    vars(model)["loraplus_lr_ratio"] = settings.loraplus_lr_ratio
+
+
+def _peft_config(model: PreTrainedModel, settings: Adapter, whole: list[str], ties: bool) -> LoraConfig:
+    """Build the config of an adapter. ties: an embedding that is also the output head is trained in full."""
+    from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
-    chosen, whole = settings.target_modules, whole_modules(model, settings)
+    chosen, stored = settings.target_modules, unusual_settings(Path(settings.path)) if settings.path else {}
+    if not stored.pop("ensure_weight_tying", False) and settings.path and ties:
+        text = "trained the embedding or the output head apart from the other, and this model ties the two"
+        fix = "train it in peft with ensure_weight_tying=True, or untie the model"
+        raise ConfigurationError(f"adapter.path: the adapter in {settings.path} {text}; {fix}")
     parts = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{prefix}.") for prefix in whole)]
     # Linear by class alone: Llama 4's router returns a tuple, and DeepSeek-V4's groups multiply other inputs
     parts += [
@@ -86,46 +114,23 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and re.search("Router|Grouped", type(module).__name__)
     ]
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    edges = [name for name, module in model.named_modules() if module in (table, head)]
-    ties = head is not None and head.weight is table.weight and bool({*edges}.intersection(whole))
-    if ties:  # one weight, which has the embedding's name
-        whole = [edges[0], *(name for name in whole if name not in edges)]
-    stored = unusual_settings(Path(settings.path)) if settings.path else {}
-    if settings.path and ties and not stored.pop("ensure_weight_tying", False):
-        text = "trained the embedding or the output head apart from the other, and this model ties the two"
-        fix = "train it in peft with ensure_weight_tying=True, or untie the model"
-        raise ConfigurationError(f"adapter.path: the adapter in {settings.path} {text}; {fix}")
-    if isinstance(excluded := stored.get("exclude_modules"), str):
-        parts = "|".join([excluded, *map(re.escape, parts)])  # pyright: ignore[reportAssignmentType]
-    elif excluded:
-        parts += excluded
-    given = dict(
-        revision=revision,
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=chosen if isinstance(chosen, str) else list(chosen),
-        target_parameters=list(settings.target_parameters or ()) or None,
-        exclude_modules=parts or None,  # names such as `dense` would match inside of what is trained in full, too
-        use_rslora=settings.rslora,
-        use_dora=settings.dora,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-        init_lora_weights=False,  # under ZeRO-3 there is nothing to initialize yet; see `initial_matrices`
-        task_type=_TASK_TYPES.get(kind_of(model)),
-    )
-    config = LoraConfig(**{**stored, **given})
-    try:
-        with warnings.catch_warnings():
-            # about GPT-2's Conv1D, which peft detects by itself, layer by layer
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-            inject_adapter_in_model(config, model, NAME)
-    except ValueError as error:
-        raise ConfigurationError(f"adapter.target_modules: found {_format_targets(chosen)}; {error}") from error
-    for name in whole:
-        model.get_submodule(name).requires_grad_(True)
-    config.modules_to_save, config.ensure_weight_tying = whole or None, ties
-    vars(model)["loraplus_lr_ratio"] = settings.loraplus_lr_ratio
+    excluded = stored.get("exclude_modules") or []
+    by_pattern = isinstance(excluded, str)
+    given = {
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": chosen if isinstance(chosen, str) else list(chosen),
+        "target_parameters": list(settings.target_parameters or ()) or None,
+        # names such as `dense` would match inside of what is trained in full, too
+        "exclude_modules": "|".join([excluded, *map(re.escape, parts)]) if by_pattern else [*parts, *excluded] or None,
+        "use_rslora": settings.rslora,
+        "use_dora": settings.dora,
+        "fan_in_fan_out": any(isinstance(module, Conv1D) for module in model.modules()),
+        "init_lora_weights": False,  # under ZeRO-3 there is nothing to initialize yet; see `initial_matrices`
+        "task_type": _TASK_TYPES.get(kind_of(model)),
+    }
+    return LoraConfig(**{**stored, **given})
 
 
 def whole_modules(model: PreTrainedModel, settings: Adapter) -> list[str]:
