@@ -187,7 +187,9 @@ def _uses(model: PreTrainedModel) -> dict[int, int | Fraction]:
     if (total := num_experts(config)) > 1 and config.model_type in families("counted_experts"):
         for module in model.modules():
             own = list(module.parameters(recurse=False))
-            if any(p.ndim == 3 and len(p) == total for p in own):
+            adapted = hasattr(module, "parameter_name")  # peft's layer around a stack, with matrices of each expert
+            own += [p for name, p in module.named_parameters() if adapted and name.startswith("lora_")]
+            if adapted or any(p.ndim == 3 and len(p) == total for p in own):
                 # a fraction, because int() of the total would cut off a float that is rounded down
                 uses |= {id(p): Fraction(config.num_experts_per_tok, total) for p in own}
     if config.model_type == "albert":

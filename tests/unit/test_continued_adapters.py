@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from samecurve.config import loader
 from samecurve.config.schema import Optimizer
 from samecurve.errors import ConfigurationError
+from samecurve.models.flops import token_flops
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
@@ -108,6 +109,15 @@ def test_a_new_adapter_starts_as_its_base(folders, name):
     peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     theirs = {n.replace("modules_to_save.default.", "") for n, p in peft.named_parameters() if p.requires_grad}
     assert {f"base_model.model.{n}" for n in trained_shapes(build_skeleton(made, 64))} == theirs
+
+
+def test_flops_of_adapted_experts(folders):
+    """By hand: 2 layers, matrices of rank 4 of 2 active experts: 32 to 2 x 16, and 16 to 32."""
+    plain, adapted = (
+        token_flops(build_skeleton(adapted_recipe(folders["qwen3_moe"], target_modules=("q_proj",), **more), 64), 16, 0)
+        for more in ({}, {"target_parameters": tuple(STACKS)})
+    )
+    assert adapted.model - plain.model == 6 * 2 * 2 * 4 * ((32 + 32) + (16 + 32))
 
 
 def test_loraplus_groups_are_pefts(folders):
