@@ -59,7 +59,7 @@ def settle_adapter(document: Document) -> None:
             text = f"found {model}, which is an adapter, but adapter.path is {document.get(*here)}"
             document.problem(("model", "path"), f"{text}; give the base model, or only one of the two")
             return
-        _set(document, here, model, document.places.pop(("model", "path")))
+        _set(document, here, model, document.place(("model", "path")))
         del document.content["model"]["path"]
         document.notes.append(f"model.path: {model} is an adapter, so it became adapter.path")
     path = document.get(*here)
@@ -74,7 +74,7 @@ def settle_adapter(document: Document) -> None:
         except ConfigurationError as error:
             problem = str(error)
     if problem or base is None:
-        document.problem(here, problem)
+        document.unreadable(("model", "path") if path == model else here, problem)
         return
     stored, model = read_record(folder / ADAPTER_CONFIG, ADAPTER).value, document.get("model", "path")
     if model is None or (_is_earlier(document, ("model", "path")) and model != base):
@@ -113,8 +113,8 @@ def _problem(folder: Path) -> str:
     if (folder / "model" / ADAPTER_CONFIG).is_file():
         return f"{folder} has no {ADAPTER_CONFIG}; give {folder / 'model'}"
     if record.value is None:
-        what = "give the folder of a peft adapter; one on the hub has to be downloaded first (hf download OWNER/NAME)"
-        return f"{record.path}: {record.problem}; {what}"
+        fix = "give the folder of a peft adapter; one on the hub has to be downloaded first (hf download OWNER/NAME)"
+        return f"{record.path}: {record.problem}; {fix if record.is_absent else 'correct the file'}"
     kind = record.value.get("peft_type", "LORA")
     if kind != "LORA":
         return f"{folder} has an adapter of peft's kind {kind}; only LORA (with rsLoRA and DoRA) can be trained here"

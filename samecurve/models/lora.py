@@ -89,8 +89,8 @@ def inject(model: PreTrainedModel, settings: Adapter, revision: str | None = Non
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             inject_adapter_in_model(config, model, NAME)
     except ValueError as error:
-        found = _format_targets(settings.target_modules)
-        raise ConfigurationError(f"adapter.target_modules: found {found}; {error}") from error
+        chosen = _format_targets(settings.target_modules)
+        raise ConfigurationError(f"adapter.target_modules: found {chosen}; {error}") from error
     for name in whole:
         model.get_submodule(name).requires_grad_(True)
     config.modules_to_save, config.ensure_weight_tying = whole or None, ties

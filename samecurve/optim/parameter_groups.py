@@ -36,7 +36,7 @@ class Roles(NamedTuple):
 
     decayed: frozenset[str]
     matrices: frozenset[str]
-    rate_factors: Mapping[str, float]
+    rate_factors: Mapping[str, float] = {}
 
     def describe(self, settings: Optimizer, shapes: Mapping[str, Sequence[int]]) -> str:
         """Say which weights Muon takes, or have LoRA+'s rate; "" for none. `shapes`: of the trained weights."""

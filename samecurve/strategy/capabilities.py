@@ -143,6 +143,7 @@ _PLAIN = "use configs/ddp.yaml, configs/fsdp.yaml, configs/zero2.yaml or configs
 _ANOTHER = "use another strategy, for example configs/fsdp.yaml"
 _ONE_STAGE = "set parallelism_config_tp_size to 1, or use another strategy"
 _IN_CHUNKS = "tensor-parallel stages compute the loss in chunks of tokens, and its loss needs"
+_BESIDE_LINEAR = "adapter.target_parameters", "adapter.modules_to_save"
 
 CELLS = (
     # task
@@ -221,20 +222,9 @@ CELLS = (
     ),
     # adapters
     Cell("adapter.dora", {TENSOR: "DoRA's norms need whole rows of weights that are split across ranks"}, (False,)),
-    Cell(
-        "adapter.target_parameters",
-        {
-            **_untested("it", TENSOR, CONTEXT, SCHEDULED, DEEPSPEED_PIPELINE),
-            EXPERT: "peft interleaves the experts' columns in the B matrices, so that no rank could hold its experts' "
-            "as one part",
-        },
-        (None,),
-    ),
-    Cell(
-        "adapter.modules_to_save",
-        _untested("it", TENSOR, CONTEXT, SCHEDULED, DEEPSPEED_PIPELINE, EXPERT),
-        (None,),
-    ),
+    *(Cell(key, _untested("it", TENSOR, CONTEXT, SCHEDULED, DEEPSPEED_PIPELINE), (None,)) for key in _BESIDE_LINEAR),
+    Cell("adapter.modules_to_save", _untested("it", EXPERT), (None,)),
+    Cell("adapter.target_parameters", {EXPERT: "the experts' columns are interleaved in peft's B matrices"}, (None,)),
     Cell(
         "adapter.quantization",
         {NOT_WHOLE: "4-bit weights must stay whole on every device and this strategy shards or casts them"},

@@ -25,6 +25,8 @@ GOOD = {
     "task": "pretrain",
     "precision": "fp32",
     "adapter.dora": False,
+    "adapter.target_parameters": None,
+    "adapter.modules_to_save": None,
     "adapter.quantization": None,
     "fp8": "off",
     "model.kernels": "torch",
