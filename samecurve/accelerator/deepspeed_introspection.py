@@ -134,8 +134,8 @@ def dynamic_scaler(engine: deepspeed.DeepSpeedEngine) -> DynamicLossScaler | Non
     return scaler if engine.fp16_enabled() and getattr(scaler, "dynamic", False) else None
 
 
-def zero3_init(config: Mapping[str, Any]) -> deepspeed.zero.Init:
-    """Make the context in which a ZeRO-3 model is built.
+def zero3_init(config: Mapping[str, Any], module: nn.Module | None = None) -> deepspeed.zero.Init:
+    """Make the context in which a ZeRO-3 model is built, or divide the weights that `module` has already.
 
     DeepSpeed creates hpZ's process group once per process. A second model, such as a teacher, has to get that group.
     """
@@ -143,7 +143,7 @@ def zero3_init(config: Mapping[str, Any]) -> deepspeed.zero.Init:
     from deepspeed.utils import groups
 
     group = groups._get_zero_param_intra_parallel_group()
-    return deepspeed.zero.Init(config_dict_or_path=config, zero_param_parallel_group=group)
+    return deepspeed.zero.Init(module, config_dict_or_path=config, zero_param_parallel_group=group)
 
 
 def secondary_partition(module: nn.Module) -> int:

@@ -131,8 +131,9 @@ def _dora(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("adapter.quantization") is not None and importlib.util.find_spec("bitsandbytes") is None:
-        text = "found 4bit, which needs the package bitsandbytes; run pip install bitsandbytes, or use null"
+    kind = value("adapter.quantization")
+    if kind is not None and importlib.util.find_spec("bitsandbytes") is None:
+        text = f"found {kind}, which needs the package bitsandbytes; run pip install bitsandbytes, or use null"
         yield "adapter.quantization", text
 
 

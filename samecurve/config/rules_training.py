@@ -99,10 +99,13 @@ def _fp8_of_bf16(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "fp8", f"{text}; set precision to bf16, or use off"
 
 
-def _fp8_of_4bit(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _fp8_of_quantized(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("fp8") or "off"
     if kind != "off" and value("adapter.quantization") is not None:
-        yield "fp8", f"found {kind}, but 4-bit weights (adapter.quantization) use their own matrix products; use off"
+        yield (
+            "fp8",
+            f"found {kind}, but quantized weights (adapter.quantization) have their own products; use off",
+        )
 
 
 def _liger(key: str, instead: str, value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -128,7 +131,7 @@ def _rotated_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
 MEMORY_RULES = (
     partial(_idle_memory, "selective_save", "selective"),
     partial(_idle_memory, "every_n_layers", "every_n_layers"),
-    *(_offload_compiled, _torchao, _fp8_of_bf16, _fp8_of_4bit),
+    *(_offload_compiled, _torchao, _fp8_of_bf16, _fp8_of_quantized),
     partial(_liger, "model.kernels", "torch"),
     partial(_liger, "loss.implementation", "auto"),
     _rotated_twice,

@@ -115,8 +115,9 @@ class Adapter(Section):
     """Scale the update by alpha / sqrt(rank) instead (rsLoRA)."""
     dora: bool = False
     """Learn the magnitude of each output separately from its direction (DoRA). Slower."""
-    quantization: Literal["4bit"] | None = None
-    """Store the frozen weights in 4 bits (QLoRA). It needs bitsandbytes and runs under `single` and `ddp`."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Store the frozen weights of linear layers in 4 bits (QLoRA's NF4) or 8 (int8 with a scale per row). It needs
+    bitsandbytes."""
 
 
 class Embed(Section):

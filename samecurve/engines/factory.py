@@ -12,6 +12,7 @@ from samecurve.engines.start import start
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
 from samecurve.models import fp32_weights
+from samecurve.models.quantized import stored_shapes
 from samecurve.optim import own
 from samecurve.specs.data_names import is_import_path
 from samecurve.strategy.preflight import allocator_settings, check_room
@@ -58,7 +59,7 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
 
         engine = ZeroEngine(accelerator, plan, skeleton, task)
     kept = fp32_weights.names(skeleton, plan.recipe.precision) if plan.strategy.shards_model else set()
-    shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+    shapes = stored_shapes(skeleton, plan.recipe)
     whole = sum(shape.numel() for name, shape in shapes.items() if name in kept)
     verify(plan, engine.describe(), (shape for name, shape in shapes.items() if name not in kept), whole)
     return engine

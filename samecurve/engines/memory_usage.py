@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samecurve.interfaces.engine import EngineDescription, MemoryUsage
+from samecurve.models import quantized
 
 
 def memory_usage(module: nn.Module, optimizer: object, described: EngineDescription) -> MemoryUsage:
     """Measure the bytes of weights, optimizer state and gradients that this rank holds between two steps."""
-    weights = list(_storages([*module.parameters(), *module.buffers()]))
+    weights = list(_storages([*module.parameters(), *module.buffers(), *quantized.scales(module)]))
     chain: list[Any] = [optimizer]
     while hasattr(chain[-1], "optimizer"):  # Accelerate's and DeepSpeed's wrappers, which share no base class
         chain.append(chain[-1].optimizer)

@@ -26,7 +26,7 @@ from samecurve.engines.loss_implementation import install_loss
 from samecurve.engines.start import computes_in_copies
 from samecurve.interfaces.engine import EngineDescription, dtype_name
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import bf16_copies, bnb_4bit, compilation, dropout, fp32_weights, liger
+from samecurve.models import bf16_copies, compilation, dropout, fp32_weights, liger, quantized
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
@@ -118,18 +118,22 @@ class TorchEngine(AcceleratedEngine):
     def _build(self, part: SequencePart) -> PreTrainedModel:
         """Build the model, on the meta device where weights are cut or sharded."""
         strategy, model_class, config = self.plan.strategy, type(self.skeleton), self.skeleton.config
-        if self.recipe.adapter.quantization:
-            return bnb_4bit.build(self.skeleton, self.recipe, self.device)
-        if not (self.sharded or self.cut):
+        if not (self.sharded or self.cut or self.recipe.adapter.quantization):
             return construct(model_class, config, torch.device(self.device), self.recipe.adapter)
         if strategy.dims.ep > 1:
             expert_parallel.check(self.skeleton, strategy)
         if self.cut:
             tensor_parallel.check(self.skeleton, strategy)
         factory.check_shards(self.recipe.optimizer.name, self.shapes, strategy.dims.size(*FSDP))
-        if part.count == 1:
-            return construct(model_class, config, torch.device("meta"), self.recipe.adapter)
-        return context_parallel.build(self.skeleton, self.recipe, strategy, self.mesh, self.recipe.adapter)
+        if part.count > 1:
+            model = context_parallel.build(self.skeleton, self.recipe, strategy, self.mesh, self.recipe.adapter)
+        else:
+            model = construct(model_class, config, torch.device("meta"), self.recipe.adapter)
+        quantized.quantize_layers(model, self.recipe)
+        if not (self.sharded or self.cut):
+            model.to_empty(device=self.device)
+            model.tie_weights()  # allocation gave each of two tied modules its own parameter
+        return model
 
     def _prepare(self, model: PreTrainedModel) -> nn.Module:
         if self.sharded:
@@ -162,10 +166,7 @@ class TorchEngine(AcceleratedEngine):
         )
 
     def _write(self, name: str, full: Tensor) -> None:
-        if bnb_4bit.is_quantized(self.tensors[name]):
-            bnb_4bit.write(self.tensors[name], full)
-        else:
-            fsdp.write(self.tensors[name].detach(), full)
+        fsdp.write(self.tensors[name].detach(), quantized.write(self.module, name, full, self.device))
 
     def _loss_scale(self) -> float:
         return self.loss_scale.value if self.loss_scale else 1.0

@@ -59,8 +59,6 @@ def expected_share(plan: Plan, shapes: Iterable[Sequence[int]]) -> tuple[float, 
     strategy, dims, recipe = plan.strategy, plan.strategy.dims, plan.recipe
     if dims.pp > 1:
         return "stages differ in size"
-    if recipe.adapter.quantization:
-        return "two 4-bit weights are one element"
     if recipe.adapter.name and dims.tp > 1:
         return "tensor parallelism cuts one of an adapter's two matrices"
     ranks = dims.size(*FSDP) if strategy.shards_weights else 1

@@ -24,13 +24,14 @@ from samecurve.engines.first_step import FirstStep
 from samecurve.engines.loss_implementation import install_loss
 from samecurve.interfaces.engine import EngineDescription, EvalResult, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State
-from samecurve.models import compilation, dropout, fp32_weights, liger
+from samecurve.models import compilation, dropout, fp32_weights, liger, quantized
 from samecurve.models.fp32_weights import ExactValues
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import construct
 from samecurve.models.weights import load_weights
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
+from samecurve.specs.precision import torch_dtype
 from samecurve.strategy.parallel_dims import LOSS, ParallelDims
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class ZeroEngine(AcceleratedEngine):
         # The order matters. ZeRO-3 divides each weight as soon as it is built, so everything that goes by shapes reads
         # the skeleton's. What a layer computes is settled before DeepSpeed hooks into the modules. Values are loaded
         # after `prepare`, because DeepSpeed copies its fp32 masters from weights that it has rounded.
-        model = construct(type(skeleton), skeleton.config, self._place_of_weights(plan), recipe.adapter)
+        model = self._build(plan)
         for module in model.modules():
             # peft computes with the matrices of adapted parameters, and adds to these, outside of their own modules
             if hasattr(module, "parameter_name"):
@@ -80,12 +81,26 @@ class ZeroEngine(AcceleratedEngine):
         self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self.mesh.sum)
         self.forward = self._build_forward(plan, loss_implementation=loss_implementation, dropout=drops, router=router)
 
-    def _place_of_weights(self, plan: Plan) -> Any:
-        """Return the device that the model is built on, or ZeRO-3's context that divides each weight."""
-        if plan.strategy.zero_stage < 3:
-            return torch.device(self.device)
+    def _build(self, plan: Plan) -> PreTrainedModel:
+        """Build the model. ZeRO-3 divides each weight as soon as it is allocated."""
         assert self.accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
-        return deepspeed_introspection.zero3_init(self.accelerator.deepspeed_plugin.deepspeed_config)
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        divides, adapter = plan.strategy.zero_stage == 3, plan.recipe.adapter
+        if not adapter.quantization:
+            where: Any = deepspeed_introspection.zero3_init(config) if divides else torch.device(self.device)
+            return construct(type(self.skeleton), self.skeleton.config, where, adapter)
+        # layers are replaced before anything is allocated
+        model = construct(type(self.skeleton), self.skeleton.config, torch.device("meta"), adapter)
+        quantized.quantize_layers(model, plan.recipe)
+        for module in reversed([*model.modules()]):  # children first, because DeepSpeed divides all below a module
+            module.to_empty(device=self.device, recurse=False)
+            if divides and any(True for _ in module.parameters(recurse=False)):
+                dtype = torch_dtype(plan.recipe.precision)
+                for weight in filter(torch.is_floating_point, module.parameters(recurse=False)):
+                    weight.data = weight.data.to(dtype)
+                deepspeed_introspection.zero3_init(config, module)
+        model.tie_weights()  # allocation gave each of two tied modules its own parameter
+        return model
 
     def _prepare(self, model: nn.Module, settings: Optimizer) -> None:
         """Hand the model to DeepSpeed, with an optimizer, and find this rank's shards of both."""
@@ -108,7 +123,7 @@ class ZeroEngine(AcceleratedEngine):
 
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""
-        tensor = self.tensors[name]
+        tensor, full = self.tensors[name], quantized.write(self.model.module, name, full, self.device)
         if name in self.exact.values:
             self.exact.values[name].copy_(full)
         if not isinstance(tensor, nn.Parameter):

@@ -39,6 +39,7 @@ def layer_bytes(job: Job) -> float:
         whole -= PRODUCT_INPUTS[job.flow] * shape.hidden
     kept = split / dims.tp + whole / whole_ranks
     kept *= COMPILED if job.compile else 1
+    kept += job.element_bytes * job.frozen.width if job.frozen else 0
     return job.tokens * (kept + score_bytes(job)) + job.element_bytes * mask_elements(job)
 
 

@@ -1,8 +1,7 @@
-"""Limits of the formulas. They describe training all weights of a causal language model."""
+"""Limits of the formulas. They describe training a causal language model, or an adapter of one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any
 from samecurve.config import loader
 from samecurve.config.documents import Document, format_problems, merge_blocks, read_document
 from samecurve.config.inheritance import apply_override
-from samecurve.config.schema import Adapter, Memory, Recipe
+from samecurve.config.schema import Memory, Recipe
 from samecurve.config.schema_data import SMALLEST_VOCABULARY
 from samecurve.config.schema_training import Batch
 from samecurve.config.source import RecipeSource
 from samecurve.errors import ConfigurationError
 from samecurve.planner import model_shape
 from samecurve.planner.hardware import Gpu
-from samecurve.planner.model_shape import ModelShape
+from samecurve.planner.model_shape import Frozen, ModelShape
 from samecurve.specs import loss_chunks
 from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families, without_varlen
 from samecurve.specs.optimizers import OPTIMIZERS
@@ -34,29 +33,17 @@ APPROXIMATED = {
 
 
 def refuse(recipe: Recipe, document: Document | None = None) -> None:
-    """Raise ConfigurationError for a recipe that needs a small part of the predicted memory, or much more.
+    """Raise ConfigurationError for a recipe whose sizes are not known.
 
     Args:
         recipe: without errors.
         document: where it was read, for the place of the key.
     """
 
-    def place(*path: str) -> str:
-        return f"{document.place(path)}: " if document else ""
-
-    if recipe.adapter.name:
-        defaults = {key: getattr(Adapter(), key) for key, value in recipe.adapter if value != getattr(Adapter(), key)}
-        shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in defaults.items()}
-        overrides = " ".join(f"adapter.{key}={value}" for key, value in shown.items())
-        raise ConfigurationError(
-            f"{place('adapter', 'name')}adapter.name: found {recipe.adapter.name}, but the formulas are those of "
-            f"training all weights; {overrides} plans that, an upper bound"
-        )
-    if TASKS[recipe.task].has_teacher:
-        raise ConfigurationError(f"{place('task')}task: found {recipe.task}, but the formulas do not cover a teacher")
     if recipe.batch.is_auto:
+        place = f"{document.place(('batch', 'micro_batch_size'))}: " if document else ""
         raise ConfigurationError(
-            f"{place('batch', 'micro_batch_size')}batch.micro_batch_size: found auto, but only train.py and rehearse "
+            f"{place}batch.micro_batch_size: found auto, but only train.py and rehearse "
             "look for the number; give one, or leave the key out of the recipe to search over it"
         )
 
@@ -74,13 +61,19 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
         uncounted.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
     if recipe.task == "dpo" and recipe.dpo.has_reference:
         uncounted.append(
-            "task dpo. The reference's log-probabilities, computed once before the first step, are not counted"
+            "task dpo. The reference is the model itself before the first step, so that its log-probabilities need no "
+            "memory of their own; the time of that one pass over the rows is not counted"
         )
     if kind := APPROXIMATED.get(_kind(recipe.memory)):
         asked = f"memory.activation_checkpointing {recipe.memory.activation_checkpointing}"
         uncounted.append(f"{asked}. It is counted as {kind[1]}")
-    if recipe.optimizer.name == "adamw_bf16":
-        uncounted.append("optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory")
+    others = {
+        "adapter.name lora. The time of the adapter's own small products is not counted": recipe.adapter.name,
+        "optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory": (
+            recipe.optimizer.name == "adamw_bf16"
+        ),
+    }
+    uncounted += [text for text, applies in others.items() if applies]
     if recipe.fp8 != "off" and not card.fp8_tflops:
         uncounted.append(f"fp8 {recipe.fp8}. Products are those of bf16, because no rate of this GPU is known")
     if recipe.model.kernels == "liger":
@@ -126,6 +119,7 @@ class PlanRequest:
         attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
         fp8: as the recipe's `fp8`; "" for none.
         compile: whether layers are compiled; not where `auto` has still to decide.
+        frozen, teacher: as Job's.
     """
 
     shape: ModelShape
@@ -140,6 +134,8 @@ class PlanRequest:
     fp8: str = ""
     compile: bool = False
     family: str = ""
+    frozen: Frozen | None = None
+    teacher: ModelShape | None = None
 
     @classmethod
     def of_recipe(
@@ -164,8 +160,13 @@ class PlanRequest:
         """
         recipe = source.recipe
         assert recipe is not None
+        shape, teacher = model_shape.shape(fields, name, vocab), None
+        if TASKS[recipe.task].has_teacher:
+            path = str(recipe.distill.teacher)
+            teacher = model_shape.shape(model_shape.read(path, f"{name}: distill.teacher {path}: "), path)
+        element_bytes = 4 if recipe.precision == "fp32" else 2
         return cls(
-            model_shape.shape(fields, name, vocab),
+            shape,
             recipe.batch,
             source,
             recipe.precision,
@@ -177,6 +178,8 @@ class PlanRequest:
             "" if recipe.fp8 == "off" else recipe.fp8,
             recipe.compile in COMPILED,
             str(fields.get("model_type") or ""),
+            model_shape.adapted(shape, recipe.adapter, element_bytes) if recipe.adapter.name else None,
+            teacher,
         )
 
     def with_memory(self, micro_batch: int, checkpointing: str) -> PlanRequest:

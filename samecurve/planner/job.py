@@ -13,7 +13,7 @@ from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import Host
 from samecurve.planner.hardware import ATTENTION_ALONE, Gpu, Profile
 from samecurve.planner.links import Level, Link
-from samecurve.planner.model_shape import ModelShape
+from samecurve.planner.model_shape import Frozen, ModelShape
 from samecurve.strategy.parallel_dims import BATCH, FSDP, ParallelDims
 from samecurve.strategy.plan import Strategy
 
@@ -91,6 +91,8 @@ class Job:
             fp32 ones, "autocast" of fp32 ones, or "fp32"; "" for other software.
         packed_experts: whether a layer's experts are one tensor and one product, or take turns.
         virtual_stages: pipeline stages of a rank.
+        frozen: of a model with an adapter; `states` are then means over all of its weights.
+        teacher: the frozen model that a distillation also computes.
         masked: whether attention gets a mask of a row's documents, which SDPA converts and keeps in each layer.
     """
 
@@ -123,6 +125,13 @@ class Job:
     packed_experts: bool = True
     masked: bool = False
     virtual_stages: int = 1
+    frozen: Frozen | None = None
+    teacher: ModelShape | None = None
+
+    @property
+    def trained(self) -> float:
+        """Trained elements by elements of the model."""
+        return self.frozen.trained if self.frozen else 1
 
     @property
     def dims(self) -> ParallelDims:
@@ -171,8 +180,8 @@ class Job:
 
     @property
     def reduce_bytes(self) -> float:
-        """Bytes of an element of a gradient that ZeRO-3 or FSDP reduces."""
-        return self.sharding.reduce_bytes or self.element_bytes
+        """Bytes of gradients that ZeRO-3 or FSDP reduces, per element of the model."""
+        return (self.sharding.reduce_bytes or self.element_bytes) * self.trained
 
     @property
     def updates_on_host(self) -> bool:

@@ -83,7 +83,12 @@ def layer(job: Job, constants: Profile) -> Seconds:
     kept = layer_bytes(job) - job.tokens * score_bytes(job)
     traffic = constants.traffic * 2 * kept / (job.card.hbm_gb_per_s * 1e9)
     forward = products + attention.forward + traffic
-    backward = 2 * products + attention.backward + 1.5 * traffic
+    if job.frozen and job.frozen.dequantized:  # read packed, written whole
+        moved = (job.frozen.layer_bytes + job.element_bytes) * job.shape.layer_parameters / job.dims.tp
+        products += moved / (job.card.hbm_gb_per_s * 1e9)
+        forward = products + attention.forward + traffic
+    # no products for gradients of frozen weights
+    backward = (1 if job.frozen else 2) * products + attention.backward + 1.5 * traffic
     launch_us = _host_us(job, constants)[0]
     if not job.packed_experts:
         launch_us += EXPERT_LAUNCH_US * job.shape.experts / job.dims.ep
@@ -180,7 +185,7 @@ def head(job: Job, constants: Profile) -> Seconds:
     vocab = job.shape.vocab / job.dims.tp
     product = product_seconds(job, job.tokens, job.shape.hidden, vocab, constants)
     moved = constants.logits_bytes * job.tokens * vocab / (job.card.hbm_gb_per_s * 1e9)
-    return Seconds(product + moved, 2 * product + moved)
+    return Seconds(product + moved, (1 if job.frozen else 2) * product + moved)
 
 
 def optimizer(job: Job, parameters: float, constants: Profile) -> float:

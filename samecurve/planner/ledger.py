@@ -58,7 +58,7 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
     elif job.stack == "deepspeed":
         exchanges += _zero3(job) if job.zero == 3 else _zero(job)
     elif job.dims.dp > 1:
-        exchanges.append(Exchange("dp", "all_reduce", "gradients", FP32 * _elements(job, job.shape.weights)))
+        exchanges.append(Exchange("dp", "all_reduce", "gradients", _gradient_bytes(job)))
     return [exchange for exchange in exchanges if exchange.num_bytes]
 
 
@@ -74,6 +74,10 @@ def _cut(job: Job, weights: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _elements(job: Job, weights: Iterable[tuple[int, int]]) -> int:
     return elements(_cut(job, weights))
+
+
+def _gradient_bytes(job: Job) -> int:
+    return round(FP32 * job.trained * _elements(job, job.shape.weights))
 
 
 def _padded(job: Job, parts: Iterable[tuple[int, int]]) -> int:
@@ -119,11 +123,11 @@ def _fully_sharded(job: Job) -> list[Exchange]:
     if shape.tied:
         last, embedding = [*last, *shape.embedding_weights], 0
     once, twice = _padded(job, _cut(job, last)), layers + embedding
-    reduced = round(job.reduce_bytes) * (once + twice) * (1 if job.sharding.reduces_once else count)
+    reduced = round(job.reduce_bytes * (once + twice)) * (1 if job.sharding.reduces_once else count)
     gathered = once + (2 if job.sharding.reshards else 1) * twice
     replicas = dims.dp // max(job.shard, 1)
     return [
-        Exchange("dp", "all_gather", "weights", count * job.element_bytes * gathered),
+        Exchange("dp", "all_gather", "weights", round(count * job.gather_bytes * gathered)),
         Exchange("dp", "reduce_scatter", "gradients", reduced),
         Exchange("dp", "all_reduce", "shards, over replicas", reduced // job.shard if replicas > 1 else 0),
     ]
@@ -155,17 +159,17 @@ def _zero(job: Job) -> list[Exchange]:
     groups = [[weight for weight in job.shape.weights if (weight[1] > 1) == decayed] for decayed in (True, False)]
     gathered = sum(-(-_elements(job, group) // aligned) * aligned for group in groups)
     return [
-        Exchange("dp", "all_reduce", "gradients", count * FP32 * _elements(job, job.shape.weights)),
-        Exchange("dp", "all_gather", "weights", job.element_bytes * gathered),
+        Exchange("dp", "all_reduce", "gradients", count * _gradient_bytes(job)),
+        Exchange("dp", "all_gather", "weights", round(job.trained * job.element_bytes * gathered)),
     ]
 
 
 def _zero3(job: Job) -> list[Exchange]:
     count, (small, large, gathered) = job.grad_accum, _zero3_elements(job)
     return [
-        Exchange("dp", "all_gather", "weights", job.element_bytes * count * gathered),
-        Exchange("dp", "all_gather", "small weights, after the update", job.element_bytes * small),
-        Exchange("dp", "reduce_scatter", "gradients", count * round(job.reduce_bytes) * (large + small)),
+        Exchange("dp", "all_gather", "weights", round(job.gather_bytes * count * gathered)),
+        Exchange("dp", "all_gather", "small weights, after the update", round(job.trained * job.element_bytes * small)),
+        Exchange("dp", "reduce_scatter", "gradients", round(count * job.reduce_bytes * (large + small))),
     ]
 
 

@@ -82,7 +82,7 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
         loss = tensor_lines.loss_lines(job, constants) if stage.head else []
         states = tensor_lines.states(job, stage, activations[0].backward)
         gathered = tensor_lines.gathered(job, stage, sum(line.forward for line in loss))
-        lines = [*states, *_offloaded(job), *activations, *loss, *gathered, workspaces]
+        lines = [*states, *tensor_lines.teacher(job), *_offloaded(job), *activations, *loss, *gathered, workspaces]
         # last, because it fills what the other lines leave free
         lines.append(tensor_lines.gathered_inputs(job, constants, lines))
         factor = learnt.memory_factor(job.library) if learnt else 1
@@ -136,16 +136,17 @@ def offloaded_gib(job: Job) -> float:
 
 def _bytes_per_parameter(job: Job) -> float:
     """Return the bytes of each parameter in host memory, as DeepSpeed 0.19.8 and FSDP2 allocate them."""
-    num_bytes = float(STATES) if "optimizer:cpu" in job.strategy.offload else 0.0
-    if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates
-        return num_bytes
+    num_bytes = float(STATES * job.trained) if "optimizer:cpu" in job.strategy.offload else 0.0
+    stored = job.frozen.weight_bytes + job.trained * job.element_bytes if job.frozen else job.element_bytes
+    if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates, and frozen ones
+        return num_bytes + (job.frozen.weight_bytes if job.frozen and num_bytes else 0)
     if "param:cpu" in job.strategy.offload:
-        num_bytes += job.element_bytes
+        num_bytes += stored
     if job.updates_on_host:
         if job.zero == 3:
-            return num_bytes + SUMS
+            return num_bytes + SUMS * job.trained
         # new weights on their way back, and sums of micro-batches' gradients
-        num_bytes += job.element_bytes * (2 if job.grad_accum > 1 else 1)
+        num_bytes += job.trained * job.element_bytes * (2 if job.grad_accum > 1 else 1)
     return num_bytes
 
 

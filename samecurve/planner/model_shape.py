@@ -8,12 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samecurve.config.rules_model import size_problems
 from samecurve.errors import ConfigurationError
 from samecurve.specs.model_families import FAMILIES, NOT_KNOWN, families, text_fields
 from samecurve.storage.records import read_record
+
+if TYPE_CHECKING:
+    from samecurve.config.schema import Adapter
 
 WeightShape = tuple[int, int]  # (n, 1) of a vector
 
@@ -144,6 +147,59 @@ class ModelShape:
         """All weights, the tied head once."""
         ends = [*self.embedding_weights, *self.final_weights, *self.head_weights]
         return self.layers * self.layer_parameters + elements(ends)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What an adapter makes of a model: frozen weights, and few that are trained.
+
+    Attributes:
+        trained: elements of the adapter, as a share of the model's.
+        weight_bytes: of a frozen element, on average; without quantized weights' scales.
+        layer_bytes: of an element of a layer, with its adapter, as it is gathered.
+        scale_bytes: of all scales, which are whole on every rank.
+        width: elements that the adapter keeps of a token in each layer.
+        dequantized: elements of the largest quantized weight.
+    """
+
+    trained: float
+    weight_bytes: float
+    layer_bytes: float
+    scale_bytes: float = 0
+    width: int = 0
+    dequantized: int = 0
+
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapted(shape: ModelShape, adapter: Adapter, element_bytes: int) -> Frozen:
+    """Describe a model with an adapter.
+
+    A pattern, or names of other families than Llama's, count as all linear layers.
+
+    Args:
+        element_bytes: of a frozen weight that is not quantized.
+    """
+    linear = [*shape.attention_weights[:4], *([] if shape.experts else shape.mlp_weights)]
+    names = ADAPTED if shape.gated else (*ADAPTED[:4], *ADAPTED[5:])
+    asked = adapter.target_modules
+    chosen = asked if not isinstance(asked, str) and set(asked) <= {*names} else names
+    targets = [weight for name, weight in zip(names, linear, strict=False) if name in chosen]
+    trained = sum(adapter.rank * (rows + columns) + adapter.dora * rows for rows, columns in targets)
+    packed, scale = {"4bit": (0.5, 1 / 64 + 4 / 64 / 256), "8bit": (1, 0)}.get(adapter.quantization or "", (0, 0))
+    own = elements(linear) if packed else 0
+    rows = sum(weight[0] for weight in linear) if adapter.quantization == "8bit" else 0
+    layer = packed * own + element_bytes * (shape.layer_parameters - own)
+    rest = element_bytes * (shape.parameters - shape.layers * shape.layer_parameters)
+    return Frozen(
+        trained=shape.layers * trained / shape.parameters,
+        weight_bytes=(shape.layers * layer + rest) / shape.parameters,
+        layer_bytes=(layer + element_bytes * trained) / shape.layer_parameters,
+        scale_bytes=shape.layers * (scale * own + 4 * rows),
+        width=adapter.rank * len(targets),
+        dequantized=max(map(math.prod, linear)) if packed else 0,
+    )
 
 
 def elements(weights: Iterable[WeightShape]) -> int:

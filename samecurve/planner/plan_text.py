@@ -119,7 +119,10 @@ def job_size(request: PlanRequest) -> str:
     """Format what is trained in a step: `109.5 million parameters, 64 rows of 2048 tokens per step`."""
     batch = request.batch
     rows = f"{batch.global_batch_size} rows of {batch.sequence_length} tokens per step"
-    return f"{request.shape.parameters / 1e6:,.1f} million parameters, {rows}"
+    trained = request.shape.parameters * request.frozen.trained / 1e6 if request.frozen else 0
+    more = f" and {trained:,.1f} million of an adapter" if trained else ""
+    more += f", a teacher of {request.teacher.parameters / 1e6:,.1f} million" if request.teacher else ""
+    return f"{request.shape.parameters / 1e6:,.1f} million parameters{more}, {rows}"
 
 
 def at_most(count: int, choices: Sequence[Choice]) -> list[Choice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from samecurve.planner import kernels, links
@@ -101,6 +101,10 @@ def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> tuple[StepTi
     compute = stage.layers * one.total
     if stage.head:
         compute += kernels.head(job, constants).total
+    if job.teacher:  # its ranks share it as they do the student
+        taught = replace(job, shape=job.teacher, teacher=None, checkpointing="none")
+        compute += job.teacher.layers / job.dims.pp * kernels.layer(taught, constants).forward
+        compute += kernels.head(taught, constants).forward if stage.head else 0
     tensor, context, expert = (
         stage.layers * part(job, constants) for part in (tensor_seconds, context_seconds, expert_seconds)
     )

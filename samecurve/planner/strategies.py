@@ -213,6 +213,7 @@ def job(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Job:
         masked=_masked(request.attention, strategy, machines),
         sharding=sharding(strategy, request.precision, request.shape.hidden, once),
         virtual_stages=strategy.torch_schedule.stages_per_rank if strategy.torch_schedule else 1,
+        frozen=request.frozen, teacher=request.teacher,
     )  # fmt: skip
 
 
@@ -241,6 +242,9 @@ def _states(strategy: Strategy, request: PlanRequest) -> StateBytes:
     else:
         states = StateBytes(SIXTEEN, SIXTEEN, THIRTY_TWO, THIRTY_TWO, ADAM)
     states = replace(states, optimizer=request.optimizer_bytes)
+    if request.frozen:
+        states = StateBytes(*(request.frozen.trained * number for number in vars(states).values()))
+        states = replace(states, weights=states.weights + request.frozen.weight_bytes)
     if strategy.offloads_optimizer:
         states = replace(states, master=0, optimizer=0)
     if any(target.startswith("param:") for target in strategy.offload):

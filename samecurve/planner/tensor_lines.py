@@ -60,17 +60,19 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
     master = held(sizes.master, 1)
     persist, arrive = _gradients(job, stage, gradients, activations)
     reduced = gradients and held(sizes.gradients, 2)
-    upcast = 4 * master / max(sizes.master, 1) * min(sizes.master, 4) / 4 if job.stack == "deepspeed" and zero else 0
-    buckets, filled = job.sharding.bucket_bytes, min(job.sharding.bucket_bytes, 4 * sum(parameters))
+    upcast = master * min(1, 4 / max(sizes.master, 1)) if job.stack == "deepspeed" and zero else 0
+    trained, scales = job.trained * sum(parameters), job.frozen.scale_bytes / job.dims.pp if job.frozen else 0
+    buckets, filled = job.sharding.bucket_bytes, min(job.sharding.bucket_bytes, 4 * trained)
     if job.memory_kind == "resident":  # pages of a buffer that no gradient reaches never become resident
         buckets = filled
     # ZeRO-3 allocates its bucket before the first step, and its reduce-scatter copies what is in it, ordered by rank
     kept, copied = (buckets, filled) if zero == 3 else (0, 0)
     if job.flow and job.memory_kind != "resident":  # the activations of the layers whose gradients fill it are gone
-        copied = max(0.0, copied - activations * filled / (4 * sum(parameters)))
+        copied = max(0.0, copied - activations * filled / (4 * trained))
     table = "ZeRO, arXiv:1910.02054, section 3"
     return [
         Line("weights", weights, weights, weights, f"{sizes.weights:g} B per parameter", table),
+        Line("quantization scales", scales, scales, scales, "whole on every rank", "models/quantized.py"),
         Line("gradients", persist, arrive, reduced, f"{sizes.gradients:g} B per parameter", table),
         Line("accumulators", accumulators, accumulators, accumulators, "fp32 sums of micro-batches' gradients", table),
         Line("master weights", master, master, master, f"{sizes.master:g} B per parameter of the shard", table),
@@ -98,7 +100,7 @@ def activations(job: Job, stage: Stage) -> list[Line]:
     tokens, hidden = job.tokens, job.shape.hidden
     whole = layer_bytes(job)
     recomputed = job.checkpointing == "full" or job.keeps_products
-    cut = cut_gradient_bytes(job)
+    cut, dequantized = cut_gradient_bytes(job), job.element_bytes * (job.frozen.dequantized if job.frozen else 0)
     count, cut_count = in_flight(job, stage, cut / kept_bytes(job))
     cut *= stage.layers * cut_count
     activations = kept_bytes(job) * stage.layers * count
@@ -119,12 +121,26 @@ def activations(job: Job, stage: Stage) -> list[Line]:
         Line("activations", activations, activations, 0, formula, "activations.py"),
         Line("between halves", 0, cut, 0, "gradients of products' and norms' outputs", pipelining),
         Line("recomputed layer", 0, working, 0, "one layer's activations", "arXiv:2205.05198"),
+        Line("dequantized weight", 0, dequantized, 0, "the largest one, for its product", "models/quantized.py"),
         Line("gradients of scores", 0, scores, 0, "of one layer, 6 B per query and key, 4 in fp32", "transformers"),
         Line("attention mask", mask, mask, 0, "1 B per query and key, before SDPA converts it", "transformers"),
         output,
         *_own_lines(job, stage, count),
         Line("received", held, held, held, "4 s b h per neighbour and micro-batch", pipelining),
         Line("gradients of inputs", 0, arrived, gradients, "4 s b h per micro-batch after I", pipelining),
+    ]
+
+
+def teacher(job: Job) -> list[Line]:
+    """Return the lines of a distillation's teacher, which FSDP and ZeRO-3 divide, and a pipeline's ranks."""
+    if job.teacher is None:
+        return []
+    shape, width = job.teacher, job.element_bytes
+    ranks = (job.shard if job.zero == 3 else 1) * job.dims.pp
+    weights, logits = width * shape.parameters / ranks, width * job.tokens * shape.vocab
+    return [
+        Line("teacher", weights, weights, weights, f"{width} B per parameter, frozen", "engines/teacher.py"),
+        Line("teacher's logits", logits, 0, 0, "of a micro-batch, until its loss", "engines/teacher.py"),
     ]
 
 
@@ -144,7 +160,7 @@ def loss_lines(job: Job, constants: Profile) -> list[Line]:
     is_cpu = job.card.generation == "cpu"
     tokens = loss_chunks.on_cpu(columns) if is_cpu else loss_chunks.on_gpu(columns, job.memory_gib * GIB)
     chunk = 4 * 4 * columns * min(job.tokens, tokens)
-    whole = columns * job.shape.hidden
+    whole = 0 if job.frozen else columns * job.shape.hidden
     # a chunk's logits are gone when their product with the hidden states is added to the gradient, and all are when the
     # backward pass multiplies the gradient by its factor and casts it
     chunk = max(chunk, (4 + job.element_bytes) * whole)
@@ -193,6 +209,8 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
         elements = max(elements, min(job.live_elements + job.sharding.prefetched, shape.parameters / dims.tp))
         formula, source = "within stage3_max_reuse_distance, and prefetched", "DeepSpeed"
     units = job.gather_bytes * elements
+    if job.frozen and job.sharding.reshards:  # ends are not quantized
+        units = 2 * job.frozen.layer_bytes * unit + job.element_bytes * root
     reduced, at_loss, behind, of_head = job.states.gradients * unit, units, units, 0.0
     if job.flow and job.stack == "fsdp2":  # as measured in this project's runs (test_tensor_bytes.py)
         reduced = max(0.0, reduced - kept_bytes(job))  # of the layer before, whose activations are gone
@@ -200,7 +218,7 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
             # no layer is gathered while loss and last norm are computed
             at_loss = max(job.gather_bytes * root, units - loss)
             behind = max(job.gather_bytes * root, units - LAST_NORM * job.tokens * shape.hidden)
-            of_head = job.gather_bytes * shape.head_parameters / dims.tp
+            of_head = 0 if job.frozen else job.gather_bytes * shape.head_parameters / dims.tp
     return [
         Line("gathered weights", at_loss, behind, 0, formula, source),
         Line("gradient of the whole head", 0, of_head, 0, "until the backward pass has come to the embedding", tracked),
@@ -324,11 +342,11 @@ def cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
         return 0, 0
     if not is_scheduled(job):
         is_recomputed = job.flow == "copies" and job.checkpointing != "none"  # such a layer casts its weights again
-        copies = 2 * sum(stage_parameters(job, replace(stage, layers=1) if is_recomputed else stage))
+        copies = 2 * job.trained * sum(stage_parameters(job, replace(stage, layers=1) if is_recomputed else stage))
         return copies, copies
     of_layers = replace(stage, embedding=False, head=False)
-    layers = 2 * sum(stage_parameters(job, of_layers))
-    head = 2 * job.shape.head_parameters / job.dims.tp if stage.head else 0
+    layers = 2 * job.trained * sum(stage_parameters(job, of_layers))
+    head = 2 * job.shape.head_parameters / job.dims.tp if stage.head and not job.frozen else 0
     if job.repeats_layers:
-        return layers + head, 2 * sum(stage_parameters(job, replace(of_layers, layers=1)))
+        return layers + head, 2 * job.trained * sum(stage_parameters(job, replace(of_layers, layers=1)))
     return layers * count + head, layers * count

@@ -58,14 +58,13 @@ DEEPSPEED_PIPELINE = Mode("DeepSpeed's pipeline", lambda strategy: strategy.sche
 ZERO_3 = Mode("ZeRO-3", lambda strategy: strategy.sharding == "zero3")
 ZERO_2 = Mode("ZeRO-2", lambda strategy: strategy.sharding == "zero2")
 FSDP = Mode("FSDP", lambda strategy: strategy.shards_model)
-# 4-bit weights stay whole on every device, in the model's dtype
-NOT_WHOLE = Mode("every strategy but single and ddp", lambda strategy: not strategy.keeps_model)
 DEEPSPEED = Mode(
     "DeepSpeed without offload", lambda strategy: strategy.backend == "deepspeed" and not strategy.offloads_optimizer
 )
 DEEPSPEED_OFFLOAD = Mode(
     "DeepSpeed with offload", lambda strategy: strategy.backend == "deepspeed" and strategy.offloads_optimizer
 )
+NVME = Mode("ZeRO-3 with weights on NVMe", lambda strategy: "param:nvme" in strategy.offload)
 FSDP_OFFLOAD = Mode("FSDP with offload", lambda strategy: FSDP.applies(strategy) and strategy.offloads_optimizer)
 
 
@@ -227,9 +226,13 @@ CELLS = (
     Cell("adapter.target_parameters", {EXPERT: "the experts' columns are interleaved in peft's B matrices"}, (None,)),
     Cell(
         "adapter.quantization",
-        {NOT_WHOLE: "4-bit weights must stay whole on every device and this strategy shards or casts them"},
-        refused=("4bit",),
-        fix="use configs/ddp.yaml, or null",
+        {
+            TENSOR: "tensor parallelism splits linear layers of floating-point weights only",
+            NVME: "DeepSpeed reads weights from a disk into buffers of the model's own dtype, and these are integers",
+            **_untested("a quantized layer", EXPERT, SCHEDULED, DEEPSPEED_PIPELINE, FSDP_OFFLOAD),
+        },
+        refused=("4bit", "8bit"),
+        fix="use configs/fsdp.yaml or configs/zero3.yaml, or null",
     ),
     # optimizers
     Cell(

@@ -52,6 +52,7 @@ PROOFS: dict[str, dict[str, tuple[Mode, ...]]] = {
     "fp8": {"test_fp8_curves": (FSDP, ZERO_2, DEEPSPEED_PIPELINE)},
     "adapter.name": {"test_lora": (TENSOR, CONTEXT, SCHEDULED), "test_expert_parallel_tasks": (EXPERT,)},
     "adapter.dora": {"test_lora": (CONTEXT, SCHEDULED), "test_expert_parallel_tasks": (EXPERT,)},
+    "adapter.quantization": {"test_qlora": (CONTEXT, FSDP, ZERO_2, ZERO_3)},
     "optimizer.name": {
         "test_optimizer_curves": (TENSOR, CONTEXT, SCHEDULED, FSDP, DEEPSPEED),
         "test_expert_parallel": (EXPERT,),
@@ -87,6 +88,8 @@ _ON_A_GPU = ("flash_attention_2", "flex_attention")
 # Allowed values that none of these tests has.
 UNPROVEN: dict[tuple[str, Mode], tuple[Any, ...]] = {
     ("task", EXPERT): ("mlm",),
+    ("adapter.quantization", CONTEXT): ("8bit",),
+    ("adapter.quantization", ZERO_2): ("8bit",),
     ("model.attention", TENSOR): ("varlen", *_ON_A_GPU),
     ("model.attention", SCHEDULED): ("eager", *_ON_A_GPU),
     ("memory.activation_checkpointing", ZERO_BUBBLE): ("every_n_layers",),

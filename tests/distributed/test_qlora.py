@@ -1,33 +1,52 @@
-"""Adapters on 4-bit weights against transformers' own quantized model, peft and a loop of torch alone."""
+"""Adapters on quantized weights against transformers' own quantized model, peft and a loop of torch alone."""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
-from harness import largest_relative_difference, long, relative_l2
+from harness import Run, largest_relative_difference, launch_command, long, relative_l2
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file
-from test_lora import RATE, STEPS, STOP, WARMUP, arguments, base, world  # noqa: F401 - base is a fixture
+from test_equal_curves import CONTEXT
+from test_lora import RATE, STEPS, STOP, WARMUP, arguments, base  # noqa: F401 - base is a fixture
+from test_lora import world as world_of
 from test_plain_loop import batches, train
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from samecurve.models.lora import initial_matrices
 
 pytest.importorskip("bitsandbytes")
-FOUR_BITS = "adapter={name: lora, rank: 4, alpha: 16, quantization: 4bit}"
+STRATEGIES = ["ddp", "hsdp", "zero1", "zero2", "zero2_offload", "zero3_offload", "zero3_hpz", *CONTEXT]
+# 7 matrices of 4 layers
+QUANTIZED = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
 
 
-@pytest.fixture(scope="module")
-def plain(workspace, base):  # noqa: F811
-    """(losses, gradient norms, adapter) of a loop that a reader of the QLoRA documentation would write, in fp32."""
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=nf4).train()
-    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+def world(name: str) -> int:
+    return 4 if name == "zero3_hpz" else world_of(name)
+
+
+@functools.cache
+def plain_loop(workspace, base: Path, kind: str):  # noqa: F811
+    """(losses, gradient norms, adapter) of a loop that a reader of the QLoRA documentation would write, in fp32.
+
+    On a CPU bitsandbytes dequantizes int8 weights for training, and does not round activations.
+    """
+    nf4 = {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.float32,
+    }
+    chosen: dict = {"load_in_4bit": True, **nf4} if kind == "4bit" else {"load_in_8bit": True}
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**chosen)
+    ).train()
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == (torch.uint8 if kind == "4bit" else torch.int8)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
     trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -37,32 +56,77 @@ def plain(workspace, base):  # noqa: F811
     return losses, norms, {key: value.detach() for key, value in get_peft_model_state_dict(model).items()}
 
 
-def run_qlora(workspace, base, name: str, start=None):  # noqa: F811
+def run_qlora(workspace, base, name: str, kind: str = "4bit", *more: str, start: Run | None = None) -> Run:  # noqa: F811
     strategy = None if name == "single" else name
-    # on a CPU bitsandbytes 0.50 evaluates only layers whose inputs are multiples of 64, and the toy's are 32 wide
-    more = arguments(base, name, FOUR_BITS, "evaluate.every_steps=0")
-    if start is not None:
-        return workspace.resume(start, STOP, strategy, world(name), *more)
-    return workspace.run(strategy, world(name), *more)
-
-
-@pytest.mark.parametrize("name", ["ddp", *long("single")])
-def test_follows_the_plain_loop(name, workspace, base, plain):  # noqa: F811
-    run = run_qlora(workspace, base, name)
+    adapter = f"adapter={{name: lora, rank: 4, alpha: 16, quantization: {kind}}}"
+    settings = arguments(base, name, adapter, *more)
+    if start is None:
+        run = workspace.run(strategy, world(name), *settings)
+    else:
+        run = workspace.resume(start, STOP, strategy, world(name), *settings)
     assert run.returncode == 0, run.output
-    assert run.facts["strategy"] == name and run.facts["adapter"]["quantization"] == "4bit"
-    # 7 matrices of 4 layers, two weights in a byte
-    halved = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) // 2
-    assert run.facts["num_parameters_per_rank"] == run.facts["num_parameters"] - halved
-    losses, norms, weights = plain
+    assert run.facts["strategy"] == name and run.facts["adapter"]["quantization"] == kind
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fsdp", "4bit"),
+        ("zero3", "4bit"),
+        ("zero3", "8bit"),
+        *long(("single", "4bit"), ("single", "8bit"), ("fsdp", "8bit"), *((name, "4bit") for name in STRATEGIES)),
+    ],
+)
+def test_follows_the_plain_loop(name, kind, workspace, base):  # noqa: F811
+    run = run_qlora(workspace, base, name, kind)
+    losses, norms, weights = plain_loop(workspace, base, kind)
     assert largest_relative_difference(run.column("loss"), losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-4
     assert relative_l2(load_file(run.directory / "model" / "adapter_model.safetensors"), weights) < 1e-4
+    with safe_open(next(run.checkpoint(STEPS).glob("rank_*.safetensors")), framework="pt") as file:
+        assert all(".lora_" in key for key in file.keys() if not key.startswith("rng/"))
 
 
-def test_goes_on_under_the_other_strategy(workspace, base):  # noqa: F811
-    golden = run_qlora(workspace, base, "ddp")
-    run = run_qlora(workspace, base, "single", golden)
-    assert run.returncode == 0, run.output
+@pytest.mark.parametrize(
+    ("origin", "name"), [("fsdp", "zero3"), *long(("zero3", "single"), ("single", "fsdp"), ("ddp", "single"))]
+)
+def test_goes_on_under_another_strategy(origin, name, workspace, base):  # noqa: F811
+    golden = run_qlora(workspace, base, origin)
+    run = run_qlora(workspace, base, name, start=golden)
     assert largest_relative_difference(run.column("loss"), golden.column("loss")) < 1e-5
     assert run.column("step") == list(range(1, STEPS + 1))
+
+
+@functools.cache
+def probed(workspace, base: Path, name: str, kind: str, precision: str) -> list[dict]:  # noqa: F811
+    """What quantized_probe.py writes, by rank."""
+    directory = workspace.folder / f"probed_{name}_{kind}_{precision}"
+    path, ranks = None if name == "single" else workspace.strategy(name), world(name)
+    program = str(Path(__file__).with_name("quantized_probe.py"))
+    adapter = f"adapter={{name: lora, rank: 4, alpha: 16, quantization: {kind}}}"
+    settings = arguments(base, name, adapter, "steps=3", f"precision={precision}", "evaluate.every_steps=0")
+    command = [*launch_command("fork", path, ranks, workspace.folder, program), str(workspace.recipe)]
+    command += [f"output_dir={directory}", *settings, "export.enabled=false"]
+    run = workspace.execute([*command, *(["--strategy", str(path)] if path else [])], directory)
+    assert run.returncode == 0, run.output
+    return [json.loads((directory / f"quantized_{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "precision"),
+    [
+        ("fsdp", "4bit", "bf16"),
+        ("zero3", "4bit", "bf16"),
+        *long(*((name, kind, "fp32") for name in ("fsdp", "zero3") for kind in ("4bit", "8bit"))),
+        *long(("fsdp", "8bit", "bf16"), ("zero3", "8bit", "bf16"), ("zero2", "4bit", "bf16"), ("hsdp", "4bit", "bf16")),
+    ],
+)
+def test_ranks_share_the_bytes_and_multiply_with_the_same_weights(name, kind, precision, workspace, base):  # noqa: F811
+    (alone,) = probed(workspace, base, "single", kind, precision)
+    whole = QUANTIZED // 2 if kind == "4bit" else QUANTIZED
+    assert len(alone["hashes"]) == 28 and alone["bytes"] == whole
+    shards = {"zero2": 1}.get(name, 2)
+    for rank in probed(workspace, base, name, kind, precision):
+        assert rank["hashes"] == alone["hashes"]
+        assert rank["bytes"] == math.ceil(whole / shards)

@@ -76,12 +76,49 @@ def test_the_bytes_of_what_is_offloaded_are_the_processes_own_on_a_cpu(strategy,
     compare_bytes(strategy, 2, path, workspace)
 
 
-def compare_bytes(strategy: str, world: int, path: Path, workspace: Workspace, limit: float = 0.05, *more: str) -> None:
-    changed = (each.partition("=")[0] for each in more)
+@pytest.fixture(scope="module")
+def base(workspace) -> Path:
+    run = workspace.run(None, 1, f"model.config={json.dumps(CONFIG)}", "steps=2", "schedule.warmup_steps=0")
+    assert run.returncode == 0, run.output
+    return run.directory / "model"
+
+
+OTHERS = {
+    "lora": ("adapter={name: lora, rank: 8, alpha: 8}",),
+    "4bit": ("adapter={name: lora, rank: 8, alpha: 8, quantization: 4bit}",),
+    "8bit": ("adapter={name: lora, rank: 8, alpha: 8, quantization: 8bit}",),
+    "distill": ("task=distill",),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "precision"),
+    [
+        ("4bit", "fsdp", "fp32"),
+        *long(*((kind, name, "fp32") for kind in OTHERS for name in ("single", "ddp", "fsdp", "zero2", "zero3"))),
+        *long(*((kind, name, "bf16") for kind in OTHERS for name in ("ddp", "fsdp", "zero3"))),
+    ],
+)
+def test_the_bytes_of_frozen_weights_and_of_teachers(kind, strategy, precision, workspace, base):
+    path = workspace.strategy(strategy)
+    if strategy.startswith("zero"):
+        path = write_changed(path, SMALL_BUCKETS, workspace.folder / f"small_{strategy}")
+    more = (*OTHERS[kind], f"precision={precision}", f"model={{path: {base}}}", f"tokenizer={{path: {base}}}")
+    if kind == "distill":
+        more += (f"distill.teacher={base}",)
+    world = 1 if strategy == "single" else 2
+    compare_bytes(strategy, world, path, workspace, 0.1, *more, name=f"{kind}_{precision}")
+
+
+def compare_bytes(
+    strategy: str, world: int, path: Path, workspace: Workspace, limit: float = 0.05, *more: str, name: str = ""
+) -> None:
+    changed = [name] if name else [each.partition("=")[0] for each in more]
     output_dir = workspace.folder / "_".join(["bytes", path.parent.name, path.stem, *changed])
     program = str(Path(__file__).with_name("tensor_bytes_probe.py"))
     command = launch_command("fork", path, world, workspace.folder, program)
-    arguments = [f"model.config={json.dumps(CONFIG)}", f"output_dir={output_dir}", *SETTINGS, *more]
+    arguments = [f"output_dir={output_dir}", *SETTINGS, *more]
+    arguments += [] if name else [f"model.config={json.dumps(CONFIG)}"]
     arguments += ["--strategy", str(path)]
     run = workspace.execute([*command, str(workspace.recipe), *arguments], output_dir)
     assert run.returncode == 0, run.output

@@ -130,7 +130,8 @@ def test_optimizers(name):
         ("zero3", {"fp8": "rowwise"}, ("found rowwise", "configs/fsdp.yaml")),
         ("zero2", {"memory.gradient_sync": "last_micro_batch"}, ("ZeRO-2 reduces", "use auto")),
         ("zero2_offload", {"optimizer.implementation": "foreach"}, ("CPU Adam", "remove it")),
-        ("fsdp", {"adapter.quantization": "4bit"}, ("found 4bit", "use configs/ddp.yaml, or null")),
+        ("tp", {"adapter.quantization": "4bit"}, ("found 4bit", "configs/zero3.yaml, or null")),
+        ("zero3_nvme", {"adapter.quantization": "8bit"}, ("found 8bit", "model's own dtype")),
     ],
 )
 def test_refusal_has_reason_and_way_out(name, changes, words):

@@ -14,7 +14,8 @@ import pytest
 
 from samecurve.cli import plan
 from samecurve.cli.commands import main
-from samecurve.planner import inputs
+from samecurve.config.schema import Adapter
+from samecurve.planner import inputs, model_shape
 from samecurve.planner.answers import NEEDED, answer, job_of_row, read_runs
 from samecurve.planner.hardware import gpu
 
@@ -366,11 +367,11 @@ def test_a_strategy_file_that_is_wrong_is_a_configuration_error(config, tmp_path
 
 
 def test_what_the_plan_counts_otherwise_is_said(capsys):
-    """A second model and other kinds of recomputation have no formulas yet."""
+    """Other kinds of recomputation have no formulas yet."""
     setting = "memory.activation_checkpointing=every_n_layers"
     assert main(["plan", "recipes/dpo.yaml", "--cluster", "h100x8", setting]) == 0
     shown = capsys.readouterr().out
-    assert "task dpo. The reference's log-probabilities" in shown
+    assert "task dpo. The reference is the model itself before the first step" in shown
     assert "every_n_layers. It is counted as none" in shown
 
 
@@ -544,19 +545,35 @@ def test_a_micro_batch_of_one_is_not_reduced(config, capsys):
     assert "fsdp_cp fits on 16 GPUs" in shown and "micro_batch_size" not in shown
 
 
-@pytest.mark.parametrize(("recipe", "changed"), [("lora", []), ("qlora", ["quantization=null", "rank=16", "alpha=32"])])
-def test_an_adapter_is_refused_with_all_that_takes_it_out(recipe, changed, config, capsys):
-    """The overrides that the message names, given together, plan the whole model."""
-    path = f"recipes/{recipe}.yaml"
-    arguments = ["plan", path, "--cluster", "h100x1", f"model.path={Path(config).parent}"]
-    assert main(arguments) == 2
-    told = capsys.readouterr().err
-    line = Path(path).read_text().splitlines().index("  name: lora") + 1
-    assert told.startswith(f"{path}:{line}: adapter.name: found lora, but the formulas are those of training all")
-    overrides = re.findall(r"adapter\.\w+=\S+", told)
-    assert {*overrides} == {f"adapter.{each}" for each in ["name=null", *changed]}
-    assert main([*arguments, *overrides]) == 0
-    assert "training all weights" not in capsys.readouterr().err
+RECIPES = sorted(path for path in Path("recipes").glob("*.yaml") if path.stem not in ("base", "tiny"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_planned(recipe, config, tmp_path, capsys):
+    """Models of the hub stand in the local cache, or here in a folder."""
+    content, folder = recipe.read_text(), Path(config).parent
+    more = [f"model.path={folder}"] if re.search(r"^  path: \w+/", content, re.M) else []
+    more += [f"distill.teacher={folder}"] if "teacher:" in content else []
+    plans = plan_of([str(recipe), *more, "--strategy", "configs/fsdp.yaml"], tmp_path)
+    assert plans["fsdp"]["verdict"] == "fits"
+    shown = capsys.readouterr().out
+    assert ("million of an adapter" in shown) == ("adapter:" in content)
+    assert ("a teacher of 8,030.3 million" in shown) == ("teacher:" in content)
+
+
+def test_frozen_weights_by_hand():
+    """Llama 3 8B: 32 layers of 218,103,808 weights in linear layers; 1,050,939,392 others, in 16 bits."""
+    shape = model_shape.shape(CONFIG, "config.json")
+    found = model_shape.adapted(shape, Adapter(name="lora", rank=16, quantization="4bit"), 2)
+    linear = 32 * 218_103_808
+    assert found.weight_bytes * shape.parameters == pytest.approx(linear / 2 + 2 * 1_050_939_392)
+    assert found.scale_bytes == pytest.approx(linear * (1 / 64 + 4 / 64 / 256))
+    # of each layer: rank x (rows + columns)
+    pairs = 2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (14336 + 4096)
+    assert found.trained * shape.parameters == pytest.approx(32 * 16 * pairs)
+    some = model_shape.adapted(shape, Adapter(name="lora", rank=16, target_modules=["q_proj", "v_proj"]), 2)
+    assert some.trained * shape.parameters == pytest.approx(32 * 16 * (8192 + 5120))
+    assert (some.weight_bytes, some.scale_bytes, some.dequantized) == (2, 0, 0)
 
 
 def test_a_strategy_that_cannot_run_says_why(capsys):
