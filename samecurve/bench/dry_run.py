@@ -42,6 +42,8 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
     strategy = plan.strategy
     if strategy.backend == "deepspeed":
         raise ConfigurationError(f"--dry_run: DeepSpeed ({strategy.name}) has buffers that the tracker cannot see")
+    if job.teacher:
+        raise ConfigurationError(f"--dry_run: task {plan.recipe.task} has a teacher, which only the formulas count")
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)  # of HSDP's mesh (torch 2.13)
     asked = job.grad_accum
     job = replace(job, grad_accum=_micro_batches(job))

@@ -34,6 +34,7 @@ from samecurve.engines.scheduled_engine import ScheduledEngine
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.losses.chunked_cross_entropy import TokenSums
 from samecurve.losses.cross_entropy import token_loss_sum
+from samecurve.models import fp32_weights, quantized
 from samecurve.models.attention import varlen
 from samecurve.models.hf_config import model_config
 from samecurve.models.skeleton import construct
@@ -129,9 +130,15 @@ class FakeModel(TorchEngine):
             mesh.experts["efsdp"].get_group()
         self.skeleton = meta_model(plan, job, depth)
         if dims.cp > 1:
-            self._meta = context_parallel.build(self.skeleton, plan.recipe, plan.strategy, mesh)
+            model = context_parallel.build(self.skeleton, plan.recipe, plan.strategy, mesh, plan.recipe.adapter)
         else:
-            self._meta = meta_model(plan, job, depth)
+            model = meta_model(plan, job, depth)
+        self._meta = quantized.quantize_layers(model, plan.recipe)
+        # what would need values in FakeTensorMode, or replace meta tensors by fake ones
+        for layer in (part for part in self._meta.modules() if isinstance(part, quantized.QuantizedLinear)):
+            layer.quantize(torch.zeros(layer.out_features, layer.in_features))
+        if plan.strategy.shards_model:
+            fp32_weights.store_frozen_in_bf16(self._meta, plan.recipe, everywhere=True)
 
     def allocate(self) -> None:
         self._assemble(cast(Any, self._fake), self.plan, self.skeleton, TASK)
@@ -305,7 +312,7 @@ def meta_model(plan: Plan, job: Job, layers: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     kind = AutoModelForCausalLM._model_mapping[type(config)]
-    return construct(cast(Any, kind), config, torch.device("meta"))
+    return construct(cast(Any, kind), config, torch.device("meta"), plan.recipe.adapter)
 
 
 def _bytes(tracker: MemTracker, kind: str) -> dict[str, float]:

@@ -56,6 +56,7 @@ _HERE = {
     "adapter.modules_to_save": "lora_modules_to_save additional_target",
     "adapter.loraplus_lr_ratio": "loraplus_ratio",
     "adapter.quantization: 4bit": "load_in_4bit",
+    "adapter.quantization: 8bit": "load_in_8bit",
     _SPREAD: "deepspeed fsdp deepspeed_config fsdp_config num_processes num_gpus",
 }
 _RENAMED = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}

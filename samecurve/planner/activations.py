@@ -71,6 +71,8 @@ def _norm_bytes(job: Job) -> float:
     kept = NORMS[job.flow] + (POST_NORM[job.flow] if job.shape.post_norms else 0)
     # the scaled numbers in fp32, before they are cast
     scaled = 4 if job.shape.fp32_norms and job.flow in ("16-bit", "copies") else 0
+    # what only the gradients of norms' weights need: the normalized numbers
+    kept -= (4 if job.flow in ("16-bit", "copies") else 8) * (2 if job.shape.post_norms else 1) if job.frozen else 0
     return kept + scaled * (2 if job.shape.post_norms else 1)
 
 

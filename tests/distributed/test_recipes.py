@@ -18,7 +18,6 @@ from samecurve.config.loader import read_recipe
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ("base", "tiny"))
 STRATEGIES = ["ddp", "fsdp", "zero2", "zero3"]
-WHOLE = {"qlora": ["ddp"]}  # 4-bit weights stay whole
 STEPS, ROWS = 4, 8
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 OF_FAMILY = {
@@ -86,7 +85,7 @@ def started(workspace, file: Path, recipe: str, strategy: str | None, verify: st
 
 # every day one recipe under each strategy; the tasks have tests of their own under other strategies
 EVERY_DAY = [("classify", "ddp"), ("continue_pretrain", "fsdp"), ("mlm", "zero2"), ("moe", "zero3")]
-CASES = [(recipe, strategy) for recipe in RECIPES for strategy in WHOLE.get(recipe, STRATEGIES)]
+CASES = [(recipe, strategy) for recipe in RECIPES for strategy in STRATEGIES]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -163,7 +163,6 @@ def test_the_share_by_hand(asked, shapes, fewest, most):
     ("dims", "adapter", "reason"),
     [
         (ParallelDims(pp=2), {}, "stages"),
-        (ParallelDims(dp_shard=2), {"name": "qlora", "quantization": "nf4"}, "4-bit"),
         (ParallelDims(tp=2), {"name": "lora", "quantization": None}, "adapter"),
     ],
 )
