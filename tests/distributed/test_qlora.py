@@ -20,6 +20,7 @@ from test_plain_loop import batches, train
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from samecurve.models.lora import initial_matrices
+from samecurve.models.quantized import QuantizedLinear
 
 pytest.importorskip("bitsandbytes")
 STRATEGIES = ["ddp", "hsdp", "zero1", "zero2", "zero2_offload", "zero3_offload", "zero3_hpz", *CONTEXT]
@@ -29,6 +30,31 @@ QUANTIZED = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
 
 def world(name: str) -> int:
     return 4 if name == "zero3_hpz" else world_of(name)
+
+
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
+def test_a_layer_is_that_of_bitsandbytes_and_keeps_integers(kind):
+    import bitsandbytes as bnb
+
+    linear, kept = torch.nn.Linear(128, 192).requires_grad_(False), []
+    ours = QuantizedLinear(linear, kind, torch.float32)
+    ours.weight = torch.nn.Parameter(ours.quantize(linear.weight), requires_grad=False)
+    if kind == "4bit":
+        theirs = bnb.nn.Linear4bit(128, 192, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
+    else:
+        theirs = bnb.nn.Linear8bitLt(128, 192, has_fp16_weights=False, threshold=6.0).requires_grad_(False)
+    theirs.load_state_dict(linear.state_dict())
+    theirs = theirs.to("cpu")
+    inputs = [torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: (kept.append(saved.dtype), saved)[1], lambda saved: saved
+    ):
+        outputs = ours(inputs[0])
+    expected = theirs(inputs[1])
+    for each in (outputs, expected):
+        each.square().sum().backward()
+    assert torch.equal(outputs, expected) and torch.equal(inputs[0].grad, inputs[1].grad)
+    assert kept == [ours.weight.dtype] and not ours.weight.is_floating_point()
 
 
 @functools.cache
