@@ -53,7 +53,9 @@ def test_a_layer_is_that_of_bitsandbytes_and_keeps_integers(kind):
     expected = theirs(inputs[1])
     for each in (outputs, expected):
         each.square().sum().backward()
-    assert torch.equal(outputs, expected) and torch.equal(inputs[0].grad, inputs[1].grad)
+    ours_grad, theirs_grad = (each.grad for each in inputs)
+    assert ours_grad is not None and theirs_grad is not None
+    assert torch.equal(outputs, expected) and torch.equal(ours_grad, theirs_grad)
     assert kept == [ours.weight.dtype] and not ours.weight.is_floating_point()
 
 
@@ -153,6 +155,8 @@ def test_ranks_share_the_bytes_and_multiply_with_the_same_weights(name, kind, pr
     whole = QUANTIZED // 2 if kind == "4bit" else QUANTIZED
     assert len(alone["hashes"]) == 28 and alone["bytes"] == whole
     shards = {"zero2": 1}.get(name, 2)
+    # keys and values of 4 layers are below stage3_param_persistence_threshold: whole, beside their parts
+    small = 4 * 2 * 256 if (name, kind) == ("zero3", "4bit") else 0
     for rank in probed(workspace, base, name, kind, precision):
         assert rank["hashes"] == alone["hashes"]
-        assert rank["bytes"] == math.ceil(whole / shards)
+        assert rank["bytes"] == math.ceil(whole / shards) + small
