@@ -35,6 +35,7 @@ LAYERS = (
     {"inference"},
     {"training"},
     {"bench"},
+    {"prove"},
     {"doctor"},
     {"cli"},
 )
@@ -71,6 +72,9 @@ STRATEGIES_ELSEWHERE = {
     "launch.start": ("deepspeed", _LAUNCHER),
     "launch.target": ("deepspeed", _LAUNCHER),
     "metrics.profiling.collectives": ("deepspeed", "reads DeepSpeed's log of collectives if the package is loaded"),
+    "prove.process": ("deepspeed", "sets up what Accelerate expects of a launcher"),
+    "prove.recorder": ("ddp deepspeed fsdp single zero", "names what a script of anyone's has made of its model"),
+    "prove.script": ("ddp single", "names runs, and a strategy that shards nothing"),
     "reports.run_report": ("deepspeed", "shows a strategy file of run.json"),
     "reports.run_summary": ("deepspeed", "shows a strategy file of run.json"),
     "run.metadata": ("family deepspeed", "writes the strategy into run.json"),

@@ -1,0 +1,208 @@
+"""Whether a script trains the same under a strategy as in one process, and where it first does not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+# A difference counts from this multiple of what another order of the same rows changes by rounding ...
+ROUNDING_FACTOR = 20
+LEAST = 2e-6  # ... and from here on in any case, relative: a few roundings of fp32
+LEAST_NORM = 1e-6  # of gradients; below, nothing is learnt and anything agrees
+KINDS = ("strategy", "rows", "learning rate", "trained weights", "loss", "gradients", "norm", "weights", "ranks")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Records of a script's processes: ranks x steps."""
+
+    name: str
+    ranks: list[list[Record]]
+
+    @classmethod
+    def read(cls, name: str, folder: Path) -> Run:
+        files = sorted(folder.glob("rank_*.jsonl"), key=lambda path: int(path.stem.split("_")[1]))
+        return cls(name, [[json.loads(line) for line in path.read_text().splitlines()] for path in files])
+
+    def __len__(self) -> int:
+        return min(map(len, self.ranks), default=0)
+
+    def rows(self, step: int) -> Counter[str]:
+        return Counter(row for rank in self.ranks for row in rank[step]["rows"])
+
+    def loss(self, step: int) -> float:
+        """The objective whose gradient the ranks average."""
+        return sum(sum(rank[step]["losses"]) for rank in self.ranks) / len(self.ranks)
+
+    def losses_by_labels(self, step: int) -> Iterator[float]:
+        """The objective if each micro-batch counted by its labels, as they are and shifted, where these are uneven."""
+        losses = [loss for rank in self.ranks for loss in rank[step]["losses"]]
+        for labels in zip(*(counts for rank in self.ranks for counts in rank[step]["labels"]), strict=True):
+            if len(labels) == len(losses) and all(labels) and len({*labels}) > 1:
+                mean = sum(count * loss for count, loss in zip(labels, losses, strict=True)) / sum(labels)
+                yield mean * len(losses) / len(self.ranks)
+
+    @property
+    def indices(self) -> list[list[int]]:
+        """Rows of the data set by micro-batch: of all ranks together, as one process would read them."""
+        return [
+            [row for part in parts for row in part]
+            for step in range(len(self))
+            for parts in zip(*(rank[step]["indices"] for rank in self.ranks), strict=False)
+        ]
+
+    @property
+    def rates(self) -> list[list[float]]:
+        return [record["rates"] for record in self.ranks[0]]
+
+    def reads_as(self, other: Run) -> bool:
+        """Whether both have the same rows in the same micro-batches, and the same rates."""
+        return (self.indices, self.rates) == (other.indices, other.rates)
+
+
+class Finding(NamedTuple):
+    """What is different: kind is one of KINDS; step counts from 1."""
+
+    kind: str
+    step: int
+    text: str
+
+
+@dataclass
+class Differences:
+    """Largest relative differences of a run up to each step, and the weight whose gradient or value differs most."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def between(cls, run: Run, reference: Run) -> Differences:
+        made = cls()
+        for step in range(min(len(run), len(reference))):
+            one, other = run.ranks[0][step], reference.ranks[0][step]
+            made.add("loss", _relative(run.loss(step), reference.loss(step)), "")
+            if one["norm"] is not None and other["norm"] is not None:
+                made.add("norm", _relative(one["norm"], other["norm"]), "")
+            for kind in ("gradients", "weights"):
+                size = max((values[0] for values in other[kind].values()), default=0) if kind == "gradients" else 0
+                by_name = {
+                    name: distance(one[kind][name], values, 1e-3 * size)
+                    for name, values in other[kind].items()
+                    if name in one[kind]
+                }
+                worst = max(by_name, key=by_name.__getitem__, default="")
+                made.add(kind, by_name.get(worst, 0.0), worst)
+        return made
+
+    def add(self, kind: str, value: float, place: str) -> None:
+        self.values.setdefault(kind, []).append(value)
+        self.places.setdefault(kind, []).append(place)
+
+    def bound(self, kind: str, step: int) -> float:
+        """Return what rounding may change: these are the differences of a run that read the same rows otherwise."""
+        return LEAST + ROUNDING_FACTOR * max(self.values.get(kind, [0.0])[: step + 1], default=0.0)
+
+
+def distance(one: Sequence[float], other: Sequence[float], least: float = 0.0) -> float:
+    """Return the difference of two sketched tensors, relative to the larger norm, or to `least` if that is more."""
+    size = max(one[0], other[0], least)
+    squares = sum((a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True)) / (len(one) - 1)
+    return math.sqrt(squares) / size if size else 0.0
+
+
+def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
+    """Compare what a run reads, and its learning rates, with the script's own single process."""
+    for step in range(min(len(run), len(natural))):
+        rows, expected = run.rows(step), natural.rows(step)
+        if rows == expected:
+            continue
+        repeated = sum(count - 1 for count in rows.values()) - sum(count - 1 for count in expected.values())
+        if sum(rows.values()) != sum(expected.values()):
+            text = f"{sum(rows.values())} rows in a step, one process has {sum(expected.values())}"
+        elif repeated > 0:
+            text = f"{repeated} of {sum(rows.values())} rows are read twice, as {repeated} others are not"
+        else:
+            text = f"{sum((rows - expected).values())} of {sum(rows.values())} rows are others than in one process"
+        yield Finding("rows", step + 1, text + _hint_of_rows(run, natural, step))
+        break
+    for step, (rates, expected) in enumerate(zip(run.rates, natural.rates, strict=False)):
+        if len(rates) != len(expected) or any(_relative(*pair) > LEAST for pair in zip(rates, expected, strict=True)):
+            text = f"{_numbers(rates)}, in one process {_numbers(expected)}: its schedule counts batches"
+            yield Finding("learning rate", step + 1, text)
+            break
+
+
+def _hint_of_rows(run: Run, natural: Run, step: int) -> str:
+    if sum(run.rows(step).values()) == sum(natural.rows(step).values()) and not step:
+        return "; the order depends on the number of processes (a generator with a seed, or use_seedable_sampler=True)"
+    return ""
+
+
+def findings(run: Run, expected: str, reference: Run, rounding: Differences) -> Iterator[Finding]:
+    """Compare a run with a single process that read the same rows at the same learning rates.
+
+    Args:
+        expected: the strategy that was asked for.
+        rounding: differences of the reference with the same rows in another order.
+    """
+    seen = {record["strategy"] for rank in run.ranks for record in rank[:1]}
+    if seen - {expected}:
+        yield Finding("strategy", 1, f"the script trained under {', '.join(sorted(seen))}, not under {expected}")
+    ours, theirs = run.ranks[0][0]["weights"].keys(), reference.ranks[0][0]["weights"].keys()
+    if ours != theirs:
+        names = sorted(ours ^ theirs)
+        yield Finding("trained weights", 1, f"{len(names)} are trained in one of the two alone, {names[0]} the first")
+    differences = Differences.between(run, reference)
+    for kind in ("loss", "gradients", "norm", "weights"):
+        for step, (value, place) in enumerate(
+            zip(differences.values.get(kind, []), differences.places.get(kind, []), strict=True)
+        ):
+            bound = rounding.bound(kind, step)
+            if not value <= bound:
+                of = f" of {place}" if place else ""
+                why = _cause_of_loss(run, reference, step) if kind == "loss" else ""
+                yield Finding(kind, step + 1, f"{value:.1e}{of} away, relative; rounding explains {bound:.1e}{why}")
+                break
+    for step in range(len(run)):
+        weights = [rank[step]["weights"] for rank in run.ranks]
+        apart = [name for name in weights[0] if any(other.get(name) != weights[0][name] for other in weights[1:])]
+        if apart:
+            text = f"{len(apart)} weights are not the same on all of them, {apart[0]} the first: they train apart"
+            yield Finding("ranks", step + 1, text)
+            break
+
+
+def _cause_of_loss(run: Run, reference: Run, step: int) -> str:
+    loss, expected, world = run.loss(step), reference.loss(step), len(run.ranks)
+    if any(_relative(other, expected) < 0.01 * _relative(loss, expected) for other in run.losses_by_labels(step)):
+        return "; each batch is divided by its own number of labels: a mean of means, not of all labels of the step"
+    for factor in {world, 1 / world} if world > 1 else ():
+        if _relative(loss, factor * expected) < 0.01 * abs(factor - 1):
+            return f"; it is {factor:g} times that of one process: summed, or divided, once too often over processes"
+    return ""
+
+
+def why_nothing_is_shown(reference: Run) -> str:
+    """Return why agreement with this run would show nothing; "" if it does."""
+    records = reference.ranks[0]
+    norm = max((math.hypot(*(values[0] for values in record["gradients"].values())) for record in records), default=0)
+    if norm < LEAST_NORM:
+        return f"all gradients are below {LEAST_NORM:g}: this model learns nothing, and any strategy agrees with it"
+    if len(records) > 1 and records[0]["weights"] == records[-1]["weights"]:
+        return "no weight moves: each learning rate is 0, or the optimizer has other weights than the model"
+    return ""
+
+
+def _relative(one: float, other: float) -> float:
+    size = max(abs(one), abs(other))
+    return abs(one - other) / size if size else 0.0 if one == other else math.inf
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)

@@ -1,0 +1,306 @@
+"""What a training script really does in each step, seen from inside its process by hooks on PyTorch alone.
+
+A step ends with an update of the weights. Its record has the rows that went through the trained model, the loss that
+was differentiated, gradients before clipping, and weights after the update. Under sharding these are whole: ranks
+gather them together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten_with_path
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.sampler import Sampler
+
+PROJECTIONS = 8
+IGNORED = -100
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class Recorder:
+    """Writes the records of a process, as lines of JSON, and ends the process after the last step.
+
+    Args:
+        path: file of the records.
+        steps: number of updates after which the process ends.
+        reading: installed, too.
+        rates: learning rates of each step's parameter groups instead of the script's.
+    """
+
+    def __init__(self, path: Path, steps: int, reading: Reading, rates: list[list[float]] | None = None):
+        self.steps, self.step, self.reading, self.rates = steps, 0, reading, rates
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._depth = 0  # of nested calls of modules
+        self._trained: nn.Module | None = None
+        self._engine: Any = None  # DeepSpeed's
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[str] = []
+        self._losses: list[float] = []  # of each micro-batch
+        self._labels: list[list[int]] = []  # of each micro-batch: how many are trained, as they are and shifted
+        self._gradients: dict[str, list[float]] = {}
+        self._norm: float | None = None
+
+    def install(self) -> None:
+        """Hook into PyTorch, and into DeepSpeed when it is imported already."""
+        _without_dropout()
+        _around(nn.Module, "__call__", self._call)
+        _around(Tensor, "backward", self._backward)
+        _around(torch.nn.utils, "clip_grad_norm_", self._clip)
+        register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(self._after_update)
+        if "deepspeed" in sys.modules:
+            from deepspeed.runtime.engine import DeepSpeedEngine
+
+            _around(DeepSpeedEngine, "_take_model_step", self._engine_step)
+
+    def _call(self, call: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_outermost = not self._depth and module.training and torch.is_grad_enabled()
+        if is_outermost and any(True for _ in module.parameters()):
+            if self._trained is None or _is_part(self._trained, module):
+                self._trained = module
+            if module is self._trained:
+                self._rows += rows_of(args, kwargs)
+                if isinstance(labels := kwargs.get("labels"), Tensor):
+                    counted = labels if labels.ndim == 1 else labels[..., 1:]  # a causal model shifts them
+                    self._labels.append([int((part != IGNORED).sum()) for part in (labels, counted)])
+        self._depth += 1
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _backward(self, backward: Callable, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._depth and loss.numel() == 1:
+            self._losses.append(loss.item())
+        return backward(loss, *args, **kwargs)
+
+    def _clip(self, clip: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._read_gradients()
+        norm = clip(*args, **kwargs)
+        self._norm = _whole(norm).item()
+        return norm
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._engine is None and self._norm is None:
+            self._read_gradients()
+        if self.rates and self._trained is not None:
+            for group, rate in zip(optimizer.param_groups, self.rates[self.step], strict=True):
+                group["lr"] = rate
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._engine is None:
+            self._write([group["lr"] for group in optimizer.param_groups])
+
+    def _engine_step(self, take: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
+        self._engine = engine
+        self._read_gradients()
+        take(engine, *args, **kwargs)
+        self._norm = float(engine.get_global_grad_norm() or 0) or None
+        self._write([*engine.get_lr()])
+
+    def _weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        if self._trained is not None:
+            for name, weight in self._trained.named_parameters():
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")
+                yield name, weight
+
+    def _read_gradients(self) -> None:
+        if self._engine is not None:
+            from deepspeed.utils import safe_get_full_grad as of_engine
+        for name, weight in self._weights():
+            if not weight.requires_grad:
+                continue
+            gradient = weight.grad if self._engine is None else of_engine(weight)
+            self._gradients[name] = sketch(name, torch.zeros(1) if gradient is None else _whole(gradient))
+
+    def _write(self, rates: list[float]) -> None:
+        if self._trained is None:
+            return  # another optimizer's, before the model has seen a row
+        self.step += 1
+        if self._engine is not None:
+            from deepspeed.utils import safe_get_full_fp32_param as of_engine
+        weights = {
+            name: sketch(name, _whole(weight if self._engine is None else of_engine(weight)))
+            for name, weight in self._weights()
+            if weight.requires_grad
+        }
+        record = {
+            "step": self.step,
+            "strategy": self._strategy(),
+            "rows": self._rows,
+            "indices": self.reading.take(len(self._losses)),
+            "losses": self._losses,
+            "labels": self._labels,
+            "gradients": self._gradients,
+            "norm": self._norm,
+            "rates": rates,
+            "weights": weights,
+        }
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        self._clear()
+        if self.step == self.steps:
+            if dist.is_initialized():
+                dist.barrier()
+            raise SystemExit(0)
+
+    def _strategy(self) -> str:
+        if self._engine is not None:
+            return f"zero{self._engine.zero_optimization_stage()}"
+        assert self._trained is not None
+        if any(isinstance(weight, DTensor) for weight in self._trained.parameters()):
+            return "fsdp"
+        is_ddp = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in self._trained.modules())
+        return "ddp" if is_ddp else "single"
+
+
+def sketch(name: str, values: Tensor) -> list[float]:
+    """Return (1 + PROJECTIONS) numbers by which tensors of one name are compared: norm and random projections.
+
+    The difference of two tensors' projections has the size of the norm of their difference, on average
+    (Johnson and Lindenstrauss): places count, and not only sizes.
+    """
+    values = values.detach().double().flatten()
+    bits = torch.randint(256, (len(values),), generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    signs = ((bits >> torch.arange(PROJECTIONS).unsqueeze(1)) & 1).double() * 2 - 1
+    return [values.norm().item(), *(signs @ values).tolist()]
+
+
+def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """Hash each row of a model's inputs: tensors whose first size is the batch's. Padding does not count."""
+    mask = kwargs.get("attention_mask")
+    leaves = [(path, leaf) for path, leaf in tree_flatten_with_path((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    leaves = [(path, leaf) for path, leaf in leaves if leaf.ndim and not leaf.requires_grad and leaf is not mask]
+    size = leaves[0][1].shape[0] if leaves else 0
+    leaves = [(path, leaf) for path, leaf in leaves if leaf.shape[0] == size]
+    hashes = []
+    for index in range(size):
+        digest = hashlib.blake2b(digest_size=8)
+        for path, leaf in leaves:
+            row = leaf[index]
+            if mask is not None and mask.ndim == 2 and mask.shape == leaf.shape:
+                row = row[mask[index].bool()]
+            digest.update(str(path[-1]).encode() + row.detach().cpu().contiguous().numpy().tobytes())
+        hashes.append(digest.hexdigest())
+    return hashes
+
+
+class Batches(Sampler):
+    """`merged` batches of a sampler as one: what one process reads where several read one each."""
+
+    def __init__(self, batches: Any, merged: int):
+        self.batches, self.merged, self.drop_last = batches, merged, getattr(batches, "drop_last", False)
+        self.batch_size = merged * (getattr(batches, "batch_size", None) or 1)
+
+    @property
+    def sampler(self) -> Any:
+        return getattr(self.batches, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:  # as Accelerate does for use_seedable_sampler
+        self.batches.sampler = sampler
+
+    def __iter__(self) -> Iterator[list]:
+        batches = iter(self.batches)
+        while group := [row for batch in islice(batches, self.merged) for row in batch]:
+            yield group
+
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.merged)
+
+
+class Reading:
+    """Sees which rows of the data set a process reads, and can make it read others.
+
+    Args:
+        merged: batches of a sampler that become one.
+        backwards: reads the rows of each batch in the opposite order, which changes nothing but rounding.
+        replay: rows of each batch instead of the sampler's.
+    """
+
+    def __init__(self, merged: int = 1, backwards: bool = False, replay: list[list[int]] | None = None):
+        self.merged, self.backwards, self.replay = merged, backwards, replay
+        self.datasets: list[Any] = []  # in the order in which they are read
+        self.batches: list[list[int]] = []  # of the first data set
+
+    def install(self) -> None:
+        _around(_BaseDataLoaderIter, "_next_index", self._next)
+        if self.merged > 1:
+            _around(DataLoader, "__init__", self._construct)
+
+    def take(self, count: int) -> list[list]:
+        """Return the rows of the next `count` batches of the data set that is trained on, the first that was read."""
+        taken, self.batches = self.batches[:count], self.batches[count:]
+        return taken
+
+    def _construct(self, construct: Callable, loader: DataLoader, *args: Any, **kwargs: Any) -> None:
+        construct(loader, *args, **kwargs)
+        if loader.batch_sampler is not None and not isinstance(loader.batch_sampler, Batches):
+            merged = Batches(loader.batch_sampler, self.merged)
+            loader.__dict__.update(batch_sampler=merged, batch_size=merged.batch_size)  # its setter refuses
+
+    def _next(self, next_index: Callable, batches: Any) -> Any:
+        rows, dataset = next_index(batches), batches._dataset
+        if not isinstance(rows, list) or not all(isinstance(row, int) for row in rows):
+            return rows
+        number = next((n for n, known in enumerate(self.datasets) if known is dataset), len(self.datasets))
+        if number == len(self.datasets):
+            self.datasets.append(dataset)
+        if number:
+            return rows
+        if self.replay:
+            rows = self.replay.pop(0)
+        self.batches.append(rows)
+        return rows[::-1] if self.backwards else rows
+
+
+def _without_dropout() -> None:
+    """Switch dropout off: its masks depend on the shape of a batch, which differs between strategies."""
+    functional, attention = nn.functional.dropout, nn.functional.scaled_dot_product_attention
+
+    @wraps(functional)
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return functional(input, 0.0, training, inplace)
+
+    @wraps(attention)
+    def without(*args: Any, **kwargs: Any) -> Tensor:
+        return attention(*args[:4], **{**kwargs, "dropout_p": 0.0}, **({"is_causal": args[5]} if args[5:] else {}))
+
+    nn.functional.dropout, nn.functional.scaled_dot_product_attention = dropout, without
+
+
+def _around(owner: Any, name: str, wrapper: Callable) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, called)
+
+
+def _is_part(part: nn.Module, whole: nn.Module) -> bool:
+    return any(module is part for module in whole.modules())
+
+
+def _whole(value: Any) -> Tensor:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value if isinstance(value, Tensor) else torch.tensor(value)

@@ -1,0 +1,50 @@
+"""What `prove` prints and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from samecurve.bench.jobs import StrategyJob
+from samecurve.prove.judge import why_nothing_is_shown
+from samecurve.prove.script import Proof, Verdict, certificate, check
+from samecurve.storage.atomic import storage_errors, write_json
+from samecurve.storage.terminal import aligned
+
+_SHOWN = ("loss", "gradients", "norm", "weights")
+
+
+def run(script: Path, arguments: Sequence[str], jobs: Sequence[StrategyJob], steps: int, output: Path) -> int:
+    """Prove, print a table and what was found, write certificate.json. Returns 0 if every strategy passes, else 1."""
+    with storage_errors(output):
+        check(jobs)
+        proof = Proof(script, arguments, steps, output)
+        nothing = why_nothing_is_shown(proof.own)
+        verdicts = [] if nothing else [proof.judge(job) for job in jobs]
+        content = certificate(proof, verdicts, nothing)
+        write_json(output / "certificate.json", content)
+    print()
+    if nothing:
+        print(f"FAIL: nothing can be shown: {nothing}")
+    else:
+        print(aligned([["strategy", "processes", *_SHOWN, ""], *map(_row, verdicts)]))
+        for verdict in verdicts:
+            for line in _explained(verdict):
+                print(line)
+    print(f"\n{output / 'certificate.json'}")
+    return 0 if content["passes"] else 1
+
+
+def _row(verdict: Verdict) -> list[str]:
+    largest = verdict.differences.values
+    cells = [f"{max(largest[kind]):.1e}" if largest.get(kind) else "-" for kind in _SHOWN]
+    return [verdict.job.name, str(verdict.job.world_size), *cells, "PASS" if verdict.passes else "FAIL"]
+
+
+def _explained(verdict: Verdict) -> list[str]:
+    if verdict.reason:
+        return [f"\n{verdict.job.name}: {verdict.reason}"]
+    return [
+        f"{f'{verdict.job.name}: ' if not index else '  '}{finding.kind}, step {finding.step}: {finding.text}"
+        for index, finding in enumerate(verdict.findings)
+    ]

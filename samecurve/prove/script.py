@@ -1,0 +1,158 @@
+"""Runs a training script in one process and under strategies, and judges whether it trains the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from samecurve.bench.jobs import StrategyJob, processes
+from samecurve.errors import ConfigurationError
+from samecurve.prove.judge import Differences, Finding, Run, data_findings, findings
+from samecurve.prove.process import Watch
+from samecurve.specs.environment import versions
+from samecurve.storage.atomic import utc_timestamp
+from samecurve.storage.terminal import TextConsole
+from samecurve.strategy.launchers import Launch
+from samecurve.strategy.plan import Strategy
+from samecurve.strategy.resolve import describe_strategy, read_files
+
+
+class _Incomplete(Exception):
+    """A run did not reach its last step."""
+
+
+_ALONE = StrategyJob("single", None, 1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a strategy. reason: why its run did not reach the last step; "" if it did."""
+
+    job: StrategyJob
+    findings: tuple[Finding, ...]
+    differences: Differences
+    reason: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return not self.reason and not self.findings
+
+
+class Proof:
+    """The runs of a script, each in processes of its own below `folder`.
+
+    Attributes:
+        own: the script in one process, as it is.
+    """
+
+    def __init__(self, script: Path, arguments: Sequence[str], steps: int, folder: Path):
+        self.script, self.arguments, self.steps, self.folder = script, list(arguments), steps, folder
+        self._console = TextConsole()
+        try:
+            self.own = self.run(_ALONE, Watch())
+        except _Incomplete as error:
+            raise ConfigurationError(f"{script}: in one process it {error}") from None
+        self._natural = {1: self.own}  # by batches of which one is made
+        self._reference, self._rounding = self.own, None
+
+    def run(self, job: StrategyJob, watch: Watch) -> Run:
+        """Return the records of all steps, or raise _Incomplete."""
+        folder = self.folder / job.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        watch = replace(watch, folder=str(folder.resolve()), steps=self.steps, strategy=job.path and str(job.path))
+        (folder / "watch.json").write_text(json.dumps(asdict(watch)), encoding="utf-8")
+        ranks = ["-m", "samecurve.launch.ranks", str(job.world_size)] if job.path else []
+        words = [*ranks, "-m", "samecurve.prove.process", str(folder / "watch.json"), str(self.script)]
+        log = folder / "output.log"
+        with log.open("w", encoding="utf-8") as stream, self._console.status(f"{job.name}: running"):
+            with processes([sys.executable, *words, *self.arguments], stream, job.world_size) as process:
+                code = process.wait()
+        run = Run.read(job.name, folder)
+        if len(run) == self.steps and len(run.ranks) == job.world_size:
+            self._console.print(f"{job.name}: {self.steps} steps on {job.world_size} process(es)")
+            return run
+        ended = f"ended with code {code}" if code else "ended"
+        reason = f"{ended} after {len(run)} of {self.steps} steps{_last_line(log)}, see {log}"
+        self._console.print(f"{job.name}: {reason}")
+        raise _Incomplete(reason)
+
+    def judge(self, job: StrategyJob) -> Verdict:
+        """Run under a strategy, and in one process with the same rows and rates where the script's own differ."""
+        try:
+            run = self.run(job, Watch())
+            merged = max(1, round(run.rows(0).total() / max(1, self.own.rows(0).total())))
+            if merged not in self._natural:
+                self._natural[merged] = self.run(replace(_ALONE, name=f"single_x{merged}"), Watch(merged=merged))
+            natural, given = self._natural[merged], Watch(merged=merged, replay=run.indices, rates=run.rates)
+            if not self._reference.reads_as(run):
+                self._reference, self._rounding = natural, None
+            if not self._reference.reads_as(run):
+                self._reference = self.run(replace(_ALONE, name=f"reference_of_{job.name}"), given)
+            if self._rounding is None:
+                backwards = replace(_ALONE, name=f"rounding_of_{job.name}")
+                other = self.run(backwards, replace(given, backwards=True))
+                self._rounding = Differences.between(other, self._reference)
+        except _Incomplete as error:
+            return Verdict(job, (), Differences(), str(error))
+        different = (*data_findings(run, natural), *findings(run, _sharding(job), self._reference, self._rounding))
+        return Verdict(job, different, Differences.between(run, self._reference))
+
+
+def check(jobs: Sequence[StrategyJob]) -> None:
+    """Raise ConfigurationError for strategies that Accelerate's own scripts cannot run."""
+    problems = []
+    for job in jobs:
+        if job.path is None:
+            problems.append(f"--strategies: {job.name} is what the others are compared with; leave it out")
+        elif (dims := _described(job).dims).dp < dims.world_size:
+            problems.append(f"--strategies: {job.name} divides more than rows, which only recipes can; see compare")
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _described(job: StrategyJob) -> Strategy:
+    return describe_strategy(read_files(str(job.path)), Launch("torchrun", job.world_size))
+
+
+def _sharding(job: StrategyJob) -> str:
+    """Name the strategy as Recorder does what it sees."""
+    sharding = _described(job).sharding
+    return "ddp" if sharding == "none" else sharding
+
+
+def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str) -> dict:
+    """Return what was judged, for certificate.json."""
+    return {
+        "script": str(proof.script),
+        "sha256": hashlib.sha256(proof.script.read_bytes()).hexdigest(),
+        "arguments": proof.arguments,
+        "steps": proof.steps,
+        "date": utc_timestamp(),
+        "versions": versions(),
+        "passes": not nothing and all(verdict.passes for verdict in verdicts),
+        "shows_nothing": nothing,
+        "strategies": [
+            {
+                "strategy": verdict.job.name,
+                "processes": verdict.job.world_size,
+                "passes": verdict.passes,
+                "reason": verdict.reason,
+                "findings": [finding._asdict() for finding in verdict.findings],
+                "differences": {kind: max(values) for kind, values in verdict.differences.values.items()},
+            }
+            for verdict in verdicts
+        ],
+        "not_judged": ["dropout (switched off)", "evaluation", "checkpoints and exports", "steps after the last one"],
+    }
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    errors = [line for line in lines if "Error" in line] or lines
+    return f": {errors[-1]}" if errors else ""

@@ -1,0 +1,68 @@
+"""`prove` on a script for Accelerate that knows nothing of this project."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from samecurve.cli.commands import main
+
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
+
+accelerator = Accelerator(
+    gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+)
+set_seed(7)
+rows = []
+for index, tokens in enumerate(torch.randint(1, 100, (64, 16), generator=torch.Generator().manual_seed(1))):
+    labels = tokens.clone()
+    if "uneven" in sys.argv:
+        labels[: index * 5 % 13] = -100
+    rows.append({"input_ids": tokens, "labels": labels})
+loader = DataLoader(rows, batch_size=2, shuffle=True)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=100, attention_dropout=0.1, **sizes))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = get_linear_schedule_with_warmup(optimizer, 0, len(loader) // 2)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch).loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+"""
+
+
+def prove(folder: Path, strategies: str, *words: str) -> tuple[int, dict]:
+    (folder / "train.py").write_text(SCRIPT)
+    command = ["prove", str(folder / "train.py"), "--strategies", strategies, "--steps", "2"]
+    code = main([*command, "--output", str(folder / "proof"), "--", *words])
+    return code, json.loads((folder / "proof" / "certificate.json").read_text())
+
+
+def test_a_mean_of_means_is_found(tmp_path, capsys):
+    code, proof = prove(tmp_path, "ddp", "uneven")
+    assert code == 1 and not proof["passes"]
+    (strategy,) = proof["strategies"]
+    assert [finding["kind"] for finding in strategy["findings"]] == ["loss", "gradients", "norm", "weights"]
+    assert strategy["findings"][0]["step"] == 1 and "a mean of means" in strategy["findings"][0]["text"]
+    assert "ddp: loss, step 1: " in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_right_script_passes(tmp_path):
+    code, proof = prove(tmp_path, "ddp,fsdp,zero1,zero2,zero3")
+    assert [strategy["findings"] + [strategy["reason"]] for strategy in proof["strategies"]] == [[""]] * 5
+    assert code == 0 and proof["passes"]
+    assert all(0 < strategy["differences"]["gradients"] < 1e-4 for strategy in proof["strategies"])

@@ -1,0 +1,149 @@
+"""`prove`: what is recorded of a step, and what the judge says of planted differences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from samecurve.prove.judge import Differences, Run, data_findings, distance, findings, why_nothing_is_shown
+from samecurve.prove.recorder import Batches, Reading, rows_of, sketch
+
+
+def test_distance_of_sketches_is_that_of_tensors():
+    one = torch.randn(400, generator=torch.Generator().manual_seed(1))
+    other = one + 1e-3 * torch.randn(400, generator=torch.Generator().manual_seed(2))
+    true = ((one - other).norm() / max(one.norm(), other.norm())).item()
+    assert distance(sketch("w", one), sketch("w", other)) == pytest.approx(true, rel=0.7)
+    assert distance(sketch("w", one), sketch("w", one)) == 0
+    assert distance(sketch("w", one), sketch("w", one.flip(0))) > 0.5  # of the same norm
+
+
+def test_padding_does_not_change_a_row():
+    short = {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2)}
+    padded = {
+        "input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]),
+        "labels": torch.tensor([[5, 6, -100], [7, 8, 9]]),
+        "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
+    }
+    assert rows_of((), short) == rows_of((), padded)[:1]
+    assert rows_of((), {**short, "labels": torch.tensor([[5, -100]])}) != rows_of((), short)
+    assert rows_of((torch.ones(3, 2),), {}) == rows_of((torch.ones(1, 2),), {}) * 3
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_of_several_processes_become_one(drop_last):
+    batches = Batches(BatchSampler(SequentialSampler(range(11)), 2, drop_last), 2)
+    assert [*batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9] if drop_last else [8, 9, 10]]
+    assert len(batches) == 3
+    batches.sampler = SequentialSampler(range(3))  # as Accelerate replaces it
+    assert [*batches] == [[0, 1] if drop_last else [0, 1, 2]]
+
+
+def test_only_the_first_data_set_is_replayed():
+    reading, train, held_out = Reading(replay=[[7, 8], [9]], backwards=True), [1, 2], [3]
+
+    def read(dataset: list, rows: list[int]) -> list[int]:
+        return reading._next(lambda _: rows, SimpleNamespace(_dataset=dataset))
+
+    assert [read(train, [0, 1]), read(held_out, [4, 5]), read(train, [2])] == [[8, 7], [4, 5], [9]]
+    assert reading.take(2) == [[7, 8], [9]]
+
+
+ROWS = ["a", "b", "c", "d"]
+
+
+def step(
+    rows=ROWS, losses=(2.0,), labels=((4, 3),), norm=1.0, rates=(0.1,), gradient=1.0, weight=1.0, by="ddp"
+) -> dict:
+    return {
+        "strategy": by,
+        "rows": [*rows],
+        "indices": [[ord(row) for row in rows]],
+        "losses": [*losses],
+        "labels": [*labels],
+        "gradients": {"first": [1.0] * 9, "second": [abs(gradient), *[gradient] * 8]},
+        "norm": norm,
+        "rates": [*rates],
+        "weights": {"first": [1.0] * 9, "second": [weight] * 9},
+    }
+
+
+def run(*ranks: list[dict]) -> Run:
+    return Run("run", [*ranks])
+
+
+MOVED = step(weight=1.5)
+ALONE = run([step(by="single"), MOVED])
+HALVES = ({"rows": ROWS[:2]}, {"rows": ROWS[2:]})
+
+
+def two(first: Mapping = MappingProxyType({}), **both) -> Run:
+    """Two ranks with half of the rows each; `first`: what is different on rank 0."""
+    ranks = [[step(**{**half, **both, **own}), MOVED] for half, own in zip(HALVES, (first, {}), strict=True)]
+    for rank, half in zip(ranks, HALVES, strict=True):
+        rank[1] = {**rank[1], "rows": half["rows"]}
+    return run(*ranks)
+
+
+def judged(run: Run) -> list[tuple[str, int, str]]:
+    nothing = Differences.between(ALONE, ALONE)
+    return [*data_findings(run, ALONE), *findings(run, "ddp", ALONE, nothing)]
+
+
+def test_equal_runs_have_no_findings():
+    assert judged(two()) == []
+    assert why_nothing_is_shown(ALONE) == ""
+
+
+@pytest.mark.parametrize(
+    ("different", "kind", "text"),
+    [
+        (two({"rows": ["a", "x"]}), "rows", "1 of 4 rows are others"),
+        (two({"rows": ["c", "d"]}), "rows", "2 of 4 rows are read twice, as 2 others are not"),
+        (two({"rows": ["a", "b", "x"]}), "rows", "5 rows in a step, one process has 4"),
+        (two(rates=[0.2]), "learning rate", "0.2, in one process 0.1"),
+        (two(losses=[2.1]), "loss", "4.8e-02 away"),
+        (two(losses=[1.0]), "loss", "0.5 times that of one process"),
+        (two({"losses": [3.0], "labels": [(1, 1)]}, losses=[5 / 3], labels=[(3, 3)]), "loss", "a mean of means"),
+        (two(gradient=1.1), "gradients", "9.1e-02 of second away"),
+        (two(gradient=-1.0), "gradients", "2.0e+00 of second away"),
+        (two(norm=1.1), "norm", "9.1e-02 away"),
+        (two(weight=1.1), "weights", "9.1e-02 of second away"),
+        (two({"weight": 1.0 + 1e-12}), "ranks", "1 weights are not the same on all of them, second the first"),
+        (two(by="single"), "strategy", "trained under single, not under ddp"),
+    ],
+)
+def test_planted_difference_is_named(different, kind, text):
+    assert [(finding.kind, finding.step) for finding in judged(different)] == [(kind, 1)]
+    assert text in judged(different)[0].text
+
+
+def test_rounding_is_no_finding():
+    rounding = Differences.between(two(gradient=1.01), ALONE)
+    assert [*findings(two(gradient=1.1), "ddp", ALONE, rounding)] == []
+    assert [finding.kind for finding in findings(two(gradient=2.0), "ddp", ALONE, rounding)] == ["gradients"]
+
+
+def test_other_trained_weights_are_named():
+    different = two()
+    for rank in different.ranks:
+        del rank[0]["weights"]["second"]
+    assert (
+        "1 are trained in one of the two alone, second"
+        in {finding.text.partition(" the first")[0] for finding in judged(different)}.pop()
+    )
+
+
+@pytest.mark.parametrize(
+    ("records", "text"),
+    [([step(gradient=0.0), MOVED], ""), ([step(), step()], "no weight moves")],
+)
+def test_a_dead_model_shows_nothing(records, text):
+    assert why_nothing_is_shown(run(records)).startswith(text)
+    for record in records:
+        record["gradients"] = {"first": [1e-9] * 9}
+    assert "learns nothing" in why_nothing_is_shown(run(records))
