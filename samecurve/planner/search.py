@@ -6,7 +6,7 @@ What can run is what the files in configs/ describe, with other sizes of the axe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -17,6 +17,7 @@ from samecurve.planner.hardware import is_known
 from samecurve.planner.inputs import PlanRequest
 from samecurve.planner.job import Job
 from samecurve.planner.strategies import Template, simplicity
+from samecurve.strategy.plan import Strategy
 
 LONGEST_PIPELINE = 64
 CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
@@ -180,12 +181,7 @@ def sized(request: PlanRequest, machines: Cluster, template: Template, sizes: di
         # a wrong topology may be right on another number of GPUs; other problems stay
         invalid = not all(problem.topology for problem in problems)
         return Choice(template.name, template, sizes, reason=reason, invalid=invalid)
-    ranks = strategy.dims.dp
-
-    def describe(changed: PlanRequest) -> Job | None:
-        return strategies.job(changed, strategy, machines) if strategies.takes(changed, strategy) else None
-
-    chosen = _best(request, ranks, describe)
+    chosen = _best(request, strategy, machines)
     if chosen.job and (reason := host_problem(chosen.job, machines)):
         return Choice(template.name, template, sizes, reason=reason)
     return replace(chosen, name=template.name, template=template, sizes=sizes)
@@ -200,22 +196,18 @@ def host_problem(job: Job, machines: Cluster) -> str:
     return f"offloading needs {needed:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
 
 
-def _best(request: PlanRequest, ranks: int, describe: Callable[[PlanRequest], Job | None]) -> Choice:
-    """Predict all micro-batches and recomputations of a shape; return the fastest that fits, else the smallest.
-
-    Args:
-        describe: returns None for what the shape does not take.
-    """
-    fast: dict[
-        int, tuple[Job, MemoryPrediction]
-    ] = {}  # by micro-batch, with the least recomputation, which is the fastest
+def _best(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Choice:
+    """Predict all micro-batches and recomputations of a shape; return the fastest that fits, else the smallest."""
+    # by micro-batch, with the least recomputation, which is the fastest
+    fast: dict[int, tuple[Job, MemoryPrediction]] = {}
     tight: list[tuple[Job, MemoryPrediction]] = []
     large: list[tuple[Job, MemoryPrediction]] = []
     for checkpointing in checkpointings(request):
-        for micro_batch in micro_batches(request, ranks):
-            job = None if micro_batch in fast else describe(request.with_memory(micro_batch, checkpointing))
-            if not job:
+        for micro_batch in micro_batches(request, strategy.dims.dp):
+            changed = request.with_memory(micro_batch, checkpointing)
+            if micro_batch in fast or not strategies.takes(changed, strategy):
                 continue
+            job = strategies.job(changed, strategy, machines)
             memory_use = predict_memory(job)
             verdict = memory_use.verdict(job.memory_gib)
             if verdict == "fits":
