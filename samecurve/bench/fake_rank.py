@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from torch.distributed.pipelining import _utils as metadata
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+from transformers.integrations import moe
 
 from samecurve.accelerator import fsdp, launch_env
 from samecurve.accelerator.mesh import Mesh
@@ -285,7 +288,17 @@ def _without_neighbours(stages: list[Any], *_: bool) -> None:
 
 def track(plan: Plan, job: Job, rank: int, depth: int) -> Tracked:
     """Train two steps of a rank on fake tensors, with `depth` layers of each rank; the second one is tracked."""
-    with _real_meshes(), _single_products(), _world(job.dims.world_size, rank):
+    join = DeviceMesh._concatenate
+
+    def real(*arguments: Any) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return join(*arguments)
+
+    # FSDP joins its mesh with that of cut or spread weights, outside FakeTensorMode
+    meshes = patch.object(DeviceMesh, "_concatenate", staticmethod(real))
+    # experts compute their products one by one: torch knows the shapes of grouped ones in bf16 alone
+    products = patch.object(moe, "_can_use_grouped_mm", lambda *_: False)
+    with meshes, products, _world(job.dims.world_size, rank):
         kind = FakePipeline if plan.strategy.torch_schedule else FakeModel
         fake = kind(plan, job, depth, Mesh(plan.strategy.dims, rank, CPU))
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -309,8 +322,6 @@ def meta_model(plan: Plan, job: Job, layers: int) -> Any:
         config.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
     if job.masked and config._attn_implementation == varlen.NAME:  # which `auto` selects here, and a GPU does not
         config._attn_implementation = "sdpa"
-    from transformers import AutoModelForCausalLM
-
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     return construct(cast(Any, kind), config, torch.device("meta"), plan.recipe.adapter)
 
@@ -318,38 +329,6 @@ def meta_model(plan: Plan, job: Job, layers: int) -> Any:
 def _bytes(tracker: MemTracker, kind: str) -> dict[str, float]:
     """Return the bytes by kind of tensor, all devices of the fake rank together being its CPU."""
     return {str(key): float(value) for key, value in tracker.get_tracker_snapshot(kind)[CPU].items()}
-
-
-@contextmanager
-def _real_meshes() -> Iterator[None]:
-    """Join meshes outside FakeTensorMode: FSDP joins its own with that of cut or spread weights."""
-    join = DeviceMesh._concatenate
-
-    def real(*arguments: Any) -> DeviceMesh:
-        with unset_fake_temporarily():
-            return join(*arguments)
-
-    DeviceMesh._concatenate = staticmethod(real)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        DeviceMesh._concatenate = staticmethod(join)
-
-
-@contextmanager
-def _single_products() -> Iterator[None]:
-    """Let experts compute their products one by one: torch knows the shapes of grouped ones in bf16 alone."""
-    from transformers.integrations import moe
-
-    name = "_can_use_grouped_mm"
-    check = getattr(moe, name, None)  # of transformers 5.23
-    if check:
-        setattr(moe, name, lambda *_: False)
-    try:
-        yield
-    finally:
-        if check:
-            setattr(moe, name, check)
 
 
 @contextmanager
