@@ -1,14 +1,17 @@
-"""The weight files of an export: those of trained weights, and copies of tensors that training does not change."""
+"""The weight files of an export: trained weights, copies of unchanged tensors, and what rounding to a dtype costs."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from safetensors.torch import save_file
+
+from torch import Tensor
 
 from samecurve.errors import CheckpointError
 from samecurve.models.dequantize import read
@@ -20,6 +23,7 @@ METADATA = {"format": "pt"}  # as save_pretrained states it: accelerate's loader
 # Stem of the files with the tensors that training does not change, which keep their dtype: constants in buffers, and
 # tensors of model.path that the model does not have. A conversion of the export leaves these files as they are.
 UNCHANGED = "model-unchanged"
+_COUNTED = 2**22  # values at a time
 
 
 class Shard(NamedTuple):
@@ -34,6 +38,32 @@ class Shard(NamedTuple):
     path: Path
     stem: str
     names: list[str]
+
+
+@dataclass
+class Rounding:
+    """Relative differences that a conversion makes, over all weights that are not 0."""
+
+    largest: float = 0.0
+    total: float = 0.0
+    num_weights: int = 0
+
+    def add(self, exact: Tensor, rounded: Tensor) -> None:
+        """Count a weight's values and what they became, two tensors of one shape."""
+        for before, after in zip(exact.flatten().split(_COUNTED), rounded.flatten().split(_COUNTED), strict=True):
+            before = before.double()
+            relative = ((after.double() - before) / before)[before != 0].abs()
+            if relative.numel():
+                self.largest = max(self.largest, relative.max().item())
+                self.total += relative.sum().item()
+                self.num_weights += relative.numel()
+
+    def text(self, precision: str) -> str:
+        """Describe the differences; "" if there are none."""
+        if not self.total:
+            return ""
+        mean = self.total / self.num_weights
+        return f"rounding to {precision} changes a weight by {mean:.3%} on average, by {self.largest:.3%} at most"
 
 
 def write_kept(directory: Path, kept: Mapping[str, Stored], shard_bytes: float = SHARD_BYTES) -> list[Shard]:

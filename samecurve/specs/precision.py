@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Precisions of a matrix multiplication. In tf32, NVIDIA's tensor cores round fp32 operands to 10 bits of mantissa.
 MATMUL_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# Names of the types of a GGUF's matrices. q8_0: 8 bits, with a scale for each 32 values of a row.
+GGUF_TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 PRECISIONS = {name: precision for precision, name in DTYPES.items()}
 
 

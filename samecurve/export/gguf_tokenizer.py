@@ -1,0 +1,240 @@
+"""The tokenizer in a GGUF's metadata, and the Modelfile of Ollama with the chat template and the stop tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import gguf
+from gguf import TokenType
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from samecurve.data.chat_encoder import end_tokens
+from samecurve.errors import NumericError
+from samecurve.storage.records import read_record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPACE = "\u2581"  # how SentencePiece writes a space
+# Texts with digits, cases, accents, contractions, code and white space, on which splits of text differ.
+PROBES = (
+    "The year 2024, 1234567 and 3.14: don't, DON'T, we'll.",
+    "def f(x_1):\n    return {'a': [1, 2]}  # x\n\n\n\tEND",
+    "Grüße, Ærøskøbing, привет, 你好世界, こんにちは, 👩\u200d🚀 x\u0303",
+    "  two  spaces   and a\ttab \r\n end ",
+    "CamelCaseWord HTTPServer <b>html</b> a/b\\c ... !!! $5",
+)
+_NUM_CTX = 8192  # Ollama allocates the cache of the whole context at once
+
+
+class TokenTable(NamedTuple):
+    """A tokenizer in llama.cpp's terms: one token, type and score per row of the embedding.
+
+    Attributes:
+        model: gpt2 (byte-level BPE) or llama (SentencePiece's BPE with bytes for the unknown).
+        pre: llama.cpp's name of the regular expression that splits text.
+        ignore_merges: whether a word that is a token is not merged from parts; llama.cpp knows it by `pre`.
+        space_prefix: whether a text begins with a space.
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    merges: list[str]
+    ignore_merges: bool = False
+    space_prefix: bool = False
+
+
+def token_table(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[TokenTable, str]:
+    """Describe a tokenizer for an embedding of `num_rows` rows. Returns the table, and why there is none ("" if one)."""
+    empty = TokenTable("", "", [], [], [], [])
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return empty, f"tokenizer: {type(tokenizer).__name__} has no tokenizer.json, from which its splits are known"
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, vocabulary = description["model"], tokenizer.get_vocab()
+    if model["type"] != "BPE":
+        return empty, f"tokenizer: found {model['type']}; BPE is known"
+    if max(vocabulary.values()) >= num_rows:
+        return empty, f"tokenizer: has {max(vocabulary.values()) + 1:,} tokens, but the embedding {num_rows:,} rows"
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    if model.get("byte_fallback"):
+        space_prefix = _space_prefix(description)
+        if space_prefix is None:
+            return empty, "tokenizer: replaces or splits text as neither Llama's nor Gemma's does"
+        table = TokenTable("llama", "default", [], [], [], [], space_prefix=space_prefix)
+    else:
+        pre = _pre(description, bool(model.get("ignore_merges")))
+        if pre is None:
+            return empty, "tokenizer: splits text by a rule for which llama.cpp's name is not known here"
+        merges = [" ".join(pair) for pair in pairs]
+        table = TokenTable("gpt2", pre, [], [], [], merges, bool(model.get("ignore_merges")))
+    ranks: dict[str, float] = {}
+    for rank, pair in enumerate(pairs):
+        ranks.setdefault("".join(pair), -float(rank))
+    names, added = {index: token for token, index in vocabulary.items()}, tokenizer.added_tokens_decoder
+    for index in range(num_rows):
+        token, kind = names.get(index, f"[PAD{index}]"), TokenType.NORMAL
+        if index not in names:
+            kind = TokenType.UNUSED
+        elif table.model == "llama" and token == model.get("unk_token"):
+            kind = TokenType.UNKNOWN
+        elif index in added:
+            kind = TokenType.CONTROL if added[index].special else TokenType.USER_DEFINED
+            token = token.replace(SPACE, " ") if kind == TokenType.USER_DEFINED else token
+        elif table.model == "llama" and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            kind = TokenType.BYTE
+        table.tokens.append(token)
+        table.types.append(kind)
+        table.scores.append(ranks.get(token, -float(len(pairs))))
+    return table, ""
+
+
+def _pre(description: dict, ignore_merges: bool) -> str | None:
+    """Return llama.cpp's name of a byte-level tokenizer's splits; None for others."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
+
+    if (description["normalizer"] or {"type": "NFC"})["type"] != "NFC":  # llama.cpp leaves text as it is
+        return None
+    first = description["pre_tokenizer"] or {"type": None}
+    stages = first["pretokenizers"] if first["type"] == "Sequence" else [first]
+    kinds = [stage["type"] for stage in stages]
+    if kinds[-1] != "ByteLevel" or stages[-1].get("add_prefix_space") or len(kinds) > 2:
+        return None
+    if stages[-1].get("use_regex", True):
+        digits = kinds == ["Digits", "ByteLevel"] and stages[0]["individual_digits"]
+        name = "gpt-2" if kinds == ["ByteLevel"] else "smollm" if digits else None
+        return None if ignore_merges else name
+    if kinds[0] != "Split" or stages[0]["behavior"] != "Isolated" or stages[0]["invert"]:
+        return None
+    known = {"qwen2": False, "qwen35": False, "gpt-4o": False, "llama-bpe": True, "tekken": True, "smaug-bpe": False}
+    pattern = stages[0]["pattern"].get("Regex")
+    return next((name for name, ignores in known.items() if (SPLITS[name], ignores) == (pattern, ignore_merges)), None)
+
+
+def _space_prefix(description: dict) -> bool | None:
+    """Return whether a tokenizer with SentencePiece's spaces begins a text with one; None if it does other things."""
+    normalizer, pre = description["normalizer"] or {"type": None}, description["pre_tokenizer"] or {"type": None}
+    stages = normalizer.get("normalizers", [normalizer])
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    if pre["type"] == "Metaspace" and stages == [{"type": None}] and not pre["split"]:
+        return pre["prepend_scheme"] != "never"
+    # Gemma's Split of spaces finds none: they are replaced before
+    if stages[-1] != replace or pre["type"] not in (None, "Split"):
+        return None
+    return {1: False, 2: stages[0] == {"type": "Prepend", "prepend": SPACE} or None}.get(len(stages))
+
+
+def add_to(writer: gguf.GGUFWriter, table: TokenTable, tokenizer: PreTrainedTokenizerBase, source: Path) -> None:
+    """Add the tokenizer, the tokens that end a text and a turn, and the chat template to a file's metadata."""
+    writer.add_tokenizer_model(table.model)
+    writer.add_tokenizer_pre(table.pre)
+    writer.add_token_list(table.tokens)
+    writer.add_token_types(table.types)
+    if table.model == "llama":
+        writer.add_token_scores(table.scores)
+        writer.add_add_space_prefix(table.space_prefix)
+    else:
+        writer.add_token_merges(table.merges)
+    for kind in ("bos", "eos", "unk", "pad"):
+        if (index := getattr(tokenizer, f"{kind}_token_id")) is not None:
+            getattr(writer, f"add_{kind}_token_id")(index)
+    ends = [index for index in stops(tokenizer, source) if index != tokenizer.eos_token_id]
+    for kind, index in zip(("eot", "eom"), ends, strict=False):
+        getattr(writer, f"add_{kind}_token_id")(index)
+    begins, ended = _adds(tokenizer)
+    writer.add_add_bos_token(begins)
+    writer.add_add_eos_token(ended)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _adds(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
+    """Return whether the tokenizer puts the beginning of text before, and the end of text behind, what it encodes."""
+    ids = tokenizer("a").input_ids
+    return ids[0] == tokenizer.bos_token_id, ids[-1] == tokenizer.eos_token_id
+
+
+def stops(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[int]:
+    """List the ids that end a generation, by tokenizer, chat template and generation_config.json of `source`."""
+    stored = read_record(source / "generation_config.json").value or {}
+    return end_tokens(tokenizer, stored.get("eos_token_id"))
+
+
+def check(file: Path, tokenizer: PreTrainedTokenizerBase, table: TokenTable) -> str:
+    """Compare the tokens of PROBES with those of the tokenizer that transformers makes of the file.
+
+    Returns a sentence. Raises NumericError where they differ.
+    """
+    other = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)  # see token_table
+    ours, theirs = tokenizer.backend_tokenizer, other.backend_tokenizer
+    theirs.model.ignore_merges = table.ignore_merges  # llama.cpp knows this by `pre`, transformers 5.23 does not
+    if table.model == "llama" or table.pre == "smollm":  # nor these splits, nor the space before a text
+        theirs.normalizer, theirs.pre_tokenizer = ours.normalizer, ours.pre_tokenizer
+    probes = [*PROBES, *(f"a{token}b" for token in tokenizer.all_special_tokens)]
+    for text in probes:
+        expected, read_back = (one.encode(text, add_special_tokens=False) for one in (tokenizer, other))
+        if expected != read_back:
+            raise NumericError(f"{file}: deleted: {text!r} is {expected} in the model, but {read_back} in the file")
+    return f"{len(probes)} texts give the same tokens"
+
+
+def modelfile(file: str, source: Path, num_positions: int) -> str:
+    """Return the Modelfile with which `ollama create` imports `file`: template, stop tokens and length of the context."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    lines = [f"FROM ./{file}"]
+    template = go_template(tokenizer) if tokenizer.chat_template else "{{ .Prompt }}"
+    if template is None:
+        lines.append("# no TEMPLATE: the chat template is not a text around each message; Ollama looks for one it knows")
+    else:
+        lines.append(f'TEMPLATE """{template}"""')
+    for token in tokenizer.convert_ids_to_tokens(stops(tokenizer, source)):
+        lines.append(f"PARAMETER stop {json.dumps(token, ensure_ascii=False)}")
+    return "\n".join([*lines, f"PARAMETER num_ctx {min(num_positions, _NUM_CTX)}", ""])
+
+
+def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Translate a chat template that writes a fixed text before and after each message to Ollama's (Go's) language.
+
+    The texts are found by rendering, and tried on conversations. Returns None for a template that does more.
+    """
+
+    def render(roles: str, prompt: bool = True) -> str:
+        named = {"s": "system", "u": "user", "a": "assistant"}
+        messages = [{"role": named[role], "content": f"<<{index}>>"} for index, role in enumerate(roles)]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        assert isinstance(text, str)  # of tokenize=False
+        bos = tokenizer.bos_token or ""
+        return text.removeprefix(bos) if bos and _adds(tokenizer)[0] else text  # llama.cpp adds it, too
+
+    try:
+        after = render("su", False).partition("<<1>>")[2]
+        parts = re.split("<<[0-9]>>", render("suau"))
+        before_answer, prompt = parts[2].removeprefix(after), parts[4].removeprefix(after)
+        after_answer = render("sua", False).partition("<<2>>")[2]
+        before_user = parts[3].removeprefix(after_answer)
+        around = {
+            "s": (parts[0], parts[1].removesuffix(before_user)),
+            "u": (before_user, after),
+            "a": (before_answer, after_answer),
+        }
+        default = render("u").partition("<<0>>")[0].removesuffix(before_user)
+        for roles in ("u", "uau", "uauau", "su", "suau", "suauau"):
+            told = "".join(f"<<{index}>>".join(around[role]) for index, role in enumerate(roles))
+            if render(roles) != ("" if "s" in roles else default) + told + prompt:
+                return None
+    except Exception:  # noqa: BLE001 - Jinja's errors, and a template's own for roles that it does not take
+        return None
+    if any(mark in part for part in (default, prompt, *sum(around.values(), ())) for mark in ("{{", '"""')):
+        return None
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    told = " else ".join(
+        f'if eq .Role "{roles[role]}" }}}}{before}{{{{ .Content }}}}{after}{{{{' for role, (before, after) in around.items()
+    )
+    default = default and f"{{{{ if not .System }}}}{default}{{{{ end }}}}"
+    return f"{default}{{{{ range .Messages }}}}{{{{ {told} end }}}}{{{{ end }}}}{prompt}"
