@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,8 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, DataError, NumericError
 from samecurve.export.hf_export import ExportTarget, export, out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
-from samecurve.export.weight_shards import METADATA, UNCHANGED
+from samecurve.export.push import Push
+from samecurve.export.weight_shards import METADATA, UNCHANGED, Rounding
 from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.region import Region
 from samecurve.interfaces.task import identity
@@ -28,8 +30,8 @@ from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weight_files import header, indexed_files, read, weight_files
 from samecurve.models.weights import constant_tensors, kept_tensors
-from samecurve.specs.precision import DTYPES
-from samecurve.storage.atomic import json_values, storage_errors, write_json
+from samecurve.specs.precision import PRECISIONS
+from samecurve.storage.atomic import json_values, storage_errors, write_json, write_text
 from samecurve.storage.records import read_record
 from samecurve.tasks import registry
 
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from samecurve.interfaces.task import Task
 
 
-def run(directory: Path, source: Path, output: Path, made: ExportInfo, recipe: Recipe | None) -> int:
+def run(
+    directory: Path, source: Path, output: Path, made: ExportInfo, recipe: Recipe | None, push: Push | None = None
+) -> int:
     """Run the command `export`. Returns the exit code.
 
     Args:
@@ -48,15 +52,45 @@ def run(directory: Path, source: Path, output: Path, made: ExportInfo, recipe: R
         output: folder of the new model.
         made: dtype and facts for the model card.
         recipe: recipe of the checkpoint; None if `source` is an export.
+        push: where to upload the folder.
     """
-    if recipe is None:
+    if made.gguf:
+        to_gguf(directory, source, recipe, output, made)
+    elif recipe is None:
         from_export(directory, source, output, made)
     else:
         from_checkpoint(directory, source, recipe, output, made)
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
-    (precision,) = (name for name, stored in DTYPES.items() if stored == made.dtype)
-    print(f"{source} in {precision}: {output} ({size / 1e6:,.1f} MB)")
+    print(f"{source} in {PRECISIONS.get(made.dtype, made.dtype.lower())}: {output} ({size / 1e6:,.1f} MB)")
+    if push:
+        push.upload(output)
     return 0
+
+
+def to_gguf(directory: Path, source: Path, recipe: Recipe | None, output: Path, made: ExportInfo) -> None:
+    """Write a folder with a GGUF, a Modelfile for Ollama and a card. Arguments and errors: as `run`, `write_gguf`."""
+    from samecurve.export.gguf_file import write_gguf  # imports an optional package
+    from samecurve.export.gguf_tokenizer import modelfile
+
+    partial_output, whole = (output.with_name(f"{output.name}.{name}") for name in ("partial", "source"))
+    try:
+        with storage_errors(output):
+            if recipe is not None:
+                shutil.rmtree(whole, ignore_errors=True)
+                from_checkpoint(directory, source, recipe, whole, ExportInfo())
+                source = whole
+            check_links(source)
+            shutil.rmtree(partial_output, ignore_errors=True)
+            partial_output.mkdir(parents=True)
+            precision, name = PRECISIONS.get(made.dtype, made.dtype.lower()), directory.resolve().name
+            rounding, checked = write_gguf(source, partial_output / made.gguf, precision, name)
+            write_text(partial_output / "Modelfile", modelfile(made.gguf, source))
+            write_card(directory, replace(made, rounding=rounding), partial_output)
+            put_in_place(partial_output, output)
+    finally:
+        shutil.rmtree(partial_output, ignore_errors=True)
+        shutil.rmtree(whole, ignore_errors=True)
+    print("\n".join(filter(None, [checked, rounding])))
 
 
 def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -> None:
@@ -74,15 +108,16 @@ def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -
     partial_output = output.with_name(f"{output.name}.partial")
     try:
         with storage_errors(output):
-            copy_as(source, partial_output, getattr(torch, made.dtype))
-            write_card(directory, made, partial_output)
+            rounding = copy_as(source, partial_output, getattr(torch, made.dtype)).text(PRECISIONS[made.dtype])
+            write_card(directory, replace(made, rounding=rounding), partial_output)
             put_in_place(partial_output, output)
     finally:
         shutil.rmtree(partial_output, ignore_errors=True)
+    print(rounding, end="\n" if rounding else "")
 
 
-def copy_as(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy a model folder with its weights in another dtype.
+def copy_as(source: Path, target: Path, dtype: torch.dtype) -> Rounding:
+    """Copy a model folder with its weights in another dtype. Returns what that changes.
 
     Raises:
         NumericError: a value is out of the dtype's range.
@@ -97,8 +132,10 @@ def copy_as(source: Path, target: Path, dtype: torch.dtype) -> None:
         weight_files(str(source))
     shutil.rmtree(target, ignore_errors=True)  # of a conversion that was killed
     target.mkdir(parents=True)
+    rounding = Rounding()
     for path in source.iterdir():
-        _copy(path, target / path.name, dtype)
+        _copy(path, target / path.name, dtype, rounding)
+    return rounding
 
 
 def check_links(folder: Path) -> None:
@@ -109,7 +146,7 @@ def check_links(folder: Path) -> None:
             raise CheckpointError(f"{path}: a link to {path.resolve()}, which is outside of {folder}; remove it")
 
 
-def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
+def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding) -> None:
     if source.is_dir():
         shutil.copytree(source, target)
     elif source.name.startswith(UNCHANGED):
@@ -120,24 +157,31 @@ def _copy(source: Path, target: Path, dtype: torch.dtype) -> None:
         problems = [str(problem) for name, tensor in tensors.items() if (problem := out_of_range(name, tensor, dtype))]
         if problems:
             raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
-        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, target, metadata=METADATA)
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(dtype)
+            rounding.add(tensor, tensors[name])
+        save_file(tensors, target, metadata=METADATA)
     elif source.name == "config.json":
         fields = {**_read(source), "dtype": dtype_name(dtype)}
         if isinstance(inner := fields.get("text_config"), dict) and "dtype" in inner:
             fields["text_config"] = {**inner, "dtype": dtype_name(dtype)}
         write_json(target, fields)
     elif source.name.endswith(".safetensors.index.json"):
-        files, size = indexed_files(source), 0
-        for file in set(files.values()):
-            entries = header(file).values()
-            if file.name.startswith(UNCHANGED):
-                size += sum(stored.stop - stored.start for stored in entries)
-            else:
-                size += sum(math.prod(stored.shape) for stored in entries) * dtype.itemsize
-        names = {name: file.name for name, file in files.items()}
-        write_json(target, {"metadata": {"total_size": size}, "weight_map": names})
+        _copy_index(source, target, dtype)
     else:
         shutil.copyfile(source, target)
+
+
+def _copy_index(source: Path, target: Path, dtype: torch.dtype) -> None:
+    files, size = indexed_files(source), 0
+    for file in set(files.values()):
+        entries = header(file).values()
+        if file.name.startswith(UNCHANGED):
+            size += sum(stored.stop - stored.start for stored in entries)
+        else:
+            size += sum(math.prod(stored.shape) for stored in entries) * dtype.itemsize
+    names = {name: file.name for name, file in files.items()}
+    write_json(target, {"metadata": {"total_size": size}, "weight_map": names})
 
 
 def _read(path: Path, schema: Any = dict) -> dict:
@@ -200,11 +244,19 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
     Raises:
         CheckpointError, DataError: as open_checkpoint.
     """
-    opened = open_checkpoint(folder, recipe)
-    task, skeleton = opened.task, opened.skeleton
-    card, dtype = partial(write_card, directory, made), getattr(torch, made.dtype)
+    opened, rounding = open_checkpoint(folder, recipe), Rounding()
+    task, skeleton, dtype = opened.task, opened.skeleton, getattr(torch, made.dtype)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in opened.weights():
+            rounding.add(tensor, tensor.to(dtype))
+            yield name, tensor
+
+    def card(target: Path) -> None:
+        write_card(directory, replace(made, rounding=rounding.text(PRECISIONS[made.dtype])), target)
+
     lacks = export(
-        chain(opened.weights(), constant_tensors(skeleton, recipe)),
+        chain(weights(), constant_tensors(skeleton, recipe)),
         skeleton,
         ExportTarget(
             output,
@@ -216,4 +268,4 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
         ),
         True,  # the only process
     )
-    print(lacks, end="\n" if lacks else "")
+    print("".join(f"{text}\n" for text in (lacks, rounding.text(PRECISIONS[made.dtype])) if text), end="")

@@ -7,7 +7,6 @@ pairs side by side, norms with 1 added) follows its converter (https://github.co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,7 +40,7 @@ class Family(NamedTuple):
     Attributes:
         arch: llama.cpp's name.
         activation: of the MLP; a file does not state it.
-        rotary_pairs: whether the two values of a rotary pair are neighbours. In transformers they lie half a head apart.
+        rotary_pairs: whether the two values of a rotary pair are neighbours; transformers' are half a head apart.
         norm_offset: what is added to the weights of norms.
         ropes: rope types whose parameters a file can state.
         full_every: of how many layers one has full attention and the others a window; 0 for another pattern or none.
@@ -86,7 +85,8 @@ def write_gguf(source: Path, file: Path, precision: str, name: str) -> tuple[str
     stored = weight_files(str(source))
     problems = _problems(config)
     table, problem = gguf_tokenizer.token_table(tokenizer, config.get_text_config().vocab_size)
-    if problems := [*problems, *([problem] if problem else [])]:
+    problems += [problem] if problem else []
+    if problems or table is None:
         raise ConfigurationError("\n".join([f"{source}: --format gguf: {REMEDY}", *(f"  {text}" for text in problems)]))
     family, rounding, wanted = FAMILIES[config.model_type], Rounding(), Type[GGUF_TYPES[precision]]
     writer = gguf.GGUFWriter(file, family.arch)
@@ -98,8 +98,8 @@ def write_gguf(source: Path, file: Path, precision: str, name: str) -> tuple[str
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     names = gguf.get_tensor_name_map(_arch(family), config.num_hidden_layers)
     left_out = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    mapped = {key: names.get_name(key, (".weight", ".bias")) for key in stored.keys() - left_out}
-    if unknown := sorted(key for key, target in mapped.items() if target is None):
+    mapped = {key: names.get_name(key, (".weight", ".bias")) or "" for key in stored.keys() - left_out}
+    if unknown := sorted(key for key, target in mapped.items() if not target):
         raise ConfigurationError(f"{source}: --format gguf has no name for {', '.join(unknown[:3])}; {REMEDY}")
     for key, target in mapped.items():
         shape, kind = stored[key].shape, _type(stored[key].shape, wanted)
@@ -174,13 +174,13 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 def _add_sizes(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
+    window, length = getattr(config, "sliding_window", None) or 0, config.max_position_embeddings
     if config.model_type == "mistral" and window:  # llama.cpp computes full attention, equal up to the window
         length = min(length, window)
     elif config.model_type in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(window)
     elif config.model_type == "phi3":
-        writer.add_sliding_window(window or 0)
+        writer.add_sliding_window(window)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
     writer.add_context_length(length)
     writer.add_embedding_length(config.hidden_size)
@@ -266,6 +266,7 @@ def _check_logits(source: Path, file: Path, config: PreTrainedConfig, wanted: Ty
             f"{file}: deleted: read back by transformers, its logits differ from the model's by {difference:.1e} "
             f"({limit:.1e} is allowed); {REMEDY}"
         )
-    return f"logits read back from it differ by at most {difference:.1e} (allowed: {limit:.1e}), and {cost:.1e} by rounding"
-
-
+    compared = (
+        f"differ by at most {difference:.1e} (allowed: {limit:.1e}), and by {cost:.1e} with the rounding of weights"
+    )
+    return f"logits read back from the file {compared}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gguf
 from gguf import TokenType
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from samecurve.data.chat_encoder import end_tokens
 from samecurve.errors import NumericError
@@ -50,48 +50,52 @@ class TokenTable(NamedTuple):
     space_prefix: bool = False
 
 
-def token_table(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[TokenTable, str]:
-    """Describe a tokenizer for an embedding of `num_rows` rows. Returns the table, and why there is none ("" if one)."""
-    empty = TokenTable("", "", [], [], [], [])
+def token_table(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[TokenTable | None, str]:
+    """Describe a tokenizer, for an embedding of `num_rows` rows. Returns (table, "") or (None, why there is none)."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return empty, f"tokenizer: {type(tokenizer).__name__} has no tokenizer.json, from which its splits are known"
+        return None, f"tokenizer: {type(tokenizer).__name__} has no tokenizer.json, from which its splits are known"
     description = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, vocabulary = description["model"], tokenizer.get_vocab()
+    model, num_tokens = description["model"], max(tokenizer.get_vocab().values()) + 1
     if model["type"] != "BPE":
-        return empty, f"tokenizer: found {model['type']}; BPE is known"
-    if max(vocabulary.values()) >= num_rows:
-        return empty, f"tokenizer: has {max(vocabulary.values()) + 1:,} tokens, but the embedding {num_rows:,} rows"
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        return None, f"tokenizer: found {model['type']}; BPE is known"
+    if num_tokens > num_rows:
+        return None, f"tokenizer: found {num_tokens:,} tokens, but the embedding has {num_rows:,} rows"
+    table = TokenTable("llama", "default", [], [], [], [], bool(model.get("ignore_merges")))
     if model.get("byte_fallback"):
         space_prefix = _space_prefix(description)
         if space_prefix is None:
-            return empty, "tokenizer: replaces or splits text as neither Llama's nor Gemma's does"
-        table = TokenTable("llama", "default", [], [], [], [], space_prefix=space_prefix)
+            return None, "tokenizer: replaces or splits text as neither Llama's nor Gemma's does"
+        table = table._replace(space_prefix=space_prefix)
     else:
-        pre = _pre(description, bool(model.get("ignore_merges")))
+        pre = _pre(description, table.ignore_merges)
         if pre is None:
-            return empty, "tokenizer: splits text by a rule for which llama.cpp's name is not known here"
-        merges = [" ".join(pair) for pair in pairs]
-        table = TokenTable("gpt2", pre, [], [], [], merges, bool(model.get("ignore_merges")))
-    ranks: dict[str, float] = {}
-    for rank, pair in enumerate(pairs):
-        ranks.setdefault("".join(pair), -float(rank))
-    names, added = {index: token for token, index in vocabulary.items()}, tokenizer.added_tokens_decoder
+            return None, "tokenizer: splits text by a rule for which llama.cpp's name is not known here"
+        table = table._replace(model="gpt2", pre=pre)
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    table.merges.extend(" ".join(pair) for pair in pairs)
+    _add_tokens(table, tokenizer, num_rows, {"".join(pair): -float(rank) for rank, pair in [*enumerate(pairs)][::-1]})
+    return table, ""
+
+
+def _add_tokens(table: TokenTable, tokenizer: PreTrainedTokenizerFast, num_rows: int, ranks: dict[str, float]) -> None:
+    """Fill the table's rows. ranks: minus the place of the first merge that makes a token."""
+    names = {index: token for token, index in tokenizer.get_vocab().items()}
+    added, is_sentencepiece = tokenizer.added_tokens_decoder, table.model == "llama"
     for index in range(num_rows):
         token, kind = names.get(index, f"[PAD{index}]"), TokenType.NORMAL
         if index not in names:
             kind = TokenType.UNUSED
-        elif table.model == "llama" and token == model.get("unk_token"):
+        elif is_sentencepiece and index == tokenizer.unk_token_id:
             kind = TokenType.UNKNOWN
+        elif index in added and added[index].special:
+            kind = TokenType.CONTROL
         elif index in added:
-            kind = TokenType.CONTROL if added[index].special else TokenType.USER_DEFINED
-            token = token.replace(SPACE, " ") if kind == TokenType.USER_DEFINED else token
-        elif table.model == "llama" and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            token, kind = token.replace(SPACE, " "), TokenType.USER_DEFINED
+        elif is_sentencepiece and re.fullmatch("<0x[0-9A-F]{2}>", token):
             kind = TokenType.BYTE
         table.tokens.append(token)
         table.types.append(kind)
-        table.scores.append(ranks.get(token, -float(len(pairs))))
-    return table, ""
+        table.scores.append(ranks.get(token, -float(len(ranks))))
 
 
 def _pre(description: dict, ignore_merges: bool) -> str | None:
@@ -100,8 +104,8 @@ def _pre(description: dict, ignore_merges: bool) -> str | None:
 
     if (description["normalizer"] or {"type": "NFC"})["type"] != "NFC":  # llama.cpp leaves text as it is
         return None
-    first = description["pre_tokenizer"] or {"type": None}
-    stages = first["pretokenizers"] if first["type"] == "Sequence" else [first]
+    first: dict[str, Any] = description["pre_tokenizer"] or {"type": None}
+    stages: list[dict[str, Any]] = first["pretokenizers"] if first["type"] == "Sequence" else [first]
     kinds = [stage["type"] for stage in stages]
     if kinds[-1] != "ByteLevel" or stages[-1].get("add_prefix_space") or len(kinds) > 2:
         return None
@@ -118,8 +122,9 @@ def _pre(description: dict, ignore_merges: bool) -> str | None:
 
 def _space_prefix(description: dict) -> bool | None:
     """Return whether a tokenizer with SentencePiece's spaces begins a text with one; None if it does other things."""
-    normalizer, pre = description["normalizer"] or {"type": None}, description["pre_tokenizer"] or {"type": None}
-    stages = normalizer.get("normalizers", [normalizer])
+    normalizer: dict[str, Any] = description["normalizer"] or {"type": None}
+    pre: dict[str, Any] = description["pre_tokenizer"] or {"type": None}
+    stages: list[dict[str, Any]] = normalizer.get("normalizers", [normalizer])
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     if pre["type"] == "Metaspace" and stages == [{"type": None}] and not pre["split"]:
         return pre["prepend_scheme"] != "never"
@@ -184,18 +189,20 @@ def check(file: Path, tokenizer: PreTrainedTokenizerBase, table: TokenTable) -> 
     return f"{len(probes)} texts give the same tokens"
 
 
-def modelfile(file: str, source: Path, num_positions: int) -> str:
-    """Return the Modelfile with which `ollama create` imports `file`: template, stop tokens and length of the context."""
-    tokenizer = AutoTokenizer.from_pretrained(source)
+def modelfile(file: str, source: Path) -> str:
+    """Return the Modelfile for `ollama create`: file, template, stop tokens and length of the context."""
+    tokenizer, config = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
     lines = [f"FROM ./{file}"]
     template = go_template(tokenizer) if tokenizer.chat_template else "{{ .Prompt }}"
     if template is None:
-        lines.append("# no TEMPLATE: the chat template is not a text around each message; Ollama looks for one it knows")
+        lines.append(
+            "# no TEMPLATE: the chat template is not text around each message; Ollama looks for one that it knows"
+        )
     else:
         lines.append(f'TEMPLATE """{template}"""')
     for token in tokenizer.convert_ids_to_tokens(stops(tokenizer, source)):
         lines.append(f"PARAMETER stop {json.dumps(token, ensure_ascii=False)}")
-    return "\n".join([*lines, f"PARAMETER num_ctx {min(num_positions, _NUM_CTX)}", ""])
+    return "\n".join([*lines, f"PARAMETER num_ctx {min(config.max_position_embeddings, _NUM_CTX)}", ""])
 
 
 def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -209,8 +216,8 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         messages = [{"role": named[role], "content": f"<<{index}>>"} for index, role in enumerate(roles)]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         assert isinstance(text, str)  # of tokenize=False
-        bos = tokenizer.bos_token or ""
-        return text.removeprefix(bos) if bos and _adds(tokenizer)[0] else text  # llama.cpp adds it, too
+        bos = tokenizer.bos_token if _adds(tokenizer)[0] else None  # llama.cpp adds it, too
+        return text.removeprefix(bos) if isinstance(bos, str) else text
 
     try:
         after = render("su", False).partition("<<1>>")[2]
@@ -225,16 +232,16 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         }
         default = render("u").partition("<<0>>")[0].removesuffix(before_user)
         for roles in ("u", "uau", "uauau", "su", "suau", "suauau"):
-            told = "".join(f"<<{index}>>".join(around[role]) for index, role in enumerate(roles))
-            if render(roles) != ("" if "s" in roles else default) + told + prompt:
+            body = "".join(f"<<{index}>>".join(around[role]) for index, role in enumerate(roles))
+            if render(roles) != ("" if "s" in roles else default) + body + prompt:
                 return None
     except Exception:  # noqa: BLE001 - Jinja's errors, and a template's own for roles that it does not take
         return None
     if any(mark in part for part in (default, prompt, *sum(around.values(), ())) for mark in ("{{", '"""')):
         return None
-    roles = {"s": "system", "u": "user", "a": "assistant"}
-    told = " else ".join(
-        f'if eq .Role "{roles[role]}" }}}}{before}{{{{ .Content }}}}{after}{{{{' for role, (before, after) in around.items()
+    cases = " else ".join(
+        f'if eq .Role "{name}" }}}}{around[name[0]][0]}{{{{ .Content }}}}{around[name[0]][1]}{{{{'
+        for name in ("system", "user", "assistant")
     )
     default = default and f"{{{{ if not .System }}}}{default}{{{{ end }}}}"
-    return f"{default}{{{{ range .Messages }}}}{{{{ {told} end }}}}{{{{ end }}}}{prompt}"
+    return f"{default}{{{{ range .Messages }}}}{{{{ {cases} end }}}}{{{{ end }}}}{prompt}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ _FACTS = {
         "seed": int,
         "steps": COUNT,
         "precision": str,
-        "adapter": {"name": (str, None)},
+        "adapter": {"name": (str, None), "rank?": COUNT, "dora?": bool},
         "model": {"path": (str, None)},
         "data": {"path": (str, None), "source?": (str, None), "mixture?": ([{"path": str, "weight": float}], None)},
         "batch": {"global_batch_size": COUNT, "sequence_length": COUNT},
@@ -57,6 +58,7 @@ _FACTS = {
         "evaluate": {"path": (str, None)},
     },
 }
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank, whose default is 16
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
@@ -70,6 +72,8 @@ class ExportInfo:
         step: step after which the weights were saved; None for the last one.
         merged: whether an adapter is merged into its base model.
         text_alone: whether the folder holds the text part of a packaged model without the rest.
+        rounding: what rounding the weights to `dtype` costs, in words; "" for nothing.
+        gguf: name of the GGUF in the folder; "" for safetensors.
     """
 
     dtype: str = "float32"
@@ -77,6 +81,8 @@ class ExportInfo:
     step: int | None = None
     merged: bool = False
     text_alone: bool = False
+    rounding: str = ""
+    gguf: str = ""
 
 
 def write_card(run: Path, info: ExportInfo, folder: Path) -> None:
@@ -109,7 +115,7 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
     parts = [
         f"---\n{yaml.safe_dump(metadata(known[-1].facts, info), sort_keys=False, allow_unicode=True)}---\n",
         f"# {_escaped(Path(facts['output_dir']).name)}\n",
-        *_use(facts, info),
+        *(_use_gguf(facts, info) if info.gguf else _use(facts, info)),
         *_training(facts, history, info),
         *_curve(history),
         *_evaluation(facts, history),
@@ -186,6 +192,36 @@ def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
     else:
         lines += [f"model = {loader}.from_pretrained(folder)  # this folder"]
     yield "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", "```\n"])
+    if auto_class == "AutoModelForCausalLM":
+        yield f"To serve it, if vLLM has the model's class:\n\n```\n{_served(recipe, info)}\n```\n"
+
+
+def _served(recipe: dict, info: ExportInfo) -> str:
+    adapter = recipe["adapter"]
+    if not adapter["name"] or info.merged:
+        return "vllm serve .  # this folder, or the model's name on the hub"
+    if adapter.get("dora"):
+        return "# vLLM has no DoRA: merge the adapter first (python -m samecurve merge RUN)"
+    rank = adapter.get("rank", 0)
+    larger = f" --max-lora-rank {next((known for known in _VLLM_RANKS if known >= rank), rank)}" if rank > 16 else ""
+    base = shlex.quote(recipe["model"]["path"])
+    return f"vllm serve {base} --enable-lora{larger} --lora-modules adapter=.  # model name: adapter; .: this folder"
+
+
+def _use_gguf(facts: dict, info: ExportInfo) -> Iterator[str]:
+    name, file = _ollama_name(Path(facts["output_dir"]).name), shlex.quote(info.gguf)
+    yield f"```\nollama create {name} -f Modelfile && ollama run {name}\nllama-cli -m {file}\n```\n"
+    yield "`Modelfile` has the stop tokens and the chat template. With transformers and the `gguf` package:\n"
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [
+        f"{name} = {loader}.from_pretrained(folder, gguf_file={info.gguf!r})  # this folder"
+        for name, loader in (("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer"))
+    ]
+    yield "\n".join(["```python", *lines, "```\n"])
+
+
+def _ollama_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._") or "model"
 
 
 def _training(facts: dict, history: History, info: ExportInfo) -> Iterator[str]:
@@ -233,6 +269,8 @@ def _how(recipe: dict, history: History, info: ExportInfo) -> Iterator[tuple[str
     yield "time in steps", duration(history.totals.get("step_seconds", 0))
     yield "optimizer", f"{optimizer['name']}, learning rate {optimizer['learning_rate']:g}, {schedule['name']}"
     yield "computed in", f"{recipe['precision']}, from fp32 weights; stored as {info.dtype}"
+    if info.rounding:
+        yield "stored weights", info.rounding
     yield "seed", recipe["seed"]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safetensors.torch import save_file
-
 from torch import Tensor
 
 from samecurve.errors import CheckpointError

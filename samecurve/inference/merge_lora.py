@@ -44,20 +44,18 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     loading.check_base_model(arguments.run, base)
     dtype = DTYPES[arguments.dtype]
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
+    rounding = ""
     try:
         print(_merge(folder, base, partial, arguments.trust_remote_code))
         if arguments.dtype != "fp32":  # after the check, which needs fp32
             with storage_errors(cast):
-                copy_as(partial, cast, getattr(torch, dtype))
+                rounding = copy_as(partial, cast, getattr(torch, dtype)).text(arguments.dtype)
                 shutil.rmtree(partial)
                 cast.rename(partial)
-            print(
-                f"weights converted to {arguments.dtype}: its rounding, which the check above does not include, "
-                "changes the logits"
-            )
+            print(f"{rounding}, which the check above does not include" if rounding else "no weight was rounded")
         directory = folders.run_directory(arguments.run)
         if directory is not None:  # a folder with an adapter alone does not know its run
-            write_card(directory, ExportInfo(dtype, merged=True), partial)
+            write_card(directory, ExportInfo(dtype, merged=True, rounding=rounding), partial)
         put_in_place(partial, output)
     finally:
         for leftover in (partial, cast):
