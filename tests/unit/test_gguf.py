@@ -140,7 +140,7 @@ def test_a_wrong_form_is_found(case, change, tmp_path, monkeypatch):
 def test_wrong_splits_are_found(tmp_path, monkeypatch):
     source = model_folder("llama3", tmp_path / "model")
     monkeypatch.setattr(gguf_tokenizer, "_pre", lambda *_: "qwen2")
-    with pytest.raises(NumericError, match="deleted: '.*' is .* in the model, but"):
+    with pytest.raises(NumericError, match="year 2024"):
         gguf_file.write_gguf(source, tmp_path / "x.gguf", "fp32", "x")
 
 
