@@ -1,6 +1,6 @@
 """Write an HTML page about a run: curves, results, sessions, configuration and environment.
 
-Two runs are shown side by side.
+Several runs are shown side by side. Of two, the page also says how far their losses are apart and what differs.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ import argparse
 from pathlib import Path
 
 from samecurve.errors import ConfigurationError
-from samecurve.reports.run_report import render_run_page
+from samecurve.reports.run_report import MOST_RUNS, render_run_page
 from samecurve.reports.run_summary import Run
 from samecurve.run.run_directory import RECORDS, REPORT
 from samecurve.storage.atomic import write_text
 
+_NAMED = 100  # characters of the other runs' names in the name of the page
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run directory, or two of them to compare")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run directory, or several to compare")
     parser.add_argument(
         "--html",
         metavar="FILE",
         type=Path,
-        help=f"the page to write (default: RUN/{REPORT}; of two runs, RUN/report_RUN2.html)",
+        help=f"the page to write (default: RUN/{REPORT}; of several, RUN/report_RUN2.html)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     directories = arguments.runs
-    if len(directories) > 2:
-        raise ConfigurationError(f"RUN: found {len(directories)} directories, but a report shows one run or two")
+    if len(directories) > MOST_RUNS:
+        raise ConfigurationError(f"RUN: found {len(directories)} directories, but a report shows {MOST_RUNS} at most")
     runs = [read_run(directory) for directory in directories]
     path = arguments.html or directories[0] / REPORT
     if not arguments.html and len(runs) > 1:
-        path = directories[0] / f"{path.stem}_{runs[1].name}{path.suffix}"
+        path = directories[0] / f"{path.stem}_{'_'.join(run.name for run in runs[1:])[:_NAMED]}{path.suffix}"
     write_text(path, render_run_page(runs))
     print(path)
     return 0

@@ -1,4 +1,4 @@
-"""Plot of one quantity of one or two runs over the optimizer steps, as a small SVG without scripts."""
+"""Plot of one quantity of one run or several over the optimizer steps, as a small SVG without scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from samecurve.run.sessions import SessionRecord
 SMALL, LARGE = (440, 250), (900, 400)  # width, height
 LEFT, RIGHT, BOTTOM = 58, 16, 40  # margins
 TITLE_Y, LEGEND_HEIGHT = 16, 16
-COLOURS = ("#0072b2", "#d55e00")  # of Okabe and Ito's palette for colour-blind readers
+# Okabe and Ito's palette for colour-blind readers, without yellow; further runs begin again
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 STYLES = {
     "line": (1.6, ""),
     "faint": (1.0, 'stroke-opacity="0.35"'),
@@ -36,7 +37,7 @@ class Series:
     Attributes:
         label: text in the legend, "" for a line without an entry.
         points: (step, value), sorted by step; None or a non-finite value is a gap.
-        run: 0 or 1, determines the colour.
+        run: number of the run, 0-based, which chooses the colour.
         circled: the step of a point to circle.
     """
 
@@ -133,11 +134,11 @@ def _legend(series: Sequence[Series], wide: bool, room: int) -> tuple[list[str],
 
 
 def _stroke(series: Series, wide: bool) -> str:
-    """Return the line style. wide: draw the first of two runs wider, to stay visible where the second covers it."""
+    """Return the line style. wide: draw the first run wider, to stay visible where another covers it."""
     width, style = STYLES[series.kind]
     width *= WIDER if wide and not series.run else 1
     shape = f'fill="none" stroke-linecap="round" stroke-width="{width:g}" {style}'.rstrip()
-    return f'stroke="{COLOURS[series.run]}" {shape}'
+    return f'stroke="{COLOURS[series.run % len(COLOURS)]}" {shape}'
 
 
 def _line(panel: Panel, series: Series, wide: bool) -> Iterator[str]:
@@ -151,19 +152,19 @@ def _line(panel: Panel, series: Series, wide: bool) -> Iterator[str]:
     points = [point for piece in pieces for point in piece]
     if series.kind == "dots" and len(points) <= MOST_DOTS:
         radius = 4 if wide and not series.run else 2.5
-        rest = f'r="{radius}" fill="{COLOURS[series.run]}"'
+        rest = f'r="{radius}" fill="{COLOURS[series.run % len(COLOURS)]}"'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" {rest}/>' for x, y in points)
     for step, value in series.points:
         if step == series.circled and is_finite(value):
             at = f'cx="{panel.x(step):.1f}" cy="{panel.y(value):.1f}" r="6"'
-            yield f'<circle {at} fill="none" stroke="{COLOURS[series.run]}" stroke-width="2"/>'
+            yield f'<circle {at} fill="none" stroke="{COLOURS[series.run % len(COLOURS)]}" stroke-width="2"/>'
 
 
 def _marks(panel: Panel, marks: Sequence[Mark]) -> Iterator[str]:
     """Draw each mark's line, and its label unless that would overlap the previous label."""
     free = -math.inf
     for mark in sorted(marks, key=lambda mark: mark.step):
-        x, colour = panel.x(mark.step), COLOURS[mark.run]
+        x, colour = panel.x(mark.step), COLOURS[mark.run % len(COLOURS)]
         title = f"<title>{escape(mark.tooltip)}</title>"
         ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{panel.box.top:g}" y2="{panel.box.bottom:g}"'
         line = f'<line {ends} stroke="{colour}" stroke-dasharray="1 3" stroke-width="1.5"/>'

@@ -1,4 +1,4 @@
-"""HTML page of `report`. Two runs share the same plots; the first is A, the second B."""
+"""HTML page of `report`. Runs share the same plots; the first is A, the second B, and so on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from samecurve.metrics.console import spaced
 from samecurve.reports.history import History, Point
 from samecurve.reports.html import html_document, html_table
 from samecurve.reports.plot import (
+    COLOURS,
     LARGE,
     LOGARITHMIC_FROM,
     SMALL,
@@ -29,7 +30,8 @@ from samecurve.run.status import refused_text
 from samecurve.storage.atomic import utc_timestamp
 from samecurve.storage.jsonl import scan
 
-NAMES = "AB"
+NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MOST_RUNS = len(NAMES)
 # Perplexity follows from the loss, and counts do not change.
 NO_CURVES = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_rows", "eval_pairs")
 FROM_ZERO = Scale(from_zero=True)
@@ -37,7 +39,7 @@ MOST_SAMPLES = 6
 _STYLE = """
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 1rem 1.5rem }
 figure { margin: 0; break-inside: avoid } figure:first-child { grid-column: 1 / -1 }
-svg { width: 100%; height: auto } .name0 { color: #0072b2 } .name1 { color: #d55e00 }
+svg { width: 100%; height: auto }
 @media print { .plots { grid-template-columns: 1fr 1fr } }
 .bad { color: #b00020; white-space: pre-wrap; overflow-wrap: anywhere } .small { color: #5f5f5f }
 .samples td { white-space: pre-wrap; font-family: monospace }
@@ -53,13 +55,14 @@ _NOTE = (
 
 def render_run_page(runs: Sequence[Run]) -> str:
     title = " and ".join(run.name for run in runs)
-    return html_document(title, _STYLE, _parts(runs))
+    colours = "\n".join(f".name{index} {{ color: {colour} }}" for index, colour in enumerate(COLOURS))
+    return html_document(title, f"{_STYLE}{colours}\n", _parts(runs))
 
 
 def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for index, run in enumerate(runs):
         yield _introduction(run, index, len(runs) > 1)
-    distance = Distance(*runs) if len(runs) > 1 else None
+    distance = Distance(*runs) if len(runs) == 2 else None
     yield from _curves(runs, distance)
     for index, run in enumerate(runs):
         yield from _samples(run, _of(index, runs))
@@ -97,7 +100,7 @@ def _folded(title: str, content: str) -> str:
 
 def _introduction(run: Run, index: int, named: bool) -> str:
     facts = run.facts
-    name = f'<b class="name{index}">{NAMES[index]}</b> ' if named else ""
+    name = f'<b class="name{index % len(COLOURS)}">{NAMES[index]}</b> ' if named else ""
     if facts:
         where = [f"{facts.get('strategy', NOT_KNOWN)} ({facts.get('engine', NOT_KNOWN)})"]
         where += [f"{facts.get('world_size', NOT_KNOWN)} x {facts.get('device', NOT_KNOWN)}"]
@@ -115,7 +118,7 @@ def _introduction(run: Run, index: int, named: bool) -> str:
 
 
 def _of(index: int, runs: Sequence[Run]) -> str:
-    return f' of <span class="name{index}">{NAMES[index]}</span>' if len(runs) > 1 else ""
+    return f' of <span class="name{index % len(COLOURS)}">{NAMES[index]}</span>' if len(runs) > 1 else ""
 
 
 def _side_by_side(columns: Sequence[dict[str, str]]) -> str:
@@ -144,7 +147,7 @@ def _differences(first: Run, second: Run, distance: Distance) -> Iterator[str]:
         same = len(here[name].keys() | there[name].keys()) - len(different)
         yield f"<h3>{name.capitalize()}: {len(different)} of {same + len(different)} keys</h3>"
         if different:
-            yield html_table(different, ("", *NAMES))
+            yield html_table(different, ("", *NAMES[:2]))
 
 
 def _curves(runs: Sequence[Run], distance: Distance | None) -> Iterator[str]:

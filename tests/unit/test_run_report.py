@@ -232,6 +232,17 @@ def test_two_runs_and_what_differs(run, tmp_path, capsys):
     assert "|loss of B / loss of A - 1|" in plots(page)
 
 
+def test_many_runs_share_the_plots(run, tmp_path, capsys):
+    for name, rate in (("b", 2e-3), ("c", 3e-3)):
+        written(tmp_path / name, "run.json", FACTS | {"recipe": {"optimizer": {"learning_rate": rate}}})
+        record_all(tmp_path / name, [record(step, 8.0 - rate * step) for step in (1, 2, 3, 4)])
+    page = made(capsys, run, tmp_path / "b", tmp_path / "c")
+    assert (run / "report_b_c.html").exists() and "<h2>Differences</h2>" not in page
+    assert all(f'<b class="name{index}">{name}</b>' in page for index, name in enumerate("ABC"))
+    loss = page.split("<figure>")[1]
+    assert all(colour in loss for colour in ("#0072b2", "#d55e00", "#009e73")) and "C exponential mean" in loss
+
+
 def test_equal_runs_have_no_plot_of_their_distance(run, capsys):
     page = made(capsys, run, run)
     assert "they are identical" in page and "|loss of B / loss of A - 1|" not in plots(page)
@@ -275,7 +286,7 @@ def test_a_long_run_is_a_small_page(run, capsys):
     [
         (["nowhere"], "nowhere: no run here (run.json, metrics.jsonl); give the output_dir of a run"),
         (["a", "nowhere"], "nowhere: no run here"),
-        (["a", "a", "a"], "RUN: found 3 directories, but a report shows one run or two"),
+        (["a"] * 27, "RUN: found 27 directories, but a report shows 26 at most"),
     ],
 )
 def test_mistakes(run, arguments, message, monkeypatch, capsys):
