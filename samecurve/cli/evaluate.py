@@ -5,6 +5,10 @@ split, config and revision of a data set on the hub.
 
 Without DATA, the model is evaluated on the run's held-out rows, and the numbers equal those of the run's own
 evaluations.
+
+With --watch, each checkpoint of a run that is still training is evaluated on its held-out rows, oldest first, by this
+process and on its device. The numbers go to RUN/evaluations.jsonl, which reports and summaries read with those of the
+run. The command ends when the run is done or has failed, or by Ctrl-C, and goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch_size", type=int, metavar="N", help="rows per forward pass (default: the recipe's micro-batch size)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics, model and data to FILE")
+    parser.add_argument("--watch", action="store_true", help="evaluate each checkpoint of a run while it trains")
     add_code_arguments(parser)
 
 
@@ -61,6 +66,17 @@ def run(arguments: argparse.Namespace) -> Subcommand:
     allow_own_code(arguments)
     directory = folders.run_directory(arguments.run) or arguments.run
     run_recipe = folders.read_recipe(directory)
+    if arguments.watch:
+        if given := [name for name in ("data", "--model", "--json") if getattr(arguments, name.lstrip("-"))]:
+            raise ConfigurationError(f"--watch: reads the held-out rows of the run; leave out {', '.join(given)}")
+
+        def measured(recipe: Recipe, folder: Path) -> Recipe:
+            recipe = with_evaluation_data(recipe, folder, None, arguments.batch_size)
+            recipe = folders.with_code(recipe, arguments.trust_remote_code)
+            return recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
+
+        measured(run_recipe, directory)  # raises where no rows are held out
+        return Subcommand("samecurve.bench.watch", (directory, measured, arguments.trust_remote_code))
     trained = with_columns(run_recipe, arguments.data, arguments.columns)
     folder = folders.model_folder(arguments.model or directory)
     recipe = with_evaluation_data(trained, folder, arguments.data, arguments.batch_size)

@@ -33,7 +33,8 @@ from samecurve.storage.records import COUNT, are_numbers, is_number
 from samecurve.strategy.launchers import STARTING_OVER, is_restart
 
 State = Literal["running", "done", "failed", "preempted"]
-RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl", BAD_ROWS)
+WATCHED = "evaluations.jsonl"  # of `evaluate --watch`, another process than the run's
+RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl", BAD_ROWS, WATCHED)
 REJECTED = "rejected_model"
 FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move
@@ -323,8 +324,14 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def iterate_metrics(path: Path) -> Iterator[dict | None]:
-    """Yield a run directory's metrics, one dict per finished step, None for a damaged line."""
+    """Yield a run directory's metrics, one dict per finished step, None for a damaged line.
+
+    A step that the run did not evaluate has the numbers of `evaluate --watch`, if any.
+    """
+    watched = {record["step"]: record for _, record in scan(path / WATCHED, METRICS_LINE) if record}
     for _, record in scan(path / "metrics.jsonl", METRICS_LINE):
+        if record is not None and record["step"] in watched:
+            record = watched[record["step"]] | record
         if record is not None and not are_numbers(record):
             record = {key: value for key, value in record.items() if is_number(value) or key == "expert_share"}
         yield record

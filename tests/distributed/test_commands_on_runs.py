@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from samecurve.cli import commands
 from samecurve.data import sources
+from samecurve.run.run_directory import WATCHED
 
 TASKS = ["pretrain", "adapter", "sft", "classify"]
 STEPS = 6
@@ -74,6 +75,21 @@ def test_evaluate_finds_what_the_run_wrote(task, runs, tmp_path, capsys):
     for key, value in wrote.items():
         assert found["metrics"][key] == pytest.approx(value, rel=1e-6), key
     assert f"{wrote['eval_loss']:.4f}   {wrote['eval_loss']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_watch_finds_what_the_run_wrote(task, runs, capsys):
+    """The run's checkpoint, evaluated by another process: its numbers are read where the run has none of its own."""
+    run = runs[task]
+    wrote = next(record for record in reversed(run.metrics) if "eval_loss" in record)
+    for _ in range(2):  # the second time nothing is left to do
+        assert commands.main(["evaluate", str(run.directory), "--watch"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(f"step {wrote['step']}: held-out loss") == 1
+    watched = [json.loads(line) for line in (run.directory / WATCHED).read_text().splitlines()]
+    for key, value in watched[-1].items():
+        assert value == pytest.approx(wrote[key], rel=1e-6), key
+    assert not list(run.directory.glob(".watch-*"))
 
 
 def test_evaluate_reads_a_file_as_the_recipe_reads_data(workspace, runs, tmp_path):
