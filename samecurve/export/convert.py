@@ -31,7 +31,7 @@ from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weight_files import header, indexed_files, read, weight_files
 from samecurve.models.weights import constant_tensors, kept_tensors
 from samecurve.specs.precision import PRECISIONS
-from samecurve.storage.atomic import json_values, storage_errors, write_json, write_text
+from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.storage.records import read_record
 from samecurve.tasks import registry
 
@@ -54,43 +54,20 @@ def run(
         recipe: recipe of the checkpoint; None if `source` is an export.
         push: where to upload the folder.
     """
-    if made.gguf:
-        to_gguf(directory, source, recipe, output, made)
-    elif recipe is None:
+    if recipe is None:
         from_export(directory, source, output, made)
     else:
         from_checkpoint(directory, source, recipe, output, made)
-    size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
-    print(f"{source} in {PRECISIONS.get(made.dtype, made.dtype.lower())}: {output} ({size / 1e6:,.1f} MB)")
-    if push:
-        push.upload(output)
+    finish(source, output, PRECISIONS[made.dtype], push)
     return 0
 
 
-def to_gguf(directory: Path, source: Path, recipe: Recipe | None, output: Path, made: ExportInfo) -> None:
-    """Write a folder with a GGUF, a Modelfile for Ollama and a card. Arguments and errors: as `run`, `write_gguf`."""
-    from samecurve.export.gguf_file import write_gguf  # imports an optional package
-    from samecurve.export.gguf_tokenizer import modelfile
-
-    partial_output, whole = (output.with_name(f"{output.name}.{name}") for name in ("partial", "source"))
-    try:
-        with storage_errors(output):
-            if recipe is not None:
-                shutil.rmtree(whole, ignore_errors=True)
-                from_checkpoint(directory, source, recipe, whole, ExportInfo())
-                source = whole
-            check_links(source)
-            shutil.rmtree(partial_output, ignore_errors=True)
-            partial_output.mkdir(parents=True)
-            precision, name = PRECISIONS.get(made.dtype, made.dtype.lower()), directory.resolve().name
-            rounding, checked = write_gguf(source, partial_output / made.gguf, precision, name)
-            write_text(partial_output / "Modelfile", modelfile(made.gguf, source))
-            write_card(directory, replace(made, rounding=rounding), partial_output)
-            put_in_place(partial_output, output)
-    finally:
-        shutil.rmtree(partial_output, ignore_errors=True)
-        shutil.rmtree(whole, ignore_errors=True)
-    print("\n".join(filter(None, [checked, rounding])))
+def finish(source: Path, output: Path, precision: str, push: Push | None) -> None:
+    """Print what was written, and upload it if asked to. Raises as Push.upload."""
+    size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+    print(f"{source} in {precision}: {output} ({size / 1e6:,.1f} MB)")
+    if push:
+        push.upload(output)
 
 
 def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -> None:

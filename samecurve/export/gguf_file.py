@@ -7,6 +7,8 @@ pairs side by side, norms with 1 added) follows its converter (https://github.co
 from __future__ import annotations
 
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,13 +22,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samecurve.errors import ConfigurationError, NumericError
 from samecurve.export import gguf_tokenizer
-from samecurve.export.hf_export import out_of_range
+from samecurve.export.convert import check_links, finish, from_checkpoint
+from samecurve.export.hf_export import out_of_range, put_in_place
+from samecurve.export.model_card import ExportInfo, write_card
+from samecurve.export.push import Push
 from samecurve.export.weight_shards import Rounding
 from samecurve.models.weight_files import read, weight_files
-from samecurve.specs.precision import GGUF_TYPES
+from samecurve.specs.precision import GGUF_TYPES, PRECISIONS
+from samecurve.storage.atomic import storage_errors, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from samecurve.config.schema import Recipe
 
 REMEDY = "export without --format gguf, and run llama.cpp's convert_hf_to_gguf.py on that folder"
 ROWS, LENGTH = 2, 32
@@ -63,6 +71,33 @@ FAMILIES = {
     "gemma3_text": Family("gemma3", "gelu_pytorch_tanh", norm_offset=1.0, ropes=("default", "linear"), full_every=6),
     "phi3": Family("phi3", ropes=("default",)),
 }
+
+
+def run(
+    directory: Path, source: Path, output: Path, made: ExportInfo, recipe: Recipe | None, push: Push | None = None
+) -> int:
+    """Write a folder with a GGUF, a Modelfile for Ollama and a card. Arguments: see convert.run; made.gguf is set."""
+    partial_output, whole = (output.with_name(f"{output.name}.{name}") for name in ("partial", "source"))
+    precision, model = PRECISIONS.get(made.dtype, made.dtype.lower()), source
+    try:
+        with storage_errors(output):
+            for leftover in (partial_output, whole):  # of an export that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            if recipe is not None:
+                from_checkpoint(directory, source, recipe, whole, ExportInfo())
+                model = whole
+            check_links(model)
+            partial_output.mkdir(parents=True)
+            rounding, checked = write_gguf(model, partial_output / made.gguf, precision, directory.resolve().name)
+            write_text(partial_output / "Modelfile", gguf_tokenizer.modelfile(made.gguf, model))
+            write_card(directory, replace(made, rounding=rounding), partial_output)
+            put_in_place(partial_output, output)
+    finally:
+        shutil.rmtree(partial_output, ignore_errors=True)
+        shutil.rmtree(whole, ignore_errors=True)
+    print("\n".join(filter(None, [checked, rounding])))
+    finish(source, output, precision, push)
+    return 0
 
 
 def write_gguf(source: Path, file: Path, precision: str, name: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gguf
 from gguf import TokenType
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from samecurve.data.chat_encoder import end_tokens
@@ -235,7 +236,7 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
             body = "".join(f"<<{index}>>".join(around[role]) for index, role in enumerate(roles))
             if render(roles) != ("" if "s" in roles else default) + body + prompt:
                 return None
-    except Exception:  # noqa: BLE001 - Jinja's errors, and a template's own for roles that it does not take
+    except (TemplateError, IndexError):  # a template may refuse roles
         return None
     if any(mark in part for part in (default, prompt, *sum(around.values(), ())) for mark in ("{{", '"""')):
         return None
