@@ -149,6 +149,24 @@ def test_a_base_model_on_the_hub(run, merged):
     assert "- what org/base was trained on, and its licence" in text
 
 
+SERVED = {
+    (16, False, False): "vllm serve org/base --enable-lora --lora-modules adapter=.",
+    (40, False, False): "vllm serve org/base --enable-lora --max-lora-rank 64 --lora-modules adapter=.",
+    (16, True, False): "# vLLM has no DoRA: merge the adapter first",
+    (16, False, True): "vllm serve .  # this folder",
+}
+
+
+@pytest.mark.parametrize("rank, dora, merged", SERVED)
+def test_how_to_serve(run, rank, dora, merged):
+    adapter = {"name": "lora", "rank": rank, "dora": dora}
+    written(run, facts(recipe={"model": HUB, "adapter": adapter, "task": "sft"}))
+    text = model_card(run, ExportInfo(merged=merged, rounding="rounding to bf16 changes x"))
+    assert f"```\n{SERVED[rank, dora, merged]}" in text and "| stored weights | rounding to bf16 changes x |" in text
+    written(run, facts(recipe={"task": "classify"}))
+    assert "vllm" not in model_card(run, ExportInfo())
+
+
 def test_an_adapted_classifier_takes_its_config_from_its_folder(run):
     adapted = {"model": HUB, "adapter": {"name": "lora"}, "task": "classify"}
     written(run, facts(recipe=adapted, adapter={"name": "lora", "base_model": "f00"}))
