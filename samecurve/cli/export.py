@@ -84,17 +84,19 @@ def run(arguments: argparse.Namespace) -> Subcommand | int:
         raise StorageError(f"{output}: exists already; choose another folder with --output")
     made = ExportInfo({**GGUF_TYPES, **DTYPES}[arguments.dtype], arguments.license)
     made = replace(made, gguf=f"{directory.resolve().name}-{arguments.dtype}.gguf" if gguf else "")
-    module = "samecurve.export.gguf_file" if gguf else "samecurve.export.convert"
     if checkpoint:
         saved = read_state(checkpoint)
         recipe = folders.with_code(folders.parse_recipe(saved, checkpoint / "state.json"), arguments.trust_remote_code)
         _check_whole(gguf, recipe.adapter.name is not None, directory)
-        made = replace(made, step=saved["step"])
-        return Subcommand(module, (directory, checkpoint, output, made, recipe, push))
-    source = chosen or folders.model_folder(directory)
-    _check_whole(gguf, _is_adapter(source), directory)
-    made = replace(made, merged=_is_adapter(directory / "model") and not _is_adapter(source))
-    return Subcommand(module, (directory, source, output, made, None, push))
+        work = directory, checkpoint, output, replace(made, step=saved["step"]), recipe, push
+    else:
+        source = chosen or folders.model_folder(directory)
+        _check_whole(gguf, _is_adapter(source), directory)
+        made = replace(made, merged=_is_adapter(directory / "model") and not _is_adapter(source))
+        work = directory, source, output, made, None, push
+    if gguf:
+        return Subcommand("samecurve.export.gguf_file", work)
+    return Subcommand("samecurve.export.convert", work)
 
 
 def _push(arguments: argparse.Namespace) -> Push | None:
