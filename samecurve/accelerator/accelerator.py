@@ -18,13 +18,12 @@ from accelerate.utils import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
-    DummyOptim,
     DynamoBackend,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
 )
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DummyOptim  # not in utils without DeepSpeed
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy

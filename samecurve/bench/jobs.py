@@ -25,6 +25,7 @@ from samecurve.reports.history import History
 from samecurve.run.run_directory import RunDirectory, last_step
 from samecurve.run.sessions import RUN_FACTS
 from samecurve.run.status import STATUS, read_status
+from samecurve.specs.environment import ROOT
 from samecurve.storage.records import read_record
 from samecurve.strategy.placement import REFERENCE, place_strategy
 from samecurve.strategy.resolve import strategy_path
@@ -72,7 +73,8 @@ def jobs(names: Sequence[str], num_processes: int) -> list[StrategyJob]:
 
     Raises ConfigurationError for a strategy without a file, and for two of one name, whose runs would share a folder.
     """
-    known = sorted(Path("configs").glob("*.yaml"), key=lambda path: (path.stem != REFERENCE, path.stem))
+    folder = Path("configs") if Path("configs").is_dir() else ROOT / "configs"
+    known = sorted(folder.glob("*.yaml"), key=lambda path: (path.stem != REFERENCE, path.stem))
     paths = [Path(strategy_path(name)) for name in names] or known
     problems = [f"strategy {path}: no such file{near_file(str(path))}" for path in paths if not path.is_file()]
     counts = Counter(path.stem for path in paths)
@@ -87,7 +89,7 @@ def command(job: StrategyJob, recipe: str, overrides: Sequence[str], output_dir:
     # by train.py itself, whose ranks listen on loopback alone
     strategy = ["--strategy", str(job.path), "--num_processes", str(job.world_size)] if job.path is not None else []
     own = (f"output_dir={output_dir}", "checkpoint.mirror=null")  # a job must not replace the run in the store
-    return [sys.executable, "train.py", recipe, *strategy, *latest_overrides([*overrides, *own])]
+    return [sys.executable, str(ROOT / "train.py"), recipe, *strategy, *latest_overrides([*overrides, *own])]
 
 
 def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object) -> list[str]:

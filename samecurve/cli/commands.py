@@ -11,16 +11,17 @@ import argparse
 import difflib
 import importlib
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from samecurve.config import own_code
 from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.specs.data_names import is_import_path
+from samecurve.specs.environment import TRAIN
 from samecurve.storage import terminal, trusted_code
 from samecurve.storage.atomic import known_cause
 from samecurve.strategy import preflight
@@ -46,6 +47,8 @@ COMMANDS = {
     "export": "export a run or a checkpoint as a folder to share, with a model card",
     "bench": "measure matrix products, collectives, memory, data loading and a recipe's step",
     "merge": "merge an adapter into its base model, and check that the result is the same",
+    "new": "write a recipe from the answers to five questions",
+    "path": "print where a shipped recipe or strategy is",
 }
 
 
@@ -67,8 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code (see errors.py). Only the module of that command is imported."""
     terminal.set_up()
     argv = sys.argv[1:] if argv is None else list(argv)
+    program = "samecurve" if os.path.basename(sys.argv[0]) == "samecurve" else "python -m samecurve"
     try:
-        return _dispatch("python -m samecurve", "samecurve.cli", COMMANDS, argv)
+        return _dispatch(program, "samecurve.cli", COMMANDS, argv)
     except SamecurveError as error:
         if not error.is_printed:
             print(terminal.printable(str(error)), file=sys.stderr)
@@ -97,7 +101,7 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
     if command not in commands:
         near = difflib.get_close_matches(command, commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
-        hint = "python train.py RECIPE trains" if command == "train" else hint
+        hint = f"python {TRAIN} RECIPE trains" if command == "train" else hint
         parser.error(f"no command {command}; {hint}")
     module = importlib.import_module(f".{command}", package)
     program = f"{program} {command}"
@@ -196,18 +200,3 @@ class _ParagraphFormatter(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(message + near_option(message, self))
-
-
-def repository_root() -> Path:
-    """Return the folder of train.py and configs/. Raises ConfigurationError if it is not the working directory.
-
-    Strategy files contain paths of DeepSpeed files relative to the working directory, because Accelerate reads them so.
-    """
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "train.py").is_file():
-        raise ConfigurationError(f"{root}: no train.py here; this command needs a clone of the repository")
-    if Path.cwd() != root:
-        raise ConfigurationError(
-            f"working directory: strategy files are read relative to the repository; run cd {root}"
-        )
-    return root

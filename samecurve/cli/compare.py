@@ -16,7 +16,7 @@ from rich.status import Status
 
 from samecurve.bench import jobs
 from samecurve.bench.jobs import Outcome
-from samecurve.cli.commands import repository_root, require_positive
+from samecurve.cli.commands import require_positive
 from samecurve.config import loader as recipes
 from samecurve.reports.chart import Curve, chart, relative_difference
 from samecurve.run.run_directory import iterate_metrics, last_step
@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns 0 if every strategy that can run here agrees with the reference, else 1."""
-    repository_root()
     require_positive(arguments, "num_processes")
     names = [name for name in arguments.strategies.split(",") if name]
     output = arguments.output or Path("runs/compare") / Path(arguments.recipe).stem

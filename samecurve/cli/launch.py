@@ -13,13 +13,14 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from samecurve.cli.commands import repository_root, require_positive
+from samecurve.cli.commands import require_positive
 from samecurve.config import loader
 from samecurve.config.inheritance import latest_overrides
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.launch import scripts, start
 from samecurve.launch.hosts import PORT, HostSlots, read_hostfile, read_hosts, select
 from samecurve.launch.target import CLUSTERS, LAUNCHERS, Target, check_launchers, command, read_back, unnamed
+from samecurve.specs.environment import IN_CLONE, ROOT
 from samecurve.storage.atomic import storage_errors
 from samecurve.strategy.plan import Plan
 from samecurve.strategy.resolve import STRATEGY_HELP, strategy_path
@@ -46,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns 0, or with --start the exit code of the launcher that failed first."""
-    repository_root()
+    if IN_CLONE and Path.cwd() != ROOT:
+        raise ConfigurationError(f"working directory: the command names train.py, as in the repository; run cd {ROOT}")
     check_launchers([arguments.launcher], "--launcher")
     require_positive(arguments, "nodes", "gpus_per_node", "min_nodes", "master_port")
     target = _target(arguments)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from samecurve.bench import jobs
-from samecurve.cli.commands import repository_root, require_positive
+from samecurve.cli.commands import require_positive
 from samecurve.distributed.affinity import share_of_cores
 from samecurve.launch.ranks import environments
 from samecurve.strategy import preflight
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    repository_root()
     require_positive(arguments, "num_processes")
     # under a launcher this process is one rank of many
     ranks = [os.environ] if "WORLD_SIZE" in os.environ else _ranks(arguments.strategy, arguments.num_processes)

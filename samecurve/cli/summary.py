@@ -14,9 +14,11 @@ from samecurve.metrics.predicted import of_session
 from samecurve.reports.history import History
 from samecurve.run.sessions import RUN_FACTS
 from samecurve.run.status import STATUS, read_status, refused_text
+from samecurve.specs.environment import TRAIN
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.records import read_record
 from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again
+from samecurve.strategy.resolve import strategy_path
 
 LABEL_WIDTH = 14
 _FACTS = RUN_FACTS | {
@@ -106,7 +108,7 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     other = another_strategy(facts["strategy"])
     again = [recipe, *_without(overrides, ("output_dir",)), f"output_dir={directory}-{other}"]
     processes = num_processes_again(world_size)
-    listed.append(("try another strategy", launch(f"configs/{other}.yaml", processes, again)))
+    listed.append(("try another strategy", launch(strategy_path(other), processes, again)))
     compared = f"{_typed([recipe, *_without(overrides, LENGTH)])} --strategies {REFERENCE},{other}"
     counted = f" --num_processes {processes}" if processes else ""
     listed.append(("compare the strategies", f"python -m samecurve compare {compared}{counted}"))
@@ -126,11 +128,11 @@ def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str
     """Build the command that starts train.py. world_size: None uses the strategy file's own number."""
     typed = _typed(arguments)
     if strategy is None:
-        return f"python train.py {typed}"
+        return f"python {TRAIN} {typed}"
     if strategy.endswith(".json"):  # a DeepSpeed JSON is no config file of accelerate launch
-        return f"torchrun --nproc_per_node {world_size} train.py {typed} --strategy {quoted(strategy)}"
+        return f"torchrun --nproc_per_node {world_size} {TRAIN} {typed} --strategy {quoted(strategy)}"
     processes = f"--num_processes {world_size} " if world_size else ""
-    return f"accelerate launch --config_file {quoted(strategy)} {processes}train.py {typed}"
+    return f"accelerate launch --config_file {quoted(strategy)} {processes}{TRAIN} {typed}"
 
 
 def continued(overrides: Sequence[str], directory: Path, has_new_head: bool = False, model: str = "model") -> list[str]:

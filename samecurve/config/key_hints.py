@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from samecurve.specs.environment import ROOT, SHIPPED
+
 _SPREAD = "a recipe does not choose devices or sharding; pass a strategy: --strategy configs/zero3.yaml"
 _ACCUMULATION = "batch.global_batch_size: accumulation follows from it, batch.micro_batch_size and the devices"
 # Names of transformers' TrainingArguments, TRL, peft, axolotl and LLaMA-Factory, and what is easily guessed.
@@ -62,7 +64,6 @@ _HERE = {
 _RENAMED = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}
 # The key that is meant when a block is given as one value, in this order.
 _MAIN_KEYS = ("path", "name", "every_steps")
-_FOLDERS = ("recipes", "configs", "ds_configs")
 
 
 def called_here(key: str) -> str:
@@ -92,8 +93,10 @@ def near_option(message: str, parser: argparse.ArgumentParser) -> str:
 def near_file(path: str) -> str:
     """The hint for a missing file: `sft`, `recipes/sft.yml` and `zero2` nearly name a file."""
     given = Path(path)
-    folders = dict.fromkeys([os.path.dirname(path), *_FOLDERS])
+    folders = dict.fromkeys([os.path.dirname(path), *SHIPPED])
     known = [file for folder in folders for file in sorted(Path(folder).glob("*")) if file.suffix in (".yaml", ".json")]
+    # by the names under which they are found, see environment.shipped_file
+    known += [file.relative_to(ROOT) for folder in SHIPPED for file in sorted((ROOT / folder).glob("*.*"))]
     same = [file for file in known if file.stem == given.stem]
     # reversed: of several files of one name, the first folder's stays
     by_name = {file.stem: file for file in reversed(known)}

@@ -21,6 +21,7 @@ from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
 from samecurve.config.source import ANY_ITEM, InvalidValue, RecipeSource, schema_paths
 from samecurve.errors import ConfigurationError
+from samecurve.specs.environment import SHIPPED, shipped_file
 
 # by pydantic's type of error; other types show pydantic's own message
 _EXPECTED = {
@@ -52,7 +53,10 @@ def read_recipe(
     `RecipeSource.document.problems`. Rules that depend on the strategy or the number of processes are checked later
     (strategy/validate.py).
     """
-    document = _read_based(path, ())
+    located = shipped_file(path)
+    document = _read_based(located, ())
+    if located != path:
+        document.notes.append(f"{path}: not in the working directory; the installed {located} is used")
     read_config_file(document)  # before its keys are overridden
     for argument in overrides:
         apply_override(document, argument)
@@ -127,6 +131,8 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
         document.unreadable(("base",), f"found {describe(base)}, expected the path of a recipe file")
         return document
     base_path = os.path.normpath(os.path.join(os.path.dirname(path), base))
+    if not os.path.lexists(base_path) and base.startswith(SHIPPED):
+        base_path = shipped_file(base)  # recipes/lora.yaml, from any folder
     if base_path in (*chain, os.path.normpath(path)):
         document.unreadable(("base",), f'found "{base}", which is based on this file itself; remove one base key')
         return document

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
     from samecurve.strategy.plan import Strategy
 
-REQUIRED = ("torch", "accelerate", "deepspeed", "transformers", "datasets")
+REQUIRED = ("torch", "accelerate", "transformers", "datasets")
 FEW_OPEN_FILES = 4096  # a loader worker and a rank keep hundreds open; many systems start with 1,024
 LITTLE_SHARED_MEMORY = 1 << 30  # loader workers and NCCL pass data through /dev/shm; a container's default is 64 MB
 SMALL_MEMLOCK = 1 << 20  # InfiniBand and DeepSpeed's NVMe library lock pages; the usual 8 MB do for tests only

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from samecurve.errors import ConfigurationError
-from samecurve.launch.target import CLONE, CLUSTERS, Target, Variable, command
+from samecurve.launch.target import CLONE, CLUSTERS, SCRIPT, Target, Variable, command
 
 # Variables that the deepspeed launcher hands to other nodes only if .deepspeed_env lists them.
 PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
@@ -85,7 +85,7 @@ def _about(host: str, target: Target) -> str:
 def _words(words: Sequence[str]) -> str:
     """Quote the words for a shell, but let it fill in HEAD, RANK and PORT; lines break before train.py."""
     quoted = [f'"{word}"' if isinstance(word, Variable) else shlex.quote(word) for word in words]
-    cut = quoted.index("train.py")
+    cut = quoted.index(shlex.quote(SCRIPT))
     return f'{" ".join(quoted[:cut])} \\\n    {" ".join(quoted[cut:])} "$@"'
 
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from samecurve.distributed import network
 from samecurve.errors import ConfigurationError, SamecurveError, TopologyError
+from samecurve.specs import environment
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = environment.ROOT if environment.IN_CLONE else Path.cwd()  # where the processes of other hosts start
 # what DeepSpeed's launcher gives to the ssh under its pdsh, so that one setting serves both
 SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
 FORWARDED = ("NCCL_", "GLOO_", "CUDA_", "HF_", "OMP_", "SAMECURVE_", "PYTHON")  # the launchers pass on such variables
@@ -64,10 +65,10 @@ def forwarded(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def trouble(host: str) -> HostProblem | None:
     """Return why a host cannot be used: no login without a password, or no such clone or Python there; else None."""
-    python, train = shlex.quote(sys.executable), shlex.quote(str(ROOT / "train.py"))
+    python, train = shlex.quote(sys.executable), shlex.quote(str(ROOT / "train.py" if environment.IN_CLONE else ROOT))
     try:
         # these commands end with 0 whatever they find, so that another code is ssh's own
-        done = run(host, f"test -x {python} || echo python; test -f {train} || echo clone", REACH_SECONDS)
+        done = run(host, f"test -x {python} || echo python; test -e {train} || echo clone", REACH_SECONDS)
     except subprocess.TimeoutExpired:
         return HostProblem("", f"no answer in {REACH_SECONDS:.0f} s", f"try ssh {host} true", TopologyError)
     if done.returncode:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import PORT, HostSlots
+from samecurve.specs.environment import IN_CLONE, ROOT
 from samecurve.strategy.launchers import Ancestor
 from samecurve.strategy.plan import Plan
 from samecurve.strategy.resolve import resolve_plan
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
 CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
+SCRIPT = "train.py" if IN_CLONE else str(ROOT / "train.py")
 MOST_LOSSES = "1000"  # of hosts in one run; repeated failures at one step end it earlier, see run/run_directory.py
 
 
@@ -91,7 +93,7 @@ class Target:
 
     @property
     def script(self) -> list[str]:
-        return ["train.py", self.recipe]
+        return [SCRIPT, self.recipe]
 
 
 def unnamed(nodes: int, devices_per_node: int) -> tuple[HostSlots, ...]:
@@ -180,7 +182,7 @@ def read_back(launcher: str, target: Target, words: Sequence[str], more: Sequenc
     Raises:
         ConfigurationError, TopologyError: as the run would.
     """
-    argv = [*words[words.index("train.py") + 1 :], *more]
+    argv = [*words[words.index(SCRIPT) + 1 :], *more]
     # here and below: the variables by which strategy/launchers.py tells the launchers apart
     environ = {"WORLD_SIZE": str(target.world_size), "RANK": "0"}
     if launcher == "accelerate":

@@ -16,6 +16,7 @@ from samecurve.planner.inputs import ADAM, PlanRequest
 from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import divide
+from samecurve.specs.environment import ROOT
 from samecurve.specs.model_families import PIPELINED, families
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
@@ -23,7 +24,7 @@ from samecurve.strategy.plan import Files, Strategy
 from samecurve.strategy.recipe_values import fill_recipe
 from samecurve.strategy.timetables import SCHEDULES, micro_batch_rule
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs"
+FOLDER = ROOT / "configs"
 # Order among equally fast strategies: those with fewer moving parts first.
 SIMPLE_FIRST = (
     *("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "zero3_hpz", "hsdp", "tp", "fsdp_tp", "fsdp_ulysses"),

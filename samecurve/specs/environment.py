@@ -1,12 +1,20 @@
-"""Versions of installed packages and the name of the processor."""
+"""Where samecurve is installed, versions of installed packages and the name of the processor."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+IN_CLONE = not (_PACKAGE / "shipped").is_dir()  # setup.py makes that folder in a wheel
+# the folder of train.py, recipes/, configs/, ds_configs/ and docs/
+ROOT = _PACKAGE.parent if IN_CLONE else _PACKAGE / "shipped"
+TRAIN = "train.py" if IN_CLONE else "-m samecurve.train"  # in the commands that messages name
+SHIPPED = ("recipes", "configs", "ds_configs")
 
 VERSIONED = (
     "torch",
@@ -21,6 +29,12 @@ VERSIONED = (
     "triton",
     "samecurve",
 )
+
+
+def shipped_file(path: str) -> str:
+    """Return the path; for a file that only the installed samecurve has, such as recipes/lora.yaml, its path there."""
+    inside = ROOT / path
+    return str(inside) if path.startswith(SHIPPED) and not os.path.lexists(path) and inside.is_file() else path
 
 
 def processor(about: Path = Path("/proc/cpuinfo")) -> str:

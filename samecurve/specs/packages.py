@@ -9,9 +9,9 @@ from __future__ import annotations
 import shlex
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from samecurve.specs.environment import IN_CLONE, ROOT
+
 REQUIRED = ("torch", "transformers", "accelerate", "datasets", "peft", "tensorboard", "pydantic", "rich", "xxhash")
 INDIRECT = ("numpy", "psutil", "safetensors", "tokenizers", "yaml")  # these come with the others
 
@@ -19,6 +19,7 @@ if missing := [name for name in (*REQUIRED, *INDIRECT) if find_spec(name) is Non
     environment = ROOT / ".venv" / "bin" / "activate"
     made = f"source {shlex.quote(str(environment))}"
     make = f"cd {shlex.quote(str(ROOT))}; bash scripts/quickstart.sh, which makes .venv"
+    make = make if IN_CLONE else f"{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}"
     print(
         f"{sys.executable} has no {', '.join(missing)}; first: {made if environment.is_file() else make}",
         file=sys.stderr,

@@ -140,7 +140,7 @@ def _parse_flags(words: Sequence[str]) -> dict[str, str]:
             name, _, value = word.partition("=")
             last = name.lstrip("-").replace("-", "_")
             flags[last] = value
-        elif word.endswith(".py"):
+        elif word.endswith(".py") or word == "samecurve.train":
             break
         elif last is not None and not flags[last]:
             flags[last] = word

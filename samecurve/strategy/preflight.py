@@ -167,6 +167,11 @@ def environment_problems(strategy: Strategy, precision: str, environ: Mapping[st
     """List why this machine cannot run the strategy, each with the fix; [] if it can. precision: the recipe's."""
     accelerator = has_accelerator(environ)
     problems = [] if accelerator else list(_needs_accelerator(strategy, precision))
+    if strategy.backend == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        problems.append(
+            "needs DeepSpeed, which is not installed: pip install 'samecurve[deepspeed]' (beside a clone: pip install "
+            "deepspeed), or use configs/fsdp.yaml or configs/ddp.yaml, which do not need it"
+        )
     problems += _tools(strategy, environ, accelerator)
     for path in sorted(set(strategy.nvme_paths)):
         problems += _folder(path)

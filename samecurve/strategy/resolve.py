@@ -25,6 +25,7 @@ from samecurve.config.documents import (
 from samecurve.config.key_hints import near_option
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.specs.environment import shipped_file
 from samecurve.storage.records import read_record
 from samecurve.strategy import launchers, translation, validate
 from samecurve.strategy.launchers import Ancestor, Launch, continues_own_run
@@ -33,7 +34,6 @@ from samecurve.strategy.plan import Files, Plan, Strategy
 from samecurve.strategy.recipe_values import fill_recipe, unheeded
 from samecurve.strategy.timetables import SCHEDULES
 
-ROOT = Path(__file__).resolve().parents[2]
 STRATEGY_HELP = "a strategy: a name in configs/, an Accelerate YAML or a DeepSpeed JSON"
 _STEP = "step_" + 8 * "[0-9]"  # the name of a checkpoint's folder
 _USAGE = """Of a key that is given twice the last value counts. Strategies are the files in configs/; without
@@ -202,12 +202,13 @@ def _choose(given: str | None, launch: Launch, environ: Mapping[str, str], probl
 def strategy_path(given: str) -> str:
     """Return the path of a strategy that is given as NAME, for configs/NAME.yaml, or as FILE.
 
-    A name that no file in configs/ has is returned as it is; whoever reads the file reports it.
+    The installed configs/ count where the working directory has no such file. A name that no file in configs/ has is
+    returned as it is; whoever reads the file reports it.
     """
     if os.path.basename(given) != given or os.path.isfile(given):
-        return given
-    paths = (os.path.join(folder, f"{given}.yaml") for folder in ("configs", ROOT / "configs"))
-    return next((path for path in paths if os.path.isfile(path)), given)
+        return shipped_file(given)
+    path = shipped_file(os.path.join("configs", f"{given}.yaml"))
+    return path if os.path.isfile(path) else given
 
 
 def read_files(chosen: str | None) -> Files:

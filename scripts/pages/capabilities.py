@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -15,7 +14,7 @@ from pydantic import BaseModel
 from samecurve.config import own_code
 from samecurve.config.schema import Recipe
 from samecurve.specs.data_names import OWN
-from samecurve.specs.environment import dated
+from samecurve.specs.environment import ROOT, dated
 from samecurve.strategy import capabilities
 from samecurve.strategy.capabilities import (
     CELLS,
@@ -35,7 +34,7 @@ from samecurve.strategy.capabilities import (
     Mode,
 )
 
-_CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
+_CONSTRAINTS = ROOT / "constraints.txt"
 _BY_TASK = "test_preference_tasks test_encoder_tasks test_embed_task test_distill_task test_sft test_continue_pretrain"
 # By key: tests in tests/distributed that compare its allowed values with one process, and the modes in which they do.
 PROOFS: dict[str, dict[str, tuple[Mode, ...]]] = {

@@ -36,7 +36,7 @@ LAUNCHERS = ("accelerate launch", "torchrun", "deepspeed", "python", "bash")
 
 def commands_of(page: str) -> list[str]:
     lines = [line for block in blocks(page) for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith(LAUNCHERS)]
+    return [line for line in lines if line.startswith((*LAUNCHERS, "samecurve "))]
 
 
 def first_column(markdown: str) -> list[str]:
@@ -157,13 +157,15 @@ def test_a_command_can_be_typed_here(line):
         return
     folders = ("configs/", "ds_configs/", "examples/", "recipes/", "scripts/", "train.py")
     assert [word for word in words if word.startswith(folders) and not (ROOT / word).exists()] == []
-    if "train.py" in words:
-        parsed = command_line().parse_intermixed_args(words[words.index("train.py") + 1 :])
-        assert parsed.recipe.startswith("recipes/")
+    train = next((word for word in ("train.py", "samecurve.train") if word in words), "")
+    if train:
+        parsed = command_line().parse_intermixed_args(words[words.index(train) + 1 :])
+        assert parsed.recipe.startswith("recipes/") or (train, parsed.recipe) == ("samecurve.train", "mine.yaml")
         assert all("=" in override for override in parsed.overrides)
     elif "samecurve" in words:
         command, *arguments = words[words.index("samecurve") + 1 :]
-        assert words[words.index("samecurve") - 1] == "-m" and command in commands.COMMANDS
+        assert "samecurve" in (words[0], words[words.index("-m") + 1] if "-m" in words else "")
+        assert command in commands.COMMANDS
         module = f"samecurve.cli.{command}"
         if command == "bench":
             subcommand, *arguments = arguments

@@ -169,7 +169,8 @@ def test_an_option_means_the_same_in_every_command():
 
 def test_another_working_directory_is_refused(tmp_path, monkeypatch, recipe_file, capsys):
     monkeypatch.chdir(tmp_path)
-    assert commands.main(["compare", recipe_file]) == ConfigurationError.exit_code
+    asked = ["--strategy", "ddp", "--launcher", "torchrun", "--nodes", "1", "--gpus_per_node", "2"]
+    assert commands.main(["launch", recipe_file, *asked]) == ConfigurationError.exit_code
     root = Path(commands.__file__).parents[2]
     told = capsys.readouterr().err
     assert told.startswith(str(root)) or f"cd {root}" in told
@@ -199,11 +200,12 @@ def test_unknown_strategy(strategies):
 
 
 def test_commands():
+    train = str(Path(commands.__file__).parents[2] / "train.py")
     single = jobs.command(StrategyJob("single", None, 1), "r.yaml", ["steps=3"], Path("out"))
-    assert single == [sys.executable, "train.py", "r.yaml", "steps=3", "output_dir=out", "checkpoint.mirror=null"]
+    assert single == [sys.executable, train, "r.yaml", "steps=3", "output_dir=out", "checkpoint.mirror=null"]
     ddp = jobs.command(StrategyJob("ddp", Path("configs/ddp.yaml"), 2), "r.yaml", [], Path("out"))
     assert ddp[1:] == [
-        *("train.py", "r.yaml", "--strategy", "configs/ddp.yaml", "--num_processes", "2"),
+        *(train, "r.yaml", "--strategy", "configs/ddp.yaml", "--num_processes", "2"),
         *("output_dir=out", "checkpoint.mirror=null"),
     ]
 
@@ -258,7 +260,6 @@ def test_a_wrong_recipe_starts_no_process(recipe_file, given, steps):
 def test_what_is_compared_in_which_precision(more, given, precision, tolerance, tmp_path, monkeypatch, capsys):
     """fp32, but where the recipe cannot be computed in it; its rounding is what strategies may differ by."""
     single = outcome(tmp_path, "single", [6.0, 5.0, 4.0])
-    monkeypatch.setattr(compare, "repository_root", lambda: None)
     monkeypatch.setattr(jobs, "jobs", lambda *_: [single.job])
     installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True))  # torchao is optional
     monkeypatch.setattr(rules_training, "importlib", installed)
@@ -602,3 +603,47 @@ def test_generate_without_temperature_ignores_the_seed(trained, capsys):
 def test_generate_needs_a_model(tmp_path):
     with pytest.raises(ConfigurationError, match=rf"{re.escape(str(tmp_path))}.*config.json"):
         folders.model_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy", "note"),
+    [
+        (["--kind", "sft", "--model_path", "none", "--devices", "8x80"], "ddp", ""),
+        (["--model_path", "Qwen/Qwen2.5-7B-Instruct", "--devices", "8x80"], "ddp", ""),  # LoRA: 13 of 80 GiB
+        (["--kind", "sft", "--model_path", "Qwen/Qwen2.5-7B-Instruct", "--devices", "8x80"], "fsdp", ""),  # 104 GiB
+        (["--kind", "sft", "--model_path", "some/name", "--devices", "2x24"], "fsdp", "size is not known here"),
+        (
+            ["--model_path", "meta/Llama-70B", "--devices", "2x24"],
+            "fsdp",
+            "too much for 2 x 24 GiB; use qlora",
+        ),
+    ],
+)
+def test_new_chooses_a_strategy_by_memory(options, strategy, note, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert commands.main(["new", "mine", "--yes", *options]) == 0
+    output = capsys.readouterr().out
+    assert f"train.py mine.yaml --strategy {strategy} --num_processes" in output and note in output.splitlines()[0]
+
+
+def test_new_asks_five_questions(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.jsonl").write_text('{"prompt": "What?", "completion": "That."}\n' * 12)
+    asked, answers = [], iter(["sft", "", "my.jsonl", "2x24", "3 epochs"])
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
+    assert commands.main(["new", "mine"]) == 0
+    assert len(asked) == 5 and asked[0].endswith("reward, sft [lora]: ") and asked[1].endswith("[none]: ")
+    recipe = loader.load_recipe("mine.yaml")
+    assert (recipe.task, recipe.data.path, recipe.epochs, recipe.precision) == ("sft", "my.jsonl", 3, "bf16")
+    assert all("#" in line or line.endswith(":") for line in Path("mine.yaml").read_text().splitlines()[2:])
+    small = ["data.cache_dir=cache", "data.validation_fraction=0", "tokenizer.vocabulary_size=300"]
+    more = ["evaluate.every_steps=0", "batch.global_batch_size=1", "batch.micro_batch_size=1"]
+    assert commands.main(["inspect", "mine.yaml", *small, *more]) == 0  # as the printed commands say
+    assert "training would refuse" not in capsys.readouterr().out
+    for given, problem in ((["mine"], "exists already"), (["x", "--yes", "--data_path", "none.jsonl"], "no such file")):
+        assert commands.main(["new", *given]) == 2
+        assert problem in capsys.readouterr().err and not Path("x.yaml").exists()
+    for option, value in (("kind", "lra"), ("devices", "8"), ("length", "3"), ("model_path", "none")):
+        assert commands.main(["new", "x", "--yes", f"--{option}", value]) == 2
+        assert capsys.readouterr().err.startswith(f"--{option}: found {value}, ")

@@ -54,7 +54,7 @@ def test_facts_travel_as_json(facts):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"versions": {"deepspeed": ""}}, "FAIL packages: not installed: deepspeed; pip install -r requirements.txt"),
+        ({"versions": {"datasets": ""}}, "FAIL packages: not installed: datasets; pip install -r requirements.txt"),
         ({"limits": {"nofile": 1024, "memlock": -1}}, "warn limits: fewer than 4,096 open files; run ulimit -n 65536"),
         ({"limits": {"nofile": 65536, "memlock": 65536}}, "warn limits: too little memory may be locked; run ulimit"),
         ({"shm_bytes": 64 << 20}, "warn limits: too little shared memory; start the container with --shm-size=16g"),

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from samecurve.bench import jobs, options, printing
-from samecurve.cli.commands import Subcommand, repository_root, require_positive
+from samecurve.cli.commands import Subcommand, require_positive
 from samecurve.config import loader as recipes
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Subcommand:
-    repository_root()
     require_positive(arguments, "num_processes")
     if arguments.rounds < 1 or not 0 <= arguments.warmup_steps < arguments.steps:
         given = f"--rounds {arguments.rounds} --warmup_steps {arguments.warmup_steps} --steps {arguments.steps}"
