@@ -7,6 +7,7 @@ nothing is asked.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -53,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     def answer(option: str, default: str) -> str:
         given = getattr(arguments, option)
         if given is None and not arguments.yes and sys.stdin.isatty():
-            given = input(f"{QUESTIONS[option].format(kinds=', '.join(kinds))} [{default}]: ").strip()
+            with contextlib.suppress(EOFError):  # Ctrl-D: the default
+                given = input(f"{QUESTIONS[option].format(kinds=', '.join(kinds))} [{default}]: ").strip()
         return given or default
 
     kind = answer("kind", "lora")
@@ -127,8 +129,8 @@ def _strategy(base: Document, model: str, gpus: int, gib: float) -> tuple[str, s
     try:
         parameters = float(model_shape.shape(model_shape.read(model), model).parameters)
     except ConfigurationError:
-        match = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bBmM])(?![a-zA-Z])", model)
-        parameters = float(match[1]) * (1e9 if match[2] in "bB" else 1e6) if match else 0.0
+        match = re.search(r"(?<![\d.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bBmM])(?![a-zA-Z])", model)
+        parameters = int(match[1] or 1) * float(match[2]) * (1e9 if match[3] in "bB" else 1e6) if match else 0.0
     quantized = base.get("adapter", "quantization") is not None
     size = QUANTIZED_BYTES if quantized else FROZEN_BYTES if base.get("adapter", "name") else TRAINED_BYTES
     state = parameters * size / GIB

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from samecurve.doctor.findings import Finding, failed
 from samecurve.doctor.host import Folder, HostFacts
 from samecurve.errors import ConfigurationError, StorageError, TopologyError
+from samecurve.specs.environment import INSTALL
 from samecurve.storage.cache import cache_folder
 from samecurve.storage.terminal import aligned
 from samecurve.strategy import preflight
@@ -58,7 +59,7 @@ def _packages(facts: HostFacts) -> Iterator[Finding]:
     missing = [name for name in REQUIRED if not facts.versions[name]]
     if missing:
         problem = f"not installed: {', '.join(missing)}"
-        yield failed("packages", seen, problem, "pip install -r requirements.txt", ConfigurationError, facts.host)
+        yield failed("packages", seen, problem, INSTALL, ConfigurationError, facts.host)
     else:
         yield Finding("packages", seen, host=facts.host)
 

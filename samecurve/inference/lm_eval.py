@@ -15,10 +15,11 @@ from samecurve.errors import ConfigurationError, HangError
 from samecurve.inference import folders, loading
 from samecurve.inference.generation import is_chat
 from samecurve.models.hf_config import CAUSAL
+from samecurve.specs.environment import IN_CLONE
 from samecurve.specs.precision import DTYPES
 from samecurve.storage import trusted_code
 
-INSTALL = "pip install -c constraints.txt -r requirements-eval.txt"
+INSTALL = "pip install -c constraints.txt -r requirements-eval.txt" if IN_CLONE else "pip install 'samecurve[eval]'"
 
 
 def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> int:

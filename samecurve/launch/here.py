@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 from samecurve.launch import together
+from samecurve.specs.environment import INSTALL
 from samecurve.storage import terminal
 
 
@@ -41,7 +42,7 @@ def main() -> int:
     words = order["words"]
     program = shutil.which(words[0], path=environment["PATH"])
     if program is None:
-        print(f"{words[0]}: not found on {os.uname().nodename}; install requirements.txt there", file=sys.stderr)
+        print(f"{words[0]}: not found on {os.uname().nodename}; {INSTALL} there", file=sys.stderr)
         return 127  # the shell's code for a missing command
     member = together.start([program, *words[1:]], environment)
     # a daemon, because nothing ends its wait for a line when the member has ended

@@ -17,6 +17,7 @@ from samecurve.errors import ConfigurationError, SamecurveError, TopologyError
 from samecurve.launch import here, scripts, ssh, together
 from samecurve.launch.target import Target
 from samecurve.launch.together import StartedProcess
+from samecurve.specs.environment import INSTALL
 from samecurve.storage.atomic import storage_errors
 
 _APPLY = ["kubectl", "apply", "-f", "-"]
@@ -90,7 +91,7 @@ def _check(launcher: str, target: Target, away: list[str]) -> None:
 
 
 def _programs(launcher: str, target: Target) -> Iterator[tuple[type[SamecurveError], str]]:
-    wanted = {launcher: "pip install -r requirements.txt"}
+    wanted = {launcher: INSTALL}
     if launcher == "deepspeed" and target.nodes > 1:
         wanted["pdsh"] = "apt-get install pdsh, on this machine"
         # DeepSpeed 0.19, launcher/multinode_runner.py

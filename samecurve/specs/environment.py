@@ -14,6 +14,7 @@ IN_CLONE = not (_PACKAGE / "shipped").is_dir()  # setup.py makes that folder in 
 # the folder of train.py, recipes/, configs/, ds_configs/ and docs/
 ROOT = _PACKAGE.parent if IN_CLONE else _PACKAGE / "shipped"
 TRAIN = "train.py" if IN_CLONE else "-m samecurve.train"  # in the commands that messages name
+INSTALL = "pip install -r requirements.txt" if IN_CLONE else "pip install 'samecurve[deepspeed]'"
 SHIPPED = ("recipes", "configs", "ds_configs")
 
 VERSIONED = (

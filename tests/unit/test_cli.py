@@ -611,6 +611,7 @@ def test_generate_needs_a_model(tmp_path):
         (["--kind", "sft", "--model_path", "none", "--devices", "8x80"], "ddp", ""),
         (["--model_path", "Qwen/Qwen2.5-7B-Instruct", "--devices", "8x80"], "ddp", ""),  # LoRA: 13 of 80 GiB
         (["--kind", "sft", "--model_path", "Qwen/Qwen2.5-7B-Instruct", "--devices", "8x80"], "fsdp", ""),  # 104 GiB
+        (["--model_path", "mistralai/Mixtral-8x7B-v0.1", "--devices", "8x80"], "fsdp", ""),  # 104 GiB, not the 13 of 7B
         (["--kind", "sft", "--model_path", "some/name", "--devices", "2x24"], "fsdp", "size is not known here"),
         (
             ["--model_path", "meta/Llama-70B", "--devices", "2x24"],

@@ -88,6 +88,13 @@ def test_accelerate_launches_the_installed_module(site, tmp_path):
     assert f"strategy    fsdp ({config})" in done.stdout
 
 
+@pytest.mark.full
+def test_the_installed_package_compares_strategies(site, tmp_path):
+    command = (str(site / "bin" / "samecurve"), "compare", "recipes/quickstart.yaml", *SMALL, "--steps", "2")
+    done = run(site, tmp_path, *command, "--strategies", "single,ddp", "--num_processes", "2")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_requirements_of_wheel_and_clone_agree():
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -133,6 +133,8 @@ def test_accelerate_launch_in_its_other_forms(folder):
     for start in (("accelerate-launch",), ("python", "-m", "accelerate.commands.launch")):
         ancestors = [Ancestor((*start, "--config_file", "configs/ddp.yaml", "train.py"), str(folder))]
         assert strategy(folder, [], A, lambda ancestors=ancestors: ancestors).name == "ddp"
+    module = ("accelerate", "launch", "--num_processes", "2", "-m", "samecurve.train", "r.yaml", "--strategy", "ddp")
+    assert set(_accelerate_flags([Ancestor(module, "/")])[0]) == {"num_processes", "m"}  # --strategy is train.py's own
 
 
 def test_a_folder_named_accelerate_is_no_launcher():
