@@ -180,7 +180,12 @@ def test_dpo_refers_to_the_model_with_the_adapter(name, workspace, old, bases, t
     base = f"model={{path: {bases['tied']}}}", f"tokenizer={{path: {bases['tied']}}}"
     adapters = (*base, "adapter={name: lora, rank: 4}"), (f"adapter={{path: {old['tied']}}}",)
     more = ("task=dpo", "steps=3", "checkpoint.every_steps=0", "evaluate.every_steps=3", "data.validation_fraction=0.2")
-    more += (f"data.path={pairs_file(workspace.folder)}", "data.ignore_columns=[completion]", "data.packing=false")
+    more += (
+        f"data.path={pairs_file(workspace.folder)}",
+        "data.ignore_columns=[completion]",
+        "data.packing=false",
+        "data.chat=false",
+    )
     more += ("dpo.beta=0.5", "batch.sequence_length=64")
     for adapter in adapters if name == "single" else adapters[1:]:
         strategy = None if name == "single" else name
