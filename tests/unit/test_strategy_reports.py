@@ -261,7 +261,7 @@ CASES = [
      [("configs/ddp.yaml:3", "fsdp_config", "FSDP", "distributed_type", "MULTI_GPU", "configs/ddp.yaml:1", "remove")]),
     ("json: missing file", *acc("zero2.json", "zero9.json", "zero2"),
      [("configs/zero2.yaml:4", "deepspeed_config.deepspeed_config_file", "no such file", "ds_configs/zero9.json", "working directory")]),
-    ("4bit: cut", {"m/config.json": "{}"}, ["r.yaml", "model={path: ./m}", "adapter={name: lora, quantization: 4bit}", "--strategy", "configs/tp.yaml"], T,
+    ("4bit: cut", {"m/config.json": "{}", "configs/tp.yaml": TP}, ["r.yaml", "model={path: ./m}", "adapter={name: lora, quantization: 4bit}", "--strategy", "configs/tp.yaml"], T,
      [("command line", "adapter.quantization", "4bit", "configs/fsdp.yaml", "null")]),
     ("yaml missing", *use("configs/zero9.yaml"),
      [("configs/zero9.yaml", "", "No such file or directory", "(configs/zero9.yaml)", "configs/zero2.yaml")]),
