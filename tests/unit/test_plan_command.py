@@ -559,6 +559,8 @@ def test_every_recipe_is_planned(recipe, config, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert ("million of an adapter" in shown) == ("adapter:" in content)
     assert ("a teacher of 8,030.3 million" in shown) == ("teacher:" in content)
+    if "teacher:" in content:  # 8.03e9 weights of 2 bytes on 8 ranks
+        assert re.search(r"^teacher +1\.87 +1\.87 +1\.87 ", shown, re.M)
 
 
 def test_frozen_weights_by_hand():
