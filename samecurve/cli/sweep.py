@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samecurve.bench import jobs
-from samecurve.cli.commands import repository_root, require_positive
+from samecurve.cli.commands import require_positive
 from samecurve.config import loader as recipes
 from samecurve.config.inheritance import latest_overrides
 from samecurve.errors import ConfigurationError
@@ -31,6 +31,7 @@ from samecurve.reports.run_report import MOST_RUNS, render_run_page
 from samecurve.reports.run_summary import Run
 from samecurve.run.sessions import RUN_FACTS
 from samecurve.run.status import STATUS, read_status
+from samecurve.specs.environment import ROOT
 from samecurve.storage.atomic import storage_errors, write_text
 from samecurve.storage.records import read_record
 from samecurve.strategy.resolve import STRATEGY_HELP, strategy_path
@@ -59,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns 0 if every run is done, or their job array is written."""
-    repository_root()
     require_positive(arguments, "num_processes", "nodes")
     if arguments.num_processes > 1 and not arguments.strategy:
         raise ConfigurationError(f"--num_processes {arguments.num_processes}: needs --strategy, for example ddp")
@@ -79,7 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         print(f"{title}: log in {member.directory}.log", flush=True)
         own = [*member.overrides, f"output_dir={member.directory}", "checkpoint.mirror=null"]
-        command = [sys.executable, "train.py", arguments.recipe, *(start if arguments.strategy else []), *own]
+        command = [
+            sys.executable,
+            str(ROOT / "train.py"),
+            arguments.recipe,
+            *(start if arguments.strategy else []),
+            *own,
+        ]
         log = member.directory.with_name(f"{member.directory.name}.log")
         with storage_errors(log), open(log, "a", encoding="utf-8") as stream:
             with jobs.processes(command, stream, arguments.num_processes) as process:

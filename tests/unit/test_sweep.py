@@ -12,7 +12,6 @@ import pytest
 
 from samecurve.bench import jobs
 from samecurve.cli import commands, sweep
-from samecurve.cli.commands import repository_root
 from samecurve.errors import ConfigurationError
 
 RECIPE = "recipes/quickstart.yaml"
@@ -75,7 +74,6 @@ def trainings(monkeypatch):
 
 
 def run_sweep(tmp_path, *more) -> int:
-    repository_root()
     swept = ["optimizer.learning_rate=1e-3,3e-3", "seed=0,1"]
     return commands.main(["sweep", RECIPE, *swept, *more, "--output", str(tmp_path / "s")])
 
