@@ -46,6 +46,7 @@ _SCHEMA = {
     "model": dict,
     "data": {"rows": str},
     "adapter?": (dict, None),
+    "frozen?": (dict, None),
     "reference?": (str, dict, None),
     "script?": {"states": {"*": {"kinds": [str], "scalars": dict}}, "buffers": dict, "values": dict, "seed": COUNT},
 }
@@ -223,6 +224,13 @@ def refusals(saved: dict, now: dict) -> list[str]:
     start = "adapter.path: the adapter there is not the one that the checkpoint's run went on with"
     known = {"adapter.base_model": base, "adapter.path": start}
     reasons += [known.get(key, text) for key, text in _differences(before, after)]
+    was, is_now = saved.get("frozen") or {}, now.get("frozen") or {}
+    if was.get("names") != is_now.get("names"):
+        counts = f"{was.get('count', 0)} parameters then, {is_now.get('count', 0)} now"
+        reasons.append(f"optimizer.groups: the frozen parameters are others ({counts}), and the checkpoint lacks those")
+    elif was.get("weights") != is_now.get("weights"):
+        text = "are not those that the run's frozen parameters have; give the folder of the initial weights"
+        reasons.append(f"model.path: the weights of {path} {text}")
     # a checkpoint that is older than this key cannot be compared
     if "reference" in saved and saved["reference"] != now["reference"]:
         reasons.append(

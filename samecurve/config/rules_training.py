@@ -67,8 +67,22 @@ def _adapter_under_muon(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "optimizer.name", f"{text}, which freezes them; use adamw"
 
 
+def _groups(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """A group that changes nothing, or that sets for frozen parameters what they do not have."""
+    for place, group in enumerate(value("optimizer.groups")):
+        given = [key for key in ("learning_rate", "weight_decay") if group.get(key) is not None]
+        text = f"the group of {group['pattern']!r} "
+        if group.get("frozen") and given:
+            text += f"is frozen, which leaves {joined(given, 'and')} without effect; remove one of them"
+        elif not group.get("frozen") and not given:
+            text += "sets nothing; give it learning_rate, weight_decay or frozen: true"
+        else:
+            continue
+        yield f"optimizer.groups.{place}.pattern", text
+
+
 _OPTIMIZER = (
-    *(_bitsandbytes, _optimizer_options, _bf16_weights, _bf16_mean, _adapter_under_muon),
+    *(_bitsandbytes, _optimizer_options, _bf16_weights, _bf16_mean, _adapter_under_muon, _groups),
     *(partial(_idle_optimizer, key) for key in sorted({key for spec in OPTIMIZERS.values() for key in spec.reads})),
 )
 

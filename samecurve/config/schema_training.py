@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WrapValidator
 
-from samecurve.config.section import LARGEST_INTEGER, Count, Natural, Section, name_or_import_path
+from samecurve.config.section import LARGEST_INTEGER, Count, Name, Natural, Section, name_or_import_path
 from samecurve.specs.optimizers import OptimizerName
 
 AUTO = "auto"
@@ -82,6 +83,25 @@ def num_warmup_steps(steps: int, warmup_steps: int | None, warmup_ratio: float |
 Beta = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 
+class ParameterGroup(Section):
+    """Parameters that are trained otherwise than the rest, or not at all."""
+
+    pattern: Name
+    """Shell pattern (`*`, `?`, `[0-9]`) of parameter names as in a checkpoint. It may begin at any part of a name:
+    `layers.0.*` matches all of the first layer, whatever stands before `layers`. `*` matches dots, too."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Their peak learning rate, in place of `optimizer.learning_rate`. The schedule scales both alike."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Their weight decay, in place of `optimizer.weight_decay`, for those of them that decay."""
+    frozen: bool = False
+    """Keep their initial values: no gradients, no optimizer state, and no place in checkpoints."""
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern matches a parameter's name, or that of an adapter's matrix in peft's file."""
+        names = (name, name.replace(".default.", "."))
+        return any(fnmatchcase(one, start + self.pattern) for one in names for start in ("", "*."))
+
+
 class Optimizer(Section):
     """The optimizer and its hyperparameters. A key that the named optimizer does not read is an error."""
 
@@ -107,6 +127,17 @@ class Optimizer(Section):
     """Weight decay of matrices, embeddings, convolutions and experts; [no others](optimizers.md#weight-decay)."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
+    """Learning rates and weight decays of some parameters, and [frozen ones](optimizers.md#parameter-groups). The first
+    group whose pattern matches a parameter counts."""
+
+    def group_of(self, name: str) -> ParameterGroup | None:
+        """Return the group of a parameter, None for one without any."""
+        return next((group for group in self.groups if group.matches(name)), None)
+
+    @property
+    def freezes(self) -> bool:
+        return any(group.frozen for group in self.groups)
 
 
 class Schedule(Section):

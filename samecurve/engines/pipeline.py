@@ -71,7 +71,8 @@ class PipelineEngine:
         _check_trained({self._stages[name] for name in self.shapes}, plan.strategy.dims.pp)
 
         settings = self._settings = plan.recipe.optimizer
-        optimizer = build_optimizer(parameter_groups(self._weights.items(), settings, roles_of(skeleton)), settings)
+        groups = parameter_groups(self._weights.items(), settings, roles_of(skeleton), self.shapes)
+        optimizer = build_optimizer(module.padded(groups), settings)
         # without "auto", which only Accelerate would replace: DeepSpeed itself keeps the string
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=resolve_auto(plan))
         assert isinstance(engine, deepspeed.PipelineEngine)  # because the model is a PipelineModule
@@ -285,8 +286,9 @@ def _check_trained(stages: set[int], num_stages: int) -> None:
     idle = ", ".join(str(stage) for stage in range(num_stages) if stage not in stages)
     if idle:
         raise ConfigurationError(
-            f"adapter.target_modules: no layer of pipeline stage {idle} of {num_stages} is adapted, and every "
-            "stage needs something to train; name layers in all of them, or use fewer pipeline.stages"
+            f"pipeline.stages: found {num_stages}, but all of stage {idle} is frozen (adapter.target_modules, "
+            "optimizer.groups), and DeepSpeed needs something to train in every stage; train layers in all of them, "
+            "use fewer stages, or configs/pipeline_1f1b.yaml"
         )
 
 

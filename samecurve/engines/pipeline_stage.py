@@ -91,6 +91,20 @@ class StageModule(PipelineModule):
                 owners.setdefault(name, self.stage_owner(index))
         return owners
 
+    def padded(self, groups: list[dict]) -> list[dict]:
+        """Give each empty parameter group a parameter without use.
+
+        DeepSpeed 0.19 sums the gradient norm of one group after the other over all stages (get_grad_norm_direct), and
+        waits forever where they have different groups.
+        """
+        for number, group in enumerate(groups):
+            if not group["params"]:
+                unused: Any = torch.nn.Parameter(next(self.parameters()).new_zeros(1))
+                unused.ds_pipe_replicated, unused.model_parallel = False, True
+                self.register_parameter(f"unused_{number}", unused)
+                group["params"] = [unused]
+        return groups
+
     def layers_per_stage(self) -> list[int]:
         return [int(stop - start) for start, stop in pairwise(self.parts)]
 

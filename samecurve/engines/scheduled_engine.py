@@ -170,6 +170,7 @@ class ScheduledEngine:
     def _build_optimizer(self) -> torch.optim.Optimizer:
         settings = self.recipe.optimizer
         groups = parameter_groups(self._stages.weights.items(), settings, roles_of(self._skeleton))
+        groups = groups or [{"params": [torch.zeros(0, device=self.device)]}]  # torch refuses one without any weight
         groups = tensor_parallel.groups_by_mesh(groups) if self._mesh.dims.tp > 1 else groups
         return factory.build_optimizer(groups, settings, self.recipe.precision, self.recipe.seed)
 

@@ -28,7 +28,7 @@ from samecurve.interfaces.engine import EngineDescription, dtype_name
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import bf16_copies, compilation, dropout, fp32_weights, liger, quantized
 from samecurve.models.lora import trained_shapes
-from samecurve.models.skeleton import construct
+from samecurve.models.skeleton import construct, freeze
 from samecurve.models.weights import load_weights
 from samecurve.optim import factory
 from samecurve.optim.dtensor import local_gradient, local_numel
@@ -108,7 +108,10 @@ class TorchEngine(AcceleratedEngine):
         Raises:
             ConfigurationError: the strategy cannot divide this model.
         """
-        model, summed = fp32_weights.cast_weights(self._build(part), self.recipe.optimizer), []
+        model, summed = (
+            fp32_weights.cast_weights(freeze(self._build(part), self.recipe.optimizer), self.recipe.optimizer),
+            [],
+        )
         if self.cut:
             summed = tensor_parallel.apply(model, self.mesh, self.plan.strategy.tp_sequence_parallel)
         if self.plan.strategy.dims.ep > 1:

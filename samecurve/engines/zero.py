@@ -27,7 +27,7 @@ from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout, fp32_weights, liger, quantized
 from samecurve.models.fp32_weights import ExactValues
 from samecurve.models.lora import trained_shapes
-from samecurve.models.skeleton import construct
+from samecurve.models.skeleton import construct, freeze
 from samecurve.models.weights import load_weights
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
@@ -61,7 +61,7 @@ class ZeroEngine(AcceleratedEngine):
         # The order matters. ZeRO-3 divides each weight as soon as it is built, so everything that goes by shapes reads
         # the skeleton's. What a layer computes is settled before DeepSpeed hooks into the modules. Values are loaded
         # after `prepare`, because DeepSpeed copies its fp32 masters from weights that it has rounded.
-        model = self._build(plan)
+        model = freeze(self._build(plan), recipe.optimizer)
         for module in model.modules():
             # peft computes with the matrices of adapted parameters, and adds to these, outside of their own modules
             if hasattr(module, "parameter_name"):

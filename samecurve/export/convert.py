@@ -29,7 +29,7 @@ from samecurve.interfaces.task import identity
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weight_files import header, indexed_files, read, weight_files
-from samecurve.models.weights import constant_tensors, kept_tensors
+from samecurve.models.weights import constant_tensors, frozen_tensors, kept_tensors
 from samecurve.specs.precision import PRECISIONS
 from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.storage.records import read_record
@@ -233,7 +233,7 @@ def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path,
         write_card(directory, replace(made, rounding=rounding.text(PRECISIONS[made.dtype])), target)
 
     lacks = export(
-        chain(weights(), constant_tensors(skeleton, recipe)),
+        chain(weights(), constant_tensors(skeleton, recipe), frozen_tensors(skeleton, recipe)),
         skeleton,
         ExportTarget(
             output,

@@ -84,8 +84,8 @@ def export(
     Where those are gone, the text part is written alone, and a sentence about that is returned; else "".
 
     Args:
-        parameters: the engine's parameters, and then weights.constant_tensors. Gathering one is collective, so every
-            rank iterates to the end, and problems are reported after the last one.
+        parameters: the engine's, and then weights.constant_tensors and frozen_tensors. Gathering one is collective,
+            so every rank iterates to the end, and problems are reported after the last one.
         skeleton: the model on the meta device. Each of its parameters and constants is expected once, with its name
             and shape.
         target: the folder.

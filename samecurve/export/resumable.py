@@ -21,7 +21,7 @@ from samecurve.config.schema import Recipe
 from samecurve.export.convert import OpenedCheckpoint, open_checkpoint
 from samecurve.export.hf_export import put_in_place
 from samecurve.interfaces.region import Region
-from samecurve.models.weights import constant_tensors
+from samecurve.models.weights import constant_tensors, frozen_tensors
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import learning_rate, set_learning_rate
 from samecurve.storage.atomic import storage_errors
@@ -38,7 +38,7 @@ def run(folder: Path, output: Path, recipe: Recipe, format: str) -> int:
     parameters = {name: nn.Parameter(tensor) for name, tensor in opened.weights()}
     optimizer = optimizer_of(opened, parameters, recipe, saved["updates"])
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
-    weights |= dict(constant_tensors(opened.skeleton, recipe))
+    weights |= {**dict(constant_tensors(opened.skeleton, recipe)), **dict(frozen_tensors(opened.skeleton, recipe))}
     partial = output.with_name(f"{output.name}.partial")
     try:
         with storage_errors(output):
@@ -85,7 +85,8 @@ def optimizer_of(
         moments = {kind: opened.reader.read(name, kind, whole).view_as(parameter) for kind in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(float(updates)), **moments}
     for group in optimizer.param_groups:
-        group["initial_lr"] = settings.learning_rate  # of torch's schedules; DCP wants the same keys where it loads
+        # of torch's schedules; DCP wants the same keys where it loads
+        group["initial_lr"] = settings.learning_rate * group.get("rate_factor", 1.0)
     set_learning_rate(optimizer, learning_rate(recipe, updates + 1))
     return optimizer
 

@@ -170,7 +170,7 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         *batch_lines(recipe.batch, engine.dims.dp, padded=engine.dims.pp > 1),
         ("tokens", f"{rows * texts * length:,} per step = {rows} rows x {f'{texts} texts x ' * (texts > 1)}{length}"),
         ("", counted),
-        ("optimizer", facts.optimizer_groups),
+        *(("optimizer", group) for group in facts.optimizer_groups),
         ("dropout", ", ".join(f"{name} {rate}" for name, rate in model.dropout.items())),
         ("router loss", facts.router_loss),
         ("attention", attention_line(facts)),

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,13 +82,14 @@ class Meter:
         counts: str = "tokens",
         chunked: bool = False,
         num_rows: int | None = None,
+        rates: Mapping[str, float] | None = None,
     ):
         self.machine = machine
         self.smoothed_loss: float | None = None
         self._flops = flops
         self._counts = counts
         self._chunked = chunked
-        self._num_rows = num_rows
+        self._num_rows, self._rates = num_rows, rates or {}
         self._clock = clock
         self._average = self._weight = 0.0
         self._since = clock()
@@ -119,7 +120,9 @@ class Meter:
         machine = Machine(accelerator.num_processes, peak, lambda: peak_memory_bytes(device))
         has_epochs = not recipe.data.streaming and recipe.data.mixture is None
         num_rows = len(task.train) if has_epochs else None
-        return cls(flops, machine, counts=task.counts, chunked=chunked, num_rows=num_rows)
+        settings = recipe.optimizer
+        rates = {g.pattern: g.learning_rate / settings.learning_rate for g in settings.groups if g.learning_rate}
+        return cls(flops, machine, counts=task.counts, chunked=chunked, num_rows=num_rows, rates=rates)
 
     @property
     def flops(self) -> dict:
@@ -175,6 +178,7 @@ class Meter:
             "grad_norm": result.grad_norm if trained else None,
             **result.router,
             "learning_rate": learning_rate,
+            **{f"learning_rate {pattern}": learning_rate * factor for pattern, factor in self._rates.items()},
             "tokens": result.tokens,
             "input_tokens": num_inputs,
             "samples": samples,
@@ -228,7 +232,7 @@ class Meter:
         """Convert a record for TensorBoard: grouped names, only finite numbers (no lists, as expert_share is)."""
         values = {**record, "smoothed_loss": self.smoothed_loss}
         return {
-            f"{'evaluate' if name.startswith('eval_') else GROUPS.get(name, 'speed')}/{name}": value
+            f"{'evaluate' if name.startswith('eval_') else GROUPS.get(name.partition(' ')[0], 'speed')}/{name}": value
             for name, value in values.items()
             if name != "step" and isinstance(value, int | float) and math.isfinite(value)
         }

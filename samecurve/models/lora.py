@@ -228,9 +228,8 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def trained_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Collect the shapes of trained parameters by name: the adapter's and a new head's, or all without an adapter."""
-    adapted = is_adapted(model)
-    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad or not adapted}
+    """Collect the shapes of trained parameters by name; checkpoints hold these alone."""
+    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
 
 def pretrained_name(name: str) -> str:

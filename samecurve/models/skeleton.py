@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -17,7 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from samecurve.config.schema import Adapter, Model, Recipe
+from samecurve.config.schema import Adapter, Model, Optimizer, Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize, packaged
 from samecurve.models import lora as adapters
@@ -83,6 +85,60 @@ def build_skeleton(
             raise ConfigurationError(problem)
         adapters.inject(model, recipe.adapter, recipe.model.revision)
         adapters.check_targets(model, recipe.adapter)
+    check_groups(model, recipe.optimizer)
+    freeze(model, recipe.optimizer)
+    return model
+
+
+def check_groups(model: PreTrainedModel, settings: Optimizer) -> None:
+    """Raise ConfigurationError, with every problem, if a group matches no parameter, or all are frozen."""
+    every = [name for name, _ in model.named_parameters()]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    aliases = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in every]
+    taken, problems = {name: settings.group_of(name) for name in trained}, []
+    for place, group in enumerate(settings.groups):
+        if any(group is taker for taker in taken.values()):
+            continue
+        key = f"optimizer.groups.{place}.pattern: {group.pattern!r}"
+        if matched := [name for name in trained if group.matches(name)]:
+            earlier = taken[matched[0]]
+            assert earlier is not None  # the group before this one that matches
+            text = f"the earlier {earlier.pattern!r} matches {matched[0]} and all else that it matches, and counts"
+            problems.append(f"{key}: {text}; put the narrower pattern first")
+        elif tied := [name for name in aliases if group.matches(name)]:
+            first = {id(parameter): name for name, parameter in model.named_parameters()}
+            own = first[id(model.get_parameter(tied[0]))]
+            problems.append(f"{key} matches {tied[0]}, which is tied to {own}, one parameter for both; name {own}")
+        elif still := [name for name in every if group.matches(name)]:
+            why = "the adapter freezes" if adapters.is_adapted(model) else "this family never trains"
+            problems.append(f"{key} matches only parameters that {why}, such as {still[0]}; remove the group")
+        else:
+            near = _nearest(group.pattern, [*trained, *aliases])
+            text = f"matches no parameter of this {model.config.model_type}; the nearest names are {', '.join(near)}"
+            problems.append(f"{key} {text} (`*` stands for any text)")
+    if not problems and all(group is not None and group.frozen for group in taken.values()):
+        problems.append("optimizer.groups: they freeze every parameter, so that nothing is left to train; remove one")
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _nearest(pattern: str, names: list[str]) -> list[str]:
+    """Return the three names, with `*` for numbers, that have a part most like the pattern."""
+    wanted, general = pattern.strip("*."), dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        tails = (".".join(parts[start:]) for start in range(len(parts)))
+        return max(difflib.SequenceMatcher(None, wanted, text).ratio() for text in (*parts, *tails))
+
+    return sorted(general, key=likeness, reverse=True)[:3]
+
+
+def freeze(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:
+    """Freeze the parameters of the recipe's frozen groups, in place, before a strategy wraps or shards them."""
+    for name, parameter in model.named_parameters() if settings.freezes else ():
+        if (group := settings.group_of(name)) and group.frozen:
+            parameter.requires_grad_(False)
     return model
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from samecurve.config.schema import Recipe
+from samecurve.config.schema import Optimizer, Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
@@ -94,16 +94,16 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
         unread_tensors=unread,
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
         dequantized=dequantized,
-        constants=_constants(model),
+        constants=_constants(model, recipe.optimizer),
         unproven=unproven_uses(model) or (),
     )
 
 
-def _constants(model: PreTrainedModel) -> str:
+def _constants(model: PreTrainedModel, settings: Optimizer) -> str:
     """Count the buffers and weights that the family itself does not train by their names without layer numbers."""
     names = sorted(constants(model))
     if not adapters.is_adapted(model):
-        names += [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        names += sorted(_untrained(model) - frozen(model, settings))
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
     text = ", ".join(f"{name} ({number} tensor{'s' * (number > 1)})" for name, number in counts.items())
     if num_experts(model.config.get_text_config()) > 1 and any("bias" in name for name in counts):
@@ -141,9 +141,33 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
             write(name, tensor)
 
 
+def frozen(model: PreTrainedModel, settings: Optimizer) -> set[str]:
+    """Find the parameters that the recipe's groups freeze."""
+    names = _untrained(model) if settings.freezes else set()
+    return {name for name in names if (group := settings.group_of(name)) and group.frozen}
+
+
+def _untrained(model: PreTrainedModel) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def frozen_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of `frozen`, read or drawn again one by one: bit for bit the initial values, for an export.
+
+    An adapter's export contains none. Raises as `load_weights`.
+    """
+    names = frozen(model, recipe.optimizer) if not adapters.is_adapted(model) else set()
+    yield from _source(model, recipe, names) if names else ()
+
+
 def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the buffers that an export contains beside the parameters; see hf_config.constants."""
-    names = constants(model) if not adapters.is_adapted(model) else set()
+    """Yield (name, tensor) of what an export contains beside trained and `frozen` parameters.
+
+    These are the buffers of hf_config.constants and the weights that the family itself does not train.
+    """
+    names: set[str] = set()
+    if not adapters.is_adapted(model):
+        names = constants(model) | (_untrained(model) - frozen(model, recipe.optimizer))
     tensors: dict[str, Tensor] = {}
     if names:
         load_weights(model, recipe, tensors.__setitem__, names)

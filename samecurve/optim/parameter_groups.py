@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from samecurve.config.schema import Optimizer
+from samecurve.config.schema_training import ParameterGroup
 from samecurve.specs.model_families import RECURRENT
 
 if TYPE_CHECKING:
@@ -51,6 +52,32 @@ class Roles(NamedTuple):
         within = f", {stacks} of them stacks that are orthogonalized expert by expert" if stacks else ""
         rest = f"{len(sizes) - len(taken):,} others (embeddings, output head, vectors, biases, convolutions)"
         return f"muon for {len(taken):,} hidden weights ({sum(taken):,} parameters{within}), adamw for {rest}"
+
+
+def describe_groups(model: PreTrainedModel, settings: Optimizer) -> list[str]:
+    """Say for each of the recipe's groups, and for the rest, what it is and how many parameters it has.
+
+    An adapter's frozen weights are in none.
+    """
+    members: dict[ParameterGroup | None, list[int]] = {}
+    for name, parameter in model.named_parameters() if settings.groups else ():
+        group = settings.group_of(name)
+        if parameter.requires_grad or (group is not None and group.frozen):
+            members.setdefault(group, []).append(parameter.numel())
+    lines = []
+    for group in (*settings.groups, None):
+        if sizes := members.get(group):
+            decay = settings.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+            how = f"learning rate {settings.learning_rate * rate_factor(group, settings):g}, weight decay {decay:g}"
+            how = "frozen" if group and group.frozen else how
+            counted = f"{len(sizes):,} weights, {sum(sizes):,} parameters"
+            lines.append(f"{group.pattern if group else 'all others'}: {how} ({counted})")
+    return lines
+
+
+def rate_factor(group: ParameterGroup | None, settings: Optimizer) -> float:
+    """Compute a group's learning rate relative to `optimizer.learning_rate`, see schedule.set_learning_rate."""
+    return 1.0 if group is None or group.learning_rate is None else group.learning_rate / settings.learning_rate
 
 
 def roles_of(model: PreTrainedModel) -> Roles:
@@ -95,24 +122,37 @@ def _edges(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: Optimizer, roles: Roles
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    settings: Optimizer,
+    roles: Roles,
+    others: Iterable[str] = (),
 ) -> list[dict]:
-    """Build non-empty parameter groups with and without weight decay; muon's matrices are a separate, decayed group.
+    """Build parameter groups: decayed ones first, muon's matrices before those of AdamW, then by the recipe.
+
+    A group whose learning rate is not the schedule's has a `rate_factor`, see schedule.set_learning_rate.
 
     Args:
         named_parameters: the parameters that this rank has, by Hugging Face name; frozen ones are left out.
         settings: the recipe's optimizer.
         roles: of the whole model's weights, because a shard's own shape may be anything.
+        others: names of trained parameters of other ranks, whose groups are made, too, empty where nothing is here.
     """
-    groups: dict[tuple[bool, bool, float], dict[str, nn.Parameter]] = {}
+
+    def key(name: str) -> tuple[bool, bool, int, float]:
+        place = next((i for i, group in enumerate(settings.groups) if group.matches(name)), -1)
+        rated = place >= 0 and settings.groups[place].learning_rate is not None
+        factor = rate_factor(settings.groups[place], settings) if rated else roles.rate_factors.get(name, 1.0)
+        return name not in roles.decayed, settings.name != "muon" or name not in roles.matrices, place, factor
+
+    groups: dict[tuple[bool, bool, int, float], dict[str, nn.Parameter]] = {key(name): {} for name in others}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            muon = settings.name == "muon" and name in roles.matrices
-            kind = name not in roles.decayed, not muon, roles.rate_factors.get(name, 1.0)
-            groups.setdefault(kind, {})[name] = parameter
+            groups.setdefault(key(name), {})[name] = parameter
     made = []
-    for (undecayed, no_muon, factor), named in sorted(groups.items(), key=lambda item: item[0]):
-        group = {"params": [*named.values()], "weight_decay": 0.0 if undecayed else settings.weight_decay}
+    for (undecayed, no_muon, place, factor), named in sorted(groups.items(), key=lambda item: item[0]):
+        own = settings.groups[place].weight_decay if place >= 0 else None
+        decay = settings.weight_decay if own is None else own
+        group = {"params": [*named.values()], "weight_decay": 0.0 if undecayed else decay}
         group |= {"rate_factor": factor} if factor != 1.0 else {}
         made.append(group | {"muon": {"muon": not no_muon}, "adamw_bf16": {"names": [*named]}}.get(settings.name, {}))
     return made

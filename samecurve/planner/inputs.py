@@ -40,6 +40,10 @@ def refuse(recipe: Recipe, document: Document | None = None) -> None:
         document: where it was read, for the place of the key.
     """
 
+    if recipe.optimizer.freezes:
+        place = f"{document.place(('optimizer', 'groups'))}: " if document else ""
+        text = "found frozen parameters, but the formulas are those of training all weights; optimizer.groups=[] plans "
+        raise ConfigurationError(f"{place}optimizer.groups: {text}that, an upper bound")
     if recipe.batch.is_auto:
         place = f"{document.place(('batch', 'micro_batch_size'))}: " if document else ""
         raise ConfigurationError(

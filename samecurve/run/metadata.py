@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from samecurve.distributed.affinity import num_cores
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import start_of, weights_fingerprint
 from samecurve.models.weight_files import weight_files
-from samecurve.models.weights import constant_tensors, kept_tensors
+from samecurve.models.weights import constant_tensors, frozen, kept_tensors
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
 
@@ -40,8 +41,9 @@ class RunFacts:
         adapter: as in `resume_identity`.
         counts: plural noun for what `tokens` counts, see Task.count.
         flops: the basis of mfu and hfu.
-        compile_choice, precision_warning, allocator, cudnn_attention, attention_choice, optimizer_groups, router_loss:
-            texts for the header; "" or None for no line.
+        optimizer_groups: how parameter groups are trained, a line each.
+        compile_choice, precision_warning, allocator, cudnn_attention, attention_choice, router_loss: texts for the
+            header; "" or None for no line.
         num_fp8_modules: number of linear modules with products in fp8.
         predicted: see planner/forecast.forecast.
         resumed_from: folder of the checkpoint.
@@ -62,7 +64,7 @@ class RunFacts:
     allocator: str = ""
     cudnn_attention: str | None = None
     attention_choice: str = ""
-    optimizer_groups: str = ""
+    optimizer_groups: Sequence[str] = ()
     router_loss: str = ""
     num_fp8_modules: int = 0
     predicted: dict = field(default_factory=dict)
@@ -113,6 +115,10 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
         known["model"]["constants"] = digest.hexdigest()
     if kept := kept_tensors(skeleton, plan.recipe):  # which an export copies from model.path
         known["model"]["kept_tensors"] = weights_fingerprint(kept)
+    still = sorted(frozen(skeleton, plan.recipe.optimizer))
+    fixed = {"count": len(still), "names": hashlib.sha256("\n".join(still).encode()).hexdigest()} if still else None
+    if fixed and model.path is not None and not plan.recipe.adapter.name:
+        fixed["weights"] = weights_fingerprint(weight_files(model.path, model.revision))
     return {
         "recipe": plan.recipe.model_dump(),
         "strategy": plan.strategy.name,
@@ -121,6 +127,7 @@ def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
         "own_code": own_code.hashes(plan.recipe),
         **known,
         "adapter": _adapter(plan.recipe),
+        "frozen": fixed,
         # the weights that the task uses as reference model, by their content and not by their path
         "reference": reference,
     }

@@ -19,6 +19,7 @@ from samecurve.data.micro_batch import MicroBatch
 from samecurve.distributed.control_group import ControlGroup, StopVote
 from samecurve.errors import (
     CheckpointError,
+    ConfigurationError,
     DataError,
     NumericError,
     Preempted,
@@ -34,7 +35,7 @@ from samecurve.metrics.console import Progress
 from samecurve.metrics.meter import Meter, WaitAdvice
 from samecurve.metrics.profiling.recorder import Profiler, ProfilerHooks
 from samecurve.models.compilation import Recompilations, uncompiled
-from samecurve.models.weights import kept_tensors
+from samecurve.models.weights import frozen_tensors, kept_tensors
 from samecurve.run.run_directory import SAMPLES
 from samecurve.storage.jsonl import JsonlFile
 from samecurve.training.evaluator import EarlyStopping, Evaluation
@@ -283,6 +284,8 @@ class Session:
                 context.watch.progress()
                 yield pair
             yield from self.built.constants.items()
+            if context.accelerator.is_main_process:  # the only rank that writes them
+                yield from frozen_tensors(self.built.skeleton, context.recipe)
 
         target = ExportTarget(
             context.run.model,
@@ -295,7 +298,8 @@ class Session:
         )
         try:
             lacks = export(parameters(), self.built.skeleton, target, context.accelerator.is_main_process)
-        except (NumericError, CheckpointError, StorageError):  # on rank 0 alone, and the others are uploading by now
+        # on rank 0 alone, and the others are uploading by now
+        except (NumericError, CheckpointError, StorageError, ConfigurationError):
             self._upload_what_is_there()
             raise
         context.run.sync_metrics()

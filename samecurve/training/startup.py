@@ -30,7 +30,7 @@ from samecurve.models.compilation import Recompilations
 from samecurve.models.lora import is_adapted, trained_shapes
 from samecurve.models.packed_rows import check_packing
 from samecurve.models.skeleton import build_skeleton
-from samecurve.optim.parameter_groups import roles_of
+from samecurve.optim.parameter_groups import describe_groups, roles_of
 from samecurve.run.metadata import RunFacts, resume_identity
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import unproven_uses
@@ -339,7 +339,10 @@ def _introduce(session: Session) -> None:
         allocator=factory.allocator(accelerator),
         cudnn_attention=cudnn.describe(accelerator.device),
         attention_choice=choice.describe_choice(recipe, accelerator.device),
-        optimizer_groups=roles_of(built.skeleton).describe(recipe.optimizer, trained_shapes(built.skeleton)),
+        optimizer_groups=[
+            *filter(None, [roles_of(built.skeleton).describe(recipe.optimizer, trained_shapes(built.skeleton))]),
+            *describe_groups(built.skeleton, recipe.optimizer),
+        ],
         router_loss=routers.describe(recipe.model.router_loss, built.skeleton),
         num_fp8_modules=fp8.count(built.skeleton, recipe.fp8),
         predicted=predicted,

@@ -22,6 +22,7 @@ from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
+from samecurve.engines.memory_usage import _local
 from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.schedule import learning_rate
 from samecurve.run import lifecycle
@@ -56,6 +57,9 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
         run, recipe, resume_identity(plan, skeleton, task), world, accelerator.print, background=False
     )
     engine = factory.build(accelerator, plan, skeleton, task)
+    module = getattr(engine, "model", None) or engine._module
+    frozen = [weight for weight in module.parameters() if not weight.requires_grad]
+    before = [_local(weight).clone() for weight in frozen]
 
     def train(start: int, save_after: int = 0) -> list[tuple[float, float]]:
         batches = StepBatches(task.train, recipe.seed, recipe.batch, engine.shard, STEPS, start)
@@ -69,6 +73,9 @@ def one(plan, accelerator, task, skeleton, origin: Path | None) -> dict:
     described = engine.describe()
     found = {"engine": described.engine, "dtypes": [described.weight_dtype, described.reduce_dtype]}
     found |= {"results": train(0, save_after=SAVED), "unequal": []}
+    moved = sum(not torch.equal(_local(weight), old) for weight, old in zip(frozen, before, strict=True))
+    kept = moved, sum(weight.grad is not None for weight in frozen), engine.memory_usage().optimizer
+    found |= {"kept": world.conclude(kept, lambda every: [sum(values) for values in zip(*every, strict=True)])}
     if recipe.optimizer.name == "adamw_bf16":
         # without a gradient nothing is summed, so the weights and their random rounding are the same to the last bit
         position = checkpoints.load((origin or run.path) / "checkpoints" / f"step_{SAVED:08d}", engine)

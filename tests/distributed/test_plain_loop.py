@@ -5,6 +5,8 @@ The other strategies read the folder too, so that loading shard by shard is comp
 
 from __future__ import annotations
 
+import json
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -46,17 +48,29 @@ def plain(workspace, pretrained):
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train(model, batches, steps: int, rate: float = 3e-3, warmup: int = 5) -> tuple[list[float], list[float]]:
-    """(losses, gradient norms) of the first steps. batches: ids, padding mask, labels; transformers shifts them."""
+def mean_loss(model, ids, mask, labels):
+    return model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+
+def train(
+    model, batches, steps: int, rate: float = 3e-3, warmup: int = 5, mlp: dict | None = None, loss_of=mean_loss
+) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of the first steps. batches: ids, padding mask, labels; transformers shifts them.
+
+    mlp: settings of the parameter group of the MLPs, if they have one. loss_of: (model, ids, mask, labels) -> loss.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.dim() >= 2) == wanted] for wanted in (True, False))
+    own = [p for name, p in model.named_parameters() if mlp and p.requires_grad and ".mlp." in name]
+    rest = [p for p in trained if not any(p is other for other in own)]
+    matrices, vectors = ([p for p in rest if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups += [{"params": own, **(mlp or {})}] if own else []
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=0.1)
     losses, norms = [], []
     for ids, mask, labels in islice(batches, steps):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss = loss_of(model, ids, mask, labels)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained, 0.8).item())
         optimizer.step()
@@ -90,3 +104,31 @@ def test_follows_the_plain_loop(strategy, workspace, pretrained, plain):
     assert largest_relative_difference(run.column("loss"), losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-4
     assert relative_l2(run.weights, weights) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", [None, *long("zero3", "fsdp", "pipeline", "pipeline_1f1b")])
+def test_parameter_groups_of_torch(strategy, workspace, pretrained):
+    """Two frozen layers, and a rate and decay of its own for the MLPs of the others; what is frozen stays as it was."""
+    model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).train()
+    frozen = {name for name, _ in model.named_parameters() if re.search(r"layers\.[01]\.|embed", name)}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    losses, norms = train(model, batches(workspace, pretrained), STEPS, mlp={"lr": 6e-3, "weight_decay": 0.5})
+    run = workspace.run(
+        strategy,
+        1 if strategy is None else 2,
+        *(f"model={{path: {pretrained}}}", f"tokenizer={{path: {pretrained}}}", MICRO),
+        "optimizer.groups=[{pattern: '*.embed*', frozen: true}, {pattern: 'layers.[01].*', frozen: true}, "
+        "{pattern: '*.mlp.*', learning_rate: 6e-3, weight_decay: 0.5}]",
+    )
+    if strategy == "pipeline":
+        assert "all of stage 0 is frozen" in run.output and run.returncode != 0
+        return
+    assert run.returncode == 0, run.output
+    assert largest_relative_difference(run.column("loss"), losses) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-4
+    assert relative_l2(run.weights, {name: p.detach() for name, p in model.named_parameters()}) < 1e-4
+    assert all(torch.equal(run.weights[name], model.get_parameter(name)) for name in frozen) and len(frozen) == 19
+    assert run.column("learning_rate *.mlp.*") == pytest.approx([2 * rate for rate in run.column("learning_rate")])
+    assert "layers.[01].*: frozen (18 weights, " in run.output and len(run.facts["optimizer_groups"]) == 4
+    assert not frozen & json.loads((run.checkpoint(STEPS) / "index.json").read_text()).keys()

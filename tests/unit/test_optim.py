@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +23,10 @@ from transformers import (
 
 from samecurve.config.schema import Optimizer, Schedule
 from samecurve.config.schema_training import num_warmup_steps
+from samecurve.errors import ConfigurationError
+from samecurve.models.skeleton import check_groups, freeze
 from samecurve.optim.factory import build_optimizer
-from samecurve.optim.parameter_groups import Roles, parameter_groups, roles_of
+from samecurve.optim.parameter_groups import Roles, describe_groups, parameter_groups, roles_of
 from samecurve.optim.schedule import learning_rate, set_learning_rate
 
 PEAK = 0.01
@@ -202,3 +206,106 @@ def test_rates_are_those_of_deepspeeds_schedulers(name, scheduler, options, warm
 def test_cosine_is_monotone_after_warmup():
     rates = [learning_rate(recipe(name="cosine", warmup_steps=3), update) for update in range(3, 21)]
     assert all(a > b for a, b in zip(rates, rates[1:], strict=False)) and math.isclose(rates[0], PEAK)
+
+
+GROUPS = (
+    {"pattern": "*.embed*", "learning_rate": 1e-3, "weight_decay": 0.0},
+    {"pattern": "layers.[01].mlp.*", "learning_rate": 4e-2},
+    {"pattern": "layers.[0-9].*", "frozen": True},
+)
+
+
+def grouped_model(groups: tuple[dict, ...], tied: bool = False) -> tuple[PreTrainedModel, Optimizer]:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = meta_model("llama", vocab_size=32, num_hidden_layers=12, tie_word_embeddings=tied, **sizes)
+    settings = Optimizer(learning_rate=PEAK, weight_decay=0.5, groups=groups)
+    check_groups(model, settings)
+    return freeze(model, settings), settings
+
+
+def test_groups_by_name_and_number():
+    """Layers 10 and 11 have two digits; of layers 0 and 1 the first group that matches counts; norms never decay."""
+    model, settings = grouped_model(GROUPS)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    kept = {name for name, _ in model.named_parameters() if re.search(r"layers\.\d\.", name)}
+    assert frozen == {name for name in kept if not re.search(r"layers\.[01]\.mlp", name)} and len(frozen) == 10 * 9 - 6
+    groups = parameter_groups(model.named_parameters(), settings, roles_of(model))
+    found = [(len(g["params"]), g["weight_decay"], round(g.get("rate_factor", 1) * PEAK, 9)) for g in groups]
+    assert found == [(2 * 7 + 1, 0.5, PEAK), (1, 0.0, 1e-3), (6, 0.5, 4e-2), (2 * 2 + 1, 0.0, PEAK)]
+    assert describe_groups(model, settings)[:3] == [
+        "*.embed*: learning rate 0.001, weight decay 0 (1 weights, 512 parameters)",
+        "layers.[01].mlp.*: learning rate 0.04, weight decay 0.5 (6 weights, 2,304 parameters)",
+        f"layers.[0-9].*: frozen (84 weights, {10 * (4 * 256 + 32) + 8 * 3 * 384:,} parameters)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "tied", "text"),
+    [
+        ([{"pattern": "lm_hed.weight", "frozen": True}], False, "the nearest names are lm_head.weight, "),
+        ([{"pattern": "layer.0.*", "frozen": True}], False, "model.layers.*.self_attn.q_proj.weight"),
+        ([{"pattern": "lm_head.*", "frozen": True}], True, "tied to model.embed_tokens.weight"),
+        ([{"pattern": "*", "frozen": True}], False, "they freeze every parameter"),
+        ([{"pattern": "*", "learning_rate": 1e-3}, {"pattern": "lm_head.*", "frozen": True}], False, "the earlier '*'"),
+    ],
+)
+def test_groups_that_cannot_be_meant(groups, tied, text):
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        grouped_model(groups, tied)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+def test_rates_of_groups_are_torchs_in_every_schedule(name):
+    """torch's LambdaLR multiplies each group's initial rate by one factor."""
+    weights = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2)]
+    made = recipe(name=name, warmup_steps=5, decay_steps=8 if name == "wsd" else None)
+    made.optimizer = Optimizer(learning_rate=PEAK, groups=[{"pattern": "second", "learning_rate": 3e-4}])
+    groups = parameter_groups(
+        zip(("first", "second"), weights, strict=True), made.optimizer, Roles(frozenset(), frozenset())
+    )
+    ours = build_optimizer(groups, made.optimizer)
+    theirs = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 3e-4}], lr=PEAK)
+    rule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda update: learning_rate(made, update) / PEAK)
+    for update in range(1, 21):
+        rule.step()
+        set_learning_rate(ours, learning_rate(made, update))
+        rates = {id(g["params"][0]): g["lr"] for g in ours.param_groups}
+        assert [rates[id(weight)] for weight in weights] == pytest.approx(rule.get_last_lr(), rel=1e-12), update
+
+
+def test_updates_of_groups_are_those_of_torch():
+    """Five AdamW updates of a small model beside torch's own groups and schedule; what is frozen does not move."""
+    config = AutoConfig.for_model(
+        "llama", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    ours = AutoModelForCausalLM.from_config(config)
+    theirs = copy.deepcopy(ours)
+    made = recipe(name="cosine", warmup_steps=2, steps=5)
+    made.optimizer = Optimizer(learning_rate=PEAK, weight_decay=0.5, epsilon=1e-8, groups=GROUPS)
+    check_groups(ours, made.optimizer)
+    freeze(ours, made.optimizer)
+    optimizer = build_optimizer(
+        parameter_groups(ours.named_parameters(), made.optimizer, roles_of(ours)), made.optimizer
+    )
+    named = dict(theirs.named_parameters())
+    parts = {"lr": PEAK, "weight_decay": 0.5}, {"lr": 1e-3, "weight_decay": 0.0}, {"lr": 4e-2, "weight_decay": 0.5}
+    names = ["lm_head.weight"], ["model.embed_tokens.weight"], [name for name in named if ".mlp." in name]
+    groups = [{"params": [named[name] for name in some]} | part for some, part in zip(names, parts, strict=True)]
+    groups.append({"params": [named["model.norm.weight"]], "lr": PEAK, "weight_decay": 0.0})
+    reference = torch.optim.AdamW(groups, betas=made.optimizer.betas, eps=1e-8)
+    rule = torch.optim.lr_scheduler.LambdaLR(reference, lambda update: learning_rate(made, update) / PEAK)
+    before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    for update in range(1, 6):
+        rule.step()
+        set_learning_rate(optimizer, learning_rate(made, update))
+        ids = torch.arange(update, update + 12)[None]
+        for model, steps in ((ours, optimizer), (theirs, reference)):
+            model(input_ids=ids, labels=ids).loss.backward()
+            steps.step()
+            model.zero_grad()
+    trained = sum(names, ["model.norm.weight"])
+    for name, parameter in ours.named_parameters():
+        assert parameter.requires_grad == (name in trained) and (parameter in optimizer.state) == (name in trained)
+        assert torch.equal(parameter, before[name]) == (name not in trained), name
+        torch.testing.assert_close(parameter, named[name], rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from samecurve.config.rules_tasks import model_folder
-from samecurve.config.schema import Adapter, Model, Tokenizer
+from samecurve.config.schema import Adapter, Model, Optimizer, Tokenizer
 from samecurve.data.tokenizer import load_pretrained_tokenizer
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
@@ -51,7 +51,13 @@ def recipe(folder: Path, **more) -> SimpleNamespace:
     batch = SimpleNamespace(sequence_length=16)
     settings = Model(path=str(folder), **more)
     return SimpleNamespace(
-        model=settings, tokenizer=Tokenizer(), adapter=Adapter(), seed=0, batch=batch, precision="fp32"
+        model=settings,
+        tokenizer=Tokenizer(),
+        adapter=Adapter(),
+        optimizer=Optimizer(),
+        seed=0,
+        batch=batch,
+        precision="fp32",
     )
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from samecurve.config.schema import Adapter, Model, Tokenizer
+from samecurve.config.schema import Adapter, Model, Optimizer, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import loading
 from samecurve.models.hf_config import Head
@@ -42,7 +42,9 @@ TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
 def recipe(config=None, path=None, seed=0, attention="sdpa", sequence_length=16) -> SimpleNamespace:
     model = Model(config=config, path=path, attention=attention)
     batch = SimpleNamespace(sequence_length=sequence_length)
-    return SimpleNamespace(model=model, tokenizer=Tokenizer(), adapter=Adapter(), seed=seed, batch=batch)
+    return SimpleNamespace(
+        model=model, tokenizer=Tokenizer(), adapter=Adapter(), optimizer=Optimizer(), seed=seed, batch=batch
+    )
 
 
 def filled(made, model=None, names=None) -> dict[str, torch.Tensor]:
