@@ -16,7 +16,7 @@ from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult
-from samecurve.models.hf_config import constants
+from samecurve.models.lora import constants
 from samecurve.optim.schedule import set_learning_rate
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class AcceleratedEngine(ABC):
 
     def _build_forward(self, plan: Plan, **parts: Any) -> Forward:
         """Build the forward passes of the prepared model. `parts`: the other attributes of Forward."""
-        self._constants = {name: self.tensors[name].clone() for name in constants(self.skeleton)}
+        buffers = constants(self.skeleton).difference(name for name, _ in self.skeleton.named_parameters())
+        self._constants = {name: self.tensors[name].clone() for name in buffers}
         return Forward(
             self.accelerator,
             self.mesh,

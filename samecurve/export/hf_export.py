@@ -24,8 +24,8 @@ from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.export.weight_shards import METADATA, SHARD_BYTES, UNCHANGED, Shard, name_shards, write_kept
 from samecurve.interfaces.engine import dtype_name
 from samecurve.models import dequantize
-from samecurve.models.hf_config import CAUSAL, constants, is_remote, kind_of
-from samecurve.models.lora import is_adapted, stored_config, stored_names, stored_twice
+from samecurve.models.hf_config import CAUSAL, is_remote, kind_of
+from samecurve.models.lora import constants, is_adapted, stored_config, stored_names, stored_twice
 from samecurve.models.packaged import PROCESSOR_FILES, Package, package_of
 from samecurve.models.pretrained import Pretrained
 from samecurve.models.weight_conversion import Storage
@@ -160,7 +160,7 @@ class _FileLayout(NamedTuple):
 def _whole_model(skeleton: PreTrainedModel, shard_bytes: int, kept: Mapping[str, Stored] | None) -> _FileLayout:
     """Return the layout of a model, or of the packaged one around it; `kept` are the tensors beside the text part."""
     package, names = package_of(skeleton), [*(name for name, _ in skeleton.named_parameters())]
-    names += sorted(constants(skeleton))
+    names += sorted(constants(skeleton).difference(names))
     if package is None or kept is None:
         storage = Storage(skeleton)
         return _FileLayout(
@@ -205,8 +205,8 @@ class _FileWriter:
     """Collects parameters into files. After the first problem nothing more is written, and `finish` raises."""
 
     def __init__(self, skeleton: PreTrainedModel, layout: _FileLayout, directory: Path, dtype: torch.dtype):
-        self._constants = dict(skeleton.named_buffers())
-        tensors = {**dict(skeleton.named_parameters()), **self._constants}
+        tensors = {**dict(skeleton.named_parameters()), **dict(skeleton.named_buffers())}
+        self._constants = constants(skeleton)
         self._expected = {name: tensors[name] for name in layout.groups}
         self._layout, self._directory, self._limit, self._dtype = layout, directory, layout.shard_bytes, dtype
         self._waiting: dict[str, Tensor] = {}  # parameters whose group is not complete

@@ -2,8 +2,9 @@
 
 They are few: what transformers marks (PreTrainedModel._keep_in_fp32_modules_strict, and _keep_in_fp32_modules for fp16
 alone), for example routers, and the parameters of a recurrence (specs/model_families.py), which transformers uses in
-fp32 but does not mark. A decay of 0.999 per token is 0.996 in bf16. Frozen weights, which need no more than the dtype
-that they are computed in, are stored in that: half the memory of fp32, and no cast at each use.
+fp32 but does not mark: a decay of 0.999 per token is 0.996 in bf16. So are weights that the family itself does not
+train, such as a router's bias. Other frozen weights, which need no more than the dtype that they are computed in, are
+stored in that: half the memory of fp32, and no cast at each use.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from samecurve.config.schema import Optimizer, Recipe
+from samecurve.models.lora import constants
 from samecurve.specs.model_families import RECURRENT
 
 if TYPE_CHECKING:
@@ -30,12 +32,13 @@ def names(model: nn.Module, precision: str) -> set[str]:
     marks = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     marks |= {*((getattr(model, "_keep_in_fp32_modules", None) or ()) if precision == "fp16" else ())}
     # as core_model_loading.build_glob_alternation of transformers
+    frozen = constants(model)  # such as a router's bias
     marked = re.compile("|".join(mark.replace("*", ".*") for mark in marks)) if marks else None
     return {
         name
         for name, weight in model.named_parameters()
         if weight.is_floating_point()
-        and (name.rpartition(".")[2] in RECURRENT or (marked is not None and marked.search(name)))
+        and (name in frozen or name.rpartition(".")[2] in RECURRENT or (marked is not None and marked.search(name)))
     }
 
 

@@ -256,15 +256,6 @@ def check_state(model: PreTrainedModel) -> None:
             )
 
 
-def constants(model: PreTrainedModel) -> set[str]:
-    """Find the buffers that a checkpoint of the model contains: read with the weights, and exported unchanged.
-
-    An example is the bias by which DeepSeek-V3's router chooses experts. Its authors move it by the experts' load,
-    transformers' code leaves it as it is.
-    """
-    return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
-
-
 def reason(error: Exception) -> str:
     """Format an error from transformers as one line of limited length."""
     text = " ".join(str(error).split()) or "no reason given"

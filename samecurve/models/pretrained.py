@@ -13,7 +13,7 @@ from torch import Tensor
 from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize, weight_conversion
 from samecurve.models import lora as adapters
-from samecurve.models.hf_config import CAUSAL, constants, kind_of, kind_of_stored
+from samecurve.models.hf_config import CAUSAL, kind_of, kind_of_stored
 from samecurve.models.packaged import package_of
 from samecurve.models.weight_files import Stored, weight_files
 
@@ -67,10 +67,10 @@ class Pretrained:
             for names in aliases.values()
             if not adapters.is_adapter_weight(names[0])
         }
-        self._constants = constants(model)
-        for name in self._constants:
-            self._names[name] = [adapters.pretrained_name(name)]
-            self._shapes[name] = model.get_buffer(name).shape
+        self._constants = adapters.constants(model)
+        for name, buffer in model.named_buffers():
+            if name in self._constants:
+                self._names[name], self._shapes[name] = [adapters.pretrained_name(name)], buffer.shape
         # PreTrainedModel.from_pretrained makes these anew without a warning
         self._may_miss = [re.compile(pattern) for pattern in alone._keys_to_ignore_on_load_missing or ()]
         self._kept: list[str] = []

@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
 from samecurve.models.flops import num_experts
-from samecurve.models.hf_config import constants, has_attention, is_classifier, reason, without_effect
+from samecurve.models.hf_config import has_attention, is_classifier, reason, without_effect
 from samecurve.models.packaged import package_of
 from samecurve.models.pretrained import Pretrained, embeddings
 from samecurve.models.skeleton import without_adapter
@@ -101,10 +101,8 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
 
 def _constants(model: PreTrainedModel, settings: Optimizer) -> str:
     """Count the buffers and weights that the family itself does not train by their names without layer numbers."""
-    names = sorted(constants(model))
-    if not adapters.is_adapted(model):
-        names += sorted(_untrained(model) - frozen(model, settings))
-    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+    names = adapters.constants(model) - frozen(model, settings)
+    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in sorted(names))
     text = ", ".join(f"{name} ({number} tensor{'s' * (number > 1)})" for name, number in counts.items())
     if num_experts(model.config.get_text_config()) > 1 and any("bias" in name for name in counts):
         text += "; a router's bias is frozen: the load of the experts does not move it"
@@ -125,13 +123,15 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
     Raises:
         ConfigurationError: the weights cannot be read, or the model cannot be initialized layer by layer.
     """
-    stored = {name for name, _ in model.named_parameters()} | (constants(model) if recipe.model.path else set())
+    stored = {name for name, _ in model.named_parameters()} | (
+        adapters.constants(model) if recipe.model.path else set()
+    )
     wanted = stored if names is None else stored & names
     written = set()
     for name, tensor in _source(model, recipe, wanted):
         write(name, tensor)
         written.add(name)
-    if not written >= wanted - constants(model):
+    if not written >= wanted - {name for name, _ in model.named_buffers()}:
         raise ConfigurationError(
             f"model: {model.config.model_type} has weights outside its layers, which cannot be initialized: "
             f"{', '.join(sorted(wanted - written))}; use another model_type"
@@ -161,13 +161,9 @@ def frozen_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str
 
 
 def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of what an export contains beside trained and `frozen` parameters.
-
-    These are the buffers of hf_config.constants and the weights that the family itself does not train.
-    """
-    names: set[str] = set()
-    if not adapters.is_adapted(model):
-        names = constants(model) | (_untrained(model) - frozen(model, recipe.optimizer))
+    """Yield (name, tensor) of what an export contains beside trained and `frozen` parameters; see lora.constants."""
+    adapted = adapters.is_adapted(model)
+    names = set() if adapted else adapters.constants(model) - frozen(model, recipe.optimizer)
     tensors: dict[str, Tensor] = {}
     if names:
         load_weights(model, recipe, tensors.__setitem__, names)
@@ -258,15 +254,19 @@ def _never_set(tensor: Tensor) -> float:
     return 0 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
 
 
-def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Raise ConfigurationError for values that `_init_weights` left unset: a parent module sets them, or nothing."""
-    left = [
+def _left(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """List the tensors with values that no rule has set."""
+    return [
         name
         for name, tensor in tensors
         if bool((tensor.isnan() if tensor.is_floating_point() else tensor == _never_set(tensor)).any())
         and tensor.dtype is not torch.bool
     ]
-    if left:
+
+
+def _check_set(model: PreTrainedModel, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ConfigurationError for values that `_init_weights` left unset: a parent module sets them, or nothing."""
+    if left := _left(tensors):
         raise ConfigurationError(
             f"model: {model.config.model_type} does not initialize {prefix}.{left[0]} in that module's own rule, so "
             "its layers cannot be initialized one by one; use another model_type"
@@ -288,16 +288,33 @@ def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 def _buffers(model: PreTrainedModel, written: set[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield buffers such as rotary frequencies, which `_init_weights` recomputes after construction on meta.
 
-    Those in `written` are left out.
+    Those in `written` are left out. The rule is a module's own or, as in Falcon-H1, that of one around it.
     """
+    later: dict[str, nn.Module] = {}
     for prefix, module in model.named_modules():
         names = {name: f"{prefix}.{name}" if prefix else name for name in module._buffers}
         if names and not any(b is None for b in module._buffers.values()) and not written.issuperset(names.values()):
             with torch.random.fork_rng(devices=[]), torch.no_grad():  # the rule may also draw the module's weights
                 real = _unset(module)
                 model._init_weights(real)
-            _check_set(model, prefix, real.named_buffers(recurse=False))
+            if _left(real.named_buffers(recurse=False)):
+                later[prefix] = module
+                continue
             yield from ((names[name], b) for name, b in real.named_buffers(recurse=False) if names[name] not in written)
+    if not later:
+        return
+    whole = copy.deepcopy(model)  # its weights stay on the meta device
+    around = {prefix[:end] for prefix in later for end, sign in enumerate(f"{prefix}.") if sign == "."} - {*later}
+    for prefix in later:
+        for name, buffer in [*whole.get_submodule(prefix).named_buffers(recurse=False)]:
+            setattr(whole.get_submodule(prefix), name, torch.full_like(buffer, _never_set(buffer), device="cpu"))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for prefix in sorted({"", *around}, key=len, reverse=True):
+            model._init_weights(whole.get_submodule(prefix))
+    for prefix in later:
+        _check_set(model, prefix, whole.get_submodule(prefix).named_buffers(recurse=False))
+        named = whole.get_submodule(prefix).named_buffers(prefix, recurse=False)
+        yield from ((name, buffer) for name, buffer in named if name not in written)
 
 
 def new_head(model: PreTrainedModel, recipe: Recipe, missing: set[str]) -> set[str]:

@@ -109,8 +109,6 @@ FACTS = {
     "context_parallel",
     "expert_parallel",
     "expert_and_tensor_parallel",
-    # A module sets buffers of another one, so that they cannot be made one by one (models/weights.py refuses it).
-    "foreign_buffers",
     # A token changes the logits of earlier positions, whatever the config says.
     "not_causal",
     # The rows of a batch are not on the first axis inside.
@@ -173,7 +171,7 @@ FAMILIES = {
     "exaone4": Family("packed varlen head_norms liger"),
     "exaone_moe": Family("packed varlen counted_experts"),
     "falcon": Family("leaks"),
-    "falcon_h1": Family("separated varlen uncounted foreign_buffers"),
+    "falcon_h1": Family("separated varlen uncounted"),
     "falcon_mamba": Family("leaks"),
     "flex_olmo": Family("packed varlen head_norms counted_experts"),
     "flint": Family("packed counted_experts"),
@@ -294,7 +292,7 @@ def families(fact: str) -> frozenset[str]:
 ROUND_TRIP = frozenset(
     """
     afmoe apertus arcee aria_text axk1 bamba bert bloom cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32
-    deepseek_v4 distilbert dots1 electra ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo gemma2
+    deepseek_v4 distilbert dots1 electra ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 flex_olmo gemma2
     gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_neox gpt_oss gptj granite
     granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 jamba jetmoe kimi_linear
     kolibri1 laguna lfm2 lfm2_moe llama llama4_text longcat_flash mamba mamba2 mimo_v2_flash minimax minimax_m2

@@ -42,7 +42,7 @@ In column
 
 Families without a line are refused in the columns from packs to Liger, and load (*allowed*) where no check of a model
 refuses them, for example that its modules set their own weights. Nothing is trained of {refused}: there
-a position sees the following tokens, or a module sets buffers of another one.
+a position sees the following tokens.
 """
 _FOOTER = """
 ## Models that also read images or sound
@@ -65,7 +65,7 @@ def render_page() -> str:
         "Liger": families("liger"),
         "template": TEMPLATED,
     }
-    refused = families("not_causal") | families("foreign_buffers")
+    refused = families("not_causal")
     heads = " | ".join(f"[{column}](../tests/{test})" for column, test in _TESTS.items())
     lines = [_HEADER.format(refused=_listed(refused)), f"| family | {heads} |", "|---" * (len(_TESTS) + 1) + "|"]
     for family in sorted(frozenset().union(*proven.values()) - refused):

@@ -1,7 +1,8 @@
 """Run under a launcher with train.py's arguments, after a folder: each model in it is loaded, trained and exported.
 
 One process group serves all of them. FOLDER/FAMILY/start holds what transformers wrote; FOLDER/FAMILY/NAME_OF_RUN gets
-the export and logits.pt: the losses of the steps, and the live model's logits with the rows that gave them.
+the export and logits.pt: the losses of the steps, and the live model's logits with the rows that gave them, or the
+error.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import traceback
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -37,9 +39,14 @@ def main() -> None:
     task.loss = lambda logits, labels: kept.append((logits.detach().clone(), labels)) or loss(logits, labels)
     for start in sorted(folder.glob("*/start")):
         recipe = plan.recipe.model_copy(update={"model": Model(path=str(start))})
-        found = trained(accelerator, replace(plan, recipe=recipe), task, kept)
+        target = start.parent / Path(recipe.output_dir).name
+        try:
+            results = trained(accelerator, replace(plan, recipe=recipe), task, kept)
+        except Exception:  # of any kind: the other families go on
+            results = {"error": traceback.format_exc()}
         if accelerator.is_main_process:
-            torch.save(found, start.parent / Path(recipe.output_dir).name / "logits.pt")
+            target.mkdir(exist_ok=True)
+            torch.save(results, target / "logits.pt")
         gc.collect()
     accelerator.end_training()
 
@@ -59,7 +66,7 @@ def trained(accelerator, plan, task, kept: list) -> dict:
     described = {"engine": engine.describe().engine, "attention": weights.describe(skeleton, recipe).attention}
     return {
         "losses": losses,
-        "logits": kept[0][0],
+        "logits": kept[0][0] if kept else None,  # a pipeline's last stage has them
         "inputs": held_out[0].inputs,
         "labels": held_out[0].labels,
         **described,

@@ -12,19 +12,30 @@ import torch
 from harness import largest_relative_difference, launch_command
 from quantized_folders import quantize
 from test_equal_curves import ENGINES
-from tiny_families import PACKAGED, STORED_ALIKE, STORED_OTHERWISE, packaged_config, round_trip_config
+from tiny_families import (
+    CONSTANTS,
+    OTHERS,
+    PACKAGED,
+    STORED_ALIKE,
+    STORED_OTHERWISE,
+    packaged_config,
+    round_trip_config,
+)
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models.packaged import text_config
 from samecurve.models.weight_files import read, weight_files
+from samecurve.specs import model_families
 
-CONSTANTS = ["apertus", "gemma4_text"]  # have stored buffers, too
 QUANTIZED = ["gpt_oss-mxfp4", "qwen3_moe-fp8", "mistral-static"]  # family and method
-FAMILIES = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS, *QUANTIZED, *(f"packaged:{name}" for name in PACKAGED)]
+TEXT = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS, *OTHERS]
+FAMILIES = [*TEXT, *QUANTIZED, *(f"packaged:{name}" for name in PACKAGED)]
+PIECES = [FAMILIES[start : start + 10] for start in range(0, len(FAMILIES), 10)]
 EVERY_DAY = ["gpt_neox", "mixtral", "bloom", "apertus", "gpt_oss-mxfp4", "qwen3_moe-fp8", "packaged:qwen3_5"]
 WITHOUT_SDPA = {"bloom": "eager", "gpt_oss": "eager", "mamba": "none"}
 STRATEGIES = {"single": 1, "fsdp": 2, "zero3": 2}
+DIVIDED = {"tp": model_families.families("tensor_parallel"), "pipeline": model_families.PIPELINED}
 
 
 def config_of(family: str):
@@ -54,7 +65,7 @@ def folders(families: list[str], folder: Path) -> None:
 def trained(workspace, strategy: str, folder: Path, *more: str) -> None:
     path = workspace.strategy(strategy)
     script = str(Path(__file__).with_name("families_probe.py"))
-    world = STRATEGIES[strategy]
+    world = STRATEGIES.get(strategy, 2)
     arguments = [str(folder), str(workspace.recipe), f"output_dir={folder / strategy}"]
     arguments += [f"batch.micro_batch_size={8 // world}", *more, "--strategy", str(path)]
     run = workspace.execute([*launch_command("fork", path, world, folder, script), *arguments], folder)
@@ -75,6 +86,7 @@ def check(name: str, strategy: str, folder: Path, packed: bool = False) -> None:
     family, exported = name.partition("-")[0], folder / name / strategy
     live = torch.load(exported / "logits.pt", weights_only=True)
     alone = torch.load(folder / name / "single" / "logits.pt", weights_only=True)
+    assert "error" not in live, live["error"]
     assert live["engine"] == ENGINES[strategy].replace("LlamaForCausalLM", trained_class(family))
     assert live["attention"] == WITHOUT_SDPA.get(family, live["attention"])
     assert largest_relative_difference(live["losses"], alone["losses"]) < 2e-5
@@ -105,9 +117,13 @@ def alone_in_rows(model, input_ids, position_ids) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("families", [EVERY_DAY, pytest.param(FAMILIES, marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "families",
+    [EVERY_DAY, *(pytest.param(piece, marks=pytest.mark.full) for piece in PIECES)],
+    ids=["some", *(f"from_{piece[0]}" for piece in PIECES)],
+)
 def test_round_trip_under_each_strategy(families, workspace, tmp_path):
-    assert len(FAMILIES) >= 25
+    assert len(TEXT) >= 80
     folders(families, tmp_path)
     for strategy in STRATEGIES:
         trained(workspace, strategy, tmp_path)
@@ -116,15 +132,53 @@ def test_round_trip_under_each_strategy(families, workspace, tmp_path):
         for strategy in STRATEGIES:
             try:
                 check(family, strategy, tmp_path)
-            except AssertionError as error:
-                problems.append(f"{family} under {strategy}: {error}")
+            except (AssertionError, KeyError) as error:
+                problems.append(f"{family} under {strategy}: {error!r}")
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.full
-def test_separated_documents_under_each_strategy(workspace, tmp_path):
-    """Packed rows of families that mix documents by themselves: one curve, and the logits of each document alone."""
-    families = ["bamba", "gpt_oss", "lfm2", "qwen3_next"]
+@pytest.mark.parametrize("strategy", DIVIDED)
+def test_packaged_in_parts(strategy, workspace, tmp_path):
+    """Where the text part's family is listed: the losses and weights of one process."""
+    texts = {f"packaged:{name}": text_config(packaged_config(name)).model_type for name in PACKAGED}
+    names = [name for name, family in texts.items() if family in DIVIDED[strategy]]
+    assert len(names) >= 12
+    folders(names, tmp_path)
+    trained(workspace, "single", tmp_path)
+    trained(workspace, strategy, tmp_path)
+    problems = []
+    for name in names:
+        live, alone = (torch.load(tmp_path / name / run / "logits.pt") for run in (strategy, "single"))
+        if "error" in live:
+            problems.append(f"{name}: {live['error']}")
+            continue
+        assert live["engine"] == ENGINES[strategy].replace("LlamaForCausalLM", trained_class(name))
+        assert largest_relative_difference(live["losses"], alone["losses"]) < 2e-5, name
+        ours, theirs, start = (weight_files(str(tmp_path / name / run)) for run in (strategy, "single", "start"))
+        assert ours.keys() == theirs.keys() == start.keys()
+        moved = 0
+        for tensor in ours:
+            before, after = read(start, [tensor])[tensor], read(ours, [tensor])[tensor]
+            torch.testing.assert_close(
+                after, read(theirs, [tensor])[tensor], rtol=1e-4, atol=1e-5, msg=f"{name} {tensor}"
+            )
+            moved += not torch.equal(before, after)
+        assert 10 < moved < len(ours)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "families",
+    [
+        ["bamba", "gpt_oss", "lfm2", "qwen3_next", "falcon_h1"],
+        [f"packaged:{name}" for name in PACKAGED if name != "gemma4_unified"],
+    ],
+    ids=["text", "packaged"],
+)
+def test_packed_documents_under_each_strategy(families, workspace, tmp_path):
+    """Of families that mix documents by themselves, too: one curve, and the logits of each document alone."""
     folders(families, tmp_path)
     for strategy in STRATEGIES:
         trained(workspace, strategy, tmp_path, "data.packing=true", "batch.sequence_length=300")

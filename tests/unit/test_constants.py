@@ -1,4 +1,4 @@
-"""Constants in buffers: a training step leaves them, a run reads them with the weights and exports them."""
+"""Constants in buffers and frozen weights: a step leaves them, a run reads them with the weights and exports them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from samecurve.checkpoint.resume import refusals
 from samecurve.config.schema import Recipe
 from samecurve.export.hf_export import ExportTarget, export
-from samecurve.models.hf_config import CAUSAL, constants
+from samecurve.models.hf_config import CAUSAL
+from samecurve.models.lora import constants, trained_shapes
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weights import constant_tensors
 from samecurve.run.metadata import resume_identity
@@ -25,7 +26,7 @@ IDS = torch.arange(3, 23)[None]
 
 def change(model) -> None:
     for name in constants(model):
-        buffer = model.get_buffer(name)
+        buffer = model.state_dict()[name]
         if buffer.is_floating_point():
             buffer.add_(0.1 * torch.rand_like(buffer))
         else:
@@ -44,7 +45,7 @@ def stored(request, tmp_path):
 
 def test_a_training_step_leaves_constants(stored):
     model, _ = stored
-    before = {name: model.get_buffer(name).clone() for name in constants(model)}
+    before = {name: model.state_dict()[name].clone() for name in constants(model)}
     assert before
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -52,7 +53,7 @@ def test_a_training_step_leaves_constants(stored):
     loss.backward()
     optimizer.step()
     assert model(input_ids=IDS, labels=IDS).loss != loss
-    assert all(torch.equal(model.get_buffer(name), tensor) for name, tensor in before.items())
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 
 
 def test_constants_are_read_and_exported(stored, tmp_path):
@@ -61,8 +62,8 @@ def test_constants_are_read_and_exported(stored, tmp_path):
     skeleton = build_skeleton(made, 100)
     tensors = filled(made, skeleton)
     for name in constants(model):
-        assert torch.equal(tensors[name], model.get_buffer(name)), name
-    parameters = [(name, tensors[name]) for name, _ in skeleton.named_parameters()]
+        assert torch.equal(tensors[name], model.state_dict()[name]), name
+    parameters = [(name, tensors[name]) for name in trained_shapes(skeleton)]
     target = ExportTarget(tmp_path / "model", tokenizer())
     export(iter([*parameters, *constant_tensors(skeleton, made)]), skeleton, target, True)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
@@ -81,7 +82,7 @@ def test_a_run_resumes_with_the_same_constants_only(stored):
     task.special_tokens, task.head = None, CAUSAL
     built = build_model(SimpleNamespace(recipe=made, plan=plan), task)
     before = built.identity
-    assert all(torch.equal(built.constants[name], model.get_buffer(name)) for name in constants(model))
+    assert all(torch.equal(built.constants[name], model.state_dict()[name]) for name in constants(model))
     assert refusals({**before, "step": 0}, before) == []
     change(model)
     model.save_pretrained(folder)

@@ -262,10 +262,21 @@ def test_an_index_that_cannot_be_followed(tmp_path):
 
 
 def test_what_no_rule_sets_is_not_left_as_memory_had_it():
-    """openai-gpt's projections are set where they are constructed, falcon_h1's buffer by a module above its own."""
-    for family, name in (("openai-gpt", "c_attn.weight"), ("falcon_h1", "mamba.mup_vector")):
-        made = recipe(Path("none"))
-        fields = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
-        made.model = Model(config={"model_type": family, **fields})
-        with pytest.raises(ConfigurationError, match=f"does not initialize .*{name} in that module's own rule"):
-            load_weights(build_skeleton(made, 100), made, lambda name, full: None)
+    """openai-gpt's projections are set where they are constructed."""
+    made = recipe(Path("none"))
+    fields = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
+    made.model = Model(config={"model_type": "openai-gpt", **fields})
+    with pytest.raises(ConfigurationError, match=r"does not initialize .*c_attn\.weight in that module's own rule"):
+        load_weights(build_skeleton(made, 100), made, lambda name, full: None)
+
+
+def test_a_module_above_sets_buffers_of_layers():
+    config = round_trip_config("falcon_h1")
+    config.ssm_multipliers = [1.0, 2.0, 3.0, 4.0, 5.0]
+    made, tensors = recipe(Path("none")), {}
+    made.model = Model(config=config.to_diff_dict() | {"model_type": "falcon_h1"})
+    load_weights(build_skeleton(made, 100), made, tensors.__setitem__)
+    theirs = {name: buffer for name, buffer in AutoModelForCausalLM.from_config(config).named_buffers()}
+    own = {name for name in theirs if name.endswith("mup_vector")}
+    assert len(own) == 2 and all(torch.equal(tensors[name], theirs[name]) for name in own)
+    assert theirs[min(own)].unique().tolist() == config.ssm_multipliers

@@ -105,10 +105,11 @@ STORED_ALIKE = """
 bloom cohere falcon gemma2 gemma3_text gpt2 gpt_oss gptj jetmoe llama mamba mistral mpt olmo2 opt phi3 qwen2 qwen3
 stablelm
 """.split()
-# Families with a router's bias or other constants.
+# Families with a router's bias or other constants, in buffers or, of afmoe, ernie4_5_moe and laguna, in parameters.
 CONSTANTS = """
-apertus axk1 deepseek_v3 deepseek_v32 deepseek_v4 dots1 exaone_moe gemma4_text glm4_moe glm4_moe_lite glm_moe_dsa hy_v3
-kimi_linear kolibri1 lfm2_moe longcat_flash mimo_v2_flash minimax minimax_m2 nemotron_h solar_open zaya
+afmoe apertus axk1 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe exaone_moe gemma4_text glm4_moe
+glm4_moe_lite glm_moe_dsa hy_v3 kimi_linear kolibri1 laguna lfm2_moe longcat_flash mimo_v2_flash minimax minimax_m2
+nemotron_h solar_open zaya
 """.split()
 # Sizes of parts that only some families have.
 SMALL = {
