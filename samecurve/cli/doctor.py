@@ -90,7 +90,7 @@ def needed_bytes(recipe: Recipe) -> dict[str, int]:
     An adapter's are small, so for these it is the exported model alone.
     """
     try:
-        fields = recipe.model.config or model_shape.read(str(recipe.model.path))
+        fields = recipe.model.config or {**model_shape.read(str(recipe.model.path)), **recipe.model.overrides}
         parameters = model_shape.shape(fields, "model", recipe.tokenizer.vocabulary_size).parameters
     except ConfigurationError:  # the planner knows decoders; without a size, free space is shown only
         return {}

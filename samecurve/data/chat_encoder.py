@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
-_VERSION = 3
+_VERSION = 4
 
 
 class ChatEncoder(ConversationEncoder):
@@ -48,6 +48,7 @@ class ChatEncoder(ConversationEncoder):
             with the spaces after it. The model is trained to write this token, but never has to at inference.
         answers_unlike_the_prompt: answers without something that ends the generation prompt, such as <think>.
         answers_without_their_reasoning: answers whose reasoning the template leaves out wherever they stand.
+        calls_without_their_text: answers with calls of tools beside which the template leaves out the text.
         messages_with_special_tokens: messages whose text contains a special token.
         developer_messages_as_system: messages of the role developer, for templates that know the role system only.
         split_conversations: conversations that became several rows.
@@ -60,7 +61,8 @@ class ChatEncoder(ConversationEncoder):
 
     renders = True
     rare = (
-        *("answers_unlike_the_prompt", "answers_without_their_reasoning", "developer_messages_as_system"),
+        *("answers_unlike_the_prompt", "answers_without_their_reasoning", "calls_without_their_text"),
+        "developer_messages_as_system",
         *("split_conversations", "rows_of_split_conversations"),
     )
     counted = ("answers_begun_inside_a_token", "messages_with_special_tokens", *rare)
@@ -157,6 +159,7 @@ class ChatEncoder(ConversationEncoder):
             rows = turns.kept(answers) if self.schema.reasoning == "keep" else turns.as_inference(answers)
         self.counts["answers_unlike_the_prompt"] += turns.num_unlike
         self.counts["answers_without_their_reasoning"] += turns.num_unreasoned
+        self.counts["calls_without_their_text"] += turns.num_untold
         if not any(row.spans for row in rows):
             raise DataError(
                 f"{conversation.place}: the chat template marks no text of this conversation as the assistant's, so no "

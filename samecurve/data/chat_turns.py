@@ -42,12 +42,13 @@ class RenderedTurns:
     Attributes:
         num_unlike: number of answers so far that begin otherwise than the generation prompt ends.
         num_unreasoned: number of trained answers so far whose reasoning the template leaves out at inference, too.
+        num_untold: number of trained answers so far whose text the template leaves out, as it has calls of tools.
     """
 
     def __init__(self, conversation: Conversation, template: ChatTemplate):
         self._conversation, self._template = conversation, template
         self._render = cache(partial(template.render, conversation))
-        self.num_unlike = self.num_unreasoned = 0
+        self.num_unlike = self.num_unreasoned = self.num_untold = 0
 
     def text(self, num_messages: int) -> str:
         """Return the text of the first messages, without what closes each text, or begins an answer unasked."""
@@ -73,6 +74,9 @@ class RenderedTurns:
             message = self._conversation.messages[index]
             reasoning = next((str(message[key]) for key in REASONING if message.get(key)), "")
             self.num_unreasoned += reasoning.strip() not in answer.row.text
+            start = next((start for start, _ in answer.row.spans), 0)
+            lost = message["content"].strip() not in answer.row.text[start:]
+            self.num_untold += lost and bool(message.get("tool_calls"))
         return answers
 
     def as_inference(self, answers: dict[int, Answer]) -> list[Rendered]:

@@ -21,7 +21,7 @@ from samecurve.models import dropout
 from samecurve.models.attention import context, head_tail, varlen
 from samecurve.models.hf_config import is_classifier
 from samecurve.models.skeleton import construct
-from samecurve.specs.model_families import allow, families, unproven_uses
+from samecurve.specs.model_families import allow, families, may_be_tried, unproven_uses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -143,8 +143,7 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
             unproven_uses(model),
             f"context parallelism of a {family}; run `python -m samecurve compare RECIPE`",
             f"{text}parallelism; use {', '.join(sorted(known))}, or configs/fsdp.yaml",
-            # in others tokens may meet elsewhere than in an attention function that can be replaced
-            fails=family not in families("packed") & families("varlen"),
+            fails=not may_be_tried("cp", family),
         )
     if strategy.context_parallel == context.Ulysses.name and config.num_attention_heads // strategy.dims.tp % size:
         heads = config.num_attention_heads // strategy.dims.tp

@@ -123,7 +123,11 @@ def without_pooler(model_class: type[PreTrainedModel]) -> dict[str, bool]:
 
 
 def model_config(
-    recipe: Recipe, vocabulary_size: int, special_tokens: dict[str, int] | None = None, head: Head = CAUSAL
+    recipe: Recipe,
+    vocabulary_size: int,
+    special_tokens: dict[str, int] | None = None,
+    head: Head = CAUSAL,
+    stored: PreTrainedConfig | None = None,
 ) -> PreTrainedConfig:
     """Build the Hugging Face config of `model.path` or `model.config`.
 
@@ -132,6 +136,7 @@ def model_config(
         vocabulary_size: the tokenizer's; default of `vocab_size` in a from-scratch config.
         special_tokens: the tokenizer's ids (bos_token_id, eos_token_id), defaults in a from-scratch config.
         head: the output head.
+        stored: what `stored_config` returns; None reads it.
 
     Raises:
         DataError: the tokenizer has ids for which the embedding has no row.
@@ -140,7 +145,9 @@ def model_config(
     """
     settings = recipe.model
     if settings.path is not None:
-        config = stored_config(settings.path, settings.trust_remote_code, settings.revision)
+        if stored is None:
+            stored = stored_config(settings.path, settings.trust_remote_code, settings.revision)
+        config = copy.deepcopy(stored)
         packaged = head.kind == CAUSAL.kind and is_packaged(config)
         config = text_config(config) if packaged else config
         if settings.overrides:

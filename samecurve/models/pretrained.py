@@ -52,7 +52,8 @@ class Pretrained:
     """
 
     def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str, revision: str | None = None):
-        self.contents = dequantize.contents(weight_files(path, revision), path, revision)
+        self.stored = weight_files(path, revision)
+        self.contents = dequantize.contents(self.stored, path, revision)
         self._path, self._files = path, self.contents.weights
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         shapes = {name: stored.shape for name, stored in self._files.items()}

@@ -51,7 +51,10 @@ def build_skeleton(
         DataError: as `model_config`.
         ConfigurationError: the model cannot be built or is not causal, or as `model_config`.
     """
-    config = model_config(recipe, vocabulary_size, special_tokens, head)
+    settings, stored = recipe.model, None
+    if settings.path is not None:
+        stored = stored_config(settings.path, settings.trust_remote_code, settings.revision)
+    config = model_config(recipe, vocabulary_size, special_tokens, head, stored)
     model_class = head.model_class(config)
     assert model_class is not None  # model_config has checked it
     try:
@@ -62,23 +65,17 @@ def build_skeleton(
             f"({reason(error)}); correct model.attention or the model's config"
         ) from error
     if recipe.model.overrides:
-        check_shapes(recipe.model.overrides, lambda given: _with(given, recipe, config, head), model)
+        check_shapes(recipe.model.overrides, lambda given: _with(given, recipe, config, head, stored), model)
     vars(model)["unproven_uses"] = [] if recipe.model.unproven else None
     _check_positions(model, head, recipe.batch.sequence_length)
     if head.kind == "causal_lm":
         check_causal(model)
     check_state(model)
-    if recipe.model.path is not None and model.can_generate():
-        # give the model the generation config of `path`, for its export; without one it has that of its config
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(
-                recipe.model.path, revision=recipe.model.revision or "main"
-            )
-        except (OSError, ValueError) as error:
-            if (Path(recipe.model.path) / GENERATION_CONFIG_NAME).exists():
-                raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
-    if head.kind == CAUSAL.kind:
-        _package(model, recipe.model)
+    if settings.path is not None and model.can_generate():
+        _take_generation_config(model, settings)
+    if head.kind == CAUSAL.kind and stored is not None and packaged.is_packaged(stored):
+        build = partial(construct, where=torch.device("meta"))
+        packaged.wrap(model, stored, settings.revision, settings.overrides, build)
     if recipe.adapter.name:
         assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
         if problem := dequantize.adapter_problem(recipe.model.path, recipe.model.revision):
@@ -142,11 +139,13 @@ def freeze(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:
     return model
 
 
-def _with(given: Mapping[str, Any], recipe: Recipe, config: PreTrainedConfig, head: Head) -> PreTrainedModel:
+def _with(
+    given: Mapping[str, Any], recipe: Recipe, config: PreTrainedConfig, head: Head, stored: Any
+) -> PreTrainedModel:
     """Build a pretrained model with some of the recipe's overrides, for rows of any length."""
     model = recipe.model.model_copy(update={"overrides": given})
     short = recipe.batch.model_copy(update={"sequence_length": 1})
-    plain = model_config(recipe.model_copy(update={"model": model, "batch": short}), 0, None, head)
+    plain = model_config(recipe.model_copy(update={"model": model, "batch": short}), 0, None, head, stored)
     if "vocab_size" not in given and "vocab_size" not in recipe.model.overrides:
         plain.vocab_size = config.vocab_size  # a chat template may have extended it
     model_class = head.model_class(plain)
@@ -154,14 +153,14 @@ def _with(given: Mapping[str, Any], recipe: Recipe, config: PreTrainedConfig, he
     return construct(model_class, plain, torch.device("meta"))
 
 
-def _package(model: PreTrainedModel, settings: Model) -> None:
-    """Attach the published model to the skeleton of its text part, if `model.path` packages it with other parts."""
-    if settings.path is None:
-        return
-    stored = stored_config(settings.path, settings.trust_remote_code, settings.revision)
-    if packaged.is_packaged(stored):
-        build = partial(construct, where=torch.device("meta"))
-        packaged.wrap(model, stored, settings.revision, settings.overrides, build)
+def _take_generation_config(model: PreTrainedModel, settings: Model) -> None:
+    """Give the model the generation config of `model.path`, for its export; without one it has that of its config."""
+    path = str(settings.path)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path, revision=settings.revision or "main")
+    except (OSError, ValueError) as error:
+        if (Path(path) / GENERATION_CONFIG_NAME).exists():
+            raise ConfigurationError(f"model.path: {reason(error)}; correct the file or remove it") from error
 
 
 def _check_positions(model: PreTrainedModel, head: Head, sequence_length: int) -> None:

@@ -71,7 +71,7 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
     """Describe the model. Raises as `load_weights`."""
     head, kept, unread, part, dequantized, package = [], "", "", "", "", package_of(model)
     if recipe.model.path is not None:
-        pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
+        pretrained = pretrained_of(model, recipe)
         head = sorted(new_head(model, recipe, pretrained.missing()) - _continued(model, recipe))
         # an adapter's export holds no part of a package, which all the same stays as it is
         stays = package or not adapters.is_adapted(model)
@@ -170,14 +170,29 @@ def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[s
     yield from tensors.items()
 
 
-def kept_tensors(model: PreTrainedModel, recipe: Recipe) -> dict[str, Stored]:
+def kept_tensors(model: PreTrainedModel, recipe: Recipe, again: bool = False) -> dict[str, Stored]:
     """Find the tensors of `model.path` that the model does not have and that its export contains unchanged, by name.
 
-    An adapter's export contains none.
+    An adapter's export contains none. `again`: see `pretrained_of`.
     """
     if recipe.model.path is None or adapters.is_adapted(model):
         return {}
-    return Pretrained(model, model, recipe.model.path, recipe.model.revision).kept(recipe.model.unknown_tensors)
+    return pretrained_of(model, recipe, again).kept(recipe.model.unknown_tensors)
+
+
+def pretrained_of(model: PreTrainedModel, recipe: Recipe, again: bool = False) -> Pretrained:
+    """Return the reader of `model.path`, which a skeleton keeps: the headers of all files are read once.
+
+    Args:
+        again: read them again, because the files may have changed.
+
+    Raises:
+        ConfigurationError: as weight_files.
+    """
+    assert recipe.model.path is not None
+    if again or "pretrained" not in vars(model):
+        vars(model)["pretrained"] = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
+    return vars(model)["pretrained"]
 
 
 def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -191,7 +206,7 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     added = {
         name: p.shape for name, p in model.named_parameters() if name in wanted and adapters.is_adapter_weight(name)
     }
-    pretrained = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
+    pretrained = pretrained_of(model, recipe)
     new = new_head(model, recipe, pretrained.missing()) - continued
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
     stored = wanted - added.keys() - new - pretrained.new_constants()

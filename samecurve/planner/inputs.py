@@ -247,7 +247,7 @@ def read(name: str, overrides: Sequence[str], fill: Callable[[Document], object]
         assert source.recipe is not None
         model = source.recipe.model
         described = f"{name}: model.{'config' if model.config else f'path {model.path}'}"
-        fields = model.config or model_shape.read(str(model.path), f"{described}: ")
+        fields = model.config or {**model_shape.read(str(model.path), f"{described}: "), **model.overrides}
     else:
         fields, described = model_shape.read(name), name
         source = _bare(name, fields, overrides, fill)

@@ -17,7 +17,7 @@ from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import divide
 from samecurve.specs.environment import ROOT
-from samecurve.specs.model_families import PIPELINED, families
+from samecurve.specs.model_families import PIPELINED, allow, families, may_be_tried
 from samecurve.strategy import resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.plan import Files, Strategy
@@ -162,7 +162,8 @@ def describe(
 def _model_problems(request: PlanRequest, strategy: Strategy) -> list[tuple[str, str]]:
     """Judge what a run finds out when it builds the model: (axis, problem)."""
     dims, family, experts = strategy.dims, request.family, request.shape.experts
-    problems = []
+    problems, recipe = [], request.source.recipe
+    uses: list[str] | None = [] if recipe and recipe.model.unproven else None
     if dims.ep > 1 and (not experts or experts % dims.ep):
         count = f"the model has {experts} experts, which {dims.ep} does not divide"
         problems.append(("ep", f"found {dims.ep}, but {count if experts else 'the model has no experts'}"))
@@ -176,7 +177,10 @@ def _model_problems(request: PlanRequest, strategy: Strategy) -> list[tuple[str,
     for axis, names in known.items():
         if family and names and dims.size(axis) > 1 and family not in names:
             text = f"found {dims.size(axis)}, but a {family} is not among the families {', '.join(sorted(names))}"
-            problems.append((axis, text))
+            try:
+                allow(uses, axis, text, fails=not may_be_tried(axis, family))
+            except ConfigurationError as error:
+                problems.append((axis, str(error)))
     return problems
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +13,14 @@ from samecurve.config import own_code
 from samecurve.distributed.affinity import num_cores
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import start_of, weights_fingerprint
-from samecurve.models.weight_files import weight_files
-from samecurve.models.weights import constant_tensors, frozen, kept_tensors
+from samecurve.models.weights import constant_tensors, frozen, kept_tensors, pretrained_of
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from samecurve.config.schema import Recipe
     from samecurve.interfaces.engine import EngineDescription
     from samecurve.interfaces.task import Task
     from samecurve.models.weights import ModelDescription
@@ -103,43 +102,41 @@ class RunFacts:
         }
 
 
-def resume_identity(plan: Plan, skeleton: PreTrainedModel, task: Task) -> dict:
-    """Build the facts that decide whether a run may resume, and those whose changes are logged on resuming."""
-    model, known = plan.recipe.model, identity(skeleton.config, task)
-    reference = None
-    if task.has_reference and model.path is not None:
-        reference = weights_fingerprint(weight_files(model.path, model.revision))
+def resume_identity(
+    plan: Plan, skeleton: PreTrainedModel, task: Task, constants: Mapping[str, Tensor] | None = None
+) -> dict:
+    """Build the facts that decide whether a run may resume, and those whose changes are logged on resuming.
+
+    `constants`: weights.constant_tensors; None reads them.
+    """
+    recipe, known, base = plan.recipe, identity(skeleton.config, task), None
+    still = sorted(frozen(skeleton, recipe.optimizer))
+    if recipe.model.path is not None and (task.has_reference or recipe.adapter.name or still):
+        base = weights_fingerprint(pretrained_of(skeleton, recipe).stored)
     digest = hashlib.sha256()
-    for name, tensor in constant_tensors(skeleton, plan.recipe):  # which checkpoints do not contain
+    constants = dict(constant_tensors(skeleton, recipe)) if constants is None else constants
+    for name, tensor in constants.items():  # which checkpoints do not contain
         digest.update(name.encode() + tensor.flatten().view(torch.uint8).numpy().tobytes())
         known["model"]["constants"] = digest.hexdigest()
-    if kept := kept_tensors(skeleton, plan.recipe):  # which an export copies from model.path
+    if kept := kept_tensors(skeleton, recipe):  # which an export copies from model.path
         known["model"]["kept_tensors"] = weights_fingerprint(kept)
-    still = sorted(frozen(skeleton, plan.recipe.optimizer))
     fixed = {"count": len(still), "names": hashlib.sha256("\n".join(still).encode()).hexdigest()} if still else None
-    if fixed and model.path is not None and not plan.recipe.adapter.name:
-        fixed["weights"] = weights_fingerprint(weight_files(model.path, model.revision))
+    if fixed and base and not recipe.adapter.name:
+        fixed["weights"] = base
+    adapter = recipe.adapter.model_dump() | {"base_model": base, "path": start_of(recipe.adapter)}
     return {
-        "recipe": plan.recipe.model_dump(),
+        "recipe": recipe.model_dump(),
         "strategy": plan.strategy.name,
         "world_size": plan.strategy.world_size,
         "versions": versions(),
-        "own_code": own_code.hashes(plan.recipe),
+        "own_code": own_code.hashes(recipe),
         **known,
-        "adapter": _adapter(plan.recipe),
         "frozen": fixed,
+        # layers and sizes of its matrices, and weights by their content and not by their path
+        "adapter": adapter if recipe.adapter.name else None,
         # the weights that the task uses as reference model, by their content and not by their path
-        "reference": reference,
+        "reference": base if task.has_reference else None,
     }
-
-
-def _adapter(recipe: Recipe) -> dict | None:
-    """Describe the adapter: layers and sizes of its matrices, and fingerprints of weights in place of paths."""
-    if recipe.adapter.name is None:
-        return None
-    assert recipe.model.path is not None  # the recipe's rules demand pretrained weights under an adapter
-    base = weight_files(recipe.model.path, recipe.model.revision)
-    return recipe.adapter.model_dump() | {"base_model": weights_fingerprint(base), "path": start_of(recipe.adapter)}
 
 
 def hardware_facts() -> dict[str, object]:

@@ -318,6 +318,8 @@ PACKAGED = frozenset(
     mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
     """.split()
 )
+# Of these, the families whose output head is the embedding unless the outer config says otherwise.
+TIED_PACKAGES = frozenset("gemma3 gemma3n gemma4 gemma4_unified got_ocr2 internvl mistral3 paligemma".split())
 # Text parts without a causal class of their own: the family that computes the same, and the fields that it needs.
 # Positions in three dimensions (mrope) are one position three times in a text.
 TEXT_TWINS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -340,7 +342,8 @@ def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
     inner = inner if isinstance(inner, dict) else fields
     own = f"{family}_text" if inner is fields else inner.get("model_type")
     twin, _ = TEXT_TWINS.get(str(own), (own, {}))
-    return {**inner, "model_type": twin}
+    tied = fields.get("tie_word_embeddings", family in TIED_PACKAGES)  # the outer config is asked, see packaged.py
+    return {**inner, "model_type": twin, "tie_word_embeddings": tied}
 
 
 # Config fields for dropout of attention probabilities.
@@ -381,6 +384,12 @@ def allow(uses: list[str] | None, use: str, refusal: str, fails: bool = False) -
         raise ConfigurationError(f"{refusal}; or try it with model.unproven: true, and prove it yourself")
     if use not in uses:
         uses.append(use)
+
+
+def may_be_tried(dimension: str, family: str) -> bool:
+    """Whether `model.unproven` may let a family pass that is not proven under tp, cp, ep or pp."""
+    # elsewhere tokens may meet outside of an attention function that can be replaced
+    return dimension in ("tp", "ep") or (dimension == "cp" and family in families("packed") & families("varlen"))
 
 
 def unproven_uses(model: PreTrainedModel) -> list[str] | None:

@@ -290,7 +290,7 @@ class Session:
         target = ExportTarget(
             context.run.model,
             task.tokenizer,
-            kept=partial(kept_tensors, self.built.skeleton, context.recipe),
+            kept=partial(kept_tensors, self.built.skeleton, context.recipe, again=True),
             card=partial(write_card, context.run.path, ExportInfo(step=best)),
             save_task_files=task.save_task_files,
             check=verification or (lambda directory: None),

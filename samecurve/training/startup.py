@@ -113,7 +113,7 @@ def build_model(context: Context, task: Task) -> Built:
         except StorageError as error:
             context.progress.log(f"{error}; commands on this run's model will need {trusted_code.OPTION}")
     constants = dict(weights.constant_tensors(skeleton, recipe))
-    return Built(task, skeleton, resume_identity(context.plan, skeleton, task), constants)
+    return Built(task, skeleton, resume_identity(context.plan, skeleton, task, constants), constants)
 
 
 def find_checkpoint(context: Context, identity: dict) -> Checkpoints:

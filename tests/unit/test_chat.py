@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from report_cases import check_message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from samecurve.data import time_limit
 from samecurve.data.chat_encoder import ChatEncoder, TextEncoder, end_tokens
@@ -23,6 +23,7 @@ from samecurve.data.schemas.conversation import ChatSchema, conversation
 from samecurve.data.schemas.preference import PairEncoder, PairSchema, pair
 from samecurve.data.tokenizer import CHAT_TEMPLATE
 from samecurve.errors import ConfigurationError, DataError
+from samecurve.export.hf_export import write_generation_config
 from samecurve.inference.generator import TextGenerator
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
@@ -561,6 +562,25 @@ def test_reasoning_that_the_template_leaves_out_is_counted(make):
         turns = [{**turn, "reasoning": "why so"} if turn["role"] == "assistant" else turn for turn in ASK]
         encoder.encode([conversation("here", {"messages": turns}, ChatSchema())])
         assert encoder.counts["answers_without_their_reasoning"] == count
+
+
+def test_text_left_out_beside_calls_is_counted(make):
+    """As Llama 3.1's and 3.2's templates do."""
+    turns = [CALLING[0], {**CALLING[1], "content": "I look."}, *CALLING[2:]]
+    for template in (UNMARKED_CALLS, MARKED_CALLS):
+        for kept, count in ((True, 0), (False, 1)):
+            source = template if kept else template.replace("m['content']", "('' if m.tool_calls else m.content)")
+            encoder = ChatEncoder(make(source), ChatSchema())
+            encoder.encode([conversation("here", {"messages": turns}, ChatSchema())])
+            assert encoder.counts["calls_without_their_text"] == count
+
+
+def test_every_stop_id_of_the_start_model_stays(make, tmp_path):
+    """gpt-oss has three: the ends of an answer, of a text and of a call."""
+    tokenizer = make(OTHER_END, eos="<|end_of_text|>")
+    ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end_of_text|>", "<|im_start|>"])
+    write_generation_config(GenerationConfig(eos_token_id=ids), tokenizer, tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == ids
 
 
 @pytest.mark.parametrize("unknown", ["", "{{ raise_exception('no') }}"])

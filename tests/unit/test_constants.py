@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from transformers import AutoModelForCausalLM
 from samecurve.checkpoint.resume import refusals
 from samecurve.config.schema import Recipe
 from samecurve.export.hf_export import ExportTarget, export
+from samecurve.models import pretrained
 from samecurve.models.hf_config import CAUSAL
 from samecurve.models.lora import constants, trained_shapes
 from samecurve.models.skeleton import build_skeleton
-from samecurve.models.weights import constant_tensors
+from samecurve.models.weight_files import weight_files
+from samecurve.models.weights import constant_tensors, describe, load_weights
 from samecurve.run.metadata import resume_identity
 from samecurve.training.startup import build_model
 
@@ -71,7 +74,7 @@ def test_constants_are_read_and_exported(stored, tmp_path):
         assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
 
 
-def test_a_run_resumes_with_the_same_constants_only(stored):
+def test_a_run_resumes_with_the_same_constants_only(stored, monkeypatch):
     model, folder = stored
     content = {"task": "pretrain", "output_dir": "x", "steps": 1, "model": {"path": str(folder)}}
     content |= {"data": {"path": "x", "packing": False}, "optimizer": {"learning_rate": 1e-3}}
@@ -80,7 +83,12 @@ def test_a_run_resumes_with_the_same_constants_only(stored):
     rows = SimpleNamespace(fingerprint="x", shares=())
     task = SimpleNamespace(train=rows, vocabulary_size=100, origin="", has_reference=False)
     task.special_tokens, task.head = None, CAUSAL
+    counted = Mock(side_effect=weight_files)
+    monkeypatch.setattr(pretrained, "weight_files", counted)
     built = build_model(SimpleNamespace(recipe=made, plan=plan), task)
+    describe(built.skeleton, made)
+    load_weights(built.skeleton, made, lambda name, tensor: None)
+    assert counted.call_count == 1  # of all headers
     before = built.identity
     assert all(torch.equal(built.constants[name], model.state_dict()[name]) for name in constants(model))
     assert refusals({**before, "step": 0}, before) == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from samecurve.export import reload
 from samecurve.export.convert import copy_as
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import merge_lora
+from samecurve.models import hf_config
+from samecurve.models import skeleton as skeletons
 from samecurve.models.packaged import package_of
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
@@ -112,6 +115,13 @@ def test_text_part_in_published_model(name, tmp_path):
     files = [json.loads((tmp_path / folder / "generation_config.json").read_text()) for folder in ("start", "model")]
     files[1].pop("_from_model_config")
     assert files[0] == files[1] | {"transformers_version": files[0]["transformers_version"]}
+
+
+def test_published_config_is_read_once(start, monkeypatch):
+    counted = Mock(side_effect=hf_config.stored_config)
+    for module in (hf_config, skeletons):
+        monkeypatch.setattr(module, "stored_config", counted)
+    assert package_of(build_skeleton(recipe(start), 100)) and counted.call_count == 1
 
 
 def test_every_packaged_family_is_tested():

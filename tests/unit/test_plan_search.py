@@ -367,10 +367,15 @@ def test_a_family_that_an_engine_does_not_take_is_not_planned(family, strategy, 
     fields = json.loads(Path("benchmarks/planner/llama_8b.json").read_text()) | {"model_type": family}
     fields |= {"num_local_experts": 8, "num_experts_per_tok": 2} if family == "mixtral" else {}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    wanted = inputs.read(str(tmp_path / "config.json"), [])
-    found = search.evaluate(wanted, read_cluster("h100x8").scaled(64), [read(f"configs/{strategy}.yaml")])
-    assert not found[0].prediction and f"{axis}_size: found" in found[0].reason
-    assert f"a {family} is not among the families" in found[0].reason
+    for tried in (False, True):
+        wanted = inputs.read(str(tmp_path / "config.json"), [f"model.unproven={tried}"])
+        (choice,) = search.evaluate(wanted, read_cluster("h100x8").scaled(64), [read(f"configs/{strategy}.yaml")])
+        if tried and axis != "pp":  # as the engines do
+            assert "is not among the families" not in choice.reason
+            continue
+        assert not choice.prediction and f"{axis}_size: found" in choice.reason
+        assert f"a {family} is not among the families" in choice.reason
+        assert axis == "pp" or "try it with model.unproven: true" in choice.reason
 
 
 def test_a_published_config_is_emitted_as_it_is(tmp_path):

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_families import packaged_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.engines.loss_implementation import is_chunkable
-from samecurve.planner import inputs, step_time, strategies
+from samecurve.models.packaged import text_config
+from samecurve.planner import inputs, model_shape, step_time, strategies
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.cluster import built_in
 from samecurve.planner.strategies import read
-from samecurve.specs.model_families import families
+from samecurve.specs.model_families import PACKAGED, families
 
 SMALL = {
     "hidden_size": 64,
@@ -51,6 +53,34 @@ def test_a_loss_in_chunks(family, overrides, chunked, tmp_path):
 
 def test_capped_logits(tmp_path):
     assert not wanted(tmp_path, "gemma3_text", final_logit_softcapping=30.0).chunked_loss
+
+
+def test_overrides_are_planned(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **SMALL}))
+    (tmp_path / "recipe.yaml").write_text(f"task: pretrain\noutput_dir: x\nsteps: 1\nmodel:\n  path: {tmp_path}\n")
+    given = [
+        "data.path=python",
+        "optimizer.learning_rate=1e-3",
+        "batch.sequence_length=64",
+        "batch.global_batch_size=8",
+    ]
+    for rate, attention in ((0, "auto"), (0.5, "sdpa")):  # varlen has no dropout
+        more = [f"model.overrides={{attention_dropout: {rate}}}"]
+        assert inputs.read(str(tmp_path / "recipe.yaml"), given + more).attention == attention
+
+
+@pytest.mark.parametrize("outer", [True, False, None])
+@pytest.mark.parametrize("family", sorted(PACKAGED - {"gemma3n"}))
+def test_outer_config_ties_embeddings(family, outer, tmp_path):
+    config = packaged_config(family)
+    config.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields.pop("tie_word_embeddings", None)
+    fields |= {} if outer is None else {"tie_word_embeddings": outer}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    published = AutoConfig.from_pretrained(tmp_path)
+    assert model_shape.read(str(tmp_path))["tie_word_embeddings"] == text_config(published).tie_word_embeddings
 
 
 @pytest.mark.parametrize(
