@@ -52,7 +52,7 @@ class Pretrained:
     """
 
     def __init__(self, model: PreTrainedModel, alone: PreTrainedModel, path: str, revision: str | None = None):
-        self.stored = weight_files(path, revision)
+        self.origin, self.stored = (path, revision), weight_files(path, revision)
         self.contents = dequantize.contents(self.stored, path, revision)
         self._path, self._files = path, self.contents.weights
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -189,10 +189,12 @@ def pretrained_of(model: PreTrainedModel, recipe: Recipe, again: bool = False) -
     Raises:
         ConfigurationError: as weight_files.
     """
-    assert recipe.model.path is not None
-    if again or "pretrained" not in vars(model):
-        vars(model)["pretrained"] = Pretrained(model, without_adapter(model), recipe.model.path, recipe.model.revision)
-    return vars(model)["pretrained"]
+    path, revision = recipe.model.path, recipe.model.revision
+    assert path is not None
+    known = vars(model).get("pretrained")
+    if again or known is None or known.origin != (path, revision):
+        known = vars(model)["pretrained"] = Pretrained(model, without_adapter(model), path, revision)
+    return known
 
 
 def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:

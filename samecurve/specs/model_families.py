@@ -314,12 +314,14 @@ TEMPLATED = frozenset(
 # scale of a Cohere's logits.
 PACKAGED = frozenset(
     """
-    aria gemma3 gemma3n gemma4 gemma4_unified got_ocr2 idefics3 internvl llama4 llava llava_next llava_onevision
-    mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+    aria deepseek_vl gemma3 gemma3n gemma4 gemma4_unified got_ocr2 idefics3 internvl lfm2_vl llama4 llava llava_next
+    llava_onevision mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
     """.split()
 )
 # Of these, the families whose output head is the embedding unless the outer config says otherwise.
-TIED_PACKAGES = frozenset("gemma3 gemma3n gemma4 gemma4_unified got_ocr2 internvl mistral3 paligemma".split())
+TIED_PACKAGES = frozenset(
+    "deepseek_vl gemma3 gemma3n gemma4 gemma4_unified got_ocr2 internvl lfm2_vl mistral3 paligemma".split()
+)
 # Text parts without a causal class of their own: the family that computes the same, and the fields that it needs.
 # Positions in three dimensions (mrope) are one position three times in a text.
 TEXT_TWINS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -28,8 +28,8 @@ A family is the `model_type` of a config. What a run does with it is
 In column
 
 - *loads*, a run reads what transformers wrote, trains a step and exports; plain transformers reads the export, with the
-  same logits; families with stored buffers do each of it in [`test_constants.py`](../tests/unit/test_constants.py), and
-  some do it under FSDP and ZeRO-3 in [`test_families.py`](../tests/distributed/test_families.py);
+  same logits; families with constants do each of it in [`test_constants.py`](../tests/unit/test_constants.py), and all
+  but the encoders do it under FSDP and ZeRO-3 in [`test_families.py`](../tests/distributed/test_families.py);
 - *packs*, a packed document has the logits of the document alone; refused families need `data.packing: false`;
 - *tp*, *cp* and *ep*, tensor, context and expert parallelism have one process's curve; *with ep* in the first: proven
   together with expert parallelism, refused without it ([more limits](strategies.md#tensor-parallelism));
@@ -48,7 +48,11 @@ _FOOTER = """
 ## Models that also read images or sound
 
 The text part of these is trained ([`test_packaged.py`](../tests/unit/test_packaged.py), all but `gemma3n`): {packaged}.
-The line of the text part's family counts; {twins}.
+All but `deepseek_vl`, `gemma3n` and `lfm2_vl` are also compared under FSDP and ZeRO-3. The line of the text part's
+family says what is allowed beyond that; packed rows, tensor parallelism and pipelines are not proven for the package
+itself; {twins}.
+`glm4v`, `glm4v_moe`, `glm46v`, `glm_ocr`, `qwen2_5_omni` and `qwen3_omni_moe` are refused: transformers has no causal
+class of their text part.
 """
 
 

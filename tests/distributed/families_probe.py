@@ -66,7 +66,7 @@ def trained(accelerator, plan, task, kept: list) -> dict:
     described = {"engine": engine.describe().engine, "attention": weights.describe(skeleton, recipe).attention}
     return {
         "losses": losses,
-        "logits": kept[0][0] if kept else None,  # a pipeline's last stage has them
+        "logits": kept[0][0],
         "inputs": held_out[0].inputs,
         "labels": held_out[0].labels,
         **described,

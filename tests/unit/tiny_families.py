@@ -239,8 +239,9 @@ def run_layers(layers: list[Layer], input_ids: Tensor, position_ids: Tensor) -> 
 # Packaged models that transformers 5.23 builds small, by name of the family or of the family and its text part;
 # gemma3n's tower would need timm.
 PACKAGED = """
-aria gemma3 gemma4 gemma4_unified got_ocr2 idefics3 internvl internvl:qwen3 llama4 llava llava_next llava_onevision
-mistral3 mistral3:ministral3 paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+aria deepseek_vl gemma3 gemma4 gemma4_unified got_ocr2 idefics3 internvl internvl:qwen3 lfm2_vl llama4 llava
+llava_next llava_onevision mistral3 mistral3:ministral3 paligemma qwen2_5_vl qwen2_vl
+qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
 """.split()
 _PARTS = {  # of a text part and of towers
     **{**COMMON, **TOKENS, "head_dim": 8, "global_head_dim": 8, "embed_dim": 32, "out_hidden_size": 32},
