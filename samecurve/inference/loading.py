@@ -22,7 +22,7 @@ from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.inference.folders import ran_own_code
 from samecurve.models import lora
 from samecurve.models.hf_config import CAUSAL, KINDS, Head, check_sizes, kind_of_stored, without_pooler
-from samecurve.models.weight_files import indexed_files, weight_files
+from samecurve.models.weight_files import fingerprint, indexed_files, weight_files
 from samecurve.storage import trusted_code
 from samecurve.storage.checksums import check_checksums
 from samecurve.storage.records import read_record
@@ -40,7 +40,7 @@ def check_base_model(run: Path, base: str) -> None:
     known = ((record.value or {}).get("adapter") or {}).get("base_model")
     if known is None:
         return
-    if lora.weights_fingerprint(weight_files(base)) != known:
+    if fingerprint(weight_files(base)) != known:
         raise CheckpointError(f"{base}: the base model's weights have changed since {run}; restore the same weights")
 
 

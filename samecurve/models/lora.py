@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import math
 import os
@@ -36,7 +35,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize
 from samecurve.models.hf_config import is_classifier, kind_of, without_pooler
 from samecurve.models.packaged import package_of
-from samecurve.models.weight_files import Stored, header
+from samecurve.models.weight_files import fingerprint, header
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Adapter
 
 NAME = "default"  # peft's name of a model's only adapter
-SAMPLE_BYTES = 4096
 _SHOWN = 4  # names in a message
 _STORED = "base_model.model."  # peft's prefix of every name in its file
 # peft's task types; there is none for masked language models.
@@ -382,26 +380,9 @@ def stored_tensor_names(folder: Path) -> set[str]:
     return {name.removeprefix(_STORED) for name in header(path)} if path.is_file() else set()
 
 
-def weights_fingerprint(files: dict[str, Stored]) -> str:
-    """Compute a fingerprint of a pretrained model's weights: names, dtypes, shapes, and bytes of every tensor.
-
-    These are from its start, its middle and its end: of an embedding perhaps only the rows of new tokens were trained.
-    The fingerprint reads a few MB of any model and does not depend on the order of `files` (by tensor name).
-    """
-    fingerprint = hashlib.sha256()
-    for name, stored in sorted(files.items()):
-        fingerprint.update(json.dumps([name, stored.dtype, stored.shape]).encode())
-        last = max(stored.stop - SAMPLE_BYTES, stored.start)
-        with open(stored.file, "rb") as stream:
-            for start in (stored.start, (stored.start + last) // 2, last):
-                stream.seek(start)
-                fingerprint.update(stream.read(min(SAMPLE_BYTES, stored.stop - start)))
-    return fingerprint.hexdigest()
-
-
 def start_of(settings: Adapter) -> str | None:
     """Compute the fingerprint of the weights in `adapter.path`; None for a new adapter."""
-    return weights_fingerprint(header(Path(settings.path) / ADAPTER_WEIGHTS)) if settings.path else None
+    return fingerprint(header(Path(settings.path) / ADAPTER_WEIGHTS)) if settings.path else None
 
 
 def _format_targets(value) -> str:

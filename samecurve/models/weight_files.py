@@ -7,6 +7,8 @@ Format: 8 bytes with the header's length, the header (JSON), the tensors (https:
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import struct
 from collections.abc import Iterable
@@ -24,6 +26,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OFFSET = range(2**63)
 _HEADER = {"__metadata__?": dict, "*": {"dtype": str, "shape": [_OFFSET], "data_offsets": [_OFFSET]}}
 _LARGEST_HEADER = 100 * 10**6  # the format's own limit, in bytes
+_SAMPLE_BYTES = 4096
 
 
 class Stored(NamedTuple):
@@ -194,3 +197,20 @@ def _downloaded(path: str, revision: str | None) -> Path:
     except Exception as error:  # huggingface_hub, its HTTP library and the file system raise different types
         text = " ".join(str(error).split())
         raise ConfigurationError(f"model.path: the weights of {path} could not be downloaded: {text}") from error
+
+
+def fingerprint(files: dict[str, Stored]) -> str:
+    """Compute a fingerprint of a pretrained model's weights: names, dtypes, shapes, and bytes of every tensor.
+
+    These are from its start, its middle and its end: of an embedding perhaps only the rows of new tokens were trained.
+    The fingerprint reads a few MB of any model and does not depend on the order of `files` (by tensor name).
+    """
+    digest = hashlib.sha256()
+    for name, stored in sorted(files.items()):
+        digest.update(json.dumps([name, stored.dtype, stored.shape]).encode())
+        last = max(stored.stop - _SAMPLE_BYTES, stored.start)
+        with open(stored.file, "rb") as stream:
+            for start in (stored.start, (stored.start + last) // 2, last):
+                stream.seek(start)
+                digest.update(stream.read(min(_SAMPLE_BYTES, stored.stop - start)))
+    return digest.hexdigest()

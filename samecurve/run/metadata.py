@@ -12,7 +12,8 @@ import torch
 from samecurve.config import own_code
 from samecurve.distributed.affinity import num_cores
 from samecurve.interfaces.task import identity
-from samecurve.models.lora import start_of, weights_fingerprint
+from samecurve.models.lora import start_of
+from samecurve.models.weight_files import fingerprint
 from samecurve.models.weights import constant_tensors, frozen, kept_tensors, pretrained_of
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
@@ -112,14 +113,14 @@ def resume_identity(
     recipe, known, base = plan.recipe, identity(skeleton.config, task), None
     still = sorted(frozen(skeleton, recipe.optimizer))
     if recipe.model.path is not None and (task.has_reference or recipe.adapter.name or still):
-        base = weights_fingerprint(pretrained_of(skeleton, recipe).stored)
+        base = fingerprint(pretrained_of(skeleton, recipe).stored)
     digest = hashlib.sha256()
     constants = dict(constant_tensors(skeleton, recipe)) if constants is None else constants
     for name, tensor in constants.items():  # which checkpoints do not contain
         digest.update(name.encode() + tensor.flatten().view(torch.uint8).numpy().tobytes())
         known["model"]["constants"] = digest.hexdigest()
     if kept := kept_tensors(skeleton, recipe):  # which an export copies from model.path
-        known["model"]["kept_tensors"] = weights_fingerprint(kept)
+        known["model"]["kept_tensors"] = fingerprint(kept)
     fixed = {"count": len(still), "names": hashlib.sha256("\n".join(still).encode()).hexdigest()} if still else None
     if fixed and base and not recipe.adapter.name:
         fixed["weights"] = base

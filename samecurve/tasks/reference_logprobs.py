@@ -18,8 +18,8 @@ import numpy as np
 from samecurve.data.batches import EvaluationBatches
 from samecurve.errors import NumericError, SamecurveError
 from samecurve.interfaces.task import identity
-from samecurve.models.lora import start_of, weights_fingerprint
-from samecurve.models.weight_files import weight_files
+from samecurve.models.lora import start_of
+from samecurve.models.weight_files import fingerprint, weight_files
 from samecurve.specs.environment import versions
 from samecurve.storage.cache import NewEntry, build_once, cache_folder, digest, is_whole
 from samecurve.storage.terminal import TextConsole
@@ -84,7 +84,7 @@ def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
     """Return the cache key of the initial model: a digest of its architecture and of the source of its weights."""
     architecture = identity(skeleton.config, task)["model"]
     if recipe.model.path is not None:
-        weights = weights_fingerprint(weight_files(recipe.model.path, recipe.model.revision))
+        weights = fingerprint(weight_files(recipe.model.path, recipe.model.revision))
         adapter = recipe.adapter
         start = (start_of(adapter), adapter.alpha, adapter.rslora) if adapter.path else ()
         return digest(architecture, weights, adapter.quantization, *start)

@@ -20,10 +20,10 @@ from samecurve.config.schema import Adapter
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models.flops import token_flops
-from samecurve.models.lora import is_adapted, is_adapter_weight, trained_shapes, weights_fingerprint
+from samecurve.models.lora import is_adapted, is_adapter_weight, trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.skeleton import build_skeleton, construct
-from samecurve.models.weight_files import header, weight_files
+from samecurve.models.weight_files import fingerprint, header, weight_files
 from samecurve.models.weights import load_weights
 
 IDS = torch.arange(32).view(2, 16)
@@ -195,12 +195,12 @@ def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(folders, tmp_p
     for index, part in enumerate((names[::2], names[1::2])):
         save_file({name: weights[name] for name in part}, tmp_path / f"{index}.safetensors")
         cut_up |= header(tmp_path / f"{index}.safetensors")
-    assert weights_fingerprint(cut_up) == weights_fingerprint(files)
+    assert fingerprint(cut_up) == fingerprint(files)
     for row in (0, -1):  # the last ones of an embedding are of new tokens, and may be all that was trained
         changed = {name: weight.clone() for name, weight in weights.items()}
         changed["model.embed_tokens.weight"][row] += 1.0
         save_file(changed, tmp_path / "changed.safetensors")
-        assert weights_fingerprint(header(tmp_path / "changed.safetensors")) != weights_fingerprint(files)
+        assert fingerprint(header(tmp_path / "changed.safetensors")) != fingerprint(files)
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights(folders):
