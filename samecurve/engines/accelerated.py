@@ -16,7 +16,7 @@ from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult
-from samecurve.models.lora import constants
+from samecurve.models.pretrained import constants
 from samecurve.optim.schedule import set_learning_rate
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from samecurve.config.schema import Optimizer, Recipe
-from samecurve.models.lora import constants
+from samecurve.models.pretrained import constants
 from samecurve.specs.model_families import RECURRENT
 
 if TYPE_CHECKING:

@@ -230,19 +230,6 @@ def trained_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
 
-def constants(model: nn.Module) -> set[str]:
-    """Find what the family itself does not train: read with the weights, and exported unchanged.
-
-    These are the buffers that a checkpoint of the model contains and its frozen parameters, unless an adapter or a
-    teacher's place froze them. An example is the bias by which DeepSeek-V3's router chooses experts. Its authors move
-    it by the experts' load, transformers' code leaves it as it is.
-    """
-    buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    frozen_from_outside = is_adapted(model) or len(frozen) == len([*model.named_parameters()])
-    return buffers if frozen_from_outside else buffers | frozen
-
-
 def pretrained_name(name: str) -> str:
     """Return a parameter's name in the files of the base model."""
     return re.sub(r"(\.base_layer)+\.", ".", name)  # a layer with several adapted weights has several around it

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize, weight_conversion
@@ -68,7 +68,7 @@ class Pretrained:
             for names in aliases.values()
             if not adapters.is_adapter_weight(names[0])
         }
-        self._constants = adapters.constants(model)
+        self._constants = constants(model)
         for name, buffer in model.named_buffers():
             if name in self._constants:
                 self._names[name], self._shapes[name] = [adapters.pretrained_name(name)], buffer.shape
@@ -228,6 +228,19 @@ class Pretrained:
                     f"{_where(stored)} is not {self._found(name)[0]}, but the model's config ties the two; set "
                     "tie_word_embeddings to false in its config.json"
                 )
+
+
+def constants(model: nn.Module) -> set[str]:
+    """Find what the family itself does not train: read with the weights, and exported unchanged.
+
+    These are the buffers that a checkpoint of the model contains and its frozen parameters, unless an adapter or a
+    teacher's place froze them. An example is the bias by which DeepSeek-V3's router chooses experts. Its authors move
+    it by the experts' load, transformers' code leaves it as it is.
+    """
+    buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    flags = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    frozen = {name for name, is_trained in flags.items() if not is_trained}
+    return buffers if adapters.is_adapted(model) or not any(flags.values()) else buffers | frozen
 
 
 def _beginnings(name: str) -> list[str]:

@@ -27,7 +27,7 @@ from samecurve.models import lora as adapters
 from samecurve.models.flops import num_experts
 from samecurve.models.hf_config import has_attention, is_classifier, reason, without_effect
 from samecurve.models.packaged import package_of
-from samecurve.models.pretrained import Pretrained, embeddings
+from samecurve.models.pretrained import Pretrained, constants, embeddings
 from samecurve.models.skeleton import without_adapter
 from samecurve.models.weight_files import Stored
 from samecurve.specs.data_names import CHATML
@@ -101,7 +101,7 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
 
 def _constants(model: PreTrainedModel, settings: Optimizer) -> str:
     """Count the buffers and weights that the family itself does not train by their names without layer numbers."""
-    names = adapters.constants(model) - frozen(model, settings)
+    names = constants(model) - frozen(model, settings)
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in sorted(names))
     text = ", ".join(f"{name} ({number} tensor{'s' * (number > 1)})" for name, number in counts.items())
     if num_experts(model.config.get_text_config()) > 1 and any("bias" in name for name in counts):
@@ -123,9 +123,7 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
     Raises:
         ConfigurationError: the weights cannot be read, or the model cannot be initialized layer by layer.
     """
-    stored = {name for name, _ in model.named_parameters()} | (
-        adapters.constants(model) if recipe.model.path else set()
-    )
+    stored = {name for name, _ in model.named_parameters()} | (constants(model) if recipe.model.path else set())
     wanted = stored if names is None else stored & names
     written = set()
     for name, tensor in _source(model, recipe, wanted):
@@ -143,12 +141,10 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
 
 def frozen(model: PreTrainedModel, settings: Optimizer) -> set[str]:
     """Find the parameters that the recipe's groups freeze."""
-    names = _untrained(model) if settings.freezes else set()
+    if not settings.freezes:
+        return set()
+    names = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     return {name for name in names if (group := settings.group_of(name)) and group.frozen}
-
-
-def _untrained(model: PreTrainedModel) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def frozen_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
@@ -161,9 +157,11 @@ def frozen_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str
 
 
 def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of what an export contains beside trained and `frozen` parameters; see lora.constants."""
-    adapted = adapters.is_adapted(model)
-    names = set() if adapted else adapters.constants(model) - frozen(model, recipe.optimizer)
+    """Yield (name, tensor) of what an export contains beside trained and `frozen` parameters.
+
+    See pretrained.constants.
+    """
+    names = set() if adapters.is_adapted(model) else constants(model) - frozen(model, recipe.optimizer)
     tensors: dict[str, Tensor] = {}
     if names:
         load_weights(model, recipe, tensors.__setitem__, names)

@@ -17,7 +17,8 @@ from samecurve.config.schema import Recipe
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models import pretrained
 from samecurve.models.hf_config import CAUSAL
-from samecurve.models.lora import constants, trained_shapes
+from samecurve.models.lora import trained_shapes
+from samecurve.models.pretrained import constants
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weight_files import weight_files
 from samecurve.models.weights import constant_tensors, describe, load_weights
