@@ -233,14 +233,19 @@ class Pretrained:
 def constants(model: nn.Module) -> set[str]:
     """Find what the family itself does not train: read with the weights, and exported unchanged.
 
-    These are the buffers that a checkpoint of the model contains and its frozen parameters, unless an adapter or a
-    teacher's place froze them. An example is the bias by which DeepSeek-V3's router chooses experts. Its authors move
-    it by the experts' load, transformers' code leaves it as it is.
+    These are the buffers that a checkpoint of the model contains and its frozen parameters, unless an adapter, a
+    teacher's place or the recipe froze them. An example is the bias by which DeepSeek-V3's router chooses experts. Its
+    authors move it by the experts' load, transformers' code leaves it as it is.
     """
     buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     flags = {name: weight.requires_grad for name, weight in model.named_parameters()}
-    frozen = {name for name, is_trained in flags.items() if not is_trained}
-    return buffers if adapters.is_adapted(model) or not any(flags.values()) else buffers | frozen
+    untrained = {name for name, is_trained in flags.items() if not is_trained} - frozen(model)
+    return buffers if adapters.is_adapted(model) or not any(flags.values()) else buffers | untrained
+
+
+def frozen(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that the recipe's groups freeze; see skeleton.freeze."""
+    return vars(model).get("frozen", set())
 
 
 def _beginnings(name: str) -> list[str]:

@@ -133,9 +133,11 @@ def _nearest(pattern: str, names: list[str]) -> list[str]:
 
 def freeze(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:
     """Freeze the parameters of the recipe's frozen groups, in place, before a strategy wraps or shards them."""
-    for name, parameter in model.named_parameters() if settings.freezes else ():
-        if (group := settings.group_of(name)) and group.frozen:
-            parameter.requires_grad_(False)
+    parameters = dict(model.named_parameters()) if settings.freezes else {}
+    names = {name for name in parameters if (group := settings.group_of(name)) and group.frozen}
+    for name in names:
+        parameters[name].requires_grad_(False)
+    vars(model)["frozen"] = names  # pretrained.frozen
     return model
 
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from samecurve.config.schema import Optimizer, Recipe
+from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
 from samecurve.models.flops import num_experts
 from samecurve.models.hf_config import has_attention, is_classifier, reason, without_effect
 from samecurve.models.packaged import package_of
-from samecurve.models.pretrained import Pretrained, constants, embeddings
+from samecurve.models.pretrained import Pretrained, constants, embeddings, frozen
 from samecurve.models.skeleton import without_adapter
 from samecurve.models.weight_files import Stored
 from samecurve.specs.data_names import CHATML
@@ -94,15 +94,14 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
         unread_tensors=unread,
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
         dequantized=dequantized,
-        constants=_constants(model, recipe.optimizer),
+        constants=_constants(model),
         unproven=unproven_uses(model) or (),
     )
 
 
-def _constants(model: PreTrainedModel, settings: Optimizer) -> str:
+def _constants(model: PreTrainedModel) -> str:
     """Count the buffers and weights that the family itself does not train by their names without layer numbers."""
-    names = constants(model) - frozen(model, settings)
-    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in sorted(names))
+    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in sorted(constants(model)))
     text = ", ".join(f"{name} ({number} tensor{'s' * (number > 1)})" for name, number in counts.items())
     if num_experts(model.config.get_text_config()) > 1 and any("bias" in name for name in counts):
         text += "; a router's bias is frozen: the load of the experts does not move it"
@@ -139,29 +138,18 @@ def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: se
             write(name, tensor)
 
 
-def frozen(model: PreTrainedModel, settings: Optimizer) -> set[str]:
-    """Find the parameters that the recipe's groups freeze."""
-    if not settings.freezes:
-        return set()
-    names = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    return {name for name in names if (group := settings.group_of(name)) and group.frozen}
-
-
 def frozen_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of `frozen`, read or drawn again one by one: bit for bit the initial values, for an export.
+    """Yield (name, tensor) of pretrained.frozen, read or drawn again one by one, for an export.
 
-    An adapter's export contains none. Raises as `load_weights`.
+    They are the initial values, bit for bit. An adapter's export contains none. Raises as `load_weights`.
     """
-    names = frozen(model, recipe.optimizer) if not adapters.is_adapted(model) else set()
+    names = frozen(model) if not adapters.is_adapted(model) else set()
     yield from _source(model, recipe, names) if names else ()
 
 
 def constant_tensors(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of what an export contains beside trained and `frozen` parameters.
-
-    See pretrained.constants.
-    """
-    names = set() if adapters.is_adapted(model) else constants(model) - frozen(model, recipe.optimizer)
+    """Yield (name, tensor) of an export's other tensors beside trained and frozen ones: pretrained.constants."""
+    names = set() if adapters.is_adapted(model) else constants(model)
     tensors: dict[str, Tensor] = {}
     if names:
         load_weights(model, recipe, tensors.__setitem__, names)

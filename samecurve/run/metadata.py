@@ -13,8 +13,9 @@ from samecurve.config import own_code
 from samecurve.distributed.affinity import num_cores
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import start_of
+from samecurve.models.pretrained import frozen
 from samecurve.models.weight_files import fingerprint
-from samecurve.models.weights import constant_tensors, frozen, kept_tensors, pretrained_of
+from samecurve.models.weights import constant_tensors, kept_tensors, pretrained_of
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import utc_timestamp
 
@@ -111,7 +112,7 @@ def resume_identity(
     `constants`: weights.constant_tensors; None reads them.
     """
     recipe, known, base = plan.recipe, identity(skeleton.config, task), None
-    still = sorted(frozen(skeleton, recipe.optimizer))
+    still = sorted(frozen(skeleton))
     if recipe.model.path is not None and (task.has_reference or recipe.adapter.name or still):
         base = fingerprint(pretrained_of(skeleton, recipe).stored)
     digest = hashlib.sha256()
