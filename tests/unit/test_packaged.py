@@ -291,7 +291,7 @@ def test_quantized_tower_is_checked_before_training(tmp_path):
     del tensors[scale]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ConfigurationError, match=f"{scale.removesuffix('_scale_inv')}: F8_E4M3, and no scale is st"):
-        describe(skeleton, made)
+        describe(build_skeleton(made, 100), made)
 
 
 def test_reload_compares_the_published_class(start, tmp_path):
