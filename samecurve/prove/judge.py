@@ -41,12 +41,16 @@ class Run:
         return sum(sum(rank[step]["losses"]) for rank in self.ranks) / len(self.ranks)
 
     def losses_by_labels(self, step: int) -> Iterator[float]:
-        """The objective if each micro-batch counted by its labels, as they are and shifted, where these are uneven."""
-        losses = [loss for rank in self.ranks for loss in rank[step]["losses"]]
-        for labels in zip(*(counts for rank in self.ranks for counts in rank[step]["labels"]), strict=True):
-            if len(labels) == len(losses) and all(labels) and len({*labels}) > 1:
-                mean = sum(count * loss for count, loss in zip(labels, losses, strict=True)) / sum(labels)
-                yield mean * len(losses) / len(self.ranks)
+        """The objective if ranks counted by their labels in each micro-batch, as they are and shifted, if uneven."""
+        micro_batches = [*zip(*(rank[step]["losses"] for rank in self.ranks), strict=False)]
+        for which in (0, 1):
+            labels = ([counts[which] for counts in rank[step]["labels"]] for rank in self.ranks)
+            counted = [*zip(*labels, strict=False)]
+            if all(map(sum, counted)) and any(len({*counts}) > 1 for counts in counted):
+                yield sum(
+                    sum(loss * count for loss, count in zip(*pair, strict=True)) / sum(pair[1])
+                    for pair in zip(micro_batches, counted, strict=True)
+                )
 
     @property
     def indices(self) -> list[list[int]]:
