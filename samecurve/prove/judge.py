@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from samecurve.storage.jsonl import scan
 
 Record = dict[str, Any]
 # A difference counts from this multiple of what another order of the same rows changes by rounding ...
@@ -28,7 +29,7 @@ class Run:
     @classmethod
     def read(cls, name: str, folder: Path) -> Run:
         files = sorted(folder.glob("rank_*.jsonl"), key=lambda path: int(path.stem.split("_")[1]))
-        return cls(name, [[json.loads(line) for line in path.read_text().splitlines()] for path in files])
+        return cls(name, [[record for _, record in scan(path) if record] for path in files])
 
     def __len__(self) -> int:
         return min(map(len, self.ranks), default=0)

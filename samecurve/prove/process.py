@@ -7,7 +7,6 @@ The script sees what `accelerate launch` with the strategy's file would give it,
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
@@ -15,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samecurve.accelerator import cpu_bridge, launch_env
+from samecurve.errors import StorageError
 from samecurve.prove.recorder import Reading, Recorder
+from samecurve.storage.records import read_record
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.resolve import describe_strategy, read_files
 
@@ -44,7 +45,10 @@ class Watch:
 
 
 def main() -> None:
-    watch, (script, *arguments) = Watch(**json.loads(Path(sys.argv[1]).read_text())), sys.argv[2:]
+    watch, (script, *arguments) = (
+        Watch(**read_record(Path(sys.argv[1])).require(StorageError, "run prove again")),
+        sys.argv[2:],
+    )
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if watch.strategy is not None:
         strategy = describe_strategy(read_files(watch.strategy), Launch("torchrun", world))

@@ -624,7 +624,9 @@ def test_new_chooses_a_strategy_by_memory(options, strategy, note, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert commands.main(["new", "mine", "--yes", *options]) == 0
     output = capsys.readouterr().out
-    assert f"train.py mine.yaml --strategy {strategy} --num_processes" in output and note in output.splitlines()[0]
+    # quoted in a folder with a space
+    assert re.search(rf"train\.py'? mine\.yaml --strategy {strategy} --num_processes", output)
+    assert note in output.splitlines()[0]
 
 
 def test_new_asks_five_questions(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,16 @@ MEASURED = [
 ]
 # What a finding rests on without naming it.
 NEEDED = {
-    "no data": ["task"],
+    "no data": ["task", "data.source"],
+    "empty": ["task", "data.source"],
+    "positions of a folder": ["model.overrides"],
+    "an adapter": ["adapter.path"],
+    "model of an adapter": ["adapter.path"],
+    "truncation of a stream": ["task"],
+    "keep what is one row": ["data.chat"],
+    "variables of no template": ["data.messages_column"],
+    "epochs of a mixture": ["data.streaming"],
+    "resume best": ["output_dir"],
     "a column twice": ["data.positive_column"],
     "wsd none": ["schedule.name"],
     "wsd long": ["schedule.name", "schedule.warmup_steps"],

@@ -17,6 +17,8 @@ from samecurve.config.source import schema_paths
 ANY_SIZE = {
     "optimizer.learning_rate",
     "optimizer.weight_decay",
+    "optimizer.groups.*.learning_rate",
+    "optimizer.groups.*.weight_decay",
     "optimizer.max_grad_norm",
     "numerics.rollback_ratio",
     "evaluate.min_improvement",
@@ -43,7 +45,9 @@ def numbers() -> dict[str, str]:
         if "int" not in kind.replace("Constraints", "") and "float" not in kind:
             continue
         dotted = ".".join(path)
-        if "*" in path:
+        if path[:2] == ("optimizer", "groups"):
+            text = f'optimizer.groups=[{{pattern: "*", {last}: {{}}}}]'
+        elif "*" in path:
             text = f"data.mixture=[{{path: text.txt, weight: 1, {last}: {{}}}}]".replace("weight: 1, weight", "weight")
         else:
             text = f"{dotted}=" + ("[{}, {}]" if "tuple[" in kind else "{}")

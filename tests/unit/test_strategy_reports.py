@@ -264,7 +264,7 @@ CASES = [
     ("4bit: cut", {"m/config.json": "{}", "configs/tp.yaml": TP}, ["r.yaml", "model={path: ./m}", "adapter={name: lora, quantization: 4bit}", "--strategy", "configs/tp.yaml"], T,
      [("command line", "adapter.quantization", "4bit", "configs/fsdp.yaml", "null")]),
     ("yaml missing", *use("configs/zero9.yaml"),
-     [("configs/zero9.yaml", "", "No such file or directory", "(configs/zero9.yaml)", "configs/zero2.yaml")]),
+     [("configs/zero9.yaml", "", "No such file or directory", "(configs/zero9.yaml)", "configs/zero3.yaml")]),
     ("json: unknown top", *top('"gradient_cliping": 1.0'),
      [("ds_configs/zero2.json:2", "gradient_cliping", "unknown key", "gradient_clipping")]),
     ("json: unknown nested", *zadd('"reduce_bucketsize": 1'),
