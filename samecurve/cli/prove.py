@@ -20,7 +20,7 @@ STRATEGIES = "ddp,fsdp,zero2,zero3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="for Accelerate, Trainer, TRL, or plain PyTorch")
+    parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="of Accelerate, Trainer, TRL or plain PyTorch")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of the script, after --")
     parser.add_argument("--strategies", default=STRATEGIES, metavar="a,b,c", help="default: %(default)s")
     parser.add_argument("--num_processes", type=int, default=2, metavar="N", help="per run (default: %(default)s)")

@@ -81,7 +81,10 @@ class Finding(NamedTuple):
 
 @dataclass
 class Differences:
-    """Largest relative differences of a run up to each step, and the weight whose gradient or value differs most."""
+    """Relative differences of a run at each step, and the weight whose gradient or value differs most.
+
+    Gradients are compared with their own norms, or 1/1000 of the largest, weights with the norm of the whole model.
+    """
 
     values: dict[str, list[float]] = field(default_factory=dict)
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -95,9 +98,11 @@ class Differences:
             if one["norm"] is not None and other["norm"] is not None:
                 made.add("norm", _relative(one["norm"], other["norm"]), "")
             for kind in ("gradients", "weights"):
-                size = max((values[0] for values in other[kind].values()), default=0) if kind == "gradients" else 0
+                # a weight that is 0 at first may have a gradient of roundings, whose sign is all that Adam sees
+                sizes = [values[0] for values in other[kind].values()]
+                least = 1e-3 * max(sizes, default=0.0) if kind == "gradients" else math.hypot(*sizes)
                 by_name = {
-                    name: distance(one[kind][name], values, 1e-3 * size)
+                    name: distance(one[kind][name], values, least)
                     for name, values in other[kind].items()
                     if name in one[kind]
                 }

@@ -11,7 +11,13 @@ import os
 import runpy
 import sys
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 
 from samecurve.accelerator import cpu_bridge, launch_env
 from samecurve.errors import StorageError
@@ -45,10 +51,8 @@ class Watch:
 
 
 def main() -> None:
-    watch, (script, *arguments) = (
-        Watch(**read_record(Path(sys.argv[1])).require(StorageError, "run prove again")),
-        sys.argv[2:],
-    )
+    watch = Watch(**read_record(Path(sys.argv[1])).require(StorageError, "run prove again"))
+    script, *arguments = sys.argv[2:]
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if watch.strategy is not None:
         strategy = describe_strategy(read_files(watch.strategy), Launch("torchrun", world))
@@ -56,16 +60,32 @@ def main() -> None:
         cpu_bridge.prepare(strategy.distributed, strategy.shards_model, strategy.deepspeed is not None)
         if strategy.deepspeed is not None:
             import deepspeed
-            from accelerate.state import PartialState
 
             deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-            PartialState(backend="gloo")
+        _keep_gloo(None if strategy.deepspeed is not None else PartialState().distributed_type)
+        dist.init_process_group = lambda *_, **__: None  # a script's own finds the group made
     reading = Reading(watch.merged, watch.backwards, watch.replay)
     reading.install()
     Recorder(Path(watch.folder, f"rank_{rank}.jsonl"), watch.steps, reading, watch.rates).install()
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
+
+
+def _keep_gloo(kind: DistributedType | None) -> None:
+    """Have Accelerate's state made again as it is, where a script resets it, as Trainer does: by itself it would choose
+    NCCL, or no group at all without a GPU. kind: None leaves that to Accelerate."""
+    construct = PartialState.__init__
+
+    @wraps(construct)
+    def constructed(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        is_new = not PartialState._shared_state
+        construct(self, cpu, **kwargs | ({"backend": "gloo"} if is_new else {}))
+        if is_new and kind is not None:
+            PartialState._shared_state["distributed_type"] = kind
+
+    PartialState.__init__ = constructed
+    PartialState(backend="gloo")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`prove` on a script for Accelerate that knows nothing of this project."""
+"""`prove` on scripts that know nothing of this project."""
 
 from __future__ import annotations
 
@@ -43,9 +43,46 @@ for batch in loader:
         optimizer.zero_grad()
 """
 
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-def prove(folder: Path, strategies: str, *words: str) -> tuple[int, dict]:
-    (folder / "train.py").write_text(SCRIPT)
+set_seed(3)
+rows = []
+for index, tokens in enumerate(torch.randint(1, 100, (64, 16), generator=torch.Generator().manual_seed(1))):
+    labels = tokens.clone()
+    labels[: index * 5 % 13] = -100
+    rows.append({"input_ids": tokens, "labels": labels})
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 20, "report_to": "none"}
+arguments = TrainingArguments(__file__ + ".out", learning_rate=1e-3, save_strategy="no", disable_tqdm=True, **settings)
+Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)), arguments, train_dataset=rows).train()
+"""
+TORCH = """
+import os
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+if not is_alone:
+    dist.init_process_group("nccl")
+torch.manual_seed(0)
+inputs = torch.randn(64, 8)
+rows = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+model = model if is_alone else torch.nn.parallel.DistributedDataParallel(model)
+loader = DataLoader(rows, batch_size=8, sampler=None if is_alone else DistributedSampler(rows, shuffle=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for given, wanted in loader:
+    ((model(given) - wanted) ** 2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def prove(folder: Path, strategies: str, *words: str, script: str = SCRIPT) -> tuple[int, dict]:
+    (folder / "train.py").write_text(script)
     command = ["prove", str(folder / "train.py"), "--strategies", strategies, "--steps", "2"]
     code = main([*command, "--output", str(folder / "proof"), "--", *words])
     return code, json.loads((folder / "proof" / "certificate.json").read_text())
@@ -66,3 +103,11 @@ def test_a_right_script_passes(tmp_path):
     assert [strategy["findings"] + [strategy["reason"]] for strategy in proof["strategies"]] == [[""]] * 5
     assert code == 0 and proof["passes"]
     assert all(0 < strategy["differences"]["gradients"] < 1e-4 for strategy in proof["strategies"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("script", "strategies"), [(TRAINER, "ddp,zero2"), (TORCH, "ddp")], ids=["trainer", "torch"])
+def test_scripts_of_other_libraries_pass(script, strategies, tmp_path):
+    code, proof = prove(tmp_path, strategies, script=script)
+    assert [strategy["findings"] + [strategy["reason"]] for strategy in proof["strategies"]] in ([[""]], [[""]] * 2)
+    assert code == 0
