@@ -15,6 +15,7 @@ Record = dict[str, Any]
 # A difference counts from this multiple of what another order of the same rows changes by rounding ...
 ROUNDING_FACTOR = 20
 LEAST = 2e-6  # ... and from here on in any case, relative: a few roundings of fp32
+MOST = 0.1  # from here on it counts unless rounding alone has half of it: chaos must not excuse everything
 LEAST_NORM = 1e-6  # of gradients; below, nothing is learnt and anything agrees
 KINDS = ("strategy", "rows", "learning rate", "trained weights", "loss", "gradients", "norm", "weights", "ranks")
 
@@ -116,7 +117,8 @@ class Differences:
 
     def bound(self, kind: str, step: int) -> float:
         """Return what rounding may change: these are the differences of a run that read the same rows otherwise."""
-        return LEAST + ROUNDING_FACTOR * max(self.values.get(kind, [0.0])[: step + 1], default=0.0)
+        rounding = max(self.values.get(kind, [0.0])[: step + 1], default=0.0)
+        return LEAST + min(ROUNDING_FACTOR * rounding, max(MOST, 2 * rounding))
 
 
 def distance(one: Sequence[float], other: Sequence[float], least: float = 0.0) -> float:
