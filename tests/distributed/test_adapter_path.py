@@ -25,6 +25,8 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
+from samecurve.cli import commands
+
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 STEPS, STOP, RATE, WARMUP, RATIO = 6, 3, 1e-3, 2, 4
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -170,6 +172,31 @@ def pairs_file(folder: Path) -> Path:
     rows = [{name: " ".join(draw.choices(words, k=6)) for name in names} for _ in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.mark.parametrize("name", ["single", *long("fsdp", "zero3")])
+def test_dpo_refers_to_the_model_with_the_adapter(name, workspace, old, bases, tmp_path, monkeypatch):
+    """ln 2 in the first step, where a model is its own reference; those of both runs share a cache."""
+    base = f"model={{path: {bases['tied']}}}", f"tokenizer={{path: {bases['tied']}}}"
+    adapters = (*base, "adapter={name: lora, rank: 4}"), (f"adapter={{path: {old['tied']}}}",)
+    more = ("task=dpo", "steps=3", "checkpoint.every_steps=0", "evaluate.every_steps=3", "data.validation_fraction=0.2")
+    more += (
+        f"data.path={pairs_file(workspace.folder)}",
+        "data.ignore_columns=[completion]",
+        "data.packing=false",
+        "data.chat=false",
+    )
+    more += ("dpo.beta=0.5", "batch.sequence_length=64")
+    for adapter in adapters if name == "single" else adapters[1:]:
+        strategy = None if name == "single" else name
+        run = workspace.run(strategy, WORLDS[name], *arguments(old["tied"], name), *adapter, *more)
+        assert run.returncode == 0, run.output
+        losses = run.column("loss")
+        assert losses[0] == pytest.approx(math.log(2), rel=1e-6) and losses[1] != losses[0]
+    monkeypatch.setenv("SAMECURVE_CACHE", str(tmp_path / "empty"))  # so that the reference is computed anew
+    assert commands.main(["evaluate", str(run.directory), "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())["metrics"]
+    assert found["eval_loss"] == pytest.approx(run.metrics[-1]["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.full

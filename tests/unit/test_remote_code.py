@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from saved_state import saved_state
 from test_model_card import facts
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -59,6 +60,12 @@ class ToyForCausalLM(LlamaForCausalLM):
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 NAMES = {"AutoConfig": "configuration_toy.ToyConfig", "AutoModelForCausalLM": "modeling_toy.ToyForCausalLM"}
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_other_tests():
+    """`evaluate` makes an Accelerator in this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)
