@@ -66,22 +66,20 @@ def run(arguments: argparse.Namespace) -> Subcommand:
     allow_own_code(arguments)
     directory = folders.run_directory(arguments.run) or arguments.run
     run_recipe = folders.read_recipe(directory)
+
+    def measured(recipe: Recipe, folder: Path) -> Recipe:
+        recipe = with_evaluation_data(recipe, folder, arguments.data, arguments.batch_size)
+        recipe = folders.with_code(recipe, arguments.trust_remote_code)
+        return recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
+
     if arguments.watch:
         if given := [name for name in ("data", "--model", "--json") if getattr(arguments, name.lstrip("-"))]:
             raise ConfigurationError(f"--watch: reads the held-out rows of the run; leave out {', '.join(given)}")
-
-        def measured(recipe: Recipe, folder: Path) -> Recipe:
-            recipe = with_evaluation_data(recipe, folder, None, arguments.batch_size)
-            recipe = folders.with_code(recipe, arguments.trust_remote_code)
-            return recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
-
         measured(run_recipe, directory)  # raises where no rows are held out
         return Subcommand("samecurve.bench.watch", (directory, measured, arguments.trust_remote_code))
     trained = with_columns(run_recipe, arguments.data, arguments.columns)
     folder = folders.model_folder(arguments.model or directory)
-    recipe = with_evaluation_data(trained, folder, arguments.data, arguments.batch_size)
-    recipe = folders.with_code(recipe, arguments.trust_remote_code)
-    recipe = recipe.model_copy(update={"precision": arguments.precision or recipe.precision})
+    recipe = measured(trained, folder)
     base_path(folder)  # raises where an adapter has lost its model
     sources = run_recipe.data.sources()
     trained_on = any((arguments.data, trained.data.split) == (part.path, part.split) for part in sources)

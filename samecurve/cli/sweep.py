@@ -13,7 +13,6 @@ import argparse
 import itertools
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +30,6 @@ from samecurve.reports.run_report import MOST_RUNS, render_run_page
 from samecurve.reports.run_summary import Run
 from samecurve.run.sessions import RUN_FACTS
 from samecurve.run.status import STATUS, read_status
-from samecurve.specs.environment import ROOT
 from samecurve.storage.atomic import storage_errors, write_text
 from samecurve.storage.records import read_record
 from samecurve.strategy.resolve import STRATEGY_HELP, strategy_path
@@ -69,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.slurm:
         _write_array(arguments, members)
         return 0
-    start = ["--strategy", arguments.strategy, "--num_processes", str(arguments.num_processes)]
+    strategy = Path(arguments.strategy) if arguments.strategy else None
     with storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
     for index, member in enumerate(members, 1):
@@ -78,14 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{title}: done already", flush=True)
             continue
         print(f"{title}: log in {member.directory}.log", flush=True)
-        own = [*member.overrides, f"output_dir={member.directory}", "checkpoint.mirror=null"]
-        command = [
-            sys.executable,
-            str(ROOT / "train.py"),
-            arguments.recipe,
-            *(start if arguments.strategy else []),
-            *own,
-        ]
+        job = jobs.StrategyJob(member.name, strategy, arguments.num_processes)
+        command = jobs.command(job, arguments.recipe, member.overrides, member.directory)
         log = member.directory.with_name(f"{member.directory.name}.log")
         with storage_errors(log), open(log, "a", encoding="utf-8") as stream:
             with jobs.processes(command, stream, arguments.num_processes) as process:
@@ -132,7 +124,7 @@ def is_done(member: Member) -> bool:
 
 
 def compare(members: Sequence[Member], output: Path) -> str:
-    """Write table.md, the picture held_out.svg and report.html about the runs. Returns what to print."""
+    """Write table.md, the picture losses.svg and report.html about the runs. Returns what to print."""
     runs = [Run.read(member.directory) for member in members]
     rows, ranked = [], []
     for member, run in zip(members, runs, strict=True):

@@ -139,9 +139,10 @@ def parameter_groups(
     """
 
     def key(name: str) -> tuple[bool, bool, int, float]:
-        place = next((i for i, group in enumerate(settings.groups) if group.matches(name)), -1)
-        rated = place >= 0 and settings.groups[place].learning_rate is not None
-        factor = rate_factor(settings.groups[place], settings) if rated else roles.rate_factors.get(name, 1.0)
+        group = settings.group_of(name)
+        place = -1 if group is None else settings.groups.index(group)
+        rated = group is not None and group.learning_rate is not None
+        factor = rate_factor(group, settings) if rated else roles.rate_factors.get(name, 1.0)
         return name not in roles.decayed, settings.name != "muon" or name not in roles.matrices, place, factor
 
     groups: dict[tuple[bool, bool, int, float], dict[str, nn.Parameter]] = {key(name): {} for name in others}

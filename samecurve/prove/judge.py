@@ -135,12 +135,12 @@ def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
         if rows == expected:
             continue
         repeated = sum(count - 1 for count in rows.values()) - sum(count - 1 for count in expected.values())
-        if sum(rows.values()) != sum(expected.values()):
-            text = f"{sum(rows.values())} rows in a step, one process has {sum(expected.values())}"
+        if rows.total() != expected.total():
+            text = f"{rows.total()} rows in a step, one process has {expected.total()}"
         elif repeated > 0:
-            text = f"{repeated} of {sum(rows.values())} rows are read twice, as {repeated} others are not"
+            text = f"{repeated} of {rows.total()} rows are read twice, as {repeated} others are not"
         else:
-            text = f"{sum((rows - expected).values())} of {sum(rows.values())} rows are others than in one process"
+            text = f"{(rows - expected).total()} of {rows.total()} rows are others than in one process"
         yield Finding("rows", step + 1, text + _hint_of_rows(run, natural, step))
         break
     for step, (rates, expected) in enumerate(zip(run.rates, natural.rates, strict=False)):
@@ -151,16 +151,19 @@ def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
 
 
 def _hint_of_rows(run: Run, natural: Run, step: int) -> str:
-    if sum(run.rows(step).values()) == sum(natural.rows(step).values()) and not step:
+    if run.rows(step).total() == natural.rows(step).total() and not step:
         return "; the order depends on the number of processes (a generator with a seed, or use_seedable_sampler=True)"
     return ""
 
 
-def findings(run: Run, expected: str, reference: Run, rounding: Differences) -> Iterator[Finding]:
+def findings(
+    run: Run, expected: str, reference: Run, differences: Differences, rounding: Differences
+) -> Iterator[Finding]:
     """Compare a run with a single process that read the same rows at the same learning rates.
 
     Args:
         expected: the strategy that was asked for.
+        differences: between the two.
         rounding: differences of the reference with the same rows in another order.
     """
     seen = {record["strategy"] for rank in run.ranks for record in rank[:1]}
@@ -170,7 +173,6 @@ def findings(run: Run, expected: str, reference: Run, rounding: Differences) -> 
     if ours != theirs:
         names = sorted(ours ^ theirs)
         yield Finding("trained weights", 1, f"{len(names)} are trained in one of the two alone, {names[0]} the first")
-    differences = Differences.between(run, reference)
     for kind in ("loss", "gradients", "norm", "weights"):
         for step, (value, place) in enumerate(
             zip(differences.values.get(kind, []), differences.places.get(kind, []), strict=True)

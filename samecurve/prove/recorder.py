@@ -72,7 +72,7 @@ class Recorder:
 
     def _call(self, call: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_outermost = not self._depth and module.training and torch.is_grad_enabled()
-        if is_outermost and any(True for _ in module.parameters()):
+        if is_outermost and next(module.parameters(), None) is not None:
             if self._trained is None or _is_part(self._trained, module):
                 self._trained = module
             if module is self._trained:

@@ -100,8 +100,9 @@ class Proof:
                 self._rounding = Differences.between(other, self._reference)
         except _Incomplete as error:
             return Verdict(job, (), Differences(), str(error))
-        different = (*data_findings(run, natural), *findings(run, _sharding(job), self._reference, self._rounding))
-        return Verdict(job, different, Differences.between(run, self._reference))
+        differences = Differences.between(run, self._reference)
+        seen = findings(run, _sharding(job), self._reference, differences, self._rounding)
+        return Verdict(job, (*data_findings(run, natural), *seen), differences)
 
 
 def check(jobs: Sequence[StrategyJob]) -> None:

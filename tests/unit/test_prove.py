@@ -89,9 +89,13 @@ def two(first: Mapping = MappingProxyType({}), **both) -> Run:
     return run(*ranks)
 
 
+def found_in(run: Run, rounding: Differences) -> list:
+    return [*findings(run, "ddp", ALONE, Differences.between(run, ALONE), rounding)]
+
+
 def judged(run: Run) -> list[tuple[str, int, str]]:
     nothing = Differences.between(ALONE, ALONE)
-    return [*data_findings(run, ALONE), *findings(run, "ddp", ALONE, nothing)]
+    return [*data_findings(run, ALONE), *found_in(run, nothing)]
 
 
 def test_equal_runs_have_no_findings():
@@ -124,10 +128,10 @@ def test_planted_difference_is_named(different, kind, text):
 
 def test_rounding_is_no_finding():
     rounding = Differences.between(two(gradient=1.01), ALONE)
-    assert [*findings(two(gradient=1.1), "ddp", ALONE, rounding)] == []
-    assert [finding.kind for finding in findings(two(gradient=2.0), "ddp", ALONE, rounding)] == ["gradients"]
+    assert [*found_in(two(gradient=1.1), rounding)] == []
+    assert [finding.kind for finding in found_in(two(gradient=2.0), rounding)] == ["gradients"]
     chaos = Differences.between(two(gradient=1.05), ALONE)  # 20 times as much would excuse anything
-    assert [finding.kind for finding in findings(two(gradient=1.2), "ddp", ALONE, chaos)] == ["gradients"]
+    assert [finding.kind for finding in found_in(two(gradient=1.2), chaos)] == ["gradients"]
 
 
 def test_other_trained_weights_are_named():
