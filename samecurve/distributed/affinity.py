@@ -1,4 +1,4 @@
-"""CPU cores of a process and its workers. Warns if processes of one host share cores; launchers bind, it never does."""
+"""CPU cores of a process and its workers: those of its GPU's NUMA node; a warning if processes share cores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,7 @@ from samecurve.storage.file_lock import machine
 
 BUSY = 1.5  # load of each core; a run alone reaches 1
 NODES = Path("/sys/devices/system/node")
-# Only DeepSpeed's launcher divides the cores. The other two bind each rank to the NUMA node of its GPU and need a GPU.
-_BIND_TO_GPU = {
-    "accelerate": "accelerate launch --enable_cpu_affinity (which needs nvidia-ml-py)",
-    "torchrun": "torchrun --numa-binding=node",
-}
-_BIND = "deepspeed --bind_cores_to_rank (which needs numactl)"
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
@@ -58,19 +54,44 @@ def read_cpu_binding(threads: int, nodes: Path = NODES) -> CpuBinding | None:
     return CpuBinding(machine(), socket.gethostname(), cores, threads, tuple(_nodes(nodes)))
 
 
-def affinity_advice(seats: Sequence[CpuBinding | None], launcher: str, on_gpu: bool) -> str:
+def numa_node(bus: str, devices: Path = PCI_DEVICES) -> int:
+    """Return the NUMA node of a PCI device, -1 if the system does not know it.
+
+    Args:
+        bus: domain, bus, device and function, for example 0000:3b:00.0; nvidia-smi writes the domain with eight digits.
+    """
+    path = devices / bus.lower()[-12:] / "numa_node"
+    return int(path.read_text()) if path.is_file() else -1
+
+
+def bind_to_gpu(bus: str, devices: Path = PCI_DEVICES, nodes: Path = NODES) -> frozenset[int]:
+    """Bind this process to the cores of its GPU's NUMA node, and return them; empty if nothing changes.
+
+    Nothing changes where the launcher has bound the process to one node already, or the system does not tell the
+    GPU's. Memory follows: Linux places a page on the node of the thread that first writes to it.
+    """
+    binding = read_cpu_binding(1, nodes)
+    folder = nodes / f"node{numa_node(bus, devices)}"
+    if binding is None or binding.num_nodes < 2 or not (folder / "cpulist").is_file():
+        return frozenset()
+    near = binding.cores & _parse_cores(folder / "cpulist")
+    for thread in Path("/proc/self/task").iterdir() if near else ():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), near)
+    return near
+
+
+def affinity_advice(seats: Sequence[CpuBinding | None]) -> str:
     """Describe in one line the first host whose processes compete for cores; "" if there is none.
 
     Args:
         seats: the bindings of all ranks.
-        launcher: see `launchers.Launch`.
-        on_gpu: whether the ranks train on GPUs, to which launchers can bind them.
     """
     hosts: dict[str, list[CpuBinding]] = defaultdict(list)
     for seat in filter(None, seats):
         hosts[seat.machine].append(seat)
     shared = (local for local in hosts.values() if len(local) > 1)
-    return next(filter(None, (_crossing(local, launcher, on_gpu) or _crowded(local) for local in shared)), "")
+    return next(filter(None, (_crossing(local) or _crowded(local) for local in shared)), "")
 
 
 def load_advice(seat: CpuBinding | None, load: float) -> str:
@@ -91,16 +112,15 @@ def load_advice(seat: CpuBinding | None, load: float) -> str:
     )
 
 
-def _crossing(local: Sequence[CpuBinding], launcher: str, on_gpu: bool) -> str:
+def _crossing(local: Sequence[CpuBinding]) -> str:
     wide = [one for one in local if one.num_nodes > 1]
     crossing = [one for one in wide if any(one is not other and one.cores & other.cores for other in local)]
     if not crossing:
         return ""
     cores, nodes = len(crossing[0].cores), crossing[0].num_nodes
-    fix = _BIND_TO_GPU.get(launcher, _BIND) if on_gpu else _BIND
     return (
         f"{len(crossing)} processes on {crossing[0].host} may all run on the same {cores} cores of {nodes} NUMA nodes, "
-        f"far from their memory and in each other's way; bind them: {fix}"
+        "far from their memory and in each other's way; bind them: deepspeed --bind_cores_to_rank (which needs numactl)"
     )
 
 
@@ -116,15 +136,16 @@ def _crowded(local: Sequence[CpuBinding]) -> str:
 
 
 def _nodes(folder: Path) -> Iterator[frozenset[int]]:
-    """Parse node*/cpulist, for example "0-15,32-47", empty for a node that has only memory.
+    return filter(None, map(_parse_cores, sorted(folder.glob("node[0-9]*/cpulist"))))
+
+
+def _parse_cores(path: Path) -> frozenset[int]:
+    """Parse a node's cpulist, for example "0-15,32-47", empty for a node that has only memory.
 
     Format: Linux's Documentation/ABI/stable/sysfs-devices-node.
     """
-    for path in sorted(folder.glob("node[0-9]*/cpulist")):
-        ranges = re.findall(r"(\d+)(?:-(\d+))?", path.read_text(encoding="ascii"))
-        cores = frozenset(core for first, last in ranges for core in range(int(first), int(last or first) + 1))
-        if cores:
-            yield cores
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", path.read_text(encoding="ascii"))
+    return frozenset(core for first, last in ranges for core in range(int(first), int(last or first) + 1))
 
 
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl: the signal that a process gets when its parent ends

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samecurve.distributed import network
+from samecurve.distributed.affinity import numa_node
 from samecurve.specs.environment import version
 from samecurve.storage.file_lock import machine
 from samecurve.strategy import preflight
@@ -138,14 +139,8 @@ def _gpus() -> tuple[list[InstalledGpu], str]:
     shown = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")
     for line in shown.splitlines():
         index, name, total, used, driver, bus = (part.strip() for part in line.split(","))
-        gpus.append(InstalledGpu(int(index), name, int(total), int(used), bus, _numa_node(bus)))
+        gpus.append(InstalledGpu(int(index), name, int(total), int(used), bus, numa_node(bus)))
     return gpus, driver
-
-
-def _numa_node(bus: str) -> int:
-    """nvidia-smi writes the PCI domain with eight digits, sysfs with four."""
-    path = Path("/sys/bus/pci/devices", bus.lower()[-12:], "numa_node")
-    return int(path.read_text()) if path.is_file() else -1
 
 
 def _output(*command: str) -> str:

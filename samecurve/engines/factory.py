@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
     from samecurve.interfaces.task import Task
-    from samecurve.strategy.plan import Plan, Strategy
+    from samecurve.strategy.plan import Plan
 
 __all__ = ["allocator", "build", "busy_advice", "core_advice", "device_name", "start"]
 
@@ -82,8 +82,6 @@ def busy_advice(accelerator: Accelerator) -> str:
     return load_advice(read_cpu_binding(torch.get_num_threads()), os.getloadavg()[0])
 
 
-def core_advice(accelerator: Accelerator, strategy: Strategy, world: ControlGroup) -> str:
+def core_advice(world: ControlGroup) -> str:
     """Advice to print if processes on one host compete for CPU cores, "" otherwise. Collective."""
-    on_gpu = accelerator.device.type == "cuda"
-    binding = read_cpu_binding(torch.get_num_threads())
-    return world.conclude(binding, lambda bindings: affinity_advice(bindings, strategy.launcher, on_gpu))
+    return world.conclude(read_cpu_binding(torch.get_num_threads()), affinity_advice)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from samecurve.accelerator import cpu_bridge, launch_env
 from samecurve.accelerator.accelerator import Accelerator
 from samecurve.distributed import control_group, flight_recorder, network
-from samecurve.distributed.affinity import share_of_cores
+from samecurve.distributed.affinity import bind_to_gpu, share_of_cores
 from samecurve.errors import TopologyError
 from samecurve.models import fp8, liger
 from samecurve.models.attention import cudnn
@@ -69,6 +69,8 @@ def start(plan: Plan) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=recipe.output_dir, logging_dir=recipe.output_dir),
         **plugins(plan),
     )
+    if accelerator.device.type == "cuda":
+        bind_to_gpu(_pci_bus(accelerator.device))
     set_seed(recipe.seed, device_specific=True)  # not read by initial weights, row order or dropout masks
     accelerator.scaler = None  # fp16's loss scale goes by the global norm, see LossScale
     if cpu_bridge.needed():
@@ -84,6 +86,11 @@ def start(plan: Plan) -> Accelerator:
     liger.check_device(recipe, accelerator.device)
     cudnn.configure(recipe, accelerator.device)
     return accelerator
+
+
+def _pci_bus(device: torch.device) -> str:
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def _process_group(plan: Plan) -> InitProcessGroupKwargs:

@@ -356,7 +356,7 @@ def _introduce(session: Session) -> None:
     context.progress.log(context.run.notice)
     context.progress.header(facts)
     context.progress.advice = partial(factory.busy_advice, accelerator)
-    context.progress.log(factory.core_advice(accelerator, plan.strategy, context.world))
+    context.progress.log(factory.core_advice(context.world))
 
 
 def start_trackers(accelerator: Trackers, recipe: Recipe, last_step: int, log: Callable[[str], None]) -> None:

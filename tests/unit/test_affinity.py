@@ -39,24 +39,48 @@ def test_a_process_says_what_it_may_use(tmp_path, monkeypatch):
 def test_macos_does_not_tell(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert read_cpu_binding(1) is None
-    assert affinity_advice([None, None], "torchrun", on_gpu=False) == ""
+    assert affinity_advice([None, None]) == ""
+
+
+def test_processes_that_run_anywhere():
+    assert affinity_advice(seats(ALL, ALL)).startswith(
+        "2 processes on a may all run on the same 16 cores of 2 NUMA nodes, far from their memory and in each other's "
+        "way; bind them: deepspeed --bind_cores_to_rank"
+    )
+
+
+def bound(tmp_path, monkeypatch, node, cores):
+    """The cores of a process that might run on `cores` and has a GPU on `node`, and what each of its threads got."""
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "numa_node").write_text(f"{node}\n")
+    threads = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", threads.__setitem__, raising=False)
+    near = affinity.bind_to_gpu("0000:3B:00.0", tmp_path, machine(tmp_path / "nodes", TWO_NODES))
+    assert set(map(int, os.listdir("/proc/self/task"))) >= set(threads) and (os.getpid() in threads) == bool(near)
+    assert set(threads.values()) <= {near}
+    return near
 
 
 @pytest.mark.parametrize(
-    ("launcher", "on_gpu", "option"),
+    ("node", "cores", "near"),
     [
-        ("accelerate", True, "accelerate launch --enable_cpu_affinity"),
-        ("torchrun", True, "torchrun --numa-binding=node"),
-        ("deepspeed", True, "deepspeed --bind_cores_to_rank"),
-        ("torchrun", False, "deepspeed --bind_cores_to_rank"),
+        (1, ALL, RIGHT),
+        (1, {0, 1, 4, 5}, {4, 5}),  # what taskset or a container leaves
+        (1, LEFT, set()),  # the launcher's choice stays
+        (1, RIGHT, set()),
+        (-1, ALL, set()),  # a virtual machine does not tell
+        (2, ALL, set()),  # memory alone
     ],
 )
-def test_processes_that_run_anywhere(launcher, on_gpu, option):
-    found = affinity_advice(seats(ALL, ALL), launcher, on_gpu)
-    assert found.startswith(
-        "2 processes on a may all run on the same 16 cores of 2 NUMA nodes, far from their memory and in each other's "
-        f"way; bind them: {option}"
-    )
+def test_process_near_its_gpu(tmp_path, monkeypatch, node, cores, near):
+    assert bound(tmp_path, monkeypatch, node, frozenset(cores)) == near
+
+
+def test_unknown_gpu_binds_nothing(tmp_path):
+    assert affinity.numa_node("00000000:99:00.0", tmp_path) == -1
+    assert affinity.bind_to_gpu("0000:99:00.0", tmp_path) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -69,19 +93,19 @@ def test_processes_that_run_anywhere(launcher, on_gpu, option):
     ],
 )
 def test_processes_with_room(of_ranks):
-    assert affinity_advice(seats(*of_ranks), "torchrun", on_gpu=True) == ""
+    assert affinity_advice(seats(*of_ranks)) == ""
 
 
 def test_one_node_has_no_far_memory():
-    assert affinity_advice(seats(ALL, ALL, nodes=(ALL,)), "torchrun", on_gpu=True) == ""
-    assert affinity_advice(seats(ALL, ALL, nodes=()), "torchrun", on_gpu=True) == ""
+    assert affinity_advice(seats(ALL, ALL, nodes=(ALL,))) == ""
+    assert affinity_advice(seats(ALL, ALL, nodes=())) == ""
 
 
 def test_more_threads_than_cores():
-    found = affinity_advice(seats(LEFT, LEFT, LEFT, threads=4), "deepspeed", on_gpu=False)
+    found = affinity_advice(seats(LEFT, LEFT, LEFT, threads=4))
     assert not missing(found, ("3 processes", "12 threads", "8 cores", "OMP_NUM_THREADS=2"))
-    assert affinity_advice(seats(LEFT, LEFT, threads=4), "deepspeed", on_gpu=False) == ""
-    assert affinity_advice(seats({0}, {0}, threads=1), "torchrun", on_gpu=False) == ""  # nothing to give away
+    assert affinity_advice(seats(LEFT, LEFT, threads=4)) == ""
+    assert affinity_advice(seats({0}, {0}, threads=1)) == ""  # nothing to give away
 
 
 def test_threads_among_other_programs():
@@ -94,8 +118,8 @@ def test_threads_among_other_programs():
 
 def test_hosts_are_looked_at_one_by_one():
     alone = seats(ALL, host="a") + seats(ALL, host="b")
-    assert affinity_advice(alone, "torchrun", on_gpu=True) == ""
-    assert " on b " in affinity_advice(seats(ALL) + seats(ALL, ALL, host="b"), "torchrun", on_gpu=True)
+    assert affinity_advice(alone) == ""
+    assert " on b " in affinity_advice(seats(ALL) + seats(ALL, ALL, host="b"))
 
 
 def test_real_nodes_can_be_read():
