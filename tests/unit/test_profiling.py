@@ -506,6 +506,31 @@ def test_nothing_is_touched_where_nothing_is_recorded(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nsys_gets_ranges_of_the_steps(tmp_path, monkeypatch):
+    calls = []
+
+    class Ranges:
+        def __enter__(self):
+            calls.append("operators")
+
+        def __exit__(self, *_):
+            calls.append("operators end")
+
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("step end"))
+    monkeypatch.setattr(recorder, "emit_nvtx", Ranges)
+    trained(Batches(), Profile(steps=(3, 4)), hooks(tmp_path, []))
+    steps = ["step 3", "step end", "step 4", "step end"]
+    assert calls == ["start", "operators", *steps, "operators end", "stop"] and not list(tmp_path.iterdir())
+    calls.clear()
+    trained(Batches(), Profile(steps=(3, 4)), hooks(tmp_path, [], rank=1))
+    assert calls == []
+
+
 def test_a_disk_that_takes_no_trace_does_not_end_the_run(tmp_path):
     (tmp_path / "profile").write_text("no folder")
     said = []

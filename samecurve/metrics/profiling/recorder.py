@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerAction, profile
 
 from samecurve.errors import StorageError
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Profile
     from samecurve.interfaces.engine import MemoryUsage
 
+_NSYS = "NSYS_PROFILING_SESSION_ID"  # Nsight Systems sets it for the program that it starts
 _MOST_ALLOCATIONS = 200_000  # events of several KB each; PyTorch's default is no limit
 
 
@@ -53,12 +57,14 @@ class Profiler:
     """Writes a trace and a summary of `settings.steps`: (first, last), 1-based, inclusive.
 
     Create it before the first batch is requested and call `after` at the end of each step. Both do nothing if this rank
-    has nothing (more) to record. done: the number of steps that earlier sessions completed.
+    has nothing (more) to record. done: the number of steps that earlier sessions completed. Under Nsight Systems, which
+    uses the device's tracing itself, each of the steps and each operator is an NVTX range for nsys instead.
     """
 
     def __init__(self, settings: Profile, done: int, around: ProfilerHooks):
         self._around = around
         self._recording: profile | None = None
+        self._nsys: ExitStack | None = None
         self._notes = GroupNotes(around.dims, around.rank)
         self._first, self._last = settings.steps or (0, 0)
         self._starts_at = 0  # never
@@ -70,6 +76,8 @@ class Profiler:
             return
         self._first = max(self._first, done + 1)
         self._starts_at = max(self._first - 1, done + 1)  # the step before the first one warms up
+        if _NSYS in os.environ and torch.cuda.is_available():
+            self._nsys = ExitStack()
         self._folder = around.folder / f"step_{self._first:08d}"
         self._name = f"rank{around.rank}"
         first = around.rank == min(settings.ranks)
@@ -77,6 +85,10 @@ class Profiler:
         self._before(done + 1)
 
     def after(self, step: int) -> None:
+        if self._nsys is not None and self._first <= step <= self._last:
+            torch.cuda.nvtx.range_pop()
+            if step == self._last:
+                self._nsys.close()
         if self._recording is not None:
             if step == self._last:
                 self._notes.end(self._recording)
@@ -88,6 +100,13 @@ class Profiler:
         self._before(step + 1)
 
     def _before(self, step: int) -> None:
+        if self._nsys is not None:
+            if step == self._first:
+                self._nsys.enter_context(torch.cuda.profiler.profile())  # nsys profile --capture-range=cudaProfilerApi
+                self._nsys.enter_context(emit_nvtx())
+            if self._first <= step <= self._last:
+                torch.cuda.nvtx.range_push(f"step {step}")
+            return
         if step == self._starts_at:
             # Without Python stacks (with_stack), which would take a large part of the measured time.
             self._recording = profiler = profile(
