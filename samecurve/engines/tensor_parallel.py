@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import RowwiseParallel, TensorParallelLayer, apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
 
 from samecurve.engines import expert_parallel
 from samecurve.errors import ConfigurationError, DataError
@@ -105,7 +104,15 @@ def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:
         ALL_PARALLEL_STYLES.register(_SCATTERS, RowwiseParallel(output_layouts=Shard(1)))  # pyright: ignore[reportArgumentType]
         plan = {name: _SCATTERS if style == "rowwise" else style for name, style in plan.items()}
     plan = _with_adapters(plan, modules)
-    apply_tensor_parallelism(model, tp, {name: s for name, s in plan.items() if s != _SUMMED_HERE})
+    for name, style_name in plan.items():
+        style, (parent, _, weight) = ALL_PARALLEL_STYLES[style_name], name.rpartition(".")
+        if style_name == _SUMMED_HERE:
+            continue
+        if name in modules:
+            style.install_forward(modules[name], tp)
+        else:
+            style.validate_param(modules[parent], weight, tp, parameter_name=name)
+            style.shard_param(modules[parent], weight, tp)
     model.tie_weights()  # the embedding's weight has been replaced
     share_inputs([modules[name] for name in blocks], tp, cuts_sequence)
     if cuts_sequence:
@@ -144,11 +151,29 @@ def _resolve(model: PreTrainedModel, dims: ParallelDims) -> dict[str, str]:
     Experts that are spread over ranks are not cut as well: all tensor-parallel ranks compute the same ones, for the
     same tokens, and so have their whole gradient.
     """
-    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=dims.tp))
-    known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
-    spread = tuple(expert_parallel.experts_of(model)) if dims.ep > 1 else ()
-    # a tied head's weight has another name
-    return {name: style for name, style in plan.items() if name in known and not name.startswith(spread)}
+    rules, spread = dict(model.tp_plan), tuple(expert_parallel.experts_of(model)) if dims.ep > 1 else ()
+    if rules and isinstance(getattr(model.base_model, "embed_tokens", None), nn.Embedding):
+        # implied up to transformers 5.17
+        rules.setdefault(f"{model.base_model_prefix}.embed_tokens", "embedding_rowwise")
+    weights = {name for name, _ in model.named_parameters()}  # without a tied head's
+    plan = {}
+    for module_name, module in model.named_modules():
+        if module_name.startswith(spread):
+            continue
+        rule = rules.get(_without_numbers(module_name))
+        # weights before their module, as a style shards first
+        for weight, _ in module.named_parameters(recurse=False):
+            name = f"{module_name}.{weight}" if module_name else weight
+            if name in weights and (style := rules.get(_without_numbers(name), rule)):
+                plan[name] = style
+        if rule:
+            plan[module_name] = rule
+    return plan
+
+
+def _without_numbers(name: str) -> str:
+    """Write a name as the rules of a plan do: layers.*.mlp for layers.0.mlp."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _with_adapters(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
