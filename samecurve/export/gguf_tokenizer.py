@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gguf
+import transformers
 from gguf import TokenType
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from samecurve.data.chat_encoder import end_tokens
-from samecurve.errors import NumericError
+from samecurve.errors import ConfigurationError, NumericError
 from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
@@ -101,8 +103,9 @@ def _add_tokens(table: TokenTable, tokenizer: PreTrainedTokenizerFast, num_rows:
 
 def _pre(description: dict, ignore_merges: bool) -> str | None:
     """Return llama.cpp's name of a byte-level tokenizer's splits; None for others."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
-
+    splits = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
+    if splits is None:
+        raise ConfigurationError(f"--format gguf: needs transformers 5.23 or later, found {transformers.__version__}")
     if (description["normalizer"] or {"type": "NFC"})["type"] != "NFC":  # llama.cpp leaves text as it is
         return None
     first: dict[str, Any] = description["pre_tokenizer"] or {"type": None}
@@ -118,7 +121,7 @@ def _pre(description: dict, ignore_merges: bool) -> str | None:
         return None
     known = {"qwen2": False, "qwen35": False, "gpt-4o": False, "llama-bpe": True, "tekken": True, "smaug-bpe": False}
     pattern = stages[0]["pattern"].get("Regex")
-    return next((name for name, ignores in known.items() if (SPLITS[name], ignores) == (pattern, ignore_merges)), None)
+    return next((name for name, ignores in known.items() if (splits[name], ignores) == (pattern, ignore_merges)), None)
 
 
 def _space_prefix(description: dict) -> bool | None:
