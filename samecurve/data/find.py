@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import random
 import re
 import sysconfig
@@ -250,8 +251,10 @@ def _functions(file: Path) -> Iterator[tuple[int, str, str]]:
             docstring = node.body[0]
             prompt = _dedented(lines[node.lineno - 1 : docstring.end_lineno], node.col_offset)
             body = _dedented(lines[docstring.end_lineno : node.end_lineno], docstring.col_offset).strip()
-            if prompt and body and _is_code(function(prompt, body)):
-                yield node.lineno, prompt, body
+            with contextlib.suppress(SyntaxError, ValueError):
+                ast.parse(function(prompt, body))
+                if prompt and body:
+                    yield node.lineno, prompt, body
 
 
 def function(prompt: str, body: str) -> str:
@@ -263,11 +266,3 @@ def _dedented(lines: list[str], indent: int) -> str:
     """Remove the function's own indentation."""
     # Lines within a string over several lines may have less indentation.
     return "\n".join(line[indent:] if not line[:indent].strip() else line for line in lines).rstrip()
-
-
-def _is_code(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError):
-        return False
-    return True

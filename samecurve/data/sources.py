@@ -99,8 +99,7 @@ class DataSource:
 
     def entries(self) -> Iterator[Any]:
         """Yield the documents, each text file and each row of a table, and a BadRow in the place of a bad one."""
-        rows = (row for file in self.files for row in self._rows_of(file))
-        return (self.entry(place, row) for place, row in islice(rows, self.selection.max_samples))
+        return (self.entry(place, row) for place, row in self._rows())
 
     def entry(self, place: str, row: dict | DataError) -> Any:
         """Return the document of a row or its BadRow."""
@@ -178,11 +177,14 @@ class DataSource:
                 return f"did you mean {' '.join(f'data.{key}={column}' for key, column in keys.items())}?"
         return f"name the columns with {self.columns_are_named_by}"
 
+    def _rows(self) -> Iterator[tuple[str, dict | DataError]]:
+        rows = (row for file in self.files for row in self._rows_of(file))
+        yield from islice(rows, self.selection.max_samples)
+
     def _rows_of(self, file: Path | hub.Split) -> Iterator[tuple[str, dict | DataError]]:
-        if isinstance(file, hub.Split):
-            yield from file.rows()
-        else:
-            yield from rows_or_errors(file) if table_kind(file) else [(str(file), {self.text_column: read_text(file)})]
+        if isinstance(file, hub.Split) or table_kind(file):
+            return table_rows(file, "texts")
+        return iter([(str(file), {self.text_column: read_text(file)})])
 
     def _first_look(self) -> Iterator[tuple[str, dict | DataError]]:
         """Yield all rows within _CHECK_SECONDS; then only the last row of each jsonl file that is left."""
@@ -216,9 +218,6 @@ class TableSource(DataSource):
         """Read all rows once, so that a mistake in the last one is reported before minutes of tokenising."""
         return Columns() if self.is_builtin else self._check_rows(self._rows(), self.a_line_is)
 
-    def entries(self) -> Iterator[Any]:
-        return (self.entry(place, row) for place, row in self._rows())
-
     def refuse_lost_content(self, columns: Columns, reads: Callable[[str], bool] | None = None) -> None:
         columns.refuse_lost_content(self.name, self.selection.ignore_columns, self._advice(columns), reads)
 
@@ -226,9 +225,8 @@ class TableSource(DataSource):
         """Return a way to read the columns that are not read, for the message; "" if none is known."""
         return ""
 
-    def _rows(self) -> Iterator[tuple[str, dict | DataError]]:
-        rows = (row for file in self.files for row in table_rows(file, self.documents_are))
-        yield from islice(rows, self.selection.max_samples)
+    def _rows_of(self, file: Path | hub.Split) -> Iterator[tuple[str, dict | DataError]]:
+        return table_rows(file, self.documents_are)
 
 
 def table_rows(file: Path | hub.Split, documents_are: str) -> Iterator[tuple[str, dict | DataError]]:
@@ -297,7 +295,16 @@ def _fingerprint(files: tuple[Path, ...], cache: Path) -> str:
         if check == digest(key, known):
             return known
     # with the kind, because the same bytes are other documents as a table than as a text
-    contents = digest([(table_kind(file), hashed) for file, hashed in zip(files, _hashes(files), strict=True)])
+    hashes, problems = [], []
+    for file in files:
+        try:
+            hashes.append((table_kind(file), file_sha256(file)))
+        except OSError as error:
+            problems.append(str(unreadable(file, error)))
+    if problems:
+        more = len(problems) - SHOWN_PROBLEMS
+        raise DataError("\n".join(problems[:SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])))
+    contents = digest(hashes)
     # Git's "racy" problem: a file modified just now may change again within one tick of the file system's clock.
     if max(max(s.st_mtime_ns, s.st_ctime_ns) for _, s in stats) < (time.time() - _RACY_SECONDS) * 1e9:
         # Only speed is lost; a cache that cannot be written is reported where the tokens are stored.
@@ -305,20 +312,6 @@ def _fingerprint(files: tuple[Path, ...], cache: Path) -> str:
             remembered.parent.mkdir(parents=True, exist_ok=True)
             write_text(remembered, f"{contents} {digest(key, contents)}")
     return contents
-
-
-def _hashes(files: tuple[Path, ...]) -> list[str]:
-    """Hash the content of each file. Raises one DataError with the first files that cannot be read."""
-    hashes, problems = [], []
-    for file in files:
-        try:
-            hashes.append(file_sha256(file))
-        except OSError as error:
-            problems.append(str(unreadable(file, error)))
-    if problems:
-        more = len(problems) - SHOWN_PROBLEMS
-        raise DataError("\n".join(problems[:SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])))
-    return hashes
 
 
 def _stat(file: Path) -> os.stat_result:
