@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from samecurve.data import sources, token_store, tokenizer
-from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, Rows
+from samecurve.data.datasets.base import Rows
 from samecurve.data.encoder import Encoder
 from samecurve.errors import DataError
 from samecurve.models.hf_config import Head
@@ -92,10 +92,3 @@ def load_causal_task(
 def load_tokenizer(recipe: Recipe, find_source: Callable[[Data], sources.DataSource]) -> PreTrainedTokenizerFast:
     """Load the recipe's tokenizer, or train it on all training documents. Raises as `tokenizer.load_tokenizer` does."""
     return tokenizer.load_tokenizer(recipe, lambda data: mixture_splits.find_all_sources(recipe, find_source))
-
-
-def document_rows(recipe: Recipe, stream: token_store.TokenStream, padding_token: int) -> DocumentRows:
-    """Return rows of one document each, grouped by length if the recipe sets data.group_by_length."""
-    return splits.padded_rows(
-        recipe, (DocumentRows, GroupedDocumentRows), stream, padding_token, recipe.data.truncation
-    )

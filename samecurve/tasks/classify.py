@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samecurve.data import sources, token_store, tokenizer
-from samecurve.data.datasets.text import GroupedLabelledRows, LabelledRows
+from samecurve.data.datasets.text import LabelledRows
 from samecurve.data.find import find_examples
 from samecurve.data.schemas import classification
 from samecurve.errors import DataError
@@ -99,8 +99,6 @@ def load_task(recipe: Recipe) -> ClassifyTask:
     encoder = classification.ExampleEncoder(text_tokenizer, length, names, pairs, data.truncation)
 
     def make_rows(stream: token_store.TokenStream) -> LabelledRows:
-        return splits.padded_rows(
-            recipe, (LabelledRows, GroupedLabelledRows), stream, splits.token_id(text_tokenizer, "pad")
-        )
+        return splits.padded_rows(recipe, LabelledRows, stream, splits.token_id(text_tokenizer, "pad"))
 
     return ClassifyTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows), names)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows
+from samecurve.data.datasets.preference import AnswerRows
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.losses.preference import kto_drift, pair_losses, rewards, sequence_log_probabilities
@@ -122,4 +122,4 @@ def _of_answers(logits: Tensor, labels: Tensor, sum_parts: SumParts | None) -> t
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
     padding_token, truncation = splits.token_id(tokenizer, "eos"), recipe.data.truncation
-    return splits.padded_rows(recipe, (AnswerRows, GroupedAnswerRows), stream, padding_token, truncation)
+    return splits.padded_rows(recipe, AnswerRows, stream, padding_token, truncation)

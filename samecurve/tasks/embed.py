@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from samecurve.data import sources, token_store, tokenizer
-from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
+from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.find import find_matches
 from samecurve.data.schemas import retrieval
 from samecurve.errors import DataError
@@ -139,8 +139,7 @@ def load_task(recipe: Recipe) -> EmbedTask:
     length = recipe.batch.sequence_length
 
     def make_rows(stream: token_store.TokenStream) -> RetrievalRows:
-        kinds = RetrievalRows, GroupedRetrievalRows
-        return splits.padded_rows(recipe, kinds, stream, splits.token_id(text_tokenizer, "pad"))
+        return splits.padded_rows(recipe, RetrievalRows, stream, splits.token_id(text_tokenizer, "pad"))
 
     encoder = retrieval.MatchEncoder(text_tokenizer, length, recipe.data.truncation)
     return EmbedTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows), recipe)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from samecurve.data import token_store, tokenizer
-from samecurve.data.datasets.text import GroupedMaskedRows, MaskedRows, Masking
+from samecurve.data.datasets.text import MaskedRows, Masking
 from samecurve.data.encoder import vocabulary_size
 from samecurve.data.schemas import classification
 from samecurve.errors import DataError
@@ -72,8 +72,7 @@ def load_task(recipe: Recipe) -> MaskedTask:
     masking = Masking(splits.token_id(text_tokenizer, "mask"), vocabulary_size(text_tokenizer), special)
 
     def make_rows(stream: token_store.TokenStream) -> MaskedRows:
-        kinds = MaskedRows, GroupedMaskedRows
-        return splits.padded_rows(recipe, kinds, stream, splits.token_id(text_tokenizer, "pad"), masking)
+        return splits.padded_rows(recipe, MaskedRows, stream, splits.token_id(text_tokenizer, "pad"), masking)
 
     encoder = classification.WholeTextEncoder(text_tokenizer)
     return MaskedTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows))

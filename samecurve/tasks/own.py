@@ -12,7 +12,7 @@ import torch
 
 from samecurve.config import own_code
 from samecurve.data import sources, token_store
-from samecurve.data.datasets.base import SampleRows
+from samecurve.data.datasets.base import DocumentRows, SampleRows
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.encoder import Encoded, Encoder, vocabulary_size
 from samecurve.errors import ConfigurationError, DataError
@@ -58,7 +58,7 @@ class OwnTask(causal_lm.CausalTask):
         def make_rows(stream: token_store.TokenStream) -> SampleRows:
             padding_token = splits.token_id(self.tokenizer, "eos")
             if not recipe.data.packing:
-                return causal_lm.document_rows(recipe, stream, padding_token)
+                return splits.padded_rows(recipe, DocumentRows, stream, padding_token, recipe.data.truncation)
             return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token, recipe.data.truncation)
 
         encoder = _RowEncoder(self.tokenizer, self)

@@ -21,7 +21,7 @@ def load_task(recipe: Recipe) -> causal_lm.CausalTask:
     def make_rows(stream: token_store.TokenStream) -> PackedRows | DocumentRows:
         padding_token = splits.token_id(text_tokenizer, "eos")
         if not recipe.data.packing:
-            return causal_lm.document_rows(recipe, stream, padding_token)
+            return splits.padded_rows(recipe, DocumentRows, stream, padding_token, recipe.data.truncation)
         return PackedRows(stream, recipe.batch.sequence_length, padding_token)
 
     encoder = token_store.DocumentEncoder(text_tokenizer)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn import functional as F
 
-from samecurve.data.datasets.preference import GroupedScoredRows, ScoredRows
+from samecurve.data.datasets.preference import ScoredRows
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models.hf_config import Head
 from samecurve.tasks import pairwise, splits
@@ -67,4 +67,4 @@ def load_task(recipe: Recipe) -> RewardTask:
 
 def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> ScoredRows:
     padding_token, truncation = splits.token_id(tokenizer, "pad"), recipe.data.truncation
-    return splits.padded_rows(recipe, (ScoredRows, GroupedScoredRows), stream, padding_token, truncation)
+    return splits.padded_rows(recipe, ScoredRows, stream, padding_token, truncation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from samecurve.data import chat_encoder, sources, token_store
-from samecurve.data.datasets.base import SampleRows
+from samecurve.data.datasets.base import DocumentRows, SampleRows
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
@@ -33,7 +33,7 @@ def load_task(recipe: Recipe) -> causal_lm.CausalTask:
     def make_rows(stream: token_store.TokenStream) -> SampleRows:
         padding_token = splits.token_id(chat_tokenizer, "eos")
         if not recipe.data.packing:
-            return causal_lm.document_rows(recipe, stream, padding_token)
+            return splits.padded_rows(recipe, DocumentRows, stream, padding_token, recipe.data.truncation)
         return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token, recipe.data.truncation)
 
     encoder = chat_encoder.encoder(chat_tokenizer, schema, recipe.tokenizer.template_date)

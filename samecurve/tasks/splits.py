@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from samecurve.config.schema import Data, Recipe
 from samecurve.data import sources, token_store, tokenizer
-from samecurve.data.datasets.base import Rows, TruncatedRows
+from samecurve.data.datasets.base import Rows, TruncatedRows, grouped
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder, vocabulary_size
 from samecurve.data.row_checks import first_bad_rows
@@ -198,22 +198,16 @@ def token_id(text_tokenizer: PreTrainedTokenizerFast, name: Literal["eos", "pad"
 
 
 def padded_rows(
-    recipe: Recipe,
-    kinds: tuple[Callable[..., RowsType], Callable[..., RowsType]],
-    stream: token_store.TokenStream,
-    *arguments: object,
+    recipe: Recipe, kind: Callable[..., RowsType], stream: token_store.TokenStream, *arguments: object
 ) -> RowsType:
-    """Return padded rows, grouped by length if the recipe sets data.group_by_length.
+    """Return padded rows of a class, grouped by length if the recipe sets data.group_by_length.
 
-    Args:
-        kinds: (class of plain rows, class of rows grouped by length).
-        stream: tokens of all documents.
-        arguments: further arguments of both classes, the padding token first.
+    `arguments`: those of the class behind stream and length, the padding token first.
     """
-    plain, grouped = kinds
-    if not recipe.data.group_by_length:
-        return plain(stream, recipe.batch.sequence_length, *arguments)
-    return grouped(stream, recipe.batch.sequence_length, *arguments, global_batch_size=recipe.batch.global_batch_size)
+    length, options = recipe.batch.sequence_length, {}
+    if recipe.data.group_by_length:
+        kind, options = grouped(kind), {"global_batch_size": recipe.batch.global_batch_size}
+    return kind(stream, length, *arguments, **options)
 
 
 def explain_lost_documents(rows: Rows, training: token_store.Corpus, validation_fraction: float) -> str:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.config import loader
 from samecurve.data.batches import StepBatches
-from samecurve.data.datasets.base import GroupedDocumentRows
+from samecurve.data.datasets.base import LengthGroups
 from samecurve.tasks import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -97,7 +97,7 @@ def batches(found, chats):
 
 
 def documents(rows, indices) -> list[int]:
-    if isinstance(rows, GroupedDocumentRows):
+    if isinstance(rows, LengthGroups):
         return indices.tolist()
     members = [rows.members[slice(*rows.row_offsets[index : index + 2])].tolist() for index in indices]
     assert len(members) == 8 < sum(map(len, members))

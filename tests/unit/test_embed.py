@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModel, BertForMaskedLM
 
 from samecurve.config.schema import Embed, Recipe
 from samecurve.data import sources
-from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
+from samecurve.data.datasets.base import grouped
+from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.find import find_matches
 from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError, DataError
@@ -121,8 +122,8 @@ def test_rows_and_their_candidates_by_hand():
     assert rows.sizes.tolist() == [2, 2, 1] and rows.num_inputs(np.array([0, 2])) == 4 + 3
     first, second, third = rows.candidates().tolist()
     assert first == second[::-1] and len({*first, *third}) == 4
-    grouped = GroupedRetrievalRows(rows.stream, 4, 9, global_batch_size=2)
-    assert grouped.width(np.array([0, 1])) == 4
+    by_length = grouped(RetrievalRows)(rows.stream, 4, 9, global_batch_size=2)
+    assert by_length.width(np.array([0, 1])) == 4
 
 
 # anchor and positive are the same in both rows: (1, 0) and (0, 1)

@@ -18,7 +18,8 @@ from test_data import PAD, batch, random_stream
 
 from samecurve.config.schema import Data
 from samecurve.data.batches import StepBatches
-from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows
+from samecurve.data.datasets.base import DocumentRows, PackedRows
+from samecurve.data.datasets.base import grouped as by_length
 from samecurve.data.datasets.mixture import MixedRows
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.errors import DataError
@@ -26,7 +27,7 @@ from samecurve.metrics.meter import FEWEST_STEPS, WaitAdvice
 
 
 def grouped(stream):
-    return GroupedDocumentRows(stream, 40, PAD, global_batch_size=8)
+    return by_length(DocumentRows)(stream, 40, PAD, global_batch_size=8)
 
 
 def mixed(stream):

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from samecurve.config.schema import Batch
 from samecurve.data.batches import StepBatches
-from samecurve.data.datasets.base import DocumentRows, GroupedDocumentRows, PackedRows, Rows
+from samecurve.data.datasets.base import DocumentRows, PackedRows, Rows, grouped
 from samecurve.data.datasets.mixture import MixedRows
 from samecurve.data.datasets.packed_samples import PackedSampleRows, best_fit_decreasing
-from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows, GroupedScoredRows, ScoredRows
-from samecurve.data.datasets.retrieval import GroupedRetrievalRows, RetrievalRows
+from samecurve.data.datasets.preference import AnswerRows, ScoredRows
+from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.datasets.streaming import MixedStreams, StreamRows
-from samecurve.data.datasets.text import GroupedLabelledRows, GroupedMaskedRows, LabelledRows, MaskedRows, Masking
+from samecurve.data.datasets.text import LabelledRows, MaskedRows, Masking
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.data.token_store import TokenStream
 from samecurve.engines.forward import gaps_of
@@ -148,7 +148,7 @@ def test_packing_holds_every_item_once_in_few_bins(seed):
 
 
 def test_grouped_rows_are_of_like_length_in_steps_of_any_order():
-    rows = GroupedDocumentRows(random_stream(1000, longest=300), 256, PAD, global_batch_size=4)
+    rows = grouped(DocumentRows)(random_stream(1000, longest=300), 256, PAD, global_batch_size=4)
     positions = np.arange(2 * len(rows) - 2 * len(rows) % 4)
     read = rows.at_positions(positions, seed=3)
     assert read[40:48].tolist() == rows.at_positions(np.arange(40, 48), seed=3).tolist()
@@ -160,7 +160,7 @@ def test_grouped_rows_are_of_like_length_in_steps_of_any_order():
 
 
 def test_the_longest_batch_has_the_longest_rows_of_all():
-    rows = GroupedDocumentRows(random_stream(200, longest=600), 512, PAD, global_batch_size=6)
+    rows = grouped(DocumentRows)(random_stream(200, longest=600), 512, PAD, global_batch_size=6)
     batch = Batch(global_batch_size=6, micro_batch_size=2, sequence_length=512)
     found = [StepBatches(rows, 0, batch, (rank, 2), 30).longest() for rank in range(2)]
     assert [part.labels.shape for part in found[0]] == [(2, 512), (1, 512)]
@@ -171,7 +171,7 @@ def test_the_longest_batch_has_the_longest_rows_of_all():
 
 def test_grouped_rows_lose_nothing_but_padding():
     samples = random_stream(64, longest=420)
-    rows = GroupedDocumentRows(samples, 400, PAD, global_batch_size=4)
+    rows = grouped(DocumentRows)(samples, 400, PAD, global_batch_size=4)
     batch = Batch(global_batch_size=4, micro_batch_size=1, sequence_length=400)
     shards = [StepBatches(rows, 0, batch, (rank, 2), 15) for rank in range(2)]
     widths, trained = set(), 0
@@ -184,7 +184,7 @@ def test_grouped_rows_lose_nothing_but_padding():
     assert widths <= {128, 256, 384, 400} and len(widths) > 2  # none is 64 modulo 128, see models/attention/cudnn.py
     expected = sum(int((rows[shards[0].rows_of(step)].labels != X).sum()) for step in range(len(rows) // 4))
     assert trained == expected > 0
-    assert rows.fingerprint != GroupedDocumentRows(samples, 400, PAD, global_batch_size=8).fingerprint
+    assert rows.fingerprint != grouped(DocumentRows)(samples, 400, PAD, global_batch_size=8).fingerprint
 
 
 def test_inputs_are_counted_whether_they_are_trained_or_not():
@@ -344,17 +344,17 @@ KINDS = {
     "packed": lambda n, size: PackedRows(stream([*range(3 * n + 1)]), 3, PAD),
     "packed documents": lambda n, size: PackedSampleRows(stream(*([i, i, i, i, i] for i in range(n))), 4, PAD),
     "documents": lambda n, size: DocumentRows(labelled_stream(n), 64, PAD),
-    "grouped documents": lambda n, size: GroupedDocumentRows(labelled_stream(n), 64, PAD, global_batch_size=size),
+    "grouped documents": lambda n, size: grouped(DocumentRows)(labelled_stream(n), 64, PAD, global_batch_size=size),
     "labelled": lambda n, size: LabelledRows(labelled_stream(n), 64, PAD),
-    "grouped labelled": lambda n, size: GroupedLabelledRows(labelled_stream(n), 64, PAD, global_batch_size=size),
+    "grouped labelled": lambda n, size: grouped(LabelledRows)(labelled_stream(n), 64, PAD, global_batch_size=size),
     "masked": lambda n, size: MaskedRows(labelled_stream(n), 64, PAD, MASKING),
-    "grouped masked": lambda n, size: GroupedMaskedRows(labelled_stream(n), 64, PAD, MASKING, global_batch_size=size),
+    "grouped masked": lambda n, size: grouped(MaskedRows)(labelled_stream(n), 64, PAD, MASKING, global_batch_size=size),
     "answers": lambda n, size: AnswerRows(labelled_stream(n, "pair"), 64, PAD),
-    "grouped answers": lambda n, size: GroupedAnswerRows(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
+    "grouped answers": lambda n, size: grouped(AnswerRows)(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
     "scored": lambda n, size: ScoredRows(labelled_stream(n, "pair"), 64, PAD),
-    "grouped scored": lambda n, size: GroupedScoredRows(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
+    "grouped scored": lambda n, size: grouped(ScoredRows)(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
     "retrieval": lambda n, size: RetrievalRows(labelled_stream(n, "pair"), 64, PAD),
-    "grouped retrieval": lambda n, size: GroupedRetrievalRows(
+    "grouped retrieval": lambda n, size: grouped(RetrievalRows)(
         labelled_stream(n, "pair"), 64, PAD, global_batch_size=size
     ),
 }
@@ -421,7 +421,7 @@ def test_groups_save_padding(num_rows, size, most):
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5, 0.8, num_rows).astype(int), 3, 1500)
     documents = TokenStream(rng.integers(0, 1000, lengths.sum()).astype(np.uint16), np.cumsum([0, *lengths]), "x")
-    rows = GroupedDocumentRows(documents, 1024, PAD, global_batch_size=size)
+    rows = grouped(DocumentRows)(documents, 1024, PAD, global_batch_size=size)
     positions = np.arange(4 * num_rows // size * size)
     read = rows.at_positions(positions, 1).reshape(-1, size)
     plain = DocumentRows.at_positions(DocumentRows(documents, 1024, PAD), positions, 1).reshape(-1, size)

@@ -12,7 +12,8 @@ from report_cases import check_message
 from test_conversations import jsonl, make_recipe, text
 
 from samecurve.data.batches import EvaluationBatches
-from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows, ScoredRows
+from samecurve.data.datasets.base import grouped
+from samecurve.data.datasets.preference import AnswerRows, ScoredRows
 from samecurve.data.find import find_pairs
 from samecurve.data.schemas import preference
 from samecurve.data.schemas.preference import PairSchema
@@ -187,7 +188,7 @@ def test_the_end_or_nothing_of_long_pairs(truncation, kept, counts):
 
 def test_pairs_of_like_length_go_together_and_fill_up_pairs_count_nowhere():
     pairs = [(list(range(3 + n % 40)), list(range(1, 5 + n % 40))) for n in range(64)]
-    rows = GroupedAnswerRows(stream(*pairs), 64, 0, global_batch_size=4)
+    rows = grouped(AnswerRows)(stream(*pairs), 64, 0, global_batch_size=4)
     step = rows.at_positions(np.arange(4), 0)
     assert np.ptp(rows.sizes[step]) <= 8
     batches = EvaluationBatches(AnswerRows(stream(*pairs[:3]), 64, 0), 2, (1, 2))

@@ -11,7 +11,8 @@ from file_damage import DAMAGES
 from test_preferences import stream
 
 from samecurve.data.batches import EvaluationBatches
-from samecurve.data.datasets.preference import AnswerRows, GroupedAnswerRows
+from samecurve.data.datasets.base import grouped
+from samecurve.data.datasets.preference import AnswerRows
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import NumericError, StorageError
@@ -72,7 +73,7 @@ def test_they_are_found_again_unless_model_rows_or_precision_are_others(tmp_path
     assert calls(AnswerRows(stream(*PAIRS), 8, 0), model="another one") == 1
     assert calls(AnswerRows(stream(*PAIRS), 8, 0), precision="bf16") == 1
     assert calls(AnswerRows(stream(*PAIRS), 16, 0)) == 1
-    assert calls(GroupedAnswerRows(stream(*PAIRS), 8, 0, global_batch_size=2)) == 1
+    assert calls(grouped(AnswerRows)(stream(*PAIRS), 8, 0, global_batch_size=2)) == 1
 
 
 def test_the_rows_are_the_same_data_with_and_without_them(tmp_path):

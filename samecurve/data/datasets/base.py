@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -265,7 +265,7 @@ class DocumentRows(SampleRows):
     """Rows of one document each, truncated and padded. Rows have different numbers of trained tokens."""
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.sizes)
 
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         steps = np.arange(self.sequence_length)[None, :]
@@ -302,5 +302,7 @@ class LengthGroups(Rows):
         return min(self.sequence_length, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
 
 
-class GroupedDocumentRows(LengthGroups, DocumentRows):
-    """Rows of one document each, of nearly the same length in each step."""
+@cache
+def grouped(kind: Any) -> Any:
+    """Return the subclass of a class of padded rows whose rows are grouped by length."""
+    return type(f"Grouped{kind.__name__}", (LengthGroups, kind), {})  # the name is part of the fingerprint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from samecurve.data.datasets.base import DocumentRows, LengthGroups, RowArrays, TruncatedRows, causal_arrays, range_sums
+from samecurve.data.datasets.base import DocumentRows, RowArrays, TruncatedRows, causal_arrays, range_sums
 from samecurve.data.token_store import TokenStream
 from samecurve.specs.data_names import Truncation
 
@@ -37,7 +37,11 @@ class PairRows(TruncatedRows):
         stops = starts + cut
         firsts = np.minimum(starts + 1, stops)  # the first token of a sequence cannot be a target
         num_trained = range_sums(stream.trained, firsts.ravel(), stops.ravel()).reshape(starts.shape)
-        kept = self._distinct(starts, cut) & (num_trained > 0).all(axis=1)
+        distinct = cut[:, 0] != cut[:, 1]
+        for index in np.flatnonzero(~distinct):
+            chosen, rejected = (stream.tokens[start : start + cut[index, 0]] for start in starts[index])
+            distinct[index] = not np.array_equal(chosen, rejected)
+        kept = distinct & (num_trained > 0).all(axis=1)
         self.num_dropped = int((~kept).sum())
         self._starts, self._sizes = starts[kept], cut[kept] - self.ahead
         self.sizes = self._sizes.max(axis=1, initial=0)
@@ -61,13 +65,6 @@ class PairRows(TruncatedRows):
         """Return the places of the rows' inputs in the stream, and a mask of non-padding."""
         steps = np.arange(self.sequence_length)
         return self._starts[indices][..., None] + steps, steps < self._sizes[indices][..., None]
-
-    def _distinct(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        distinct = lengths[:, 0] != lengths[:, 1]
-        for index in np.flatnonzero(~distinct):
-            chosen, rejected = (self.stream.tokens[start : start + lengths[index, 0]] for start in starts[index])
-            distinct[index] = not np.array_equal(chosen, rejected)
-        return distinct
 
 
 class AnswerRows(PairRows):
@@ -102,11 +99,3 @@ class ScoredRows(PairRows):
     def num_ended_by_padding(self) -> int:
         """Number of sequences that end with the padding token. transformers reads their score one token earlier."""
         return int((self.stream.tokens[self._starts + self._sizes - 1] == self.padding_token).sum())
-
-
-class GroupedAnswerRows(LengthGroups, AnswerRows):
-    """Pairs of nearly the same length in each step."""
-
-
-class GroupedScoredRows(LengthGroups, ScoredRows):
-    """Pairs of nearly the same length in each step."""

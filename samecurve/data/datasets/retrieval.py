@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from samecurve.data.datasets.base import LengthGroups, RowArrays, Rows
+from samecurve.data.datasets.base import RowArrays, Rows
 from samecurve.data.datasets.text import LabelledRows
 from samecurve.data.token_store import TokenStream
 
@@ -68,7 +68,3 @@ class RetrievalRows(Rows):
             for start, length in spans
         ]
         return np.array(text_ids, dtype=np.int64).reshape(len(self), -1)
-
-
-class GroupedRetrievalRows(LengthGroups, RetrievalRows):
-    """Rows whose longest texts are of nearly the same length in each step."""

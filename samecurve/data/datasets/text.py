@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samecurve.data.datasets.base import LengthGroups, RowArrays, Rows
+from samecurve.data.datasets.base import RowArrays, Rows
 from samecurve.data.sampler import uniform
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.storage.cache import digest
@@ -110,11 +110,3 @@ class MaskedRows(TextRows):
     def num_targets(self) -> int:
         """Number of targets with the mask of an evaluation. In training the number differs from epoch to epoch."""
         return sum(int((labels != IGNORE_INDEX).sum()) for labels in self._all_labels())
-
-
-class GroupedLabelledRows(LengthGroups, LabelledRows):
-    """Labelled texts of nearly the same length in each step."""
-
-
-class GroupedMaskedRows(LengthGroups, MaskedRows):
-    """Masked texts of nearly the same length in each step."""
