@@ -33,14 +33,13 @@ from samecurve.storage.cache import (
     digest,
     is_main_process,
 )
-from samecurve.storage.terminal import TextConsole
+from samecurve.storage.terminal import progress_bar
 
 # Part of the cache key: raise it when the tokens written for the same input change.
 _VERSION = 7
 _BATCH_CHARACTERS = 1 << 20
 _ENOUGH_BAD_ROWS = 1000  # so many end a run without counting the others
 _LARGE_BYTES = 1 << 30  # larger token files are verified block by block; smaller ones as a whole, in 0.1 s
-_PLAIN_LINE_SECONDS = 30.0
 PARTS = ("train", "held_out")
 
 
@@ -328,39 +327,22 @@ def _map_file(entry: FinishedEntry, name: str, dtype: np.dtype, num_tokens: int,
 
 @contextmanager
 def reading(title: str, source: DataSource, units: str = "documents") -> Iterator[Callable[[list], None]]:
-    """Show progress in reading a source: a bar on a terminal, else a line every 30 s and one at the end.
+    """Show progress in reading a source, in bytes of its files: exact for text files, approximate for tables.
 
-    The bar ends at the size of the files, so it is exact for text files and approximate for tables.
-
-    Args:
-        title: beginning of the line.
-        units: name of the documents that are counted.
-
-    Yields:
-        A function to call with each batch of documents.
+    Yields a function to call with each batch of documents, which are counted as `units`.
     """
-    from rich.progress import Progress
-
-    console = TextConsole(quiet=source.quiet or not is_main_process())
-    began = last_line = time.perf_counter()
-    num_units = num_bytes = 0
+    began, num_units, num_bytes = time.perf_counter(), 0, 0
 
     def line() -> str:
         seconds = time.perf_counter() - began
         return f"{title} {source.name}: {num_units:,} {units}, {num_bytes / 1e6:.1f} MB in {seconds:.1f} s"
 
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=source.num_bytes)
+    with progress_bar(title, source.num_bytes, line, source.quiet or not is_main_process()) as advance:
 
-        def advance(documents: list) -> None:
-            nonlocal num_units, num_bytes, last_line
-            # in bytes, as the total
+        def read(documents: list) -> None:
+            nonlocal num_units, num_bytes
             size = sum(len(str(document).encode()) for document in documents)
             num_units, num_bytes = num_units + len(documents), num_bytes + size
-            bar.advance(task, size)
-            if not console.is_terminal and time.perf_counter() - last_line > _PLAIN_LINE_SECONDS:
-                last_line = time.perf_counter()
-                console.print(line())
+            advance(size)
 
-        yield advance
-    console.print(line())
+        yield read

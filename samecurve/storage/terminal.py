@@ -15,7 +15,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -30,6 +31,7 @@ _MOVES = re.compile(r"[\r\n]*(\x1b\[A)*")  # of tqdm, between the lines of its b
 _COLOURS = re.compile(r"\x1b\[([0-9;:]*)m")  # of other libraries' messages
 # bold and the like, and colours of the text, but not black; a background or hidden text could make text unreadable
 _LEGIBLE = re.compile(r"(0?[0-4]?|2[2-4]|3[1-79]|9[1-7])(;(0?[0-4]?|2[2-4]|3[1-79]|9[1-7]))*")
+PLAIN_LINE_SECONDS = 30.0
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a reader, a terminal, or the descriptor
 
 
@@ -162,6 +164,29 @@ class TextConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True  # rich's own method would end the process
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: float, line: Callable[[], str], quiet: bool) -> Iterator[Callable[[float], None]]:
+    """Show a progress bar on a terminal, else `line()` every PLAIN_LINE_SECONDS; and `line()` at the end.
+
+    Yields a function to call with how much more of `total` is done.
+    """
+    from rich.progress import Progress
+
+    console, last = TextConsole(quiet=quiet), time.perf_counter()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+
+        def advance(amount: float) -> None:
+            nonlocal last
+            bar.advance(task, amount)
+            if not console.is_terminal and time.perf_counter() - last > PLAIN_LINE_SECONDS:
+                last = time.perf_counter()
+                console.print(line())
+
+        yield advance
+    console.print(line())
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from samecurve.models.lora import start_of
 from samecurve.models.weight_files import fingerprint, weight_files
 from samecurve.specs.environment import versions
 from samecurve.storage.cache import NewEntry, build_once, cache_folder, digest, is_whole
-from samecurve.storage.terminal import TextConsole
+from samecurve.storage.terminal import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +36,6 @@ T = TypeVar("T")
 _VERSION = 1
 _MICRO_BATCHES = 16  # gathered in one call
 _FILE = "log_probabilities.npy"
-_PLAIN_LINE_SECONDS = 30.0
 
 
 def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: str) -> None:
@@ -58,8 +56,14 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
     target = cache_folder(recipe.data.cache_dir) / "references" / key
     # each machine may have a cache of its own, and to compute the values takes all ranks
     if not world.conclude(is_whole(target), all):
-        with _progress_bar(f"reference log-probabilities of {len(rows):,} {split} pairs", world.is_main) as advance:
-            values = compute_log_probabilities(rows, start, advance)
+        title, began = f"reference log-probabilities of {len(rows):,} {split} pairs", time.perf_counter()
+        parts: list[float] = []
+
+        def line() -> str:
+            return f"{title}: {sum(parts):.0%} in {time.perf_counter() - began:.1f} s"
+
+        with progress_bar(title, 1.0, line, not world.is_main) as advance:
+            values = compute_log_probabilities(rows, start, lambda part: (parts.append(part), advance(part)))
         num_broken = int((~np.isfinite(values)).any(axis=1).sum())
         if num_broken:
             raise NumericError(
@@ -92,13 +96,13 @@ def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
     return digest(architecture, recipe.seed, {name: versions()[name] for name in ("torch", "transformers")})
 
 
-def compute_log_probabilities(rows: AnswerRows, start: InitialState, advance: Callable[[float], None]) -> np.ndarray:
+def compute_log_probabilities(rows: AnswerRows, start: InitialState, advance: Callable[[float], object]) -> np.ndarray:
     """Compute the log-probabilities of all answers.
 
     Args:
         rows: preference pairs.
         start: the run before its first step.
-        advance: called with the fraction done.
+        advance: called with each fraction that is done.
 
     Returns:
         (rows, 2) fp32, the same on every rank.
@@ -111,7 +115,7 @@ def compute_log_probabilities(rows: AnswerRows, start: InitialState, advance: Ca
         stop = min(first + _MICRO_BATCHES, len(batches))
         features = engine.features([batches[index] for index in range(first, stop)]).float().cpu().numpy()
         values[:, first * size : stop * size] = features.reshape(num_ranks, -1, 2)
-        advance(stop / len(batches))
+        advance((stop - first) / len(batches))
     # The shards hold consecutive ranges of rows, in rank order.
     return values.reshape(-1, 2)[: len(rows)]
 
@@ -127,24 +131,3 @@ def _call_on_all_ranks(world: ControlGroup, call: Callable[[], T]) -> T:
     if verdict is not None:
         raise verdict
     return results[0]
-
-
-@contextmanager
-def _progress_bar(title: str, prints: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on a terminal, else print a line every 30 s and one at the end."""
-    from rich.progress import Progress
-
-    console = TextConsole(quiet=not prints)
-    began = last_line = time.perf_counter()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=1.0)
-
-        def advance(part: float) -> None:
-            nonlocal last_line
-            bar.update(task, completed=part)
-            if not console.is_terminal and time.perf_counter() - last_line > _PLAIN_LINE_SECONDS:
-                last_line = time.perf_counter()
-                console.print(f"{title}: {part:.0%}")
-
-        yield advance
-    console.print(f"{title} in {time.perf_counter() - began:.1f} s")
