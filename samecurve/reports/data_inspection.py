@@ -6,7 +6,6 @@ No model is needed. The inspection reads the same rows as a training run, so it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -53,8 +52,7 @@ class PartStatistics:
     Attributes:
         counts: value by name.
         lengths: histogram of document lengths in tokens: (from, below, documents, documents longer than a row) per bin.
-        rows: for each of the first rows, (tokens, trained tokens) of each of its documents; [] if rows are cut from a
-            stream.
+        rows: for each of the first rows, the tokens of each of its documents.
         ends: number of documents by text of their last trained token, most frequent first; {} if the task does not
             train the end of a text.
     """
@@ -62,7 +60,7 @@ class PartStatistics:
     name: str
     counts: dict[str, str]
     lengths: list[tuple[int, int, int, int]]
-    rows: list[list[tuple[int, int]]]
+    rows: list[list[int]]
     ends: dict[str, int]
 
 
@@ -186,7 +184,7 @@ def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> PartStat
             "dropped pairs": f"{dropped}: {_why_dropped(rows, 'compare')}",
             **counts,
         }
-    packing = [list(_members(shown, row)) for row in range(min(SHOWN_ROWS, len(shown)))]
+    packing = [_members(shown, row) for row in range(min(SHOWN_ROWS, len(shown)))]
     return PartStatistics(name, counts, _histogram(shown, lengths), packing, _ends(shown, tokenizer))
 
 
@@ -259,26 +257,15 @@ def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int
     return bins
 
 
-def _members(rows: Rows, row: int) -> Iterator[tuple[int, int]]:
-    """Yield (tokens, trained tokens) of each document in a row. A document starts where positions restart at 0.
-
-    Padding is not counted as a document.
-    """
-    if isinstance(rows, TextRows):
-        yield int(rows.sizes[row]), int(_row(rows, row)[1].sum())
-        return
-    batch = rows[np.array([row])]
-    positions, labels = batch.inputs["position_ids"][0], batch.labels[0]
-    starts = np.flatnonzero(positions == 0).tolist()
+def _members(rows: Rows, row: int) -> list[int]:
+    """Return the tokens of each document in a row, without padding."""
     if isinstance(rows, PackedSampleRows):
-        sizes = rows.sizes[rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]].tolist()
-    elif isinstance(rows, PackedRows):
-        sizes = np.diff([*starts, len(positions)]).tolist()
-    else:
-        assert isinstance(rows, SampleRows)
-        sizes = [int(rows.sizes[row])]
-    for start, size in zip(starts, sizes, strict=True):
-        yield size, int((labels[start : start + size] >= 0).sum())
+        return rows.sizes[rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]].tolist()
+    if isinstance(rows, PackedRows):  # a document starts where positions restart at 0
+        positions = rows[np.array([row])].inputs["position_ids"][0]
+        return np.diff([*np.flatnonzero(positions == 0).tolist(), len(positions)]).tolist()
+    assert isinstance(rows, (SampleRows, TextRows))
+    return [int(rows.sizes[row])]
 
 
 def summary(sample: ShownSample) -> str:
