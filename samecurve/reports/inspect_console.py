@@ -1,46 +1,113 @@
-"""Console output of `inspect`: coloured on a terminal, plain lines in a file."""
+"""`inspect`: a task's data, token by token, with counts over all documents and their packing.
+
+Coloured on a terminal, plain lines in a file; the same lines on a page. No model is needed. The inspection reads the
+same rows as a training run, so it cannot differ from the trained data.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.text import Text
 
 from samecurve.config.schema import Recipe
+from samecurve.data.datasets.base import PackedRows, Rows, SampleRows, TruncatedRows, truncate
+from samecurve.data.datasets.packed_samples import PackedSampleRows
+from samecurve.data.datasets.preference import PairRows
+from samecurve.data.datasets.retrieval import RetrievalRows
+from samecurve.data.datasets.text import LabelledRows, TextRows
 from samecurve.errors import DataError
 from samecurve.interfaces.task import Task
-from samecurve.reports.data_inspection import PartStatistics, ShownSample, inspect, summary
+from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.reports.html import html_document
 from samecurve.storage.atomic import write_text
 from samecurve.storage.terminal import TextConsole
 from samecurve.tasks import registry
+from samecurve.tasks.classify import ClassifyTask
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SHOWN_ROWS = 6
 TRAINED = "black on green"
 BAR_WIDTH = 64
 LABEL_WIDTH = 22
 BLOCKS = "█▓"  # neighbours in a row differ
 
 
+@dataclass(frozen=True)
+class ShownSample:
+    """One text of the data, split by whether tokens are trained.
+
+    Attributes:
+        runs: (text, trained, number of tokens) of consecutive tokens that are all trained or all not trained.
+        lost: number of tokens cut off.
+        label: class of the whole text, for a task that trains on it.
+        role: the text's role in its row, for rows of several texts.
+    """
+
+    runs: list[tuple[str, bool, int]]
+    lost: int = 0
+    label: str = ""
+    role: str = ""
+
+
+@dataclass(frozen=True)
+class PartStatistics:
+    """Statistics of one part of the data.
+
+    Attributes:
+        counts: value by name.
+        lengths: histogram of document lengths in tokens: (from, below, documents, documents longer than a row) per bin.
+        rows: for each of the first rows, the tokens of each of its documents.
+        ends: number of documents by text of their last trained token, most frequent first; {} if the task does not
+            train the end of a text.
+    """
+
+    name: str
+    counts: dict[str, str]
+    lengths: list[tuple[int, int, int, int]]
+    rows: list[list[int]]
+    ends: dict[str, int]
+
+
 def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
     """Run the command `inspect`. Returns the exit code.
 
+    A sample is a row if each row is one text. From rows of several texts, all texts are shown.
+
     Args:
+        num_samples: how many rows of the training part are shown token by token.
         html: where to write the HTML page; None for none.
     """
     task, refused = _load_also_few_rows(recipe)
-    findings = inspect(title, task, num_samples)
-    findings.details.update({"training would refuse": refused} if refused else {})
+    named = []
+    for name, rows in (("train", task.train), ("held out", task.validation)):
+        parts = rows.parts if rows is not None else ()
+        named += [(f"{name}, source {at}" if len(parts) > 1 else name, part) for at, part in enumerate(parts)]
+    first = named[0][1]
+    texts, texts_per_row = _texts(first), len(_roles(first)) or 1
+    num_texts = len(texts) if isinstance(texts, TextRows) else _num_documents(texts)
     console, page = TextConsole(), ["<p>Trained text is <mark>marked</mark>.</p>"]
-    for index, sample in enumerate(findings.samples):
+    for index in range(min(num_samples * texts_per_row, num_texts)):
+        sample = _sample(task, texts, index)
         heading = f"sample {index + 1}: {summary(sample)}"
         console.print(f"\n{heading}")
         console.print(marked(sample, console.is_terminal))
         runs = [f"<mark>{escape(text)}</mark>" if trained else escape(text) for text, trained, _ in sample.runs]
         page.append(f"<h2>{escape(heading)}</h2>\n<pre>{''.join(runs)}</pre>")
-    counts = [f"{name:<{LABEL_WIDTH + 8}}{value}" for name, value in findings.details.items()]
-    counts += [line for part in findings.parts for line in ("", *lines(part, findings.sequence_length))]
+    facts = {name: value for name, value in task.describe().items() if name not in ("train", "held_out")}
+    facts |= {"training would refuse": refused} if refused else {}
+    counts = [f"{name.replace('_', ' '):<{LABEL_WIDTH + 8}}{_text(value)}" for name, value in facts.items()]
+    for name, rows in named:
+        counts += ["", *lines(_part(name, rows, task.tokenizer), task.train.sequence_length)]
     console.print("\n".join(["", *counts]))
     if html:
         page.append("<h2>All rows</h2>\n<pre>{}</pre>".format(escape("\n".join(counts))))
@@ -64,6 +131,185 @@ def _load_also_few_rows(recipe: Recipe) -> tuple[Task, str]:
         batch = recipe.batch.model_copy(update={"global_batch_size": 1})
         data = recipe.data.model_copy(update={"validation_fraction": 0.0})
         return registry.load_task(recipe.model_copy(update={"batch": batch, "data": data})), str(error)
+
+
+def _roles(rows: Rows) -> tuple[str, ...]:
+    """Return the roles of the texts in a row, () if a row is a single text."""
+    if isinstance(rows, PairRows):
+        return ("chosen", "rejected")
+    return rows.roles if isinstance(rows, RetrievalRows) else ()
+
+
+def _texts(rows: Rows) -> Rows:
+    """Split rows of several texts into one row per text; other rows are returned unchanged."""
+    if isinstance(rows, PairRows):
+        return rows.answers()
+    return rows.texts() if isinstance(rows, RetrievalRows) else rows
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(count)}" for name, count in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _num_documents(rows: Rows) -> int:
+    return len(rows.stream.offsets) - 1
+
+
+def _document(rows: Rows, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, mask of trained tokens). The first token is never trained, because nothing precedes it."""
+    start, end = rows.stream.offsets[index : index + 2]
+    tokens = np.asarray(rows.stream.tokens[start:end])
+    trained = np.ones(len(tokens), dtype=bool)
+    if rows.stream.trained is not None:
+        trained = np.asarray(rows.stream.trained[start:end]) > 0
+    trained[:1] = False
+    return tokens, trained
+
+
+def _kept(rows: SampleRows, length: int) -> slice:
+    """Return the tokens that a row holds of a document; the last one is only a target."""
+    skipped, kept = truncate(np.array([length]), rows.limit, rows.truncation)
+    return slice(int(skipped[0]), int(skipped[0] + kept[0]))
+
+
+def _sample(task: Task, rows: Rows, index: int) -> ShownSample:
+    label, lost, roles = "", 0, _roles(task.train.parts[0])
+    role = roles[index % len(roles)] if roles else ""
+    if isinstance(rows, TextRows):
+        tokens, trained = _row(rows, index)
+        if isinstance(rows, LabelledRows) and not role:
+            assert isinstance(task, ClassifyTask)  # the texts of other tasks have a role
+            label = task.names[rows[np.array([index])].labels[0]]
+    else:
+        tokens, trained = _document(rows, index)
+        if isinstance(rows, SampleRows):
+            span = _kept(rows, len(tokens))
+            lost = len(tokens) - (span.stop - span.start)
+            tokens, trained = tokens[span], trained[span]
+            trained[:1] = False
+    runs = []
+    for mark, group in groupby(zip(tokens.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
+        ids = [token for token, _ in group]
+        # some tokenizers would drop spaces in front of punctuation, which the trained text has
+        runs.append((task.tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
+    return ShownSample(runs, lost, label, role)
+
+
+def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (original tokens, mask of trained tokens). Tokens masked in the input are taken from the labels."""
+    arrays, size = rows[np.array([index])], int(rows.sizes[index])
+    tokens = arrays.inputs["input_ids"][0, :size]
+    if isinstance(rows, LabelledRows):
+        return tokens, np.zeros(size, dtype=bool)
+    labels = arrays.labels[0, :size]
+    return np.where(labels == IGNORE_INDEX, tokens, labels), labels != IGNORE_INDEX
+
+
+def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> PartStatistics:
+    shown = _texts(rows)
+    lengths = np.diff(shown.stream.offsets)
+    counts = _counts(shown, tokenizer, lengths)
+    if isinstance(rows, PairRows):
+        dropped = _share(rows.num_dropped, _num_documents(rows))
+        counts = {
+            "pairs": f"{len(rows):,}",
+            "dropped pairs": f"{dropped}: {_why_dropped(rows, 'compare')}",
+            **counts,
+        }
+    packing = [_members(shown, row) for row in range(min(SHOWN_ROWS, len(shown)))]
+    return PartStatistics(name, counts, _histogram(shown, lengths), packing, _ends(shown, tokenizer))
+
+
+def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:
+    num_tokens, num_documents = len(rows.stream.tokens), len(lengths)
+    places = len(rows) * rows.sequence_length
+    counts = {
+        "rows": f"{len(rows):,} of {rows.sequence_length} tokens",
+        "documents": f"{num_documents:,}",
+        "tokens": f"{num_tokens:,}",
+    }
+    if not isinstance(rows, LabelledRows):
+        counts["trained tokens"] = _share(rows.num_targets, num_tokens)
+    if isinstance(rows, (SampleRows, TextRows)):
+        counts["padding"] = _share(places - int(rows.sizes.sum()), places)
+    if isinstance(rows, SampleRows):
+        counts |= {
+            "truncated documents": f"{_share(rows.num_truncated, num_documents)}, {rows.num_truncated_tokens:,} tokens",
+            "dropped documents": f"{_share(rows.num_dropped, num_documents)}: {_why_dropped(rows, 'train')}",
+        }
+    offsets = np.asarray(rows.stream.offsets)
+    seen = {hash(rows.stream.tokens[a:b].tobytes()) for a, b in zip(offsets[:-1], offsets[1:], strict=True)}
+    counts["exact duplicates"] = _share(num_documents - len(seen), num_documents)
+    if tokenizer.unk_token_id is None:
+        counts["unknown tokens"] = "none: the tokenizer has a token for every byte or character"
+    else:
+        num_unknown = int((rows.stream.tokens[:] == tokenizer.unk_token_id).sum())
+        counts["unknown tokens"] = _share(num_unknown, num_tokens)
+    return counts
+
+
+def _why_dropped(rows: TruncatedRows, verb: str) -> str:
+    return f"{'too long, or ' if rows.truncation == 'drop' else ''}nothing is left to {verb}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({part / max(whole, 1):.1%})"
+
+
+def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """Count documents by the text of their last trained token; those whose last one is truncated count under ""."""
+    if isinstance(rows, TextRows):
+        return {}
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+    for index in range(_num_documents(rows)):
+        tokens, trained = _document(rows, index)
+        places = np.flatnonzero(trained)
+        span = _kept(rows, len(tokens)) if isinstance(rows, SampleRows) else slice(0, len(tokens))
+        if not len(places) or not span.start < places[-1] < span.stop:
+            counts[""] += 1
+            continue
+        token = int(tokens[places[-1]])
+        if token not in names:
+            (names[token],) = tokenizer.batch_decode([[token]])
+        counts[names[token]] += 1
+    return dict(counts.most_common())
+
+
+def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """Build a histogram of document lengths whose bins double in width."""
+    if not len(lengths):
+        return []
+    limit = rows.limit if isinstance(rows, SampleRows) else int(lengths.max())
+    edges = 1 << np.arange(int(lengths.min()).bit_length() - 1, int(lengths.max()).bit_length() + 1)
+    bins = []
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        inside = lengths[(lengths >= low) & (lengths < high)]
+        bins.append((low, high, len(inside), int((inside > limit).sum())))
+    return bins
+
+
+def _members(rows: Rows, row: int) -> list[int]:
+    """Return the tokens of each document in a row, without padding."""
+    if isinstance(rows, PackedSampleRows):
+        return rows.sizes[rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]].tolist()
+    if isinstance(rows, PackedRows):  # a document starts where positions restart at 0
+        positions = rows[np.array([row])].inputs["position_ids"][0]
+        return np.diff([*np.flatnonzero(positions == 0).tolist(), len(positions)]).tolist()
+    assert isinstance(rows, (SampleRows, TextRows))
+    return [int(rows.sizes[row])]
+
+
+def summary(sample: ShownSample) -> str:
+    trained = sum(count for _, mark, count in sample.runs if mark)
+    total = sum(count for _, _, count in sample.runs)
+    lost = f", {sample.lost} more cut off" if sample.lost else ""
+    role = f"{sample.role}: " if sample.role else ""
+    if sample.label:
+        return f"{role}{total} tokens, label {sample.label}{lost}"
+    return f"{role}{total} tokens{f', {trained} trained' if trained or not role else ''}{lost}"
 
 
 def marked(sample: ShownSample, colours: bool) -> Text:
