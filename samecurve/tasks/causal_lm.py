@@ -13,7 +13,7 @@ from samecurve.data.datasets.base import Rows
 from samecurve.data.encoder import Encoder
 from samecurve.errors import DataError
 from samecurve.models.hf_config import Head
-from samecurve.tasks import mixture_splits, splits, streaming_splits
+from samecurve.tasks import splits, streaming_splits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -70,25 +70,14 @@ def load_causal_task(
     find_source: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], Rows],
 ) -> CausalTask:
-    """Load the rows of a causal language modelling task, from one data set, a mixture or a stream.
-
-    Args:
-        text_tokenizer: tokenizer of the task.
-        find_source: returns the source of one `data` block.
-        make_rows: cuts a token stream into rows.
-
-    Raises:
-        DataError: see `splits.load_splits`.
-    """
+    """Load the rows of one data set, a mixture or a stream. Arguments and errors: see `splits.load_splits`."""
     if recipe.data.streaming:
         loaded = streaming_splits.load_stream(recipe, encoder, make_rows)
-    elif recipe.data.mixture is not None:
-        loaded = mixture_splits.load_mixture(recipe, encoder, find_source, make_rows)
     else:
         loaded = splits.load_splits(recipe, encoder, find_source, make_rows)
-    return CausalTask(text_tokenizer, loaded, mixture_splits.describe_sources(recipe, loaded))
+    return CausalTask(text_tokenizer, loaded, splits.describe_sources(recipe, loaded))
 
 
 def load_tokenizer(recipe: Recipe, find_source: Callable[[Data], sources.DataSource]) -> PreTrainedTokenizerFast:
     """Load the recipe's tokenizer, or train it on all training documents. Raises as `tokenizer.load_tokenizer` does."""
-    return tokenizer.load_tokenizer(recipe, lambda data: mixture_splits.find_all_sources(recipe, find_source))
+    return tokenizer.load_tokenizer(recipe, lambda data: splits.find_all_sources(recipe, find_source))

@@ -41,11 +41,7 @@ _FILE = "log_probabilities.npy"
 def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: str) -> None:
     """Set `rows.reference` from the cache, or compute it now. Collective: every rank calls it.
 
-    Args:
-        rows: rows that get their reference.
-        split: name of the rows, for messages.
-        start: the run before its first step.
-        model: cache key of the model, see `model_key`.
+    `model` is the cache key of the model, see `model_key`; `split` names the rows in messages.
 
     Raises:
         StorageError: when the cache cannot be written.
@@ -97,15 +93,9 @@ def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
 
 
 def compute_log_probabilities(rows: AnswerRows, start: InitialState, advance: Callable[[float], object]) -> np.ndarray:
-    """Compute the log-probabilities of all answers.
+    """Compute the log-probabilities of all answers: (rows, 2) fp32, the same on every rank.
 
-    Args:
-        rows: preference pairs.
-        start: the run before its first step.
-        advance: called with each fraction that is done.
-
-    Returns:
-        (rows, 2) fp32, the same on every rank.
+    `advance` is called with each fraction that is done.
     """
     engine, num_ranks = start.engine, start.engine.shard[1]
     batches = EvaluationBatches(rows, start.recipe.batch.micro_batch_size, engine.shard, start.report_progress)

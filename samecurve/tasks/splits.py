@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from samecurve.config.schema import Data, Recipe
 from samecurve.data import sources, token_store, tokenizer
+from samecurve.data.columns import Columns
 from samecurve.data.datasets.base import Rows, TruncatedRows, grouped
+from samecurve.data.datasets.mixture import JoinedRows, MixedRows
 from samecurve.data.datasets.streaming import StreamRows
 from samecurve.data.encoder import Encoder, vocabulary_size
 from samecurve.data.row_checks import first_bad_rows
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+T = TypeVar("T")
 RowsType = TypeVar("RowsType", bound=Rows, covariant=True)
 # Keys of Splits.counts that name the origin of the training and of the evaluation data.
 ORIGIN, EVALUATED = "hub", "evaluated_on"
@@ -101,63 +105,82 @@ def load_splits(
     find_source: Callable[[Data], sources.DataSource],
     make_rows: Callable[[token_store.TokenStream], RowsType],
 ) -> Splits[RowsType]:
-    """Load the training and the validation rows of one data set.
+    """Load the training and the validation rows of one data set, or of a mixture's, each read and cached separately.
 
-    Args:
-        find_source: returns the source of one `data` block.
-        make_rows: cuts a token stream into rows.
+    `find_source` returns the source of one `data` block, and `make_rows` cuts a token stream into rows.
 
-    Raises:
-        DataError: for unusable data, for fewer rows than one global batch, for an empty validation split.
+    Raises DataError for unusable data of any source, for fewer rows than a step reads, and for no rows to evaluate on.
     """
-    origins: dict[str, str] = {}
+    cache, origins = cache_folder(recipe.data.cache_dir), defaultdict(list)
 
-    def read(data: Data, validation_fraction: float, name: str) -> token_store.Corpus:
+    def read(data: Data, validation_fraction: float, name: str = ORIGIN) -> token_store.Corpus:
         source = find_source(data)
         if source.origin:
-            origins[name] = source.origin
-        return token_store.load_corpus(source, encoder, validation_fraction, cache_folder(recipe.data.cache_dir))
+            origins[name].append(source.origin)
+        return token_store.load_corpus(source, encoder, validation_fraction, cache)
 
-    fraction = sources.validation_fraction(recipe)
-    training = read(recipe.data, fraction, ORIGIN)
-    if fraction > 0 and len(training.held_out.offsets) == 1:
-        fraction = sources.fraction_of_one(find_source(recipe.data), fraction)
-        training = read(recipe.data, fraction, ORIGIN)
-    validation, evaluated = None, None
+    mixture, fraction = recipe.data.mixture, sources.validation_fraction(recipe)
+    corpora = call_all(partial(read, data, fraction) for data in recipe.data.sources())
+    if fraction > 0 and all(len(corpus.held_out.offsets) == 1 for corpus in corpora):
+        fraction = sources.fraction_of_one(find_all_sources(recipe, find_source), fraction)
+        origins.clear()
+        corpora = [read(data, fraction) for data in recipe.data.sources()]
+    trained = [make_rows(corpus.train) for corpus in corpora]
+    train: Any = trained[0] if mixture is None else MixedRows(trained, [source.weight for source in mixture])
+    validation: Any = None
+    evaluated = None
     if recipe.evaluation is not None:
         evaluated = read(recipe.evaluation, 0.0, EVALUATED)
         validation = make_rows(evaluated.train)
     elif fraction > 0:
-        validation = make_rows(training.held_out)
-    described, bad_rows = describe_reading([training], evaluated)
-    counts = training.counts | encoder.facts | described | origins
-    splits = Splits(make_rows(training.train), validation, training.empty_documents, counts, bad_rows)
+        held_out = [make_rows(corpus.held_out) for corpus in corpora]
+        validation = held_out[0] if mixture is None else JoinedRows(held_out)
+    described, bad_rows = describe_reading(corpora, evaluated)
+    counts = {**add_counts(corpus.counts for corpus in corpora), **encoder.facts, **described}
+    counts |= {name: "; ".join(parts) for name, parts in origins.items()}
+    num_empty = sum(corpus.empty_documents for corpus in corpora)
+    splits = Splits(train, validation, num_empty, counts, bad_rows)
     refuse_long_documents(recipe, splits, encoder, find_source, fraction)
-    num_wanted, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
-    # each step would read some row twice
-    if len(splits.train) < num_wanted:
-        fix = explain_lost_documents(splits.train, training, fraction)
-        raise DataError(
-            f"{recipe.data.path}: {len(splits.train)} training rows of batch.sequence_length={length} are fewer than "
-            f"batch.global_batch_size={num_wanted}{fix or '; give more data, or lower one of the two'}"
-            f"{_possible_sizes(len(splits.train))}"
-        )
+    _refuse_few_rows(recipe, train, corpora, fraction)
     check_validation(splits, recipe)
     return splits
+
+
+def _refuse_few_rows(
+    recipe: Recipe, train: Rows, corpora: Sequence[token_store.Corpus], validation_fraction: float
+) -> None:
+    """Raise DataError if a step would read a row twice: too few rows of a source, or the same data in two sources."""
+    size, length, problems = recipe.batch.global_batch_size, recipe.batch.sequence_length, []
+    for index, (rows, corpus) in enumerate(zip(train.parts, corpora, strict=True)):
+        num_wanted = train.most_in_step(index, size) if isinstance(train, MixedRows) else size
+        if len(rows) >= num_wanted:
+            continue
+        fix = explain_lost_documents(rows, corpus, validation_fraction)
+        few = f"{len(rows)} training rows of batch.sequence_length={length} are fewer than"
+        if isinstance(train, MixedRows):
+            problems.append(
+                f"data.mixture.{index}: {recipe.data.sources()[index].path}: {few} the {num_wanted} that its "
+                f"weight takes of a global batch of {size}"
+                f"{fix or '; give more data, or lower its weight or batch.global_batch_size'}"
+            )
+            continue
+        problems.append(
+            f"{recipe.data.path}: {few} batch.global_batch_size={size}"
+            f"{fix or '; give more data, or lower one of the two'}"
+        )
+        if quarter := 2 ** round(math.log2(len(rows) / 4)) if len(rows) > 3 else 0:  # sizes that would do
+            steps = round(len(rows) / quarter)
+            problems[-1] += f"; batch.global_batch_size={quarter} would be about {steps} steps per epoch, and "
+            problems[-1] += f"{len(rows)} would be 1"
+        elif len(rows):
+            problems[-1] += f"; batch.global_batch_size={len(rows)} would be 1 step per epoch"
+    check_distinct(recipe, train, problems)
 
 
 def describe_reading(
     training: Sequence[token_store.Corpus], evaluated: token_store.Corpus | None
 ) -> tuple[dict[str, int | str], tuple[Path, ...]]:
-    """Describe what was read of the rows, and of which rows.
-
-    Args:
-        training: tokens of each source of the training data.
-        evaluated: tokens of separate evaluation data; None without.
-
-    Returns:
-        Entries of `Splits.counts`, and the files with the dropped rows.
-    """
+    """Return entries of `Splits.counts` about the columns and the bad rows, and the files with these rows."""
     columns = [corpus.columns.describe() for corpus in training]
     if len(columns) > 1:
         columns = [f"source {index} {text}" for index, text in enumerate(columns) if text]
@@ -168,15 +191,6 @@ def describe_reading(
     corpora = [*training, *([evaluated] if evaluated is not None else [])]
     counts["first_bad_rows"] = "; ".join(first_bad_rows([corpus.bad_rows for corpus in corpora]))
     return {name: value for name, value in counts.items() if value}, tuple(corpus.bad_rows for corpus in corpora)
-
-
-def _possible_sizes(num_rows: int) -> str:
-    """Name global batch sizes that work with so few rows, for a message."""
-    if num_rows < 4:
-        return f"; batch.global_batch_size={num_rows} would be 1 step per epoch" if num_rows else ""
-    quarter = 2 ** round(math.log2(num_rows / 4))
-    steps = round(num_rows / quarter)
-    return f"; batch.global_batch_size={quarter} would be about {steps} steps per epoch, and {num_rows} would be 1"
 
 
 def find_text(recipe: Recipe, data: Data) -> sources.DataSource:
@@ -305,3 +319,80 @@ def _counts_of(rows: Rows) -> dict[str, int]:
             "truncated_tokens": rows.num_truncated_tokens,
         }
     return counts
+
+
+def describe_sources(recipe: Recipe, loaded: Splits[Rows]) -> dict[str, object]:
+    """Describe each source of a mixture for the header and run.json; {} without a mixture.
+
+    `epochs` is how often a run of recipe.steps steps reads each row of the source, where their number is known.
+    """
+    if recipe.data.mixture is None:
+        return {}
+    num_rows = recipe.steps * recipe.batch.global_batch_size
+    sources_of_rows = zip(recipe.data.mixture, loaded.train.parts, loaded.train.shares, strict=True)
+    return {
+        f"source {index}": {
+            "path": source.path,
+            "weight": share,
+            **describe_rows(rows),
+            **({} if isinstance(rows, StreamRows) else {"epochs": num_rows * share / len(rows)}),
+        }
+        for index, (source, rows, share) in enumerate(sources_of_rows)
+    }
+
+
+@dataclass(frozen=True)
+class WholeSource(sources.DataSource):
+    """Concatenation of all sources, on which a tokenizer is trained regardless of the mixture's weights."""
+
+    members: tuple[sources.DataSource, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        return repr([member.identity for member in self.members])
+
+    def check(self) -> Columns:
+        call_all(member.check for member in self.members)
+        return Columns()
+
+    def texts(self, document) -> list[str]:
+        return self.members[0].texts(document)  # all members hold the same kind of documents
+
+    def documents(self) -> Iterator:
+        return (document for member in self.members for document in member.documents())
+
+
+def find_all_sources(recipe: Recipe, find_source: Callable[[Data], sources.DataSource]) -> sources.DataSource:
+    """Return one source of all training documents. Raises one DataError that lists the problems of all sources."""
+    members = call_all(partial(find_source, data) for data in recipe.data.sources())
+    if len(members) == 1:
+        return members[0]
+    files = tuple(file for source in members for file in source.files)
+    return WholeSource(recipe.data.name, files, members=tuple(members))
+
+
+def check_distinct(recipe: Recipe, train: Rows, others: Sequence[str] = ()) -> None:
+    """Raise one DataError with `others` and for two sources of a mixture that have the same data."""
+    problems, known = [*others], {}
+    for index, (source, rows) in enumerate(zip(recipe.data.sources(), train.parts, strict=True)):
+        first = known.setdefault(rows.fingerprint, index)
+        if first != index:
+            problems.append(
+                f"data.mixture.{index}: {source.path} has the same data as data.mixture.{first}; keep one of "
+                "the two, with the sum of their weights"
+            )
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def call_all(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """Return the results of all calls. Raises one DataError that lists the problems of all of them."""
+    results, problems = [], []
+    for call in calls:
+        try:
+            results.append(call())
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(problems))
+    return results

@@ -23,7 +23,6 @@ from samecurve.errors import DataError
 from samecurve.specs.data_names import address
 from samecurve.storage.cache import cache_folder, digest
 from samecurve.tasks import splits
-from samecurve.tasks.mixture_splits import call_all, check_distinct
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,11 @@ def load_stream(
     """
     fraction = sources.validation_fraction(recipe)
     opened = partial(_open_stream, recipe, encoder, make_rows)
-    streams = call_all(partial(opened, *source) for source in enumerate(recipe.data.sources()))
+    streams = splits.call_all(partial(opened, *source) for source in enumerate(recipe.data.sources()))
     train: StreamRows | MixedStreams = streams[0].rows
     if recipe.data.mixture is not None:
         train = MixedStreams([stream.rows for stream in streams], [source.weight for source in recipe.data.mixture])
-        check_distinct(recipe, train)
+        splits.check_distinct(recipe, train)
     validation = None
     if recipe.evaluation is not None:
         validation = make_rows(_load_evaluation(recipe, recipe.evaluation, encoder).train)
