@@ -98,15 +98,12 @@ def check_characters(place: str, column: str, text: str) -> None:
 
 
 def parse_row(at: Callable[[int], str], line: bytes, offset: int) -> dict:
-    """Parse a line of a jsonl file.
+    """Parse a line of a jsonl file. Raises DataError for a line that is not UTF-8 or not a JSON object.
 
     Args:
         at: returns the place, for messages, of the n-th line after this one.
         line: the line with its line break.
         offset: bytes of the file before the line.
-
-    Raises:
-        DataError: for a line that is not UTF-8 or not a JSON object.
     """
     text = _decode(at, line, offset)
     row = _parse_json(at, text.rstrip("\r\n"), text.endswith("\n"))

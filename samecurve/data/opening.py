@@ -84,14 +84,9 @@ def too_large(name: object) -> DataError:
 
 
 def marked_encoding(name: str, head: bytes) -> str | None:
-    """Return the encoding that a byte-order mark names, UTF-16 or UTF-32; None for all other files.
+    """Return the encoding that a byte-order mark at the beginning names, UTF-16 or UTF-32; None for all other files.
 
-    Args:
-        name: name of the file in messages.
-        head: the first bytes of the file's content.
-
-    Raises:
-        DataError: for a Git LFS pointer, and for UTF-16 or UTF-32 without a mark.
+    Raises DataError for a Git LFS pointer, and for UTF-16 or UTF-32 without a mark.
     """
     if problem := pointer_problem(name, head):
         raise DataError(problem)

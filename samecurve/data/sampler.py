@@ -195,16 +195,9 @@ def _put_off(rows: np.ndarray, num_first: int, unwanted: np.ndarray) -> np.ndarr
 
 
 def uniform(positions: np.ndarray, width: int, seed: int, draw: int) -> np.ndarray:
-    """Return uniform random numbers for the rows read at the given positions.
+    """Return uniform random numbers for the rows read at n global positions: (n, width) float64 in [0, 1).
 
-    Args:
-        positions: (n,), global positions.
-        width: numbers per position.
-        seed: seed of the run.
-        draw: small integer. Different draws are independent.
-
-    Returns:
-        (n, width) float64 in [0, 1).
+    `draw` is a small integer; different draws are independent.
     """
     start = np.array([(seed * _GOLDEN + draw + 1) & _MASK], dtype=np.uint64)
     keys = _mix(_mix(start) + np.asarray(positions, dtype=np.uint64) * np.uint64(_GOLDEN))

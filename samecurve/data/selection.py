@@ -60,11 +60,7 @@ WHOLE = Selection()  # all of a local path
 
 
 def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] = ()) -> tuple[Path, ...]:
-    """Return the data files of a folder, sorted by path.
-
-    Args:
-        pattern: glob within the folder, None for all data files.
-        own: folders that the run writes to, see `Selection`.
+    """Return the data files of a folder, sorted by path; with `pattern` those that match, whatever their names.
 
     Raises:
         DataError: for a folder without a usable file, for one that mixes texts and tables or several splits, and for a

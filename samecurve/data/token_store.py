@@ -180,12 +180,9 @@ def load_corpus_into(
 
 
 def place_of(source: DataSource, encoder: Encoder, part: str, validation_fraction: float, index: int) -> str:
-    """Return where a document of a corpus is in its source, for a message. Tokenises the documents before it again.
+    """Return where document `index` of a part ("train" or "held_out") is in its source, for a message.
 
-    Args:
-        part: "train" or "held_out".
-        validation_fraction: fraction of the documents that is held out, in [0, 1).
-        index: index of the document in that part.
+    Tokenises the documents before it again.
     """
     for entries, encodings in encoded(encoder, _batches(source.entries()), source.num_bytes):
         for entry, one in zip(entries, encodings, strict=True):

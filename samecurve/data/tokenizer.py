@@ -224,14 +224,9 @@ def train_tokenizer(
     vocabulary_size: int,
     special_tokens: Sequence[str] = (BEGIN_OF_TEXT, END_OF_TEXT),
 ) -> Tokenizer:
-    """Train a byte-level BPE on the training documents.
+    """Train a byte-level BPE of `vocabulary_size` tokens, special ones included, on the documents not held out.
 
-    Args:
-        validation_fraction: fraction of the documents that is held out, and not learnt from.
-        vocabulary_size: number of tokens, special ones included.
-
-    Raises:
-        DataError: as `source.check` and `source.documents` do.
+    Raises DataError as `source.check` and `source.documents` do.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

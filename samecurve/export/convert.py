@@ -46,13 +46,7 @@ def run(
 ) -> int:
     """Run the command `export`. Returns the exit code.
 
-    Args:
-        directory: run directory.
-        source: export of the run, or a checkpoint.
-        output: folder of the new model.
-        made: dtype and facts for the model card.
-        recipe: recipe of the checkpoint; None if `source` is an export.
-        push: where to upload the folder.
+    `source` is the run's export, or a checkpoint, whose `recipe` is then given; `output` is the new folder.
     """
     if recipe is None:
         from_export(directory, source, output, made)
@@ -71,17 +65,7 @@ def finish(source: Path, output: Path, precision: str, push: Push | None) -> Non
 
 
 def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -> None:
-    """Convert an export to another dtype, with a new card.
-
-    Args:
-        directory: run directory.
-        source: folder of the export.
-        output: folder of the new model.
-        made: dtype and facts for the model card.
-
-    Raises:
-        NumericError: a value is out of the dtype's range.
-    """
+    """Convert an export to another dtype, with a new card. Raises NumericError for a value out of its range."""
     partial_output = output.with_name(f"{output.name}.partial")
     try:
         with storage_errors(output):
@@ -209,18 +193,7 @@ def open_checkpoint(folder: Path, recipe: Recipe) -> OpenedCheckpoint:
 
 
 def from_checkpoint(directory: Path, folder: Path, recipe: Recipe, output: Path, made: ExportInfo) -> None:
-    """Export a checkpoint as the training would have done.
-
-    Args:
-        directory: run directory.
-        folder: folder of the checkpoint.
-        recipe: recipe of the run.
-        output: folder of the new model.
-        made: dtype and facts for the model card.
-
-    Raises:
-        CheckpointError, DataError: as open_checkpoint.
-    """
+    """Export a checkpoint as the training would have done. Raises as `open_checkpoint`."""
     opened, rounding = open_checkpoint(folder, recipe), Rounding()
     task, skeleton, dtype = opened.task, opened.skeleton, getattr(torch, made.dtype)
 

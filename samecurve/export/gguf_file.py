@@ -101,13 +101,9 @@ def run(
 
 
 def write_gguf(source: Path, file: Path, precision: str, name: str) -> tuple[str, str]:
-    """Write a GGUF of a Hugging Face folder, read it back with transformers, and compare tokens and logits.
+    """Write a GGUF of a whole causal language model, read it back with transformers, and compare tokens and logits.
 
-    Args:
-        source: folder of a whole causal language model.
-        file: file to write.
-        precision: key of GGUF_TYPES, for matrices. Norms and biases stay in fp32.
-        name: name of the model in the metadata.
+    `precision` is a key of GGUF_TYPES, for matrices. Norms and biases stay in fp32.
 
     Returns:
         What rounding costs ("" if nothing), and a sentence about the comparison.

@@ -84,11 +84,7 @@ class TextGenerator:
         return {name: encoded[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
 
     def generate(self, encoded: dict[str, Tensor], options: GenerationOptions, streamer=None) -> list[tuple[str, bool]]:
-        """Generate a continuation of each row.
-
-        Args:
-            encoded: the prompts, as `encode` returns them.
-            streamer: streamer of transformers, which gets the tokens as they are generated.
+        """Generate a continuation of each row of what `encode` returned.
 
         Returns:
             For each row (generated text, whether it ended with an end token).
@@ -123,10 +119,8 @@ def load_generator(
     """Load the model of a run or folder on the GPU, else on the CPU.
 
     Args:
-        run: run directory or model folder.
         raw: never treat prompts as turns of a chat, but as text to continue.
         untrained: the weights with which the run began, from its recipe's seed.
-        trust_remote_code: see `loading.load_model`.
 
     Raises:
         ConfigurationError: if the model is not a causal language model; with `untrained`, if its run is not known or

@@ -23,18 +23,9 @@ INSTALL = "pip install -c constraints.txt -r requirements-eval.txt" if IN_CLONE 
 
 
 def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> int:
-    """Run lm_eval.
+    """Run lm_eval on a model, or on an adapter and its `base`. Returns 0, or 1 for any failure of lm_eval.
 
-    Args:
-        folder: folder of the model or adapter.
-        base: base model of an adapter; None for a whole model.
-        recipe: recipe of the run, None if unknown.
-
-    Returns:
-        The exit code: 0, or 1 for any failure of lm_eval.
-
-    Raises:
-        HangError: lm_eval takes longer than --timeout_minutes.
+    Raises HangError if lm_eval takes longer than --timeout_minutes.
     """
     command = build_command(arguments, folder, base, recipe)
     print(shlex.join(command), flush=True)
@@ -54,14 +45,7 @@ def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: R
 def build_command(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> list[str]:
     """Return lm_eval's command line, as words.
 
-    Args:
-        arguments: of the command `lm_eval`.
-        folder: folder of the model, or of its adapter.
-        base: path or hub name of the adapter's base model; None for a whole model.
-        recipe: recipe of the run, None if unknown.
-
-    Raises:
-        ConfigurationError: there is no causal language model in the folder, or --harness_options is not a command line.
+    Raises ConfigurationError without a causal language model in the folder, or if --harness_options is no command line.
     """
     option = arguments.trust_remote_code
     loading.stored_class(folder, CAUSAL, option)  # raises for a model with another head, or with code of its own

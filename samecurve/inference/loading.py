@@ -108,7 +108,6 @@ def load_model(
     """Load a whole model in fp32 on the CPU.
 
     Args:
-        path: folder or hub name of the model.
         head: expected head; default: causal language model.
         attention: as model.attention in a recipe.
         trust_remote_code: run the model's own code even if it is not in the user's list.

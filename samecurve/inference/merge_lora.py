@@ -34,13 +34,7 @@ TOLERANCE = 1e-4
 
 
 def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) -> int:
-    """Run the command `merge`. Returns the exit code.
-
-    Args:
-        folder: folder of the adapter.
-        base: path or hub name of the base model.
-        output: folder of the merged model.
-    """
+    """Run the command `merge` on an adapter's folder. Returns the exit code."""
     loading.check_base_model(arguments.run, base)
     dtype = DTYPES[arguments.dtype]
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))

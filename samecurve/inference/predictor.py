@@ -283,11 +283,7 @@ def load_predictor(
 ) -> Predictor:
     """Load the predictor for the model of a run or folder.
 
-    Args:
-        run: run directory or model folder.
-        prompt: prompt for a reward model, None for other models.
-        top: candidates per mask for a masked language model, None for other models.
-        trust_remote_code: see `loading.load_model`.
+    `prompt` is for reward models, `top`, the candidates per mask, for masked language models; others take None.
 
     Raises:
         ConfigurationError: for a generative model, and for an option that the model does not use.

@@ -49,14 +49,9 @@ def default_prompt(generator: TextGenerator) -> str:
 
 
 def sample(generator: TextGenerator, prompt: str, system: str | None, options: GenerationOptions, seed: int) -> str:
-    """Generate a continuation of the prompt. The same seed gives the same text on the same machine.
+    """Generate a continuation of the prompt, or a chat model's answer. The same seed gives the same text on a machine.
 
-    Args:
-        prompt: user's turn of a chat model; otherwise the text to continue.
-        system: system turn of a chat model, None without one.
-
-    Raises:
-        ConfigurationError: for a system turn of a model whose prompts are not turns of a chat.
+    Raises ConfigurationError for a system turn of a model whose prompts are not turns of a chat.
     """
     if system is not None and not generator.chat:
         raise ConfigurationError(f"--system: {generator.folder} gets the prompt as plain text; leave out --system")

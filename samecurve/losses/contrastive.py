@@ -16,15 +16,12 @@ _ANCHORS = 1024
 
 
 def pool(states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
-    """Pool token states into one vector per sequence.
+    """Pool token states into one vector per sequence: (sequences, n), fp32.
 
     Args:
         states: (sequences, sequence_length, n), any float type, padded at the end.
         attention_mask: (sequences, sequence_length), 1 for tokens and 0 for padding.
         pooling: cls (the first token), last (the last token), or the mean over tokens.
-
-    Returns:
-        (sequences, n), fp32.
     """
     states = states.float()
     if pooling == "cls":
@@ -75,12 +72,7 @@ def _losses(embeddings: Tensor, temperature: float) -> Iterator[Tensor]:
 def ranks(embeddings: Tensor, candidates: np.ndarray) -> Tensor:
     """Rank each row's positive by similarity to its anchor among the distinct candidates of all rows.
 
-    Args:
-        embeddings: as for info_nce.
-        candidates: (rows, number of candidates), one id per candidate; equal texts have equal ids.
-
-    Returns:
-        (rows,): 1-based ranks.
+    `candidates`, (rows, candidates per row), has one id per text. Returns (rows,), ranks from 1.
     """
     _, first, places = np.unique(candidates.ravel(), return_index=True, return_inverse=True)
     corpus = embeddings[:, 1:].flatten(0, 1)[torch.from_numpy(first)]

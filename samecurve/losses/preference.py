@@ -23,14 +23,11 @@ _LARGEST_LOG_PROBABILITY = -1e-6
 
 
 def sequence_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum the log-probabilities of each sequence's trained tokens.
+    """Sum the log-probabilities of each sequence's trained tokens: (sequences,), fp32, in nats.
 
     Args:
         logits: (sequences, length, vocabulary), any float type, or the labels' log-probabilities (sequences, length).
         labels: (sequences, length), already shifted.
-
-    Returns:
-        (sequences,), fp32, in nats.
     """
     if logits.ndim == labels.ndim:
         return logits.sum(dim=-1)
@@ -81,15 +78,10 @@ def pair_losses(
 
 
 def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference: Tensor | None) -> Tensor:
-    """Compute the implicit reward of each answer, (pairs, 2), as TRL reports it.
+    """Compute the implicit reward of each answer, (pairs, 2), as TRL reports it. Arguments: see `pair_losses`.
 
     The reward is beta times the log-ratio to the reference; for orpo and simpo, beta times the mean log-probability of
     a token.
-
-    Args:
-        log_probabilities: (pairs, 2), of the answers under the trained model.
-        lengths: (pairs, 2), number of trained tokens of each answer.
-        reference: (pairs, 2), log-probabilities under the reference model; not used by orpo and simpo.
     """
     if settings.loss in ("orpo", "simpo"):
         return settings.beta * log_probabilities / lengths.clamp(min=1)

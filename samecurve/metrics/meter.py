@@ -101,11 +101,7 @@ class Meter:
     ) -> Meter:
         """Create the meter of a run. Rank 0 looks up or measures its device's peak; other ranks omit mfu and hfu.
 
-        Args:
-            recipe: gives batch, precision and recomputation.
-            model: the whole architecture, whose FLOPs are counted.
-            chunked: the output head processes only trained tokens (chunked_cross_entropy.py), so only these count for
-                it.
+        With a `chunked` output head (chunked_cross_entropy.py), only trained tokens count for the head's FLOPs.
         """
         device = accelerator.device
         implementation = model.config._attn_implementation or ""  # None: the model has no attention

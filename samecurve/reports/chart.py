@@ -35,12 +35,9 @@ def relative_difference(value: float | None, expected: float | None) -> float | 
 
 
 def chart(points: Sequence[tuple[int, float | None]], curves: Sequence[Curve], title: str, tolerance: float) -> str:
-    """Draw the chart and return the SVG text.
+    """Draw the curve of the reference, `curves[0]`, and bars for the others. Returns the SVG text.
 
-    Args:
-        points: (step, value) of the reference, which is drawn.
-        curves: the first one is the reference; the others become bars.
-        tolerance: relative difference of the loss, drawn as a dashed line across the bars.
+    `tolerance` is a relative difference of the loss, drawn as a dashed line across the bars.
     """
     reference, others = curves[0], curves[1:]
     bottom = TOP + max(BAR_HEIGHT * len(others), 200)

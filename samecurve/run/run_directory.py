@@ -341,16 +341,10 @@ MOST_FAILURES = 3
 
 
 def count_failures(status: Mapping, last_step: int) -> dict:
-    """Count consecutive failures at one step, including the last start's.
+    """Count consecutive failures at one step, including the last start's, which `status` describes.
 
-    A refused start counts as a failure at the step from which it would have resumed.
-
-    Args:
-        status: the status.json of the last start.
-        last_step: the last step in metrics.jsonl, 0 if there is none.
-
-    Returns:
-        `failing_step` and `failures` (the keys in `status.COUNTED`); {} if the last start did not fail.
+    A refused start counts as a failure at the step from which it would have resumed. Returns the keys in
+    `status.COUNTED`; {} if the last start did not fail.
     """
     last = {**status, **status.get(REFUSED, {})}
     # a status that still says running is that of a killed process
@@ -366,10 +360,7 @@ def count_failures(status: Mapping, last_step: int) -> dict:
 def check_repeated_failures(failures: Mapping, status: Mapping, environ: Mapping[str, str]) -> None:
     """Raise RepeatedFailureError if this is an automatic restart after MOST_FAILURES failures at one step.
 
-    Args:
-        failures: the result of `count_failures`.
-        status: the status.json of the last start, whose reason is quoted.
-        environ: tells whether this start is an automatic restart.
+    `failures` is what `count_failures` returned for `status`, whose reason is quoted.
     """
     if failures.get("failures", 0) < MOST_FAILURES or not is_restart(environ):
         return

@@ -55,13 +55,7 @@ def split_refused(status: dict) -> tuple[dict, dict]:
 
 
 def with_refused(earlier: dict, reason: str, exit_code: int | None, counted: Mapping) -> dict:
-    """Add a refused start to the status of a run.
-
-    Args:
-        earlier: status.json of the last session.
-        exit_code: that of the refused start.
-        counted: consecutive failures, see `failures.count_failures`.
-    """
+    """Add a refused start to `earlier`, the status of a run. `counted`: see run_directory.count_failures."""
     return {**earlier, REFUSED: {"reason": reason, "exit_code": exit_code, "time": utc_timestamp(), **counted}}
 
 
@@ -101,12 +95,9 @@ def refusals(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
 def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
     """Return another host's reason for refusing the start that this process is part of; None if none did.
 
-    A note belongs to this start if it names the same rendezvous and is recent. The first call removes the notes, so
-    that no later start mistakes them for its own.
-
-    Args:
-        folder: the run directory.
-        since: when this process began, as time.time().
+    A note belongs to this start if it names the same rendezvous and is not older than this process, which began at
+    `since` (time.time()), by more than _STARTED_WITHIN_SECONDS. The first call removes the notes, so that no later
+    start mistakes them for its own.
     """
     refusal = None
     for path in sorted(folder.glob(_NOTE.format("*"))):
