@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -150,15 +150,14 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
         raise DataError(f"{place}: {choice(fit)}")
     if not schema.chat and known.reader in ("rejected_response", "openai", "ranked"):
         raise DataError(f"{place}: {known.columns[0]!r} holds messages, which need a chat template; set data.chat=true")
-    prompt, chosen, rejected, names = READERS[known.reader](place, row, known, schema)
+    prompt, chosen, rejected, names = _read(place, row, known, schema)
     if chosen == rejected:
         raise DataError(
             f"{place}: {names[0]!r} and {names[1]!r} are the same ({shown(chosen[-1]['content'])}), so neither is the "
             "better one; correct or remove the row"
         )
     if prompt is None:
-        split = _split_messages if schema.chat else _split_texts
-        prompt, chosen, rejected = split(place, row, names, chosen, rejected)
+        prompt, chosen, rejected = _split(place, names, chosen, rejected, schema.chat)
     elif all(answer[: len(prompt)] == prompt for answer in (chosen, rejected)):
         # Some data sets repeat the prompt in front of both answers.
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -170,118 +169,78 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
     return Pair(*(Conversation(place, (*prompt, *answer), *about) for answer in (chosen, rejected)))
 
 
-# What a reader returns: prompt (None: both answers begin with it), better answer, worse answer, names of the answers
+# prompt (None: both answers begin with it), better answer, worse answer, names of the answers
 Read = tuple[Turns | None, Turns, Turns, tuple[str, str]]
 
 
-def _answers(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
-    """Read the prompt and both answers from columns of their own."""
+def _read(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
     column, *both = known.columns
-    chosen, rejected = (turns(place, name, row[name], "assistant", schema.chat) for name in both)
-    return turns(place, column, row[column], "user", schema.chat), chosen, rejected, (both[0], both[1])
-
-
-def _whole(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
-    """Read two columns that both begin with the prompt."""
-    one, other = known.columns
-    if schema.chat and any(isinstance(row[column], str) for column in known.columns):
+    if known.reader == "rejected_response":
+        (rejected,), said = both, messages_of(place, column, row[column])
+        names = (f"{column}[-1]", rejected)
+        return said[:-1], said[-1:], turns(place, rejected, row[rejected], "assistant", True), names
+    if known.reader == "openai":
+        if not isinstance(row[column], dict) or "messages" not in row[column]:
+            raise DataError(f"{place}: {column!r} is {shown(row[column])}, not an object with 'messages'; correct it")
+        chosen, rejected = (messages_of(place, name, row[name]) for name in both)
+        return messages_of(place, f"{column}.messages", row[column]["messages"]), chosen, rejected, (both[0], both[1])
+    if known.reader in ("ranked", "ranked_output"):
+        given = _ranked(place, both[0], row[both[0]], known.reader == "ranked")
+    else:
+        given = [(name, row[name]) for name in known.columns[-2:]]
+    if known.reader == "whole" and schema.chat and any(isinstance(value, str) for _, value in given):
         raise DataError(
-            f"{place}: {one!r} and {other!r} are text, but there is no column 'prompt'; set data.prompt_column, write "
-            "messages, or set data.chat=false to take the common beginning as the prompt"
+            f"{place}: {given[0][0]!r} and {given[1][0]!r} are text, but there is no column 'prompt'; set "
+            "data.prompt_column, write messages, or set data.chat=false to take the common beginning as the prompt"
         )
-    chosen, rejected = (turns(place, column, row[column], "assistant", schema.chat) for column in known.columns)
-    return None, chosen, rejected, (one, other)
+    chosen, rejected = (turns(place, name, value, "assistant", schema.chat) for name, value in given)
+    if known.reader == "whole":
+        prompt = None
+    elif known.reader in ("instruction", "ranked_output"):  # a question as in Alpaca's format
+        prompt = asked(place, row, column, known.optional, schema.chat)
+    else:
+        prompt = turns(place, column, row[column], "user", schema.chat)
+    return prompt, chosen, rejected, (given[0][0], given[1][0])
 
 
-def _instruction(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
-    """Read a question as in Alpaca's format, and both answers: the last two columns."""
-    column, *both = known.columns
-    chosen, rejected = (turns(place, name, row[name], "assistant", schema.chat) for name in both)
-    return asked(place, row, column, known.optional, schema.chat), chosen, rejected, (both[0], both[1])
-
-
-def _ranked_output(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
-    column, output = known.columns
-    if not isinstance(row[output], list) or len(row[output]) != 2:
-        raise DataError(
-            f"{place}: {output!r} is {shown(row[output])}, not a list of two answers, the better one first; correct "
-            "or remove the row"
-        )
-    names = f"{output}[0]", f"{output}[1]"
-    chosen, rejected = (
-        turns(place, name, text, "assistant", schema.chat) for name, text in zip(names, row[output], strict=True)
-    )
-    return asked(place, row, column, known.optional, schema.chat), chosen, rejected, names
-
-
-def _rejected_response(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
-    column, rejected = known.columns
-    said = messages_of(place, column, row[column])
-    return said[:-1], said[-1:], turns(place, rejected, row[rejected], "assistant", True), (f"{column}[-1]", rejected)
-
-
-def _openai(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
-    column, *both = known.columns
-    if not isinstance(row[column], dict) or "messages" not in row[column]:
-        raise DataError(f"{place}: {column!r} is {shown(row[column])}, not an object with 'messages'; correct it")
-    chosen, rejected = (messages_of(place, name, row[name]) for name in both)
-    return messages_of(place, f"{column}.messages", row[column]["messages"]), chosen, rejected, (both[0], both[1])
-
-
-def _ranked(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
-    column, answers = known.columns
-    given = row[answers]
+def _ranked(place: str, column: str, given: Any, by_rank: bool) -> list[tuple[str, Any]]:
+    """Return (name, answer) of both answers of a list, the better one first: by its place or its `rank`."""
     listed = given if isinstance(given, list) else []
+    if not by_rank:
+        if len(listed) == 2:
+            return [(f"{column}[{nth}]", text) for nth, text in enumerate(listed)]
+        raise DataError(
+            f"{place}: {column!r} is {shown(given)}, not a list of two answers, the better one first; correct or "
+            "remove the row"
+        )
     ranks = [entry["rank"] for entry in listed if isinstance(entry, dict) and type(entry.get("rank")) in (int, float)]
     if len(listed) != 2 or len(ranks) != 2 or ranks[0] == ranks[1]:
         raise DataError(
-            f"{place}: {answers!r} is {shown(given)}, not two objects with a different 'rank', 0 for the better one, "
+            f"{place}: {column!r} is {shown(given)}, not two objects with a different 'rank', 0 for the better one, "
             "and a 'completion'; correct or remove the row"
         )
-    order = [0, 1] if ranks[0] < ranks[1] else [1, 0]
-    names = [f"{answers}[{index}].completion" for index in order]
-    chosen, rejected = (
-        turns(place, name, given[index].get("completion"), "assistant", schema.chat)
-        for name, index in zip(names, order, strict=True)
-    )
-    return turns(place, column, row[column], "user", schema.chat), chosen, rejected, (names[0], names[1])
+    order = sorted((0, 1), key=ranks.__getitem__)
+    return [(f"{column}[{nth}].completion", listed[nth].get("completion")) for nth in order]
 
 
-READERS: dict[str, Callable[[str, dict, RowFormat, PairSchema], Read]] = {
-    "answers": _answers,
-    "whole": _whole,
-    "instruction": _instruction,
-    "ranked_output": _ranked_output,
-    "rejected_response": _rejected_response,
-    "openai": _openai,
-    "ranked": _ranked,
-}
-
-
-def _split_messages(
-    place: str, row: dict, names: tuple[str, str], chosen: Turns, rejected: Turns
+def _split(
+    place: str, names: tuple[str, str], chosen: Turns, rejected: Turns, chat: bool
 ) -> tuple[Turns, Turns, Turns]:
-    """Return (prompt, chosen, rejected). The prompt is the longest common prefix of messages."""
-    length = _common(chosen, rejected)
-    if not length:
-        raise DataError(_NOTHING_SHARED.format(place, *names, "message"))
-    return chosen[:length], chosen[length:], rejected[length:]
-
-
-def _split_texts(
-    place: str, row: dict, names: tuple[str, str], chosen: Turns, rejected: Turns
-) -> tuple[Turns, Turns, Turns]:
-    """Return (prompt, chosen, rejected). The prompt is the longest common prefix of characters."""
-    one, other = chosen[0]["content"], rejected[0]["content"]
-    length = _common(one, other)
+    """Return (prompt, chosen, rejected). The prompt is the longest common prefix of messages, or of characters."""
+    one, other = (chosen, rejected) if chat else (chosen[0]["content"], rejected[0]["content"])
+    length = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
     # A space before the first different character belongs to the answers, as tokenizers join it to the word.
-    if length and one[length - 1] == " ":
-        length -= 1
+    length -= bool(length) and one[length - 1] == " "
     if not length:
-        raise DataError(_NOTHING_SHARED.format(place, *names, "character"))
-    prompt: Turns = ({"role": "user", "content": one[:length]},)
-    one, other = (({"role": "assistant", "content": text[length:]},) for text in (one, other))
-    return prompt, one, other
+        raise DataError(
+            f"{place}: {names[0]!r} and {names[1]!r} do not begin with the same {'message' if chat else 'character'}, "
+            "so they have no common prompt; correct or remove the row, or set data.prompt_column"
+        )
+    if chat:
+        return chosen[:length], chosen[length:], rejected[length:]
+    parts = (("user", one[:length]), ("assistant", one[length:]), ("assistant", other[length:]))
+    prompt, chosen, rejected = (({"role": role, "content": text},) for role, text in parts)
+    return prompt, chosen, rejected
 
 
 _UNPAIRED = (
@@ -289,14 +248,6 @@ _UNPAIRED = (
     "and the worse answer of each prompt as chosen and rejected, also for dpo.loss=kto, or train on the good answers "
     "alone with task=sft data.bad_rows=drop"
 )
-_NOTHING_SHARED = (
-    "{}: {!r} and {!r} do not begin with the same {}, so they have no common prompt; correct or remove the row, or set "
-    "data.prompt_column"
-)
-
-
-def _common(one: Any, other: Any) -> int:
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 def _check_answer(place: str, column: str, answer: Turns) -> None:
@@ -345,18 +296,13 @@ class PairEncoder(Encoder):
 
     def encode(self, documents: list[Pair]) -> list[Encoded]:
         encoded = self._one.encode([answer for pair in documents for answer in (pair.chosen, pair.rejected)])
-        pairs = zip(encoded[::2], encoded[1::2], strict=True)
-        return [_joined(*(_aligned(*both) if self._completions else both)) for both in pairs]
+        return [self._joined(*both) for both in zip(encoded[::2], encoded[1::2], strict=True)]
 
-
-def _aligned(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, ...]:
-    """Mark both answers as trained from the earlier of their first trained tokens to their ends."""
-    assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
-    start = min(int(np.argmax(trained)) for trained in (chosen.trained, rejected.trained))
-    return tuple(Encoded(answer.tokens, np.arange(len(answer.tokens)) >= start) for answer in (chosen, rejected))
-
-
-def _joined(chosen: Encoded, rejected: Encoded) -> Encoded:
-    assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
-    segments = [0] * len(chosen.tokens) + [1] * len(rejected.tokens)
-    return Encoded([*chosen.tokens, *rejected.tokens], [*chosen.trained, *rejected.trained], segments)
+    def _joined(self, chosen: Encoded, rejected: Encoded) -> Encoded:
+        assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
+        trained = [np.asarray(answer.trained) for answer in (chosen, rejected)]
+        if self._completions:  # from the earlier of their first trained tokens to their ends
+            start = min(int(np.argmax(marks)) for marks in trained)
+            trained = [np.arange(len(marks)) >= start for marks in trained]
+        segments = [0] * len(chosen.tokens) + [1] * len(rejected.tokens)
+        return Encoded([*chosen.tokens, *rejected.tokens], np.concatenate(trained), segments)
