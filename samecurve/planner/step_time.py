@@ -12,7 +12,7 @@ from samecurve.planner.hardware import BY_COST, Profile, profile
 from samecurve.planner.job import Job, axis_link
 from samecurve.planner.links import Link
 from samecurve.planner.stages import Stage, shard_sizes, stage_parameters, stages
-from samecurve.strategy.timetables import SCHEDULES
+from samecurve.strategy.timetables import SCHEDULES, idle_slots
 
 HIDDEN_TENSOR_PARALLEL = 0.5  # share of collectives that overlapped products leave exposed (assumed)
 SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage (assumed)
@@ -20,8 +20,6 @@ GRADIENT_BYTES = 4  # of keys' and values' gradients on their way around a ring
 COLLECTIVE_SECONDS = 20e-6  # host time of one collective inside a layer (assumed)
 UPDATE_BYTES = 40  # of fp32 master weight, gradient and moments that Adam reads and writes per parameter
 CORE_GB_PER_S = 2  # host memory traffic of one core in the update (assumed)
-
-ZERO_BUBBLE_SHARE = {"zb-1p": 1 / 3, "zb-2p": 0.0}  # of 1F1B's idle slots (arXiv:2401.10241)
 
 
 @dataclass(frozen=True)
@@ -62,33 +60,6 @@ def breakdown(job: Job, constants: Profile | None = None) -> StepTime:
 def stage_time(job: Job, stage: Stage, constants: Profile) -> StepTime:
     """Predict the step time of one stage's ranks without what they wait for other stages."""
     return _step_time(job, stage, constants, *micro_batch_time(job, stage, constants), idle=0)
-
-
-def idle_slots(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Return the idle time of a rank in units of one micro-batch's forward and backward of its whole stage.
-
-    Stages of equal time and free communication are assumed. For a 1.5B model on 8 stages, published idle shares of 1F1B
-    are 24.3, 19.9 and 12.4 % with 24, 32 and 64 micro-batches (arXiv:2401.10241, table 4); the formula gives 22.6, 17.9
-    and 9.9 %, that is, 1.7, 2.0 and 2.5 points too few. PyTorch's schedules wait as long as strategy/timetables.py
-    finds for their order of work.
-
-    Args:
-        schedule: a key of timetables.SCHEDULES or ZERO_BUBBLE_SHARE, or "gpipe", "1f1b" or "interleaved".
-        stages: number of ranks along the pipeline (p).
-        micro_batches: of a step, per data-parallel rank (m).
-        chunks: stages of each rank (v), for interleaved schedules.
-    """
-    waits = stages - 1
-    if schedule in ZERO_BUBBLE_SHARE:
-        return waits * ZERO_BUBBLE_SHARE[schedule]
-    if schedule == "Interleaved1F1B":
-        # with fewer micro-batches than ranks, a rank also waits for the first one to reach its next stage
-        return (waits + max(0, stages - micro_batches)) / chunks
-    if schedule == "ZBVZeroBubble":  # of six units, F, I and W of two stages
-        return max(waits, 4 * waits - 2 * (micro_batches - 1)) / 6
-    if schedule == "DualPipeV":  # PyTorch runs a forward pass and the backward pass beside it one after the other
-        return 2 * waits / 6
-    return waits / (chunks if schedule == "interleaved" else 1)
 
 
 def micro_batch_time(job: Job, stage: Stage, constants: Profile) -> tuple[StepTime, float]:

@@ -11,7 +11,7 @@ import yaml
 from harness import LLAMA, Run, largest_relative_difference, launch_command, long, relative_l2
 from schedule_traces import replayed_idle, traced
 
-from samecurve.planner.step_time import idle_slots
+from samecurve.strategy.timetables import idle_slots
 
 LOSS, NORM, WEIGHTS = 1e-5, 1e-4, 1e-4
 SETTINGS = ("steps=6", "checkpoint.every_steps=0", "data.packing=true")

@@ -11,8 +11,8 @@ from samecurve.planner.job import Job
 from samecurve.planner.kernels import Seconds
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import stage_parameters, stages
-from samecurve.planner.step_time import idle_slots
 from samecurve.specs.gpus import GIB, MIB
+from samecurve.strategy.timetables import idle_slots
 
 H100, NVLINK, NETWORK = 989e12, 450e9, 50e9
 

@@ -17,9 +17,9 @@ from samecurve.planner.hardware import gpu, profile
 from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import stages
-from samecurve.planner.step_time import idle_slots
 from samecurve.planner.strategies import read
 from samecurve.specs.gpus import GIB
+from samecurve.strategy.timetables import idle_slots
 
 GPT_7B = ModelShape(32, 4096, 32, 32, 16384, 50304, gated=False, tied=True)
 LLAMA_7B = ModelShape(32, 4096, 32, 32, 11008, 32000, gated=True, tied=False)

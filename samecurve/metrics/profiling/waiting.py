@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from samecurve.strategy.timetables import Pass, ScheduleRun, order, timetable
+from samecurve.strategy.timetables import SCHEDULES, Pass, ScheduleRun, idle_slots, order
 
 MICROSECONDS = 1e-6
 
@@ -55,7 +55,8 @@ def waiting(events: Iterable[dict], computing: Sequence[tuple[float, float]], on
     predicted = []
     for run, *_ in steps:
         planned += Counter(w.kind for entry in order(run.schedule, *run[1:]) for w in entry)
-        predicted.append(timetable(run.schedule, run.ranks, run.micro_batches).idle_shares[run.rank])
+        idle = idle_slots(run.schedule, run.ranks, run.micro_batches, SCHEDULES[run.schedule].stages_per_rank)
+        predicted.append(idle / (run.micro_batches + idle))
     first = steps[0][0]
     return Waiting(
         schedule=first.schedule,
