@@ -136,18 +136,10 @@ def test_ddp(workspace, reference):
     assert run.output.count("summary in") == 1
 
 
-def test_deepspeeds_own_log(workspace):
-    """Its calls are those that PyTorch's profiler saw, but for what does not go through DeepSpeed."""
-    run, folder, content = profiled(workspace, workspace.strategy("zero3", comms_logger={"enabled": True}))
+def test_zero3_exchanges_what_the_ledger_says(workspace):
+    run, folder, content = profiled(workspace, "zero3")
     check_ledger(run, folder)
     check_states(run, content)
-    seen = {each["name"]: each for each in content["collectives"]}
-    for name, logged in (("all_gather", "all_gather_into_tensor"), ("reduce_scatter", "reduce_scatter_tensor")):
-        found = [each for each in content["logged_by_deepspeed"] if each["name"].startswith(logged)]
-        assert 0 < sum(each["calls"] for each in found) <= seen[name]["calls"]
-        assert 0 < sum(each["seconds"] for each in found) < content["seconds"]
-        assert all(each["calls"] % len(content["steps"]) == 0 for each in found)
-    assert "DeepSpeed's own log, per step" in (folder / "summary.txt").read_text()
 
 
 # bytes per weight that a rank holds whole, and per weight that two ranks share

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import sys
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from samecurve.interfaces.engine import MemoryUsage
 from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums
 from samecurve.losses.cross_entropy import LOSS, token_loss_sum
 from samecurve.metrics.profiling import recorder
-from samecurve.metrics.profiling.collectives import _by_size, begin_log, logged
 from samecurve.metrics.profiling.dimensions import NOTES, PEER, UNKNOWN, attribute, dimension
 from samecurve.metrics.profiling.summary import memory, render_summary, summary_lines, summary_values
 from samecurve.metrics.profiling.trace import KINDS, Breakdown, breakdown, listed, read_trace
@@ -643,19 +641,3 @@ def test_the_chunked_head_says_what_is_loss():
 def within(found, name: str) -> bool:
     parent = found.cpu_parent
     return parent is not None and (parent.name == name or within(parent, name))
-
-
-def test_deepspeeds_log_has_each_calls_own_time():
-    """It notes what all calls of that name took until then: here 3, 1, 5 and 2 ms."""
-    noted = {400: [2, [4.0, 11.0], [], []], 8: [2, [3.0, 9.0], [], []]}
-    found = list(_by_size("all_reduce", noted, adds_up=True))
-    assert [(each.num_bytes, each.calls) for each in found] == [(8, 2), (400, 2)]
-    assert [each.seconds for each in found] == pytest.approx([0.008, 0.003])
-    found = list(_by_size("all_reduce", noted, adds_up=False))  # as a later version may do it
-    assert [each.seconds for each in found] == pytest.approx([0.012, 0.015])
-
-
-def test_without_deepspeed_nothing_is_logged(monkeypatch):
-    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
-    begin_log()
-    assert logged() == [] and "deepspeed" not in sys.modules

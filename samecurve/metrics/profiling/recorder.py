@@ -14,7 +14,6 @@ from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerAction, profile
 
 from samecurve.errors import StorageError
-from samecurve.metrics.profiling import collectives
 from samecurve.metrics.profiling.dimensions import GroupNotes
 from samecurve.metrics.profiling.summary import render_summary, summary_lines, summary_values
 from samecurve.metrics.profiling.trace import breakdown, read_trace
@@ -119,8 +118,7 @@ class Profiler:
                 # without C++ stacks: capturing them would slow down the recorded steps
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
         if self._recording is not None:
-            if step == self._first:  # the log runs from the start
-                collectives.begin_log()
+            if step == self._first:
                 self._notes.begin()
             self._around.restart_clock()
 
@@ -156,12 +154,11 @@ class Profiler:
     def _summarise(self, path: Path) -> None:
         if not self._summary:
             return
-        logged = collectives.logged()
         profile, held = breakdown(read_trace(path)), self._around.memory_usage()
         self._around.progress()
         summary = self._around.folder / f"{self._summary}.txt"
-        write_json(summary.with_suffix(".json"), summary_values(profile, held, self._around.rank, logged))
-        write_text(summary, render_summary(profile, held, self._around.rank, logged))
+        write_json(summary.with_suffix(".json"), summary_values(profile, held, self._around.rank))
+        write_text(summary, render_summary(profile, held, self._around.rank))
         for line in summary_lines(profile):
             self._around.log(line)
         self._around.log(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from samecurve.metrics.profiling.collectives import Communication, DimensionCommunication, Logged
+from samecurve.metrics.profiling.collectives import Communication, DimensionCommunication
 from samecurve.metrics.profiling.trace import KINDS, Breakdown
 from samecurve.metrics.profiling.waiting import Waiting
 from samecurve.storage.terminal import aligned
@@ -25,12 +25,11 @@ _MEMORY = {
 }
 
 
-def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: Sequence[Logged] = ()) -> dict:
+def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int) -> dict:
     """Return the numbers of the page for other programs. Seconds and calls are totals over all recorded steps.
 
     Args:
         held: bytes of weights, gradients and optimizer states on this rank.
-        logged: DeepSpeed's own log of its collectives; empty under other strategies.
     """
     return {
         "steps": list(breakdown.steps),
@@ -44,7 +43,6 @@ def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: S
         "allocated_bytes": breakdown.allocated_bytes,
         "collectives": [asdict(collective) for collective in breakdown.collectives],
         "dimensions": [_dimension(dimension) for dimension in breakdown.dimensions],
-        "logged_by_deepspeed": [asdict(calls) for calls in logged],
         "waiting": asdict(waiting) | {"idle": waiting.idle} if (waiting := breakdown.waiting) else None,
         "operators": [asdict(operator) for operator in breakdown.operators[:NUM_OPERATORS]],
     }
@@ -66,11 +64,10 @@ def summary_lines(breakdown: Breakdown) -> Iterator[str]:
         yield f"collectives per step: {calls:,.0f} with {_mib(handed)} MiB, taking {ms:,.1f} ms"
 
 
-def render_summary(breakdown: Breakdown, held: MemoryUsage, rank: int, logged: Sequence[Logged] = ()) -> str:
+def render_summary(breakdown: Breakdown, held: MemoryUsage, rank: int) -> str:
     parts = [_time(breakdown, rank)]
     parts += [_waiting(breakdown.waiting, len(breakdown.steps))] if breakdown.waiting else []
     parts += [_memory(breakdown, held), _collectives(breakdown)]
-    parts += [_logged(logged, len(breakdown.steps))] if logged else []
     return "\n".join(line for part in [*parts, _top(breakdown)] for line in [*part, ""])
 
 
@@ -153,20 +150,6 @@ def _communication(communication: Communication, num_steps: int) -> tuple[str, .
     hidden = f"{communication.hidden_seconds / communication.seconds:.0%}" if communication.seconds else "-"
     ms = (f"{1000 * value / num_steps:,.2f}" for value in seconds)
     return f"{communication.calls / num_steps:,.1f}", _mib(communication.num_bytes / num_steps), *ms, hidden
-
-
-def _logged(logged: Sequence[Logged], num_steps: int) -> Iterator[str]:
-    rows = [("DeepSpeed's own log, per step", "calls", "MiB each", "ms")]
-    rows += [
-        (
-            entry.name,
-            f"{entry.calls / num_steps:,.1f}",
-            _mib(entry.num_bytes),
-            f"{1000 * entry.seconds / num_steps:,.2f}",
-        )
-        for entry in logged
-    ]
-    yield aligned(rows)
 
 
 def _top(breakdown: Breakdown) -> Iterator[str]:
