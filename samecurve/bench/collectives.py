@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 
 import torch
 from torch import distributed as dist
@@ -41,8 +40,7 @@ def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
     if arguments.backend == "nccl" and not torch.cuda.is_available():
         raise ConfigurationError("--backend: found nccl, but PyTorch finds no GPU; use gloo")
     backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    known = [*COLLECTIVES, BARRIER]
-    names = printing.parse_names("--collectives", arguments.collectives, known, known)
+    names = printing.parse_names("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
     if "RANK" not in os.environ:
         return _start(arguments, backend)
     return _measure(arguments, backend, names, sizes)
@@ -77,10 +75,9 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
         # counted by the processes with LOCAL_RANK 0: not every launcher reports the processes per machine
         machines = torch.tensor(int(os.environ["LOCAL_RANK"] == "0"), device=device)
         dist.all_reduce(machines)
-        results = list(measure([name for name in names if name != BARRIER], sizes, device, arguments.seconds))
-        arrivals = measure_barrier(device) if BARRIER in names else None
+        results = list(measure(names, sizes, device, arguments.seconds))
         if dist.get_rank() == 0:
-            _report(arguments, results, arrivals, backend, int(machines), timing.describe_environment(device))
+            _report(arguments, results, backend, int(machines), timing.describe_environment(device))
     finally:
         dist.destroy_process_group()
     return 0
@@ -89,7 +86,6 @@ def _measure(arguments: argparse.Namespace, backend: str, names: Sequence[str], 
 def _report(
     arguments: argparse.Namespace,
     results: Sequence,
-    arrivals: Barrier | None,
     backend: str,
     machines: int,
     facts: timing.Environment,
@@ -123,10 +119,7 @@ def _report(
         )
     for line in ring_against_library(timings):
         printing.print_line(line)
-    if arrivals is not None:
-        report_barrier(arrivals)
     numbers = {"backend": backend, "processes": processes, "machines": machines, "not_offered": unsupported}
-    numbers["barrier"] = barrier_as_json(arrivals)
     printing.write_json_file(
         arguments.json, "collectives", facts, **numbers, timings=[asdict(timing) for timing in timings]
     )
@@ -233,90 +226,3 @@ def _slowest(seconds: float, device: torch.device) -> float:
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
-
-
-BARRIER = "barrier"
-BARRIER_ROUNDS = 50
-WIDTH = 256  # of the matrix product before each barrier
-MOST_ROWS = 16
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """Times at which one rank comes to the barriers.
-
-    Attributes:
-        late_seconds: median time after the first rank.
-        latest_seconds: the same in the worst round.
-        last_share: share of rounds in which no rank came later.
-    """
-
-    rank: int
-    late_seconds: float
-    latest_seconds: float
-    last_share: float
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """seconds: median time of a barrier after the last rank has come. arrivals: one per rank, in order."""
-
-    seconds: float
-    arrivals: list[Arrival]
-
-
-def measure_barrier(device: torch.device, rounds: int = BARRIER_ROUNDS) -> Barrier:
-    """Measure barriers after the same matrix product on each rank; to be called on all ranks."""
-    operand = torch.randn(WIDTH, WIDTH, device=device)
-    # NCCL's barrier would otherwise choose a device by the rank
-    devices = [device.index] if device.type == "cuda" else None
-    waits = torch.zeros(rounds + 1, dtype=torch.float64, device=device)
-    for nth in range(rounds + 1):
-        torch.mm(operand, operand)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        dist.barrier(device_ids=devices)
-        waits[nth] = time.perf_counter() - began
-    ranks = [torch.empty_like(waits) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, waits)
-    return from_waits([rank[1:].tolist() for rank in ranks])  # the first barrier connects the ranks
-
-
-def from_waits(waits: Sequence[Sequence[float]]) -> Barrier:
-    """Derive arrivals from how long each rank waited, without a clock that all machines share.
-
-    Ranks leave a barrier together, but for the time of its last messages. So who waited less came later by that much,
-    and the last rank's wait is the cost of the barrier itself.
-
-    Args:
-        waits: seconds by rank and round.
-    """
-    rounds = list(zip(*waits, strict=True))
-    arrivals = []
-    for rank, own in enumerate(waits):
-        late = [max(times) - wait for times, wait in zip(rounds, own, strict=True)]
-        last = sum(wait == min(times) for times, wait in zip(rounds, own, strict=True))
-        arrivals.append(Arrival(rank, median(late), max(late), last / len(rounds)))
-    return Barrier(median(min(times) for times in rounds), arrivals)
-
-
-def report_barrier(barrier: Barrier) -> None:
-    """Print the arrivals, those that come latest if there are many."""
-    shown = sorted(barrier.arrivals, key=lambda arrival: arrival.late_seconds, reverse=True)[:MOST_ROWS]
-    rows = [
-        [
-            f"rank {arrival.rank}",
-            f"{1e6 * arrival.late_seconds:,.1f}",
-            f"{1e6 * arrival.latest_seconds:,.1f}",
-            f"{100 * arrival.last_share:.0f} %",
-        ]
-        for arrival in sorted(shown, key=lambda arrival: arrival.rank)
-    ]
-    some = f", the latest {MOST_ROWS} of {len(barrier.arrivals)} ranks" if len(barrier.arrivals) > MOST_ROWS else ""
-    title = f"barrier: {1e6 * barrier.seconds:,.1f} microseconds after the last rank has come{some}"
-    printing.print_table(["after the same work", "microseconds late", "at most", "last of all"], rows, title)
-
-
-def barrier_as_json(barrier: Barrier | None) -> dict | None:
-    return None if barrier is None else asdict(barrier)

@@ -3,7 +3,7 @@
 A product of (rows, inputs) x (inputs, outputs) is computed in tiles of the result, one per streaming multiprocessor
 (SM) at a time. Tiles that reach beyond the edge compute nothing of use, and the last wave of tiles leaves SMs idle:
 109 tiles on 108 SMs take as long as 216 (NVIDIA, "Matrix Multiplication Background User's Guide"). The library chooses
-among several tile sizes, so that these shares are estimates for the largest one; `bench shapes` measures.
+among several tile sizes, so that these shares are estimates for the largest one; `bench matmul` measures.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from samecurve.bench import collectives, dataloader, gemm_shapes, matmul, options, printing, step, timing
-from samecurve.bench.gemm_shapes import Width
+from samecurve.bench import collectives, dataloader, matmul, options, printing, step, timing
 from samecurve.bench.options import UNCHANGED, MeasuredRun, Variant
 from samecurve.cli import commands
 from samecurve.cli.bench import collectives as command
@@ -65,7 +64,7 @@ def test_commands_of_a_command_are_listed():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     from samecurve.cli.bench.commands import COMMANDS
 
-    assert set(COMMANDS) == {"matmul", "collectives", "memory", "dataloader", "shapes", "step"}
+    assert set(COMMANDS) == {"matmul", "collectives", "memory", "dataloader", "step"}
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
     assert "no.yaml: cannot be read" in done.stderr
 
@@ -121,23 +120,9 @@ def test_sizes(monkeypatch):
         assert commands.main(["bench", "collectives", "--backend", "nccl"]) == ConfigurationError.exit_code
     for processes in ("1", "1000000"):
         assert commands.main(["bench", "collectives", "--num_processes", processes]) == ConfigurationError.exit_code
-    for arguments in (["matmul", "--sizes", "0"], ["shapes", "--hidden_size", "64", "--multiples", "0"]):
-        assert commands.main(["bench", *arguments]) == ConfigurationError.exit_code
+    assert commands.main(["bench", "matmul", "--sizes", "0"]) == ConfigurationError.exit_code
     with pytest.raises(ConfigurationError, match="no sizes"):
         command.message_sizes(1024, 512, 4)
-
-
-def test_lateness_by_hand(capsys):
-    """Seconds that two ranks waited in three rounds: the second came later in the first two."""
-    found = collectives.from_waits([[5, 4, 1], [1, 2, 1.5]])
-    assert found.seconds == 1  # the median of 1, 2 and 1
-    assert found.arrivals[0] == collectives.Arrival(0, 0, 0.5, 1 / 3)
-    assert found.arrivals[1] == collectives.Arrival(1, 2, 4, 2 / 3)
-    collectives.report_barrier(found)
-    assert "rank 1" in capsys.readouterr().out
-    collectives.report_barrier(collectives.from_waits([[rank] for rank in range(20)]))
-    told = capsys.readouterr().out
-    assert "the latest 16 of 20 ranks" in told and "rank 0" in told and "rank 16" not in told
 
 
 def test_collectives_at_two_processes(tmp_path):
@@ -155,7 +140,6 @@ def test_collectives_at_two_processes(tmp_path):
     assert f"its time as a multiple of all_reduce's is {RATIO} at 1 KiB, {RATIO} at 4 KiB\n" in re.sub(
         r"\b\d+\.\d\d\b", RATIO, done.stdout
     )
-    assert [each["rank"] for each in found["barrier"]["arrivals"]] == [0, 1] and found["barrier"]["seconds"] > 0
     for name in found["not_offered"]:
         assert f"{name}: not supported by gloo (" in done.stdout
     assert [each["num_bytes"] for each in found["timings"]] == [1024, 4096] * len(measured)
@@ -198,7 +182,7 @@ def test_other_errors_and_wrong_results_are_errors(monkeypatch):
         list(collectives.measure(["broadcast"], [1024], CPU, 0.0))
 
 
-# matmul and shapes
+# matmul
 
 
 def test_layers_of_a_model():
@@ -304,20 +288,7 @@ def test_the_three_multiplications_are_those_of_autograd():
     assert torch.allclose(weight.grad, runs["weight_gradient"]())
 
 
-def test_candidates_and_what_is_recommended():
-    assert gemm_shapes.candidates(10923) == [10752, 10880, 10923, 10944, 11008]
-    assert gemm_shapes.candidates(50257, only_larger=True) == [50257, 50304, 50432]
-    assert gemm_shapes.candidates(100, (256,)) == [100, 256]
-    assert gemm_shapes.swiglu_width(4096) == 10923
-    measured = [Width(1000, 2.0, 50.0), Width(1024, 1.5, 68.5), Width(1280, 1.8, 69.0), Width(1536, 9.0, 30.0)]
-    # the rates of 1,024 and 1,280 are the same to within 2 %
-    assert gemm_shapes.recommended(measured, 1000).width == 1024
-    assert gemm_shapes.recommended(measured, 1400).width == 1280
-    assert gemm_shapes.recommended([Width(10, 1.01, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 10
-    assert gemm_shapes.recommended([Width(10, 1.1, 5.0), Width(12, 1.0, 6.0)], 10, only_larger=True).width == 12
-
-
-def test_matmul_and_shapes_run(bench_matmul, capsys):
+def test_matmul_runs(bench_matmul):
     told, found = bench_matmul("fp32,bf16", "8,16")
     assert re.search(r"^square +fp32 +bf16\n8 x 8 ", told, re.MULTILINE)
     assert re.search(r"^input gradient( +[\d.e+-]+){2}$", told, re.MULTILINE)
@@ -325,23 +296,6 @@ def test_matmul_and_shapes_run(bench_matmul, capsys):
     assert re.search(r"^q_proj, k_proj, v_proj, o_proj +8 +32 -> 32 ", told, re.MULTILINE)
     assert "layers in fp32, 32 tokens at a time" in told
     assert found["tflops"].keys() == {"fp32", "bf16"} and len(found["layers"]) == 4 and found["versions"]["torch"]
-
-    assert commands.main(["bench", "shapes", "--hidden_size", "16", "--tokens", "8", "--seconds", "0.001"]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"^43 \(wanted\) ", told, re.MULTILINE) and re.search(r"^recommended: \d+", told, re.MULTILINE)
-    options = ["--hidden_size", "16", "--vocabulary_size", "100", "--tokens", "8", "--seconds", "0.001"]
-    assert commands.main(["bench", "shapes", *options]) == 0
-    widths = re.findall(r"^(\d+) (?:=|\()", capsys.readouterr().out, re.MULTILINE)
-    assert widths == ["100", "128", "256"]
-    assert commands.main(["bench", "shapes", "--hidden_size", "0"]) == ConfigurationError.exit_code
-
-
-@pytest.mark.parametrize("given", ["bf16,fp16", "fp12", ""])
-def test_shapes_are_of_one_precision(given, capsys):
-    with pytest.raises(SystemExit) as refused:
-        commands.main(["bench", "shapes", "--hidden_size", "16", "--seconds", "0.001", "--precision", given])
-    assert refused.value.code == ConfigurationError.exit_code
-    assert f"argument --precision: invalid choice: '{given}'" in capsys.readouterr().err
 
 
 # the loader

@@ -5,6 +5,5 @@ COMMANDS = {
     "collectives": "measure time and bandwidth of collectives by message size",
     "memory": "measure what a process holds beside its tensors",
     "dataloader": "measure rows per second by number of workers, and find how many are enough",
-    "shapes": "find the fastest layer width or padded vocabulary size near a given one",
     "step": "measure a recipe's step with each performance option on and off",
 }
