@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from benchmarks.planner.figures import Case
 from benchmarks.planner.names import short
-from samecurve.reports.plot import AXIS, Box, power_text
+from samecurve.reports.chart import AXIS, Box, power_text
 
 # Okabe and Ito's palette for colour-blind readers, then darker variants of it
 COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#8c6100")

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from samecurve.config.schema import Recipe
-from samecurve.reports.history import relative_difference
+from samecurve.reports.chart import relative_difference
 
 # Keys that change how a step is computed; keys that are not in the schema are ignored. A block stands for all of its
 # keys whose values are booleans or one of several names.

@@ -18,7 +18,7 @@ from samecurve.bench import jobs
 from samecurve.bench.jobs import Outcome
 from samecurve.cli.commands import require_positive
 from samecurve.config import loader as recipes
-from samecurve.reports.history import relative_difference
+from samecurve.reports.chart import Curve, chart, relative_difference
 from samecurve.run.run_directory import iterate_metrics, last_step
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.terminal import TextConsole
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"largest relative difference of the loss at any step ({usual})",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="folder for runs and table (default: runs/compare/RECIPE)"
+        "--output", type=Path, metavar="FOLDER", help="folder for runs, table and chart (default: runs/compare/RECIPE)"
     )
 
 
@@ -71,9 +71,17 @@ def run(arguments: argparse.Namespace) -> int:
     text, agree = verdict(outcomes, tolerance, precision)
     # A strategy requested by name must run. Without names, some strategies may be unsuitable for this machine.
     agree = agree and not (names and any(outcome.refused for outcome in outcomes))
+    title = Path(arguments.recipe).stem
+    ran = [outcome for outcome in outcomes if not outcome.reason]
+    curves = [Curve(outcome.job.name, largest_differences(outcome, ran[0])[0]) for outcome in ran]
     with storage_errors(output):
         (output / "table.md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\n{output / 'table.md'}")
+        (output / "chart.svg").unlink(missing_ok=True)
+        if curves:
+            (output / "chart.svg").write_text(
+                chart(ran[0].history.curves["loss"], curves, title, tolerance), encoding="utf-8"
+            )
+    print(f"\n{text}\n{output / 'table.md'}  {output / 'chart.svg' if curves else ''}")
     return 0 if agree else 1
 
 

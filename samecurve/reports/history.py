@@ -133,10 +133,3 @@ def _extremes(steps: Sequence[int], values: Sequence[float]) -> list[Point]:
     low, high = min(values), max(values)
     places = sorted({values.index(low), values.index(high)})
     return [(steps[place], values[place]) for place in places]
-
-
-def relative_difference(value: float | None, expected: float | None) -> float | None:
-    """Compute |value - expected| / |expected|; None if either is missing, and for 0 / 0."""
-    if value is None or expected is None or value == expected == 0:
-        return None
-    return abs(value - expected) / abs(expected) if expected else math.inf

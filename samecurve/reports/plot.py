@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 from xml.sax.saxutils import escape
 
+from samecurve.reports.chart import Box, Panel, linear_ticks, powers_of_ten
 from samecurve.reports.history import History, Point
 from samecurve.run.sessions import SessionRecord
 
-AXIS = "#666666"
-SHORTENED = 1e4  # numbers from here on are abbreviated with a letter (k, M, G)
 SMALL, LARGE = (440, 250), (900, 400)  # width, height
 LEFT, RIGHT, BOTTOM = 58, 16, 40  # margins
 TITLE_Y, LEGEND_HEIGHT = 16, 16
@@ -243,108 +242,3 @@ def session_marks(known: Sequence[SessionRecord], run: int = 0) -> list[Mark]:
             lines.append(f"session {number} resumed after step {start}: {strategy}, world size {world_size}")
         marks.append(Mark(start + 1, label, "\n".join(lines), run))
     return marks
-
-
-# Axes and scales of a plot.
-
-
-@dataclass(frozen=True)
-class Box:
-    """Edges of a plot area, in SVG units; y grows downwards."""
-
-    left: float
-    right: float
-    top: float
-    bottom: float
-
-
-class Panel:
-    """Axes and scales of a plot area.
-
-    Args:
-        steps: the first and the last step, the ends of the horizontal axis.
-        ticks: ticks of the vertical axis; the first and the last are its ends.
-    """
-
-    def __init__(self, box: Box, steps: tuple[int, int], ticks: Sequence[float], logarithmic: bool = False):
-        self.box, self._steps, self._ticks = box, steps, ticks
-        self._scale: Callable[[float], float] = math.log10 if logarithmic else float
-        self._text: Callable[[float], str] = power_text if logarithmic else tick_text
-
-    def frame(self, title: str, title_y: float | None = None, step_y: float = 34) -> list[str]:
-        """Draw title, axes and grid.
-
-        Args:
-            title_y: vertical position of the title; by default above the box.
-            step_y: distance of the word "step" below the box.
-        """
-        box = self.box
-        title_y = box.top - 14 if title_y is None else title_y
-        parts = [f'<text x="{box.left:g}" y="{title_y:g}" font-weight="bold">{escape(title)}</text>']
-        for tick in self._ticks:
-            y, label = self.y(tick), escape(self._text(tick))
-            ends = f'x1="{box.left:g}" x2="{box.right:g}" y1="{y:.1f}" y2="{y:.1f}"'
-            parts.append(f'<line {ends} stroke="#e5e5e5"/>')
-            at = f'x="{box.left - 6:g}" y="{y + 4:.1f}" text-anchor="end"'
-            parts.append(f'<text {at} fill="{AXIS}">{label}</text>')
-        for step in step_ticks(*self._steps):
-            ends = f'x1="{self.x(step):.1f}" x2="{self.x(step):.1f}" y1="{box.bottom:g}" y2="{box.bottom + 4:g}"'
-            parts.append(f'<line {ends} stroke="{AXIS}"/>')
-            parts.append(self._below(self.x(step), 17, tick_text(step)))
-        parts.append(self._below((box.left + box.right) / 2, step_y, "step"))
-        shape = f"M{box.left:g} {box.top:g}V{box.bottom:g}H{box.right:g}"
-        parts.append(f'<path d="{shape}" fill="none" stroke="{AXIS}"/>')
-        return parts
-
-    def _below(self, x: float, distance: float, text: str) -> str:
-        at = f'x="{x:.1f}" y="{self.box.bottom + distance:g}" text-anchor="middle"'
-        return f'<text {at} fill="{AXIS}">{text}</text>'
-
-    def line(self, points: Sequence[tuple[int, float | None]], style: str) -> str:
-        drawn = [f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in points if value is not None]
-        shape = f'points="{" ".join(drawn)}" fill="none" stroke-linejoin="round"'
-        return f"<polyline {shape} {style}/>"
-
-    def x(self, step: float) -> float:
-        first, last = self._steps
-        return self.box.left + (self.box.right - self.box.left) * (step - first) / max(last - first, 1)
-
-    def y(self, value: float) -> float:
-        """Map a value to a vertical position. Values outside the ticks (such as a difference of 0) map to the edge."""
-        low, high = self._scale(self._ticks[0]), self._scale(self._ticks[-1])
-        share = (self._scale(min(max(value, self._ticks[0]), self._ticks[-1])) - low) / (high - low)
-        return self.box.bottom - share * (self.box.bottom - self.box.top)
-
-
-def linear_ticks(low: float, high: float) -> list[float]:
-    """Choose ticks that enclose [low, high]: at most about seven, spaced by 1, 2 or 5 times a power of ten."""
-    span = (high - low) or abs(high) or 1.0  # a constant curve needs a span, too
-    power = 10.0 ** math.floor(math.log10(span / 5))
-    unit = next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= 6)
-    first, last = math.floor(low / unit), math.ceil(high / unit)
-    return [index * unit for index in range(first, max(last, first + 1) + 1)]
-
-
-def powers_of_ten(lowest: int, highest: int, apart: int) -> list[float]:
-    """List powers of ten from the lowest exponent up to at least the highest, `apart` exponents apart."""
-    return [10.0**power for power in range(lowest, highest + apart, apart)]
-
-
-def step_ticks(first: int, last: int) -> list[int]:
-    """Choose the first step and round ones, without those so near to the first that their labels would overlap."""
-    room = (last - first) / 12
-    rounds = [round(tick) for tick in linear_ticks(first, last) if tick == round(tick)]  # no ticks between steps
-    return [first, *(tick for tick in rounds if first + room < tick <= last)]
-
-
-def tick_text(tick: float) -> str:
-    """Format a tick. Large numbers become 12k or 1.5M, to fit beside a narrow plot."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(tick) >= max(size, SHORTENED):
-            return f"{tick / size:.5g}{letter}"
-    return f"{tick:.6g}"
-
-
-def power_text(tick: float) -> str:
-    """Format a power of ten: 1e-05, but 0.1 to 1000 in plain digits."""
-    return f"{tick:g}" if 0.1 <= tick <= 1000 else f"{tick:.0e}"

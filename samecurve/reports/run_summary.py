@@ -10,7 +10,8 @@ from pathlib import Path
 
 from samecurve.metrics.console import duration, number, spaced
 from samecurve.metrics.predicted import of_session
-from samecurve.reports.history import History, relative_difference
+from samecurve.reports.chart import relative_difference
+from samecurve.reports.history import History
 from samecurve.run.run_directory import iterate_metrics
 from samecurve.run.sessions import SessionRecord, sessions
 from samecurve.run.status import STATUS, read_status

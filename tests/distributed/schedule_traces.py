@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from harness import Run
 
 from samecurve.metrics.profiling.trace import read_trace
-from samecurve.strategy.timetables import COSTS, Entry, Pass, ScheduleRun, order
+from samecurve.strategy.timetables import Entry, Pass, ScheduleRun, order
+
+COSTS = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
 def traced(run: Run) -> list[list[Entry]]:

@@ -23,6 +23,7 @@ def test_a_table_of_what_agrees_and_what_cannot_run(workspace):
     # it was asked for by name and did not run
     assert run.returncode == 1, run.output
     assert (output / "table.md").read_text() in run.output
+    assert (output / "chart.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.full  # the verdict on such curves is tested every day in tests/unit/test_cli.py

@@ -11,19 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from samecurve.cli import commands
-from samecurve.reports.history import NUM_BUCKETS, History, relative_difference
-from samecurve.reports.plot import (
-    COLOURS,
-    MOST_BUCKETS,
-    Mark,
-    Scale,
-    Series,
-    linear_ticks,
-    plot,
-    session_marks,
-    step_ticks,
-    thinned,
-)
+from samecurve.reports.history import NUM_BUCKETS, History
+from samecurve.reports.plot import COLOURS, MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, thinned
 from samecurve.run.sessions import SessionRecord
 from samecurve.storage import jsonl
 from samecurve.storage.jsonl import MOST_RECORDS
@@ -151,25 +140,3 @@ def test_marks_lie_at_their_steps_and_labels_do_not_cover_each_other():
     assert told == ["told 1", "told 50", "told 51", "told 101"]  # there is no step 102
     assert [group.find(f"{SVG}line").get("x1") for group in root.iter(f"{SVG}g")] == ["58.0", "237.3", "241.0", "424.0"]
     assert [label.text for label in root.iter(f"{SVG}text") if label.get("font-size") == "10"] == ["1", "50", "101"]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (4.0, 6.0, [4.0, 4.5, 5.0, 5.5, 6.0]),
-        (0.0, 120.0, [0.0, 20.0, 40.0, 60.0, 80.0, 100.0, 120.0]),
-        (3.0, 3.0, [3.0, 3.5]),
-    ],
-)
-def test_linear_ticks(low, high, ticks):
-    assert linear_ticks(low, high) == pytest.approx(ticks)
-
-
-@pytest.mark.parametrize(("steps", "ticks"), [(20, [1, 5, 10, 15, 20]), (1, [1]), (3, [1, 2, 3])])
-def test_step_ticks(steps, ticks):
-    assert step_ticks(1, steps) == ticks
-
-
-def test_relative_differences_by_hand():
-    pairs = [(1.1, 1.0), (2.0, 2.0), (None, 3.0), (0.0, 0.0), (1.0, 0.0)]
-    assert [relative_difference(*pair) for pair in pairs] == [pytest.approx(0.1), 0.0, None, None, math.inf]
