@@ -72,7 +72,6 @@ STRATEGIES_ELSEWHERE = {
     "launch.scripts": ("deepspeed", _LAUNCHER),
     "launch.start": ("deepspeed", _LAUNCHER),
     "launch.target": ("deepspeed", _LAUNCHER),
-    "metrics.profiling.collectives": ("deepspeed", "reads DeepSpeed's log of collectives if the package is loaded"),
     "prove.process": ("deepspeed", "sets up what Accelerate expects of a launcher"),
     "prove.recorder": ("ddp deepspeed fsdp single zero", "names what a script of anyone's has made of its model"),
     "prove.script": ("ddp single", "names runs, and a strategy that shards nothing"),
