@@ -55,6 +55,7 @@ if [ -n "$full" ]; then
         .venv/bin/python -m pip install --quiet --target "$SAMECURVE_MKDOCS" -r requirements-docs.txt
 fi
 
+[ -z "$full" ] || export SAMECURVE_REHEARSE_GPU_TESTS=1
 export HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= # GPUs have tests of their own: scripts/test_gpu.sh
 say "ruff"
 ruff check .
