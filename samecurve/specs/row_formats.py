@@ -1,7 +1,7 @@
 """Public formats of rows, recognised by their columns: the one table of what chat, preference and embedding tasks read.
 
 docs/formats.md is written from it: `python -m scripts.pages.formats > docs/formats.md`. How a row becomes turns
-is in data/schemas/, under the name in `reader`.
+is in data/schemas/, by the name in `reader`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RowFormat:
         name: value of `data.format`.
         tasks: tasks that read the format.
         columns: columns that every row has, in the order in which the reader takes them.
-        reader: the function in data/schemas/ that reads it.
+        reader: how data/schemas/ reads it.
         optional: columns that a row may have besides.
         meaning: what the row becomes, for the documentation.
         origin: who reads or writes such rows.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -188,7 +188,7 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
         raise DataError(f"{place}: {choice(fit)}")
     if chosen.reader == "tokens":
         return _tokens(place, row, schema)
-    prompt, answer = READERS[chosen.reader](place, row, chosen, schema)
+    prompt, answer = _read(place, row, chosen, schema)
     column = chosen.columns[-1]
     if schema.train_on == "all":
         _check_trained(place, column, (*prompt, *answer), schema)
@@ -203,29 +203,27 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     return Conversation(place, messages, num_prompt, tools, template_kwargs(place, row))
 
 
-def _messages(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple[Turns, Turns]:
-    (column,) = chosen.columns
-    if not schema.chat:
-        raise DataError(f"{place}: {column!r} holds messages, which need a chat template; set data.chat=true")
-    if schema.train_on == "completion":
-        raise DataError(
-            f"{place}: {column!r} is a whole conversation, but data.train_on=completion needs to know where the "
-            "prompt ends; set data.train_on=assistant, or give prompt and completion as two columns"
-        )
-    return (), messages_of(place, column, row[column])
-
-
-def _pair(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple[Turns, Turns]:
-    asked, answered = chosen.columns
-    prompt = turns(place, asked, row[asked], "user", schema.chat)
-    return prompt, turns(place, answered, row[answered], "assistant", schema.chat)
-
-
-def _instruction(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple[Turns, Turns]:
-    """Read Alpaca's format: the user says the instruction, and its input on the next line."""
-    answered = chosen.columns[1]
+def _read(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple[Turns, Turns]:
+    """Return (prompt, answer); of a column of messages all is the answer."""
+    column, answered = chosen.columns[0], chosen.columns[-1]
+    if chosen.reader == "messages":
+        if not schema.chat:
+            raise DataError(f"{place}: {column!r} holds messages, which need a chat template; set data.chat=true")
+        if schema.train_on == "completion":
+            raise DataError(
+                f"{place}: {column!r} is a whole conversation, but data.train_on=completion needs to know where the "
+                "prompt ends; set data.train_on=assistant, or give prompt and completion as two columns"
+            )
+        return (), messages_of(place, column, row[column])
+    if chosen.reader == "pair":
+        prompt = turns(place, column, row[column], "user", schema.chat)
+        return prompt, turns(place, answered, row[answered], "assistant", schema.chat)
+    # Alpaca's format: the user says the instruction, and its input on the next line
     check_text(place, answered, row[answered], "text")
-    prompt = asked(place, row, chosen.columns[0], chosen.optional, schema.chat)
+    prompt = asked(place, row, column, chosen.optional, schema.chat)
+    if chosen.reader == "stanford":
+        said = {name: row.get(name) or "" for name in ("instruction", "input")}
+        prompt = ({**prompt[0], "content": _STANFORD[not said["input"]].format(**said)},)
     return prompt, ({"role": "assistant", "content": row[answered]},)
 
 
@@ -272,13 +270,6 @@ _STANFORD = (
 )
 
 
-def _stanford(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple[Turns, Turns]:
-    prompt, answer = _instruction(place, row, chosen, schema)
-    said = {column: row.get(column) or "" for column in ("instruction", "input")}
-    text = _STANFORD[not said["input"]].format(**said)
-    return ({**prompt[0], "content": text},), answer
-
-
 def _tokens(place: str, row: dict, schema: ChatSchema) -> Conversation:
     """Read a row that is tokenised already."""
     values: dict[str, list[int]] = {}
@@ -309,14 +300,6 @@ def _tokens(place: str, row: dict, schema: ChatSchema) -> Conversation:
     if not any(trained[1:]):
         raise DataError(f"{place}: no label after the first is a token, so no token would be trained; remove the row")
     return Conversation(place, (), tokens=tokens, trained=trained)
-
-
-READERS: dict[str, Callable[[str, dict, RowFormat, ChatSchema], tuple[Turns, Turns]]] = {
-    "messages": _messages,
-    "pair": _pair,
-    "instruction": _instruction,
-    "stanford": _stanford,
-}
 
 
 def template_kwargs(place: str, row: dict) -> dict[str, Any] | None:
