@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -123,30 +123,23 @@ def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding) ->
             rounding.add(tensor, tensors[name])
         save_file(tensors, target, metadata=METADATA)
     elif source.name == "config.json":
-        fields = {**_read(source), "dtype": dtype_name(dtype)}
+        stored = read_record(source, dict)
+        fields = stored.require(CheckpointError, "export the model again from a checkpoint (--checkpoint)")
+        fields["dtype"] = dtype_name(dtype)
         if isinstance(inner := fields.get("text_config"), dict) and "dtype" in inner:
             fields["text_config"] = {**inner, "dtype": dtype_name(dtype)}
         write_json(target, fields)
     elif source.name.endswith(".safetensors.index.json"):
-        _copy_index(source, target, dtype)
+        files = indexed_files(source)
+        sizes = (
+            stored.stop - stored.start if file.name.startswith(UNCHANGED) else math.prod(stored.shape) * dtype.itemsize
+            for file in set(files.values())
+            for stored in header(file).values()
+        )
+        names = {name: file.name for name, file in files.items()}
+        write_json(target, {"metadata": {"total_size": sum(sizes)}, "weight_map": names})
     else:
         shutil.copyfile(source, target)
-
-
-def _copy_index(source: Path, target: Path, dtype: torch.dtype) -> None:
-    files, size = indexed_files(source), 0
-    for file in set(files.values()):
-        entries = header(file).values()
-        if file.name.startswith(UNCHANGED):
-            size += sum(stored.stop - stored.start for stored in entries)
-        else:
-            size += sum(math.prod(stored.shape) for stored in entries) * dtype.itemsize
-    names = {name: file.name for name, file in files.items()}
-    write_json(target, {"metadata": {"total_size": size}, "weight_map": names})
-
-
-def _read(path: Path, schema: Any = dict) -> dict:
-    return read_record(path, schema).require(CheckpointError, "export the model again from a checkpoint (--checkpoint)")
 
 
 class OpenedCheckpoint(NamedTuple):

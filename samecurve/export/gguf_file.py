@@ -127,7 +127,8 @@ def write_gguf(source: Path, file: Path, precision: str, name: str) -> tuple[str
     gguf_tokenizer.add_to(writer, table, tokenizer, source)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if precision == "fp32" else f"MOSTLY_{wanted.name}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    names = gguf.get_tensor_name_map(_arch(family), config.num_hidden_layers)
+    arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == family.arch)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     left_out = {"lm_head.weight"} if config.tie_word_embeddings else set()
     mapped = {key: names.get_name(key, (".weight", ".bias")) or "" for key in stored.keys() - left_out}
     if unknown := sorted(key for key, target in mapped.items() if not target):
@@ -155,10 +156,6 @@ def write_gguf(source: Path, file: Path, precision: str, name: str) -> tuple[str
     writer.close()
     checked = f"{gguf_tokenizer.check(file, tokenizer, table)}; {_check_logits(source, file, config, wanted)}"
     return rounding.text(precision), checked
-
-
-def _arch(family: Family) -> gguf.MODEL_ARCH:
-    return next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
 
 
 def _problems(config: PreTrainedConfig) -> list[str]:

@@ -112,11 +112,13 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
         why = f"run.json cannot be used: {problem}".replace(f"{run}/", "")
         return f"---\n{text}---\n\n# {run.resolve().name}\n\n## Not known\n\nHow this model was trained: {why}.\n"
     facts = without_folders(known[-1].facts)
+    recipe = facts["recipe"]
     parts = [
         f"---\n{yaml.safe_dump(metadata(known[-1].facts, info), sort_keys=False, allow_unicode=True)}---\n",
         f"# {_escaped(Path(facts['output_dir']).name)}\n",
         *(_use_gguf(facts, info) if info.gguf else _use(facts, info)),
-        *_training(facts, history, info),
+        "## Training\n",
+        _table([("", ""), *_made_of(facts, recipe), *_how(recipe, history, info), *_where(facts)]),
         *_curve(history),
         *_evaluation(facts, history),
         *_sessions(known),
@@ -222,12 +224,6 @@ def _use_gguf(facts: dict, info: ExportInfo) -> Iterator[str]:
 
 def _ollama_name(text: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._") or "model"
-
-
-def _training(facts: dict, history: History, info: ExportInfo) -> Iterator[str]:
-    recipe = facts["recipe"]
-    yield "## Training\n"
-    yield _table([("", ""), *_made_of(facts, recipe), *_how(recipe, history, info), *_where(facts)])
 
 
 def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:

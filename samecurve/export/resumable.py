@@ -56,7 +56,12 @@ def run(folder: Path, output: Path, recipe: Recipe, format: str) -> int:
                 save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
                 if optimizer:
                     torch.save(optimizer.state_dict(), partial / "optimizer.bin")
-                    torch.save(_schedule(optimizer, recipe, saved["updates"]).state_dict(), partial / "scheduler.bin")
+                    updates, peak = saved["updates"], recipe.optimizer.learning_rate
+                    factor = learning_rate(recipe, updates + 1) / peak
+                    # of torch's functions, which a script has itself, nothing is saved
+                    schedule = LambdaLR(optimizer, lambda _: factor, last_epoch=updates - 1)
+                    assert schedule.last_epoch == updates
+                    torch.save(schedule.state_dict(), partial / "scheduler.bin")
             put_in_place(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -89,14 +94,6 @@ def optimizer_of(
         group["initial_lr"] = settings.learning_rate * group.get("rate_factor", 1.0)
     set_learning_rate(optimizer, learning_rate(recipe, updates + 1))
     return optimizer
-
-
-def _schedule(optimizer: torch.optim.AdamW, recipe: Recipe, updates: int) -> LambdaLR:
-    """Build torch's schedule after so many updates; of its functions, which a script has itself, nothing is saved."""
-    rate, peak = learning_rate(recipe, updates + 1), recipe.optimizer.learning_rate
-    schedule = LambdaLR(optimizer, lambda _: rate / peak, last_epoch=updates - 1)
-    assert schedule.last_epoch == updates
-    return schedule
 
 
 def _by_name(optimizer: torch.optim.AdamW, parameters: dict[str, nn.Parameter]) -> dict:

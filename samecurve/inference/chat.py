@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from transformers import TextStreamer
@@ -56,7 +57,7 @@ class ChatSession:
         turns = [*self.turns, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         encoded = self.generator.encode([self.generator.render([*system, *turns])], rendered=True)
-        streamer = _streamer(self.generator, self._print)
+        streamer = Pieces(self.generator, self._print)
         try:
             self.generator.generate(encoded, self.options, streamer)
         except KeyboardInterrupt:
@@ -102,16 +103,14 @@ def _list_commands() -> str:
     return ", ".join(f"{name} ({text})" for name, text in COMMANDS.items())
 
 
-def _streamer(generator: TextGenerator, print_: Callable[[str], None]):
-    class Pieces(TextStreamer):
-        """Prints whole words as they are generated, and collects them in `pieces`."""
+class Pieces(TextStreamer):
+    """Prints whole words as they are generated, and collects them in `pieces`."""
 
-        def __init__(self) -> None:
-            super().__init__(generator.tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.pieces: list[str] = []
+    def __init__(self, generator: TextGenerator, print_: Callable[[str], None]):
+        super().__init__(cast(Any, generator.tokenizer), skip_prompt=True, skip_special_tokens=True)
+        self.pieces: list[str] = []
+        self._print = print_
 
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.pieces.append(text)
-            print_(text)
-
-    return Pieces()
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.pieces.append(text)
+        self._print(text)

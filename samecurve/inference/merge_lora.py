@@ -19,7 +19,7 @@ from samecurve.export.weight_shards import Shard, name_shards, write_kept
 from samecurve.inference import folders, loading
 from samecurve.models.packaged import PROCESSOR_FILES
 from samecurve.models.pretrained import Pretrained
-from samecurve.models.weight_files import Stored, weight_files
+from samecurve.models.weight_files import weight_files
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import storage_errors
 
@@ -83,7 +83,12 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
         merged.generation_config = GenerationConfig()  # save_pretrained refuses what some base models have
     with storage_errors(output):
         merged.save_pretrained(output)
-        _add(kept, output)
+        if kept:  # the base model's tensors that its class does not have
+            files: dict[Path, list[str]] = {}
+            for name, stored in weight_files(str(output)).items():
+                files.setdefault(stored.file, []).append(name)
+            written = [Shard(path, "model", names) for path, names in sorted(files.items())]
+            name_shards([*written, *write_kept(output, kept)])
         if generation is not None:
             write_generation_config(generation, tokenizer, output)
         # Copy the tokenizer and the task's own files from the adapter's folder. Raises as `check_links`.
@@ -106,16 +111,6 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
     if not difference <= limit:
         raise NumericError(f"the merged model differs from the adapted one and was deleted: {text}")
     return text
-
-
-def _add(kept: dict[str, Stored], output: Path) -> None:
-    """Copy the base model's tensors that its class does not have into the merged model."""
-    if kept:
-        files: dict[Path, list[str]] = {}
-        for name, stored in weight_files(str(output)).items():
-            files.setdefault(stored.file, []).append(name)
-        written = [Shard(path, "model", names) for path, names in sorted(files.items())]
-        name_shards([*written, *write_kept(output, kept)])
 
 
 def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:

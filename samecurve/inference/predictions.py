@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from samecurve.inference.predictor import Predictor, Source, load_predictor
+from samecurve.inference.predictor import Source, load_predictor
 from samecurve.storage.atomic import storage_errors
 from samecurve.storage.terminal import json_line, printable
 
@@ -22,7 +22,8 @@ MOST_TABLE_ROWS = 10  # for more texts, only the nearest one of each is printed
 
 def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
     predictor = load_predictor(arguments.run, arguments.prompt, arguments.top_k, arguments.trust_remote_code)
-    predictions = _predict_in_batches(predictor, sources, arguments.batch_size)
+    batches = iter(lambda: list(islice(sources, arguments.batch_size)), [])
+    predictions = chain.from_iterable(map(predictor.predict, batches))
     if arguments.json and arguments.json != "-":
         predictions = _written(predictions, Path(arguments.json))
     if arguments.json == "-" or not sys.stdout.isatty():
@@ -32,9 +33,15 @@ def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
                 break  # as after `| head`
         return 0
     num_truncated = 0
-    for line, truncated in _lines(predictions):
+    embedded: list[dict[str, Any]] = []
+    for prediction in predictions:
+        num_truncated += prediction["truncated"]
+        if "embedding" in prediction:
+            embedded.append(prediction)
+        else:
+            print(printable(_line(prediction)), flush=True)
+    for line in _similarities(embedded) if embedded else ():
         print(printable(line), flush=True)
-        num_truncated += truncated
     if num_truncated:
         texts = "1 text was" if num_truncated == 1 else f"{num_truncated} texts were"
         print(f"{texts} truncated to {predictor.length} tokens, as in training", file=sys.stderr)
@@ -47,27 +54,6 @@ def _written(predictions: Iterator[dict], path: Path) -> Iterator[dict]:
         for prediction in predictions:
             print(json.dumps(prediction, ensure_ascii=False), file=stream)
             yield prediction
-
-
-def _predict_in_batches(predictor: Predictor, sources: Iterator[Source], batch_size: int) -> Iterator[dict]:
-    while batch := list(islice(sources, batch_size)):
-        yield from predictor.predict(batch)
-
-
-def _lines(predictions: Iterator[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """Yield (line for the terminal, whether the text was truncated)."""
-    embedded = []
-    for prediction in predictions:
-        if "embedding" in prediction:
-            embedded.append(prediction)
-            continue
-        yield _line(prediction), prediction["truncated"]
-    if embedded:
-        vectors = np.array([prediction["embedding"] for prediction in embedded])
-        similarities = (vectors @ vectors.T).tolist()  # cosines, because the vectors have length 1
-        lines = _table if len(embedded) <= MOST_TABLE_ROWS else _nearest
-        truncated = [prediction["truncated"] for prediction in embedded]
-        yield from zip(lines(embedded, similarities), truncated, strict=True)
 
 
 def _line(prediction: dict[str, Any]) -> str:
@@ -91,13 +77,15 @@ def _shortened(text: str) -> str:
     return line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 3]}..."
 
 
-def _table(embedded: Sequence[dict[str, Any]], similarities: list[list[float]]) -> Iterator[str]:
-    for number, (prediction, row) in enumerate(zip(embedded, similarities, strict=True), start=1):
-        yield f"{number:>3}  {' '.join(f'{value:6.3f}' for value in row)}  {_shortened(prediction['text'])}"
-
-
-def _nearest(embedded: Sequence[dict[str, Any]], similarities: list[list[float]]) -> Iterator[str]:
-    for index, (prediction, row) in enumerate(zip(embedded, similarities, strict=True)):
-        other = max((row_index for row_index in range(len(row)) if row_index != index), key=row.__getitem__)
-        nearest = _shortened(embedded[other]["text"])
-        yield f"{row[other]:6.3f}  {_shortened(prediction['text'])}  is nearest to  {nearest}"
+def _similarities(embedded: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each text: its similarities to all, or to the nearest of more than MOST_TABLE_ROWS."""
+    vectors = np.array([prediction["embedding"] for prediction in embedded])
+    cosines = vectors @ vectors.T  # because the vectors have length 1
+    for index, (prediction, row) in enumerate(zip(embedded, cosines, strict=True)):
+        text = _shortened(prediction["text"])
+        if len(embedded) <= MOST_TABLE_ROWS:
+            yield f"{index + 1:>3}  {' '.join(f'{value:6.3f}' for value in row)}  {text}"
+            continue
+        row[index] = -np.inf
+        nearest = int(row.argmax())
+        yield f"{row[nearest]:6.3f}  {text}  is nearest to  {_shortened(embedded[nearest]['text'])}"

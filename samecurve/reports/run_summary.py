@@ -72,7 +72,9 @@ def results(run: Run) -> dict[str, str]:
         rows["tokens"] = number(history.totals.get("tokens", 0))
         rows["time in steps"] = duration(seconds)
         rows |= dict(_speed(history))
-        rows |= {f"{name}, median" if name == "step" else name: text for name, text in _foreseen(run).items()}
+        foreseen = of_session(run.facts, run.history.session)  # {} where no prediction is shown
+        rows |= {f"{name}, median" if name == "step" else name: text for name, text in foreseen.items()}
+        rows |= {"prediction": run.facts["predicted"]["basis"]} if foreseen else {}
         rows["skipped steps"] = number(history.last.get("skipped_steps", NOT_KNOWN))
         if "recompilations" in history.last:
             rows["recompilations"] = f"{number(history.last['recompilations'])} (torch.compile, rank 0)"
@@ -105,12 +107,6 @@ def _speed(history: History) -> Iterator[tuple[str, str]]:
     waits = history.values("data_wait_fraction")
     yield "peak memory, rank 0", f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
     yield "waiting for data, median step", f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
-
-
-def _foreseen(run: Run) -> dict[str, str]:
-    """Compare the last session with its prediction; {} where none is shown."""
-    compared = of_session(run.facts, run.history.session)
-    return {**compared, "prediction": run.facts["predicted"]["basis"]} if compared else {}
 
 
 def parts(run: Run) -> dict[str, dict[str, str]]:

@@ -85,11 +85,24 @@ def refusals(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
         yield
     except SamecurveError as error:
         with contextlib.suppress(SamecurveError, OSError):  # the error itself says more
-            if error.output_dir and environ.get("RANK", "0") == "0":
-                _record(Path(error.output_dir), error)
-            elif error.output_dir and environ.get("LOCAL_RANK", "0") == "0":
-                _leave_note(Path(error.output_dir), error, environ)
+            if error.output_dir:
+                _record(Path(error.output_dir), error, environ)
         raise
+
+
+def _record(folder: Path, error: SamecurveError, environ: Mapping[str, str]) -> None:
+    rank = environ.get("RANK", "0")
+    if rank == "0" and (folder / STATUS).is_file():
+        with lock_folder(folder):  # raises while a live run owns the file
+            status = read_status(folder / STATUS)
+            earlier, refused = split_refused(status)
+            failures = counted(status) | counted(refused)
+            write_json(folder / STATUS, with_refused(earlier, str(error), error.exit_code, failures))
+    elif rank != "0" and environ.get("LOCAL_RANK", "0") == "0" and folder.is_dir():
+        path = folder / _NOTE.format(rank.zfill(5))
+        path.parent.mkdir(exist_ok=True)
+        note = {"rank": rank, "host": socket.gethostname(), "rendezvous": _rendezvous(environ)}
+        write_json(path, note | {"reason": str(error), "exit_code": error.exit_code})
 
 
 def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
@@ -110,26 +123,6 @@ def refused_elsewhere(folder: Path, since: float) -> PeerError | None:
     return refusal
 
 
-def _leave_note(folder: Path, error: SamecurveError, environ: Mapping[str, str]) -> None:
-    if not folder.is_dir():
-        return
-    rank = environ["RANK"]
-    path = folder / _NOTE.format(rank.zfill(5))
-    path.parent.mkdir(exist_ok=True)
-    note = {"rank": rank, "host": socket.gethostname(), "rendezvous": _rendezvous(environ)}
-    write_json(path, note | {"reason": str(error), "exit_code": error.exit_code})
-
-
 def _rendezvous(environ: Mapping[str, str]) -> list[str]:
     """Identifier that all processes of one start share."""
     return [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
-
-
-def _record(folder: Path, error: SamecurveError) -> None:
-    file = folder / STATUS
-    if not file.is_file():
-        return
-    with lock_folder(folder):  # raises while a live run owns the file
-        status = read_status(file)
-        earlier, refused = split_refused(status)
-        write_json(file, with_refused(earlier, str(error), error.exit_code, counted(status) | counted(refused)))
