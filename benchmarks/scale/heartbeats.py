@@ -18,7 +18,7 @@ def count_heartbeats(folder: Path, size: int) -> dict[str, tuple[int, int, float
         For rank 0, the first rank of another host and a rank that is no first one: (files, bytes, milliseconds) per
         look.
     """
-    from samecurve.run import beats, heartbeat, heartbeat_relay
+    from samecurve.run import beats, heartbeat
     from samecurve.run.beats import Beat, Peer, write_beat
     from samecurve.run.heartbeat import Heartbeats
     from samecurve.storage.records import Record
@@ -34,7 +34,7 @@ def count_heartbeats(folder: Path, size: int) -> dict[str, tuple[int, int, float
         local = range(first, first + RANKS_PER_HOST)
         peers = [Peer(beat(number), time.monotonic()) for number in local[1:]]
         if size > heartbeat.MOST_FILES:
-            heartbeat_relay.Relay(folder, first, local, stale=15.0).write(beat(first), peers)
+            heartbeat.Relay(folder, first, local, stale=15.0).write(beat(first), peers)
     found, read = {}, beats.read_record
     for name, number in {"rank 0": 0, "first rank of a host": 8, "another rank": 9}.items():
         os.environ["LOCAL_RANK"] = str(number % RANKS_PER_HOST)
@@ -51,7 +51,7 @@ def count_heartbeats(folder: Path, size: int) -> dict[str, tuple[int, int, float
         seconds = time.perf_counter() - began
         with (
             mock.patch.object(beats, "read_record", counting),
-            mock.patch.object(heartbeat_relay, "read_record", counting),
+            mock.patch.object(heartbeat, "read_record", counting),
         ):
             own.look()
         found[name] = len(paths), sum(path.stat().st_size for path in paths if path.exists()), 1000 * seconds

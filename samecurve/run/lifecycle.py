@@ -136,7 +136,8 @@ class RunSupervisor:
         self._began, self.conclusion = time.time(), ""
         self._ending = threading.Lock()  # acquired once: of several reasons to end, only the first is reported
         self.watchdog = HangWatchdog(run.path, timeout_seconds, self._end, interval)
-        self.stop = StopRequest(self._end_stopped, self._print_request, self.watchdog.stacks.show, launcher)
+        tell = print_stderr_from_thread if self.watchdog.rank == 0 else lambda text: None
+        self.stop = StopRequest(self._end_stopped, tell, self.watchdog.stacks.show, launcher)
         self.deferred = self.stop.deferred
         self.phase = self.watchdog.phase
         self.progress, self.local_progress = self.watchdog.progress, self.watchdog.local_progress
@@ -239,10 +240,6 @@ class RunSupervisor:
             yield
         finally:
             timer.cancel()
-
-    def _print_request(self, text: str) -> None:
-        if self.watchdog.rank == 0:
-            print_stderr_from_thread(text)
 
     def _end_stopped(self, reason: str, code: int) -> None:
         """End the process after a signal or the launcher's end, either of which may follow another rank's failure."""

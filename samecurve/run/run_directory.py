@@ -126,8 +126,13 @@ class RunDirectory:
         check_repeated_failures(self._failures, last, os.environ)
         self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
         self._present = self._find_present()
-        if self.continues:
-            self._check_resume(resume)
+        inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
+        if self.continues and resume != "auto" and not inside:
+            raise CheckpointError(
+                f"output_dir: {self.path} holds checkpoints of an earlier run, which --resume {resume} would leave "
+                f"behind; resume from them (--resume auto), start another run (output_dir={next_free(self.path)}), or "
+                "add --fresh to move them aside"
+            )
         self._check_present(reads)
         # The stacks of a hung session move at once: this session opens files of the same names before `begin`.
         stacks = self.path / "stacks"
@@ -262,16 +267,6 @@ class RunDirectory:
         """Release the directory's lock before the process ends. Files moved to `previous/N/` stay there."""
         if self.is_main:
             self._lock.close()
-
-    def _check_resume(self, resume: str) -> None:
-        inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
-        if resume == "auto" or inside:
-            return
-        raise CheckpointError(
-            f"output_dir: {self.path} holds checkpoints of an earlier run, which --resume {resume} would leave behind; "
-            f"resume from them (--resume auto), start another run (output_dir={next_free(self.path)}), or add --fresh "
-            "to move them aside"
-        )
 
     def _find_present(self) -> list[Path]:
         """List the paths that `begin` will move, and stacks/. For status.json see `_move`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,19 +61,7 @@ def sessions(run: Path) -> list[SessionRecord]:
     Earlier sessions are read from previous/N/. A session that did not resume is the first of its run: the ones before
     it belong to another run.
     """
-    return list(reversed(list(_backwards(run))))
-
-
-def unknown_origin(began: SessionRecord) -> str | None:
-    """Return the other directory's checkpoint from which this session resumed; None if there is none.
-
-    The directory of this run does not record what happened before that checkpoint.
-    """
-    source = began.facts.get("resumed_from")
-    return source if source and not _is_own(began.facts) else None
-
-
-def _backwards(run: Path) -> Iterator[SessionRecord]:
+    known: list[SessionRecord] = []
     for folder in (run, *reversed(previous_folders(run))):
         record = read_record(folder / "run.json", RUN_FACTS)
         if record.is_absent:  # the session ended before it wrote run.json
@@ -84,9 +71,19 @@ def _backwards(run: Path) -> Iterator[SessionRecord]:
         state, reason = status.get("state", "not known"), status.get("reason")
         # a session that still says running was killed, or lost its machine
         ended = "killed, or its host failed" if state == "running" else f"{state}: {reason}" if reason else state
-        yield SessionRecord(facts, ended, record.problem)
+        known.append(SessionRecord(facts, ended, record.problem))
         if not _is_own(facts):  # or a damaged one, of which this is not known
-            return
+            break
+    return known[::-1]
+
+
+def unknown_origin(began: SessionRecord) -> str | None:
+    """Return the other directory's checkpoint from which this session resumed; None if there is none.
+
+    The directory of this run does not record what happened before that checkpoint.
+    """
+    source = began.facts.get("resumed_from")
+    return source if source and not _is_own(began.facts) else None
 
 
 def _is_own(facts: dict) -> bool:

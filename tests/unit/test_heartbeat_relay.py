@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.run import beats, heartbeat, heartbeat_relay
+from samecurve.run import beats, heartbeat
 from samecurve.run.beats import Beat
 from samecurve.run.heartbeat import Heartbeats
 from samecurve.run.liveness import Liveness
@@ -23,8 +23,7 @@ class Run:
     def __init__(self, folder, num_ranks: int, monkeypatch):
         self.now, self.silent, self.reads = 1000.0, set(), {}
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
-        for module in (heartbeat, heartbeat_relay):
-            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(heartbeat, "time", clock)
         monkeypatch.setattr(heartbeat, "exists", lambda pid: True)
         self.beats = {rank: self._first_beat(rank) for rank in range(num_ranks)}
         self.ranks: list[Heartbeats] = []
@@ -112,7 +111,7 @@ def test_the_number_of_files_that_are_read(num_ranks, tmp_path, monkeypatch):
     run = Run(tmp_path, num_ranks, monkeypatch)
     run.beat(ROUNDS)
     paths, read = [], beats.read_record
-    for module in (beats, heartbeat_relay):
+    for module in (beats, heartbeat):
         monkeypatch.setattr(module, "read_record", lambda path, *schema: paths.append(path) or read(path, *schema))
     for rank, most in ((0, PER_HOST + num_ranks // PER_HOST - 1), (1, PER_HOST + 1), (8, PER_HOST + 1)):
         paths.clear()
