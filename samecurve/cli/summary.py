@@ -9,8 +9,7 @@ from pathlib import Path
 
 from samecurve.config.inheritance import latest_overrides
 from samecurve.errors import ConfigurationError
-from samecurve.metrics.console import duration, number, spaced
-from samecurve.metrics.predicted import of_session
+from samecurve.metrics.console import duration, number, of_session, spaced
 from samecurve.reports.history import History
 from samecurve.run.sessions import RUN_FACTS
 from samecurve.run.status import STATUS, read_status, refused_text

@@ -1,12 +1,17 @@
-"""Console output of a run: a progress bar on a terminal, plain lines in a log file, nothing on ranks other than 0."""
+"""Console output of a run: a progress bar on a terminal, plain lines in a log file, nothing on ranks other than 0.
+
+Step time and memory are shown beside `predicted` of run.json.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -15,7 +20,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from samecurve.config.schema_training import Batch
-from samecurve.metrics.predicted import QUANTITIES, announced, compare_with_prediction, is_shown
 from samecurve.storage.jsonl import EvenlySpaced
 from samecurve.storage.terminal import TextConsole
 
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 LABEL_WIDTH = 12
 WARM_STEPS = 4
+QUANTITIES = {"step_seconds": ("step", "s"), "peak_memory_gib": ("peak memory, rank 0", "GiB")}
 
 
 class Progress:
@@ -104,7 +109,11 @@ class Progress:
             position = f"{record['step']:>{len(str(self.total_steps))}}/{self.total_steps}"
             self.log("  ".join(filter(None, [f"step {position}", *numbers, self._rest()])))
         if self._first():
-            self.log(f"first step done {time.time() - self._process_start():.1f} s after this process started")
+            if self._started is None:
+                import psutil
+
+                self._started = psutil.Process().create_time()
+            self.log(f"first step done {time.time() - self._started:.1f} s after this process started")
         if self._num_steps == WARM_STEPS:
             self.log(self.advice())
         if record["step"] == self.total_steps and is_shown(self._predicted):
@@ -124,13 +133,6 @@ class Progress:
         num_steady, left = self._num_steps - 1, self.total_steps - self._done
         return f"left {duration(self._seconds / num_steady * left)}" if num_steady else ""
 
-    def _process_start(self) -> float:
-        if self._started is None:
-            import psutil
-
-            self._started = psutil.Process().create_time()
-        return self._started
-
 
 def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
     """Build the header as (label, text) pairs."""
@@ -140,6 +142,11 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
     texts = facts.data.get("sequences_per_row", 1)  # for example both answers of a pair, or a text and its positive
     counted = "" if counts == "tokens" else f"the loss is the mean over {counts}, counted as `tokens` in metrics.jsonl"
     new_head = ", ".join(model.new_head)
+    loss = ["output head and cross-entropy together"] if engine.loss_implementation == "liger" else []
+    kernels, whole_bytes = [*engine.kernels, *loss], engine.whole_gradient_bytes
+    whole = f"unsharded while accumulating: {whole_bytes / 2**20:,.1f} MiB on each rank"
+    count, trained = engine.num_parameters, engine.num_trained_parameters
+    part = f"{trained:,} of them trained ({trained / count:.2%}), " if trained != count else ""
     warmup = f", {recipe.warmup_steps} of them warm-up" if recipe.warmup_steps else ""
     lines = [
         ("recipe", f"{plan.recipe_path} ({recipe.task}, {recipe.steps} steps{warmup})"),
@@ -149,7 +156,7 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         ("engine", f"{engine.engine} on {facts.device}"),
         ("world", _world(strategy.launcher, engine)),
         ("mesh", _mesh(engine)),
-        ("parameters", _parameters(engine)),
+        ("parameters", f"{count:,} in all, {part}{engine.num_parameters_per_rank:,} on this rank"),
         ("model", model.package),
         *(("unproven", use) for use in model.unproven),
         ("new head", new_head and f"drawn from seed {recipe.seed}, {len(model.new_head)} parameters: {new_head}"),
@@ -174,9 +181,9 @@ def header_lines(facts: RunFacts) -> list[tuple[str, str]]:
         ("dropout", ", ".join(f"{name} {rate}" for name, rate in model.dropout.items())),
         ("router loss", facts.router_loss),
         ("attention", attention_line(facts)),
-        ("kernels", _kernels(engine)),
+        ("kernels", f"liger: {', '.join(kernels)}" if kernels else ""),
         ("memory", _memory(recipe.memory)),
-        ("gradients", _gradients(engine.whole_gradient_bytes)),
+        ("gradients", f"{whole} (memory.gradient_sync: last_micro_batch)" if whole_bytes else ""),
         ("allocator", facts.allocator),
         ("compile", facts.compile_choice or recipe.compile.replace("off", "")),
         *_data(facts.data),
@@ -215,12 +222,6 @@ def attention_line(facts: RunFacts) -> str:
     return f"{chosen} ({facts.attention_choice})" if facts.attention_choice else chosen
 
 
-def _kernels(engine: EngineDescription) -> str:
-    loss = ["output head and cross-entropy together"] if engine.loss_implementation == "liger" else []
-    kernels = [*engine.kernels, *loss]
-    return f"liger: {', '.join(kernels)}" if kernels else ""
-
-
 def _memory(memory: Memory) -> str:
     return {
         "none": "",
@@ -229,13 +230,6 @@ def _memory(memory: Memory) -> str:
         "every_n_layers": f"the activations of one layer in {memory.every_n_layers} are recomputed",
         "offload": "every layer's activations are recomputed from inputs in host memory",
     }[memory.activation_checkpointing]
-
-
-def _gradients(whole_bytes: int) -> str:
-    if not whole_bytes:
-        return ""
-    shown = f"{whole_bytes / 2**20:,.1f} MiB"
-    return f"unsharded while accumulating: {shown} on each rank (memory.gradient_sync: last_micro_batch)"
 
 
 def _data(described: dict) -> list[tuple[str, str]]:
@@ -250,12 +244,6 @@ def _data(described: dict) -> list[tuple[str, str]]:
 
 def spaced(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _parameters(engine: EngineDescription) -> str:
-    count, trained, local = engine.num_parameters, engine.num_trained_parameters, engine.num_parameters_per_rank
-    part = f"{trained:,} of them trained ({trained / count:.2%}), " if trained != count else ""
-    return f"{count:,} in all, {part}{local:,} on this rank"
 
 
 def _world(launcher: str, engine: EngineDescription) -> str:
@@ -342,3 +330,60 @@ def _sum(sizes: Iterable[int]) -> str:
     """Write a rank's micro-batches as a sum: 4 x 7 + 4."""
     terms = Counter(sizes).items()  # in order of appearance: the full ones, the rest, the empty ones
     return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in terms)
+
+
+def announced(predicted: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Build the header's lines: what the run is predicted to take, and what that rests on."""
+    if not is_shown(predicted):
+        return []
+    parts = [f"{name} {_with_interval(predicted, key, unit)}" for key, (name, unit) in QUANTITIES.items()]
+    return [("predicted", f"{', '.join(parts)} (80 % intervals)"), ("", predicted["basis"])]
+
+
+def is_shown(predicted: Mapping[str, Any]) -> bool:
+    """Whether there is a prediction whose rates were measured or published; on assumed ones it says nothing."""
+    return "step_seconds" in predicted and not predicted.get("assumed")
+
+
+def compare_with_prediction(predicted: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Compare the session's records with the prediction: `0.35 s; predicted 0.32 s (0.2 to 0.9), 9 % too low`.
+
+    Args:
+        metrics: records of the steps since the session's start. The first one, which compiles and allocates, counts
+            only where it is alone.
+
+    Returns:
+        A text for each quantity; {} without a record.
+    """
+    misses, metrics = {}, list(metrics)
+    for key, (name, unit) in QUANTITIES.items():
+        values = [record[key] for record in metrics if record.get(key)]
+        if not values:
+            continue
+        measured = max(values) if key == "peak_memory_gib" else statistics.median(values[1:] or values)
+        text = f"{measured:.3g} {unit}"
+        if key in predicted:
+            text += f"; predicted {_with_interval(predicted, key, unit)}, {_miss(predicted, key, measured)}"
+        misses[name] = text
+    return misses
+
+
+def of_session(facts: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Compare the records of the last session with the prediction in its run.json; {} where none is shown."""
+    return compare_with_prediction(facts["predicted"], metrics) if is_shown(facts.get("predicted") or {}) else {}
+
+
+def _with_interval(predicted: Mapping[str, Any], key: str, unit: str) -> str:
+    low, high = predicted[f"{key}_interval"]
+    return f"{predicted[key]:.3g} {unit} ({low:.3g} to {high:.3g})"
+
+
+def _miss(predicted: Mapping[str, Any], key: str, measured: float) -> str:
+    """Say how far the prediction is from the measured value, and whether that is within the interval."""
+    low, high = predicted[f"{key}_interval"]
+    error = predicted[key] / measured - 1
+    place = "" if low <= measured <= high else ", outside the interval"
+    # a smaller difference would be shown as 0%
+    if not math.isfinite(error) or abs(error) < 0.005:
+        return f"as measured{place}"
+    return f"{abs(error):.0%} too {'high' if error > 0 else 'low'}{place}"

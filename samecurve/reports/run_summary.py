@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from samecurve.metrics.console import duration, number, spaced
-from samecurve.metrics.predicted import of_session
+from samecurve.metrics.console import duration, number, of_session, spaced
 from samecurve.reports.chart import relative_difference
 from samecurve.reports.history import History
 from samecurve.run.run_directory import iterate_metrics

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from samecurve.cli.commands import main
-from samecurve.metrics.predicted import announced, compare_with_prediction, of_session
+from samecurve.metrics.console import announced, compare_with_prediction, of_session
 from samecurve.planner import calibrate, calibration, forecast, inputs, step_time, strategies
 from samecurve.planner.answers import answer, predict
 from samecurve.planner.calibrate import FinishedRun
