@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,25 +59,6 @@ class ShownSample:
     role: str = ""
 
 
-@dataclass(frozen=True)
-class PartStatistics:
-    """Statistics of one part of the data.
-
-    Attributes:
-        counts: value by name.
-        lengths: histogram of document lengths in tokens: (from, below, documents, documents longer than a row) per bin.
-        rows: for each of the first rows, the tokens of each of its documents.
-        ends: number of documents by text of their last trained token, most frequent first; {} if the task does not
-            train the end of a text.
-    """
-
-    name: str
-    counts: dict[str, str]
-    lengths: list[tuple[int, int, int, int]]
-    rows: list[list[int]]
-    ends: dict[str, int]
-
-
 def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
     """Run the command `inspect`. Returns the exit code.
 
@@ -107,7 +88,7 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
     facts |= {"training would refuse": refused} if refused else {}
     counts = [f"{name.replace('_', ' '):<{LABEL_WIDTH + 8}}{_text(value)}" for name, value in facts.items()]
     for name, rows in named:
-        counts += ["", *lines(_part(name, rows, task.tokenizer), task.train.sequence_length)]
+        counts += ["", *_lines(name, rows, task.tokenizer)]
     console.print("\n".join(["", *counts]))
     if html:
         page.append("<h2>All rows</h2>\n<pre>{}</pre>".format(escape("\n".join(counts))))
@@ -207,21 +188,6 @@ def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(labels == IGNORE_INDEX, tokens, labels), labels != IGNORE_INDEX
 
 
-def _part(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> PartStatistics:
-    shown = _texts(rows)
-    lengths = np.diff(shown.stream.offsets)
-    counts = _counts(shown, tokenizer, lengths)
-    if isinstance(rows, PairRows):
-        dropped = _share(rows.num_dropped, _num_documents(rows))
-        counts = {
-            "pairs": f"{len(rows):,}",
-            "dropped pairs": f"{dropped}: {_why_dropped(rows, 'compare')}",
-            **counts,
-        }
-    packing = [_members(shown, row) for row in range(min(SHOWN_ROWS, len(shown)))]
-    return PartStatistics(name, counts, _histogram(shown, lengths), packing, _ends(shown, tokenizer))
-
-
 def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:
     num_tokens, num_documents = len(rows.stream.tokens), len(lengths)
     places = len(rows) * rows.sequence_length
@@ -278,19 +244,6 @@ def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _histogram(rows: Rows, lengths: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Build a histogram of document lengths whose bins double in width."""
-    if not len(lengths):
-        return []
-    limit = rows.limit if isinstance(rows, SampleRows) else int(lengths.max())
-    edges = 1 << np.arange(int(lengths.min()).bit_length() - 1, int(lengths.max()).bit_length() + 1)
-    bins = []
-    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        inside = lengths[(lengths >= low) & (lengths < high)]
-        bins.append((low, high, len(inside), int((inside > limit).sum())))
-    return bins
-
-
 def _members(rows: Rows, row: int) -> list[int]:
     """Return the tokens of each document in a row, without padding."""
     if isinstance(rows, PackedSampleRows):
@@ -322,23 +275,38 @@ def marked(sample: ShownSample, colours: bool) -> Text:
     return text
 
 
-def lines(part: PartStatistics, sequence_length: int) -> Iterator[str]:
-    yield part.name
-    for name, value in part.counts.items():
-        yield f"  {name:<{LABEL_WIDTH}}{value}"
-    ends = [f"{text!r} {count:,}" for text, count in part.ends.items() if text][:5]
-    ends += [f"cut off {part.ends['']:,}"] if "" in part.ends else []
+def _lines(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    """Yield the lines about one part of the data: counts, ends of texts, a histogram of lengths, and the first rows."""
+    shown = _texts(rows)
+    lengths = np.diff(shown.stream.offsets)
+    counts = _counts(shown, tokenizer, lengths)
+    if isinstance(rows, PairRows):
+        dropped = f"{_share(rows.num_dropped, _num_documents(rows))}: {_why_dropped(rows, 'compare')}"
+        counts = {"pairs": f"{len(rows):,}", "dropped pairs": dropped, **counts}
+    yield name
+    for label, value in counts.items():
+        yield f"  {label:<{LABEL_WIDTH}}{value}"
+    by_end = _ends(shown, tokenizer)
+    ends = [f"{text!r} {count:,}" for text, count in by_end.items() if text][:5]
+    ends += [f"cut off {by_end['']:,}"] if "" in by_end else []
     if ends:
         yield f"  {'last trained token':<{LABEL_WIDTH}}{', '.join(ends)}"
     yield "  tokens per document"
-    most = max((count for _, _, count, _ in part.lengths), default=1)
-    for low, high, count, too_long in part.lengths:
-        bar, note = "█" * round(40 * count / max(most, 1)), f" ({too_long:,} too long)" if too_long else ""
-        yield f"  {f'{low:,}-{high - 1:,}':>{LABEL_WIDTH - 2}}  {bar} {count:,}{note}"
-    yield f"  the first {len(part.rows)} rows, {sequence_length} tokens wide"
-    for index, members in enumerate(part.rows):
+    bins, limit = [], shown.limit if isinstance(shown, SampleRows) else lengths.max(initial=0)
+    if len(lengths):  # bins that double in width
+        edges = 1 << np.arange(int(lengths.min()).bit_length() - 1, int(lengths.max()).bit_length() + 1)
+        bins = [(low, high, lengths[(lengths >= low) & (lengths < high)]) for low, high in pairwise(edges.tolist())]
+    most = max((len(inside) for *_, inside in bins), default=1)
+    for low, high, inside in bins:
+        too_long = int((inside > limit).sum())
+        bar, note = "█" * round(40 * len(inside) / max(most, 1)), f" ({too_long:,} too long)" if too_long else ""
+        yield f"  {f'{low:,}-{high - 1:,}':>{LABEL_WIDTH - 2}}  {bar} {len(inside):,}{note}"
+    num_rows = min(SHOWN_ROWS, len(shown))
+    yield f"  the first {num_rows} rows, {rows.sequence_length} tokens wide"
+    for index in range(num_rows):
+        members = _members(shown, index)
         number = f"{len(members)} document{'s' * (len(members) > 1)}"
-        yield f"  {index:>{LABEL_WIDTH - 2}}  {bar_of(members, sequence_length)} {number}"
+        yield f"  {index:>{LABEL_WIDTH - 2}}  {bar_of(members, rows.sequence_length)} {number}"
 
 
 def bar_of(sizes: list[int], sequence_length: int) -> str:

@@ -84,7 +84,13 @@ def plot(
     values = [value for line in series for _, value in line.points if is_finite(value)]
     if not values:
         return ""
-    ticks, logarithmic = _ticks(min(values), max(values), scale)
+    low, high = min(values), max(values)
+    logarithmic = scale.logarithmic and low > 0 and high / low >= LOGARITHMIC_FROM
+    if logarithmic:
+        lowest, highest = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        ticks = powers_of_ten(lowest, highest, math.ceil((highest - lowest) / MOST_POWERS))
+    else:
+        ticks = linear_ticks(min(low, 0.0), max(high, 0.0)) if scale.from_zero else linear_ticks(low, high)
     wide = any(line.run for line in series)
     legend, rows = _legend([line for line in series if line.label and len(series) > 1], wide, width)
     top = TITLE_Y + 18 + LEGEND_HEIGHT * rows
@@ -108,15 +114,6 @@ def plot(
 
 def is_finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
-
-
-def _ticks(low: float, high: float, scale: Scale) -> tuple[list[float], bool]:
-    if scale.logarithmic and low > 0 and high / low >= LOGARITHMIC_FROM:
-        lowest, highest = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        return powers_of_ten(lowest, highest, math.ceil((highest - lowest) / MOST_POWERS)), True
-    if scale.from_zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    return linear_ticks(low, high), False
 
 
 def _legend(series: Sequence[Series], wide: bool, room: int) -> tuple[list[str], int]:
