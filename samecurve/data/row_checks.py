@@ -132,13 +132,14 @@ def write_bad_rows(files: Iterable[Path], target: Path) -> None:
 def what_rows_are(files: Iterable[Path | hub.Split], one_is: str) -> str:
     """Describe the rows that each kind of file should have, for a message about a table without rows."""
     kinds = {"hub" if isinstance(file, hub.Split) else table_kind(file) for file in files}
+    row = one_is.replace("an object", "a row")
     meanings = {
-        "csv": f"each line of a csv file below its header must be {one_is.replace('an object', 'a row')}",
-        "tsv": f"each line of a tsv file below its header must be {one_is.replace('an object', 'a row')}",
-        "arrow": f"each row of an arrow file must be {one_is.replace('an object', 'a row')}",
+        "csv": f"each line of a csv file below its header must be {row}",
+        "tsv": f"each line of a tsv file below its header must be {row}",
+        "arrow": f"each row of an arrow file must be {row}",
         "jsonl": f"each line of a jsonl file must be {one_is}",
         "json": f"a json file must be a list, in which each entry is {one_is}",
-        "parquet": f"each row of a parquet file must be {one_is.replace('an object', 'a row')}",
-        "hub": f"each row must be {one_is.replace('an object', 'a row')}",
+        "parquet": f"each row of a parquet file must be {row}",
+        "hub": f"each row must be {row}",
     }
     return "; ".join(text for kind, text in meanings.items() if kind in kinds) or f"each row must be {one_is}"

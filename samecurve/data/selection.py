@@ -98,7 +98,14 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
             if files
             else f"{name}: the folder is empty; set data.path to the folder of your data"
         )
-    _check_one_split(name, root, tables)
+    relative = [file.relative_to(root).as_posix() for file in tables]
+    training = [file for file in relative if _TRAINING.search(file)]
+    others = [file for file in relative if _OTHER_SPLITS.search(file) and not _TRAINING.search(file)]
+    if training and others:
+        raise DataError(
+            f"{name}: by their names, the files are of more than one split ({training[0]}, {others[0]}), and training "
+            "would read all of them; select the training files, for example with data.pattern='**/*train*'"
+        )
     return tuple(tables or texts)
 
 
@@ -195,15 +202,3 @@ def _say_left_out(name: str, left_out: tuple[tuple[str, int], ...]) -> None:
             else f"{total} files that runs of samecurve wrote are"
         )
         print(f"{name}: {what} left out of the data (in {where})")
-
-
-def _check_one_split(name: str, root: Path, tables: list[Path]) -> None:
-    """Raise DataError if some tables are named as the training split and others as validation or test splits."""
-    relative = [file.relative_to(root).as_posix() for file in tables]
-    training = [file for file in relative if _TRAINING.search(file)]
-    others = [file for file in relative if _OTHER_SPLITS.search(file) and not _TRAINING.search(file)]
-    if training and others:
-        raise DataError(
-            f"{name}: by their names, the files are of more than one split ({training[0]}, {others[0]}), and training "
-            "would read all of them; select the training files, for example with data.pattern='**/*train*'"
-        )

@@ -245,8 +245,7 @@ def _row_group(piece: FileChunk, column: str) -> Iterator[tuple[str, dict]]:
 
 
 def _texts(piece: FileChunk, column: str) -> Iterator[tuple[str, str]]:
-    for file in piece.files:
-        yield file.name, read_text(file.name)
+    return ((file.name, read_text(file.name)) for file in piece.files)
 
 
 _READERS = {"lines": _lines, "compressed": _compressed, "parquet": _row_group, "text": _texts}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,20 +89,15 @@ def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | 
     elif recipe.tokenizer.chat_template is not None:
         tokenizer.chat_template = read_text(Path(recipe.tokenizer.chat_template))
     if recipe.tokenizer.pad_token is not None:
-        tokenizer.pad_token = _known(tokenizer, recipe.tokenizer.pad_token)
+        token = recipe.tokenizer.pad_token
+        if token not in tokenizer.get_vocab():  # a new one would have an id that the model's embedding does not hold
+            special = ", ".join(dict.fromkeys(tokenizer.all_special_tokens)) or "none"
+            raise ConfigurationError(
+                f"tokenizer.pad_token: found {describe(token)}, which is not a token of "
+                f"{tokenizer.name_or_path or 'the tokenizer'}; use one of its tokens (special ones: {special})"
+            )
+        tokenizer.pad_token = token
     return tokenizer
-
-
-def _known(tokenizer: PreTrainedTokenizerFast, token: str) -> str:
-    """Return the token. Raises ConfigurationError for an unknown one."""
-    # A new token would have an id that the model's embedding does not hold.
-    if token in tokenizer.get_vocab():
-        return token
-    special = ", ".join(dict.fromkeys(tokenizer.all_special_tokens)) or "none"
-    raise ConfigurationError(
-        f"tokenizer.pad_token: found {describe(token)}, which is not a token of "
-        f"{tokenizer.name_or_path or 'the tokenizer'}; use one of its tokens (special ones: {special})"
-    )
 
 
 def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> PreTrainedTokenizerFast:
@@ -241,19 +236,14 @@ def train_tokenizer(
         show_progress=False,
     )
     with reading("training a tokenizer on", source, "texts") as advance:
-        tokenizer.train_from_iterator(_watched(training_texts(source, validation_fraction), advance), trainer)
+        texts = training_texts(source, validation_fraction)
+        tokenizer.train_from_iterator((advance([text]) or text for text in texts), trainer)
     # For users of the exported tokenizer: a prompt begins with the same token as every training document.
     begin = (BEGIN_OF_TEXT, tokenizer.token_to_id(BEGIN_OF_TEXT))
     end = (END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))
     pair = f"{BEGIN_OF_TEXT} $A {END_OF_TEXT} $B:1"
     tokenizer.post_processor = processors.TemplateProcessing(f"{BEGIN_OF_TEXT} $A", pair, special_tokens=[begin, end])
     return tokenizer
-
-
-def _watched(texts: Iterator[str], advance) -> Iterator[str]:
-    for text in texts:
-        advance([text])
-        yield text
 
 
 def apply_chatml(tokenizer: PreTrainedTokenizerFast) -> list[str]:

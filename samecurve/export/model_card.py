@@ -118,7 +118,7 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
         f"# {_escaped(Path(facts['output_dir']).name)}\n",
         *(_use_gguf(facts, info) if info.gguf else _use(facts, info)),
         "## Training\n",
-        _table([("", ""), *_made_of(facts, recipe), *_how(recipe, history, info), *_where(facts)]),
+        _table([("", ""), *_made_of(facts, recipe), *_how(facts, history, info)]),
         *_curve(history),
         *_evaluation(facts, history),
         *_sessions(known),
@@ -151,7 +151,8 @@ def metadata(facts: dict, info: ExportInfo) -> dict:
     recipe, adapter = facts["recipe"], None if info.merged else facts["recipe"]["adapter"]["name"]
     entries: dict = {"library_name": "peft" if adapter else "transformers", **_license(info.license)}
     base = recipe["model"]["path"]
-    if _on_the_hub(base):
+    # models/llama may be a folder or OWNER/NAME
+    if base and re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", base) and not Path(base).expanduser().exists():
         entries["base_model"] = base
         entries["base_model_relation"] = "adapter" if adapter else "finetune"
     entries["pipeline_tag"] = TASKS[recipe["task"]].hub_tag
@@ -166,12 +167,6 @@ def _license(given: str | None) -> dict:
     if _LICENSE_ID.fullmatch(given.lower()):
         return {"license": given.lower()}
     return {"license": "other", "license_name": given}
-
-
-def _on_the_hub(path: str | None) -> bool:
-    if path is None or Path(path).expanduser().exists():  # models/llama may be a folder or OWNER/NAME
-        return False
-    return re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", path) is not None
 
 
 def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
@@ -211,7 +206,8 @@ def _served(recipe: dict, info: ExportInfo) -> str:
 
 
 def _use_gguf(facts: dict, info: ExportInfo) -> Iterator[str]:
-    name, file = _ollama_name(Path(facts["output_dir"]).name), shlex.quote(info.gguf)
+    name = re.sub(r"[^a-z0-9._-]+", "-", Path(facts["output_dir"]).name.lower()).strip("-._") or "model"
+    file = shlex.quote(info.gguf)
     yield f"```\nollama create {name} -f Modelfile && ollama run {name}\nllama-cli -m {file}\n```\n"
     yield "`Modelfile` has the stop tokens and the chat template. With transformers and the `gguf` package:\n"
     lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
@@ -220,10 +216,6 @@ def _use_gguf(facts: dict, info: ExportInfo) -> Iterator[str]:
         for name, loader in (("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer"))
     ]
     yield "\n".join(["```python", *lines, "```\n"])
-
-
-def _ollama_name(text: str) -> str:
-    return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._") or "model"
 
 
 def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
@@ -256,7 +248,8 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
             yield spaced(part), listed + fingerprint
 
 
-def _how(recipe: dict, history: History, info: ExportInfo) -> Iterator[tuple[str, object]]:
+def _how(facts: dict, history: History, info: ExportInfo) -> Iterator[tuple[str, object]]:
+    recipe = facts["recipe"]
     batch, optimizer, schedule = recipe["batch"], recipe["optimizer"], recipe["schedule"]
     done, skipped = history.last.get("step", UNKNOWN), history.last.get("skipped_steps", 0)
     yield "optimizer steps", f"{done} of {recipe['steps']}" + (f", {skipped} of them skipped" if skipped else "")
@@ -268,9 +261,6 @@ def _how(recipe: dict, history: History, info: ExportInfo) -> Iterator[tuple[str
     if info.rounding:
         yield "stored weights", info.rounding
     yield "seed", recipe["seed"]
-
-
-def _where(facts: dict) -> Iterator[tuple[str, object]]:
     yield "hardware", f"{facts['world_size']} x {facts.get('device', UNKNOWN)}"
     versions = facts.get("versions", {})
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or UNKNOWN

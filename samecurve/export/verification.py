@@ -127,7 +127,12 @@ class Verification:
             tensors = Path(directory) / "tensors.safetensors"
             save_file({**self.batch.inputs, reload.EXPECTED: self.expected.contiguous()}, tensors)
             command = [sys.executable, reload.__file__, str(folder), str(tensors), json.dumps(asked)]
-            done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+            # Of no rank: transformers loads a model differently under FSDP's or DeepSpeed's variables.
+            kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_THE_RUN) and k not in _RANKS}
+            # Without a GPU, which is full of the run's weights, without downloads, and without the script's folder on
+            # the path, whose modules could hide others.
+            kept |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+            done = subprocess.run(command, env=kept, capture_output=True, text=True)
         if done.returncode:
             raise _ReloadError("\n".join(done.stderr.strip().splitlines()[-5:]))
         return json.loads(done.stdout.splitlines()[-1])
@@ -140,15 +145,3 @@ class Verification:
 
 class _ReloadError(Exception):
     """The new process failed; the message is the end of its output."""
-
-
-def _environment() -> dict[str, str]:
-    """Return the variables for a process that is no rank, uses no GPU and downloads nothing.
-
-    The GPU is full of the run's weights. transformers loads a model differently under FSDP's or DeepSpeed's variables.
-    """
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_RUN) and name not in _RANKS
-    }
-    # without the script's folder on the path, whose modules could hide others
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}

@@ -278,15 +278,9 @@ class WaitAdvice:
             return ""
         self._reported = True
         share = f"{waited / all_seconds:.0%} of the time of the last {len(self._steps)} steps"
-        return f"waiting for data took {share}: {self._fix()}"
-
-    def _fix(self) -> str:
-        if self._data.streaming:
-            return (
-                "the stream is read and tokenised too slowly; data.streaming=false tokenises the data before training"
-            )
-        workers = self._data.num_workers
-        return (
-            f"data.num_workers is {workers}; try {max(1, 2 * workers)}, or measure how many are enough: "
-            "python -m samecurve bench dataloader RECIPE"
-        )
+        advice = "the stream is read and tokenised too slowly; data.streaming=false tokenises the data before training"
+        if not self._data.streaming:
+            workers = self._data.num_workers
+            advice = f"data.num_workers is {workers}; try {max(1, 2 * workers)}, or measure how many are enough: "
+            advice += "python -m samecurve bench dataloader RECIPE"
+        return f"waiting for data took {share}: {advice}"

@@ -79,16 +79,16 @@ def made_calls(events: Iterable[dict]) -> list[Call]:
     """List the calls of collectives in the order of their start. events: complete events of a trace ("ph": "X")."""
     events = sorted(events, key=start_of)
     calls = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith(CALL)]
+    made = []
     rows = zip(calls, _types_of_lists(events, calls), _transfers(events, calls), strict=True)
-    return [
-        Call(
-            _plain(call["name"]),
-            call.get("args", {}).get(DIMENSION, UNKNOWN),
-            _num_bytes(call.get("args", {}), element_type),
-            tuple((start_of(event), end_of(event)) for event in (call, transfer) if event),
-        )
-        for call, element_type, transfer in rows
-    ]
+    for call, type_of_list, transfer in rows:
+        arguments = call.get("args", {})
+        tensors = [(n, _BYTES.get(type_of_list if name == "TensorList" else name)) for n, name in _tensors(arguments)]
+        is_typed = all(width for _, width in tensors)
+        num_bytes = max((n * (width or 0) for n, width in tensors), default=0) if is_typed else None
+        spans = tuple((start_of(event), end_of(event)) for event in (call, transfer) if event)
+        made.append(Call(_plain(call["name"]), arguments.get(DIMENSION, UNKNOWN), num_bytes, spans))
+    return made
 
 
 def kernels(events: Iterable[dict], calls: Iterable[Call]) -> list[Kernel]:
@@ -149,17 +149,6 @@ def _transfers(events: Sequence[dict], calls: Sequence[dict]) -> list[dict | Non
             waiting.remove(transfer)
         transfers.append(transfer)
     return transfers
-
-
-def _num_bytes(arguments: dict, type_of_list: str) -> int | None:
-    """Return the larger of input and output size; None if a type is unknown."""
-    sizes = [0]
-    for elements, name in _tensors(arguments):
-        width = _BYTES.get(type_of_list if name == "TensorList" else name)
-        if width is None:
-            return None
-        sizes.append(elements * width)
-    return max(sizes)
 
 
 def _tensors(arguments: dict) -> Iterator[tuple[int, str]]:

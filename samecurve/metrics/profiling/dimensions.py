@@ -68,37 +68,25 @@ def attribute(trace: dict) -> list[dict]:
     groups = {group["pg_name"]: group["ranks"] for group in info.get("pg_config", ())}
     whole = sorted((e for e in events if e.get("ph") == "X" and "dur" in e), key=start_of)
     calls = [event for event in whole if event["name"].startswith(CALL)]
-    ranks_of_calls = _by_time(calls, notes["calls"], groups, trace.get("baseTimeNanoseconds", 0))
-    ranks_of_calls |= _of_nccl(whole, calls, groups) | _of_messages(whole, calls, notes["rank"])
+    starts, ranks_of_calls = [start_of(call) for call in calls], {}
+    for time_ns, _, group in notes["calls"]:  # of the flight recorder: a note's time lies within its call
+        at = (time_ns - trace.get("baseTimeNanoseconds", 0)) / 1000
+        index = bisect_right(starts, at) - 1
+        if index >= 0 and at <= end_of(calls[index]) and group in groups:
+            ranks_of_calls[index] = groups[group]
+    for index, event in _inside([event for event in whole if event["name"] == "record_param_comms"], calls):
+        if ranks := _members(event, groups):  # NCCL's process groups describe each call
+            ranks_of_calls[index] = ranks
+    for event in whole:
+        if event["name"].startswith(PEER):  # the range around a message names the other rank
+            first, last = bisect_left(starts, start_of(event)), bisect_right(starts, end_of(event))
+            index = next((index for index in range(first, last) if calls[index]["tid"] == event["tid"]), None)
+            if index is not None:
+                ranks_of_calls[index] = [notes["rank"], int(event["name"].removeprefix(PEER))]
     for index, ranks in ranks_of_calls.items():
         calls[index].setdefault("args", {})[DIMENSION] = dimension(dims, ranks, "alltoall" in calls[index]["name"])
     _pass_to_kernels(whole, calls, groups, dims)
     return events
-
-
-def _by_time(calls: Sequence[dict], notes: Sequence, groups: Groups, base_ns: int) -> dict[int, list[int]]:
-    """Find the ranks of calls by index, from the flight recorder's notes: a note's time lies within its call."""
-    starts, ranks_of_calls = [start_of(call) for call in calls], {}
-    for time_ns, _, group in notes:
-        at = (time_ns - base_ns) / 1000
-        index = bisect_right(starts, at) - 1
-        if index >= 0 and at <= end_of(calls[index]) and group in groups:
-            ranks_of_calls[index] = groups[group]
-    return ranks_of_calls
-
-
-def _of_nccl(events: Sequence[dict], calls: Sequence[dict], groups: Groups) -> dict[int, list[int]]:
-    """Find the ranks of calls by index, from the events with which NCCL's process groups describe each call."""
-    described = [event for event in events if event["name"] == "record_param_comms"]
-    pairs = ((index, _members(event, groups)) for index, event in _inside(described, calls))
-    return {index: ranks for index, ranks in pairs if ranks}
-
-
-def _of_messages(events: Sequence[dict], calls: Sequence[dict], rank: int) -> dict[int, list[int]]:
-    """Find the two ranks of each message by its index, from the range around it."""
-    ranges = [event for event in events if event["name"].startswith(PEER)]
-    pairs = ((_first_inside(event, calls), int(event["name"].removeprefix(PEER))) for event in ranges)
-    return {index: [rank, peer] for index, peer in pairs if index is not None}
 
 
 def _members(event: dict, groups: Groups) -> list[int]:
@@ -120,12 +108,6 @@ def _inside(events: Sequence[dict], calls: Sequence[dict]) -> Iterator[tuple[int
         place = bisect_right(own, (start_of(event), len(calls))) - 1
         if place >= 0 and start_of(event) <= end_of(calls[own[place][1]]):
             yield own[place][1], event
-
-
-def _first_inside(outer: dict, calls: Sequence[dict]) -> int | None:
-    """Return the index of the first call that a range contains."""
-    first, last = bisect_left(calls, start_of(outer), key=start_of), bisect_right(calls, end_of(outer), key=start_of)
-    return next((index for index in range(first, last) if calls[index]["tid"] == outer["tid"]), None)
 
 
 def _pass_to_kernels(events: Sequence[dict], calls: Sequence[dict], groups: Groups, dims: ParallelDims) -> None:

@@ -132,7 +132,13 @@ class Profiler:
         try:
             with storage_errors(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                path = self._trace(profiler)
+                # TensorBoard's profiler plugin requires this suffix; Perfetto and chrome://tracing accept any name.
+                path = self._folder / f"{self._name}.pt.trace.json.gz"
+                self._around.progress()
+                profiler.export_chrome_trace(str(path))
+                self._around.progress()
+                if torch.cuda.is_available():
+                    torch.cuda.memory._dump_snapshot(str(self._folder / f"{self._name}.memory.pickle"))
             self._summarise(path)
         except Exception as error:  # a failed profile must not end the run
             text = error if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
@@ -140,16 +146,6 @@ class Profiler:
         finally:  # otherwise memory history would be recorded until the run ends
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _trace(self, profiler: profile) -> Path:
-        # TensorBoard's profiler plugin requires this suffix; Perfetto and chrome://tracing accept any name.
-        path = self._folder / f"{self._name}.pt.trace.json.gz"
-        self._around.progress()
-        profiler.export_chrome_trace(str(path))
-        self._around.progress()
-        if torch.cuda.is_available():
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"{self._name}.memory.pickle"))
-        return path
 
     def _summarise(self, path: Path) -> None:
         if not self._summary:

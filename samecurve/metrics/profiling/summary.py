@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from samecurve.metrics.profiling.collectives import Communication, DimensionCommunication
+from samecurve.metrics.profiling.collectives import Communication
 from samecurve.metrics.profiling.trace import KINDS, Breakdown
 from samecurve.metrics.profiling.waiting import Waiting
 from samecurve.storage.terminal import aligned
@@ -42,7 +42,12 @@ def summary_values(breakdown: Breakdown, held: MemoryUsage, rank: int) -> dict:
         "memory_bytes": memory(breakdown, held),
         "allocated_bytes": breakdown.allocated_bytes,
         "collectives": [asdict(collective) for collective in breakdown.collectives],
-        "dimensions": [_dimension(dimension) for dimension in breakdown.dimensions],
+        "dimensions": [
+            {"name": dimension.name}
+            | asdict(dimension.total)
+            | {"collectives": [{"name": name} | asdict(part) for name, part in dimension.collectives.items()]}
+            for dimension in breakdown.dimensions
+        ],
         "waiting": asdict(waiting) | {"idle": waiting.idle} if (waiting := breakdown.waiting) else None,
         "operators": [asdict(operator) for operator in breakdown.operators[:NUM_OPERATORS]],
     }
@@ -120,11 +125,6 @@ def _memory(breakdown: Breakdown, held: MemoryUsage) -> Iterator[str]:
     rows = [("memory of this rank", "MiB")]
     rows += [(_MEMORY[name], _mib(size)) for name, size in memory(breakdown, held).items()]
     yield aligned(rows)
-
-
-def _dimension(dimension: DimensionCommunication) -> dict:
-    parts = [{"name": name} | asdict(collective) for name, collective in dimension.collectives.items()]
-    return {"name": dimension.name} | asdict(dimension.total) | {"collectives": parts}
 
 
 def _collectives(breakdown: Breakdown) -> Iterator[str]:
