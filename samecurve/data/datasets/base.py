@@ -61,8 +61,13 @@ def range_sums(marks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.n
 
 
 class Rows(ABC):
-    """Rows of one length, cut from a stream of documents, with random access by arrays of indices."""
+    """Rows of one length, cut from a stream of documents, with random access by arrays of indices.
 
+    Attributes:
+        sizes: (rows,), tokens of each row that is padded. Other rows define their number and their inputs themselves.
+    """
+
+    sizes: np.ndarray
     targets_are_tokens = True  # whether num_targets counts tokens
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
@@ -79,8 +84,8 @@ class Rows(ABC):
         """Rows of each source of a mixture; otherwise only these rows."""
         return (self,)
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.sizes)
 
     @abstractmethod
     def __getitem__(self, indices: np.ndarray) -> RowArrays: ...
@@ -94,13 +99,13 @@ class Rows(ABC):
         return self[indices]
 
     @property
-    @abstractmethod
     def num_targets(self) -> int:
-        """Number of targets in one pass over all rows: tokens, or whatever else the task counts."""
+        """Number of targets in one pass over all rows: tokens, or whatever else the task counts. Default: rows."""
+        return len(self)
 
-    @abstractmethod
     def num_inputs(self, indices: np.ndarray) -> int:
         """Return the number of input tokens in these rows, trained or not, without padding."""
+        return int(self.sizes[indices].sum())
 
     def at_positions(self, positions: np.ndarray, seed: int, steps: Bounds | None = None) -> np.ndarray:
         """Return the indices of the rows read at the given global positions, int64 (see sampler.py).
@@ -264,18 +269,12 @@ class SampleRows(TruncatedRows):
 class DocumentRows(SampleRows):
     """Rows of one document each, truncated and padded. Rows have different numbers of trained tokens."""
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         steps = np.arange(self.sequence_length)[None, :]
         places, sizes = self._starts[indices][:, None] + steps, self.sizes[indices][:, None]
         # Positions of the padding continue, as in PackedRows.
         positions = np.broadcast_to(steps, places.shape).copy()
         return causal_arrays(self._take(places, steps <= sizes), positions, self._targets(places + 1, steps < sizes))
-
-    def num_inputs(self, indices: np.ndarray) -> int:
-        return int(self.sizes[indices].sum())
 
 
 class LengthGroups(Rows):
@@ -284,8 +283,6 @@ class LengthGroups(Rows):
     The order is that of data.sampler.LengthOrder and needs `sizes`, the length of each row. The number of rows per step
     must not change during a run, so it is part of the fingerprint.
     """
-
-    sizes: np.ndarray
 
     def __init__(self, *arguments, global_batch_size: int):
         super().__init__(*arguments)

@@ -46,13 +46,6 @@ class PairRows(TruncatedRows):
         self._starts, self._sizes = starts[kept], cut[kept] - self.ahead
         self.sizes = self._sizes.max(axis=1, initial=0)
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    @property
-    def num_targets(self) -> int:
-        return len(self)
-
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._sizes[indices].sum())
 

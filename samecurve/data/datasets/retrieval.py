@@ -30,19 +30,12 @@ class RetrievalRows(Rows):
         self._lengths = np.diff(bounds).reshape(num_rows, -1)
         self.sizes = self._lengths.max(axis=1, initial=0)
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         steps = np.arange(self.sequence_length)
         exists = steps < self._lengths[indices][..., None]
         mask = exists.astype(np.int64)
         inputs = {"input_ids": self._take(self._starts[indices][..., None] + steps, exists), "attention_mask": mask}
         return RowArrays(inputs, {"labels": np.zeros(len(indices), dtype=np.int64), "attention_mask": mask})
-
-    @property
-    def num_targets(self) -> int:
-        return len(self)
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._lengths[indices].sum())

@@ -30,12 +30,6 @@ class TextRows(Rows):
         self._starts = stream.offsets[:-1][self.documents] + nth * sequence_length
         self.sizes = np.minimum(lengths[self.documents] - nth * sequence_length, sequence_length)
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def num_inputs(self, indices: np.ndarray) -> int:
-        return int(self.sizes[indices].sum())
-
     def _inputs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         steps = np.arange(self.sequence_length)[None, :]
         places, exists = self._starts[indices][:, None] + steps, steps < self.sizes[indices][:, None]
@@ -55,10 +49,6 @@ class LabelledRows(TextRows):
         assert self.stream.labels is not None  # ExampleEncoder is labelled
         labels = self.stream.labels[self.documents[indices]].astype(np.int64)
         return RowArrays(self._inputs(indices), {"labels": labels})
-
-    @property
-    def num_targets(self) -> int:
-        return len(self)
 
 
 @dataclass(frozen=True)
