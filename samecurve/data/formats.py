@@ -259,15 +259,12 @@ def without_nulls(row: dict) -> dict:
     return {column: clean(value) for column, value in row.items()}
 
 
-def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """Yield the rows of a parquet file. Raises DataError if it cannot be read to its end."""
-    import pyarrow.parquet
-
+def _numbered(file: Path, rows: Iterable[dict]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, row) for the rows that pyarrow reads. Raises DataError if the file cannot be read to its end."""
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for number, row in enumerate(table_rows(str(file), table, range(table.num_row_groups)), start=1):
-                yield f"{file}: row {number}", without_nulls(row)
+        for number, row in enumerate(rows, start=1):
+            yield f"{file}: row {number}", without_nulls(row)
     except DataError:
         raise
     except (PermissionError, MemoryError) as error:
@@ -277,12 +274,22 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
         raise DataError(pointer_problem(str(file)) or problem) from error
 
 
+def parquet_rows(file: Path) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of a parquet file. Raises DataError if it cannot be read to its end."""
+    import pyarrow.parquet
+
+    def rows() -> Iterator[dict]:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            yield from table_rows(str(file), table, range(table.num_row_groups))
+
+    return _numbered(file, rows())
+
+
 def _arrow_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """Yield the rows of an Arrow file, a stream or not. Raises DataError if it cannot be read to its end."""
     import pyarrow
 
-    number = 0
-    try:
+    def rows() -> Iterator[dict]:
         with pyarrow.memory_map(str(file)) as source:
             is_file = source.read(6) == b"ARROW1"
             source.seek(0)
@@ -294,14 +301,9 @@ def _arrow_rows(file: Path) -> Iterator[tuple[str, dict]]:
             decode = _hub_decoder(reader.schema)
             for batch in batches:
                 for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                    for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
-                        number += 1
-                        yield f"{file}: row {number}", without_nulls(decode(row))
-    except (PermissionError, MemoryError) as error:
-        raise unreadable(file, error) from error
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        problem = f"{file}: error after row {number}: {error}; check that the file is complete"
-        raise DataError(pointer_problem(str(file)) or problem) from error
+                    yield from map(decode, batch.slice(start, ROWS_AT_ONCE).to_pylist())
+
+    return _numbered(file, rows())
 
 
 def table_rows(name: str, table: ParquetFile, groups: Iterable[int], columns: Sequence[str] | None = None) -> Iterator:
