@@ -14,14 +14,11 @@ from samecurve.interfaces.engine import EvalResult
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.losses.preference import kto_drift, pair_losses, rewards, sequence_log_probabilities
 from samecurve.models.hf_config import Head
-from samecurve.tasks import pairwise, splits
+from samecurve.tasks import pairwise
 from samecurve.tasks import reference_logprobs as references
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from samecurve.config.schema import Dpo, Recipe
-    from samecurve.data.token_store import TokenStream
     from samecurve.interfaces.task import InitialState
 
 SumParts = Callable[[Tensor], Tensor]  # see Task
@@ -110,7 +107,7 @@ class KtoTask(DpoTask):
 def load_task(recipe: Recipe) -> DpoTask:
     """Load the task. Raises as `pairwise.load_pairs` does."""
     make = KtoTask if recipe.dpo.loss == "kto" else DpoTask
-    return make(*pairwise.load_pairs(recipe, _rows), recipe.dpo)
+    return make(*pairwise.load_pairs(recipe, AnswerRows, "eos"), recipe.dpo)
 
 
 def _of_answers(logits: Tensor, labels: Tensor, sum_parts: SumParts | None) -> tuple[Tensor, Tensor]:
@@ -118,8 +115,3 @@ def _of_answers(logits: Tensor, labels: Tensor, sum_parts: SumParts | None) -> t
     sums = torch.stack([sequence_log_probabilities(logits, labels), (labels != IGNORE_INDEX).sum(dim=-1)])
     sums = sum_parts(sums) if sum_parts else sums
     return sums[0].view(-1, 2), sums[1].view(-1, 2)
-
-
-def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> AnswerRows:
-    padding_token, truncation = splits.token_id(tokenizer, "eos"), recipe.data.truncation
-    return splits.padded_rows(recipe, AnswerRows, stream, padding_token, truncation)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,18 +90,12 @@ def reward_sums(rewards: Tensor, counted: Tensor) -> Tensor:
 
 
 def load_pairs(
-    recipe: Recipe,
-    make_rows: Callable[[Recipe, token_store.TokenStream, PreTrainedTokenizerFast], PairsType],
-    pads: bool = False,
+    recipe: Recipe, kind: type[PairsType], padding: Literal["eos", "pad"]
 ) -> tuple[PreTrainedTokenizerFast, splits.Splits[PairsType]]:
-    """Load the tokenizer and the rows of a task on preference pairs.
-
-    Args:
-        make_rows: cuts a token stream into rows of pairs.
-        pads: whether the task needs a padding token.
+    """Load the tokenizer and the rows, of a class, of a task on preference pairs. `padding`: token of the padding.
 
     Raises:
-        DataError: for a tokenizer without a chat template, or without a padding token if one is needed; see also
+        DataError: for a tokenizer without a chat template, or without a padding token if it pads; see also
             `splits.load_splits`.
     """
     schema = preference.PairSchema.of(recipe.data)
@@ -110,9 +104,12 @@ def load_pairs(
         return find_pairs(splits.path_of(data), data.pattern, schema, sources.Selection.of(recipe, data))
 
     chat_tokenizer = tokenizer.load_tokenizer(recipe, find_source)
-    if pads:
+    if padding == "pad":
         tokenizer.padding(chat_tokenizer)
+
+    def make_rows(stream: token_store.TokenStream) -> PairsType:
+        token = splits.token_id(chat_tokenizer, padding)
+        return splits.padded_rows(recipe, kind, stream, token, recipe.data.truncation)
+
     encoder = preference.PairEncoder(chat_tokenizer, schema, recipe.data.train_on, recipe.tokenizer.template_date)
-    return chat_tokenizer, splits.load_splits(
-        recipe, encoder, find_source, lambda stream: make_rows(recipe, stream, chat_tokenizer)
-    )
+    return chat_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows)

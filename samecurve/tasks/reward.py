@@ -11,13 +11,10 @@ from torch.nn import functional as F
 from samecurve.data.datasets.preference import ScoredRows
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models.hf_config import Head
-from samecurve.tasks import pairwise, splits
+from samecurve.tasks import pairwise
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from samecurve.config.schema import Recipe, Reward
-    from samecurve.data.token_store import TokenStream
 
 
 @dataclass
@@ -62,9 +59,4 @@ class RewardTask(pairwise.PairTask[ScoredRows]):
 
 def load_task(recipe: Recipe) -> RewardTask:
     """Load the task. Raises as `pairwise.load_pairs` does."""
-    return RewardTask(*pairwise.load_pairs(recipe, _rows, pads=True), recipe.reward)
-
-
-def _rows(recipe: Recipe, stream: TokenStream, tokenizer: PreTrainedTokenizerFast) -> ScoredRows:
-    padding_token, truncation = splits.token_id(tokenizer, "pad"), recipe.data.truncation
-    return splits.padded_rows(recipe, ScoredRows, stream, padding_token, truncation)
+    return RewardTask(*pairwise.load_pairs(recipe, ScoredRows, "pad"), recipe.reward)
