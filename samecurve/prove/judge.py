@@ -95,9 +95,9 @@ class Differences:
         made = cls()
         for step in range(min(len(run), len(reference))):
             one, other = run.ranks[0][step], reference.ranks[0][step]
-            made.add("loss", _relative(run.loss(step), reference.loss(step)), "")
+            made.add("loss", relative(run.loss(step), reference.loss(step)), "")
             if one["norm"] is not None and other["norm"] is not None:
-                made.add("norm", _relative(one["norm"], other["norm"]), "")
+                made.add("norm", relative(one["norm"], other["norm"]), "")
             for kind in ("gradients", "weights"):
                 # a weight that is 0 at first may have a gradient of roundings, whose sign is all that Adam sees
                 sizes = [values[0] for values in other[kind].values()]
@@ -144,7 +144,7 @@ def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
         yield Finding("rows", step + 1, text + _hint_of_rows(run, natural, step))
         break
     for step, (rates, expected) in enumerate(zip(run.rates, natural.rates, strict=False)):
-        if len(rates) != len(expected) or any(_relative(*pair) > LEAST for pair in zip(rates, expected, strict=True)):
+        if len(rates) != len(expected) or any(relative(*pair) > LEAST for pair in zip(rates, expected, strict=True)):
             text = f"{_numbers(rates)}, in one process {_numbers(expected)}: its schedule counts batches"
             yield Finding("learning rate", step + 1, text)
             break
@@ -194,10 +194,10 @@ def findings(
 
 def _cause_of_loss(run: Run, reference: Run, step: int) -> str:
     loss, expected, world = run.loss(step), reference.loss(step), len(run.ranks)
-    if any(_relative(other, expected) < 0.01 * _relative(loss, expected) for other in run.losses_by_labels(step)):
+    if any(relative(other, expected) < 0.01 * relative(loss, expected) for other in run.losses_by_labels(step)):
         return "; each batch is divided by its own number of labels: a mean of means, not of all labels of the step"
     for factor in {world, 1 / world} if world > 1 else ():
-        if _relative(loss, factor * expected) < 0.01 * abs(factor - 1):
+        if relative(loss, factor * expected) < 0.01 * abs(factor - 1):
             return f"; it is {factor:g} times that of one process: summed, or divided, once too often over processes"
     return ""
 
@@ -213,7 +213,7 @@ def why_nothing_is_shown(reference: Run) -> str:
     return ""
 
 
-def _relative(one: float, other: float) -> float:
+def relative(one: float, other: float) -> float:
     size = max(abs(one), abs(other))
     return abs(one - other) / size if size else 0.0 if one == other else math.inf
 

@@ -1,0 +1,395 @@
+"""Proves that a recipe's twin trains the same under each strategy as in a plain loop, also after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from samecurve.bench.jobs import StrategyJob, exit_code_of, processes, reason_of
+from samecurve.errors import ConfigurationError
+from samecurve.export import reload
+from samecurve.prove.judge import LEAST_NORM, Differences, Finding, relative
+from samecurve.prove.twin import KILLED, MICRO_BATCH, SAVED, STEPS, Twin, derive
+from samecurve.reports.chart import Curve, chart
+from samecurve.run.run_directory import iterate_metrics
+from samecurve.specs.environment import shipped_file, versions
+from samecurve.specs.precision import DTYPES
+from samecurve.specs.tasks import TASKS
+from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json, write_text
+from samecurve.storage.jsonl import scan
+from samecurve.storage.terminal import TextConsole, aligned
+
+CHECKS = ("rows", "loss", "norm", "resume", "weights", "export", "precision")
+_ALONE = StrategyJob("single", None, 1)
+_KEPT = shutil.ignore_patterns("model", "rejected_model", "tensorboard", "rows", "heartbeats")
+_VERIFIED = re.compile(r"^export reloaded by transformers .* differ by at most (\S+) ", re.M)
+
+
+@dataclass
+class Curves:
+    """Losses and gradient norms of steps 1, 2, ..., and the weights after the last one, by name."""
+
+    loss: list[float]
+    norm: list[float]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """Of a training of the twin. rows: by step, from all ranks; curves: from step `first` on; reason: of a failure."""
+
+    directory: Path
+    log: Path
+    first: int
+    curves: Curves
+    rows: dict[int, Counter[str]]
+    reason: str = ""
+    refused: bool = False
+
+
+@dataclass
+class Verdict:
+    """Of a strategy. largest: relative difference by check; reason: why it does not run; seconds: that it took."""
+
+    job: StrategyJob
+    findings: list[Finding] = field(default_factory=list)
+    largest: dict[str, float | None] = field(default_factory=dict)
+    reason: str = ""
+    refused: bool = False
+    seconds: float = 0.0
+
+    @property
+    def passes(self) -> bool:
+        return not self.findings and not self.reason
+
+
+class Proof:
+    """The runs of a twin below `twin.folder`, and what they are compared with.
+
+    Attributes:
+        expected: of the plain loop, or of one process where no loop computes the task.
+        rounding: what other rounding changes in it.
+        lower: the same in the recipe's precision; None if that is fp32, or without a loop.
+    """
+
+    def __init__(self, twin: Twin):
+        self.twin, self.console = twin, TextConsole()
+        self.lower: tuple[Curves, Differences] | None = None
+        if twin.why_not_looped:
+            text = (
+                f"{twin.why_not_looped}: the plain loop does not compute it; compared with one process of this trainer"
+            )
+            twin.not_judged.append(text)
+            self.expected = self._alone("reference", MICRO_BATCH)
+            other = self._alone("other_rounding", 1)
+        else:
+            self.expected = self._loop("weights")
+            other = self._loop("other_rounding", "--other-rounding")
+            if twin.recipe.precision != "fp32":
+                lower = self._loop("lower", "--products", DTYPES[twin.recipe.precision])
+                self.lower = lower, compared(lower, self.expected)
+        is_adapter = twin.recipe.adapter.name is not None
+        self.start = self.weights_of(twin.folder / ("adapter" if is_adapter else "model"))
+        self.rounding = compared(other, self.expected, self.start)
+
+    def why_nothing_is_shown(self) -> str:
+        """Return why agreement with the reference would show nothing; "" if it does."""
+        if max(self.expected.norm) < LEAST_NORM:
+            return f"all gradient norms are below {LEAST_NORM:g}: this model learns nothing, and any strategy agrees"
+        if all(value.equal(self.start[name]) for name, value in self.expected.weights.items()):
+            return "no weight moves: the learning rate is too small for fp32, or all weights are frozen"
+        return ""
+
+    def _loop(self, name: str, *words: str) -> Curves:
+        folder = self.twin.folder
+        command = [sys.executable, str(folder / "judge.py"), *words, "--weights", str(folder / f"{name}.safetensors")]
+        with self.console.status(f"plain loop: {name}"):
+            done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigurationError(f"{folder / 'judge.py'} failed:\n" + "\n".join(done.stderr.splitlines()[-3:]))
+        records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        losses, norms = ([record[key] for record in records] for key in ("loss", "grad_norm"))
+        return Curves(losses, norms, load_file(folder / f"{name}.safetensors"))
+
+    def _alone(self, name: str, micro_batch: int) -> Curves:
+        run = self.train(replace(_ALONE, name=name), "started", (f"batch.micro_batch_size={micro_batch}",))
+        if run.reason:
+            raise ConfigurationError(f"{self.twin.path}: in one process its twin ends: {run.reason}")
+        return replace(run.curves, weights=self.weights_of(run.directory / "model"))
+
+    def weights_of(self, folder: Path) -> dict[str, Tensor]:
+        """Read an export back with transformers, or peft, alone."""
+        model = reload.load(folder, TASKS[self.twin.recipe.task].auto_class, False)
+        return {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def train(
+        self, job: StrategyJob, kind: str, settings: Sequence[str] = (), killed: int = 0, before: Path | None = None
+    ) -> Outcome:
+        """Train the twin under a strategy, to its end or until it is killed.
+
+        Args:
+            kind: folder of the run, below that of the strategy.
+            killed: the last step before the kill; 0 for none.
+            before: run directory of the run that is gone on with.
+        """
+        directory, log = self.twin.folder / job.name / kind, self.twin.folder / job.name / f"{kind}.log"
+        shutil.rmtree(directory, ignore_errors=True)
+        if before is not None:
+            shutil.copytree(before, directory, ignore=_KEPT)
+        rows = self.twin.folder / job.name / f"{kind}_rows"
+        shutil.rmtree(rows, ignore_errors=True)
+        rows.mkdir(parents=True)
+        words = ["-m", "samecurve.launch.ranks", str(job.world_size)] if job.path else []
+        words += ["-m", "samecurve.prove.rank", str(rows), str(killed), self.twin.path]
+        words += [*self.twin.settings, "precision=fp32", *settings, f"output_dir={directory}"]
+        words += ["--strategy", str(job.path)] if job.path else []
+        with log.open("w", encoding="utf-8") as stream, self.console.status(f"{job.name}: {kind}"):
+            with processes([sys.executable, *words], stream, job.world_size) as process:
+                code = process.wait()
+        first, last = (SAVED + 1 if before else 1), killed or STEPS
+        records = [record for record in iterate_metrics(directory) if first <= record["step"] <= last]
+        losses, norms = ([record.get(key) or math.nan for record in records] for key in ("loss", "grad_norm"))
+        outcome = Outcome(directory, log, first, Curves(losses, norms), _rows_of(rows))
+        if len(records) < last - first + 1 or (code and not killed):
+            code = exit_code_of(directory, log, code) if code else 0
+            outcome.reason, outcome.refused = reason_of(directory, log, code), code == ConfigurationError.exit_code
+        return outcome
+
+    def judge_start(self, job: StrategyJob) -> tuple[Verdict, Outcome]:
+        """Train from the start until the kill, and a few steps in the recipe's precision."""
+        verdict, began = Verdict(job), time.monotonic()
+        run = self.train(job, "killed", killed=KILLED)
+        verdict.reason, verdict.refused = run.reason, run.refused
+        if not run.reason:
+            self._judge_rows(verdict, run, "rows", "")
+            self._judge_curves(verdict, run, ("loss", "norm"), self.expected, self.rounding, "")
+        if self.lower and not run.reason:
+            name = self.twin.recipe.precision
+            lower = self.train(job, name, (f"precision={name}",), killed=2)
+            if lower.reason:
+                verdict.findings.append(Finding("precision", 1, f"in {name} it ends: {lower.reason}"))
+            else:
+                self._judge_curves(verdict, lower, ("precision", "precision"), *self.lower, f"in {name}: ")
+        verdict.seconds = time.monotonic() - began
+        return verdict, run
+
+    def judge_resume(self, verdict: Verdict, before: Outcome, of: StrategyJob) -> None:
+        """Go on from what another run left when it was killed, under this strategy, to the export."""
+        began, where = time.monotonic(), f"after the kill of {of.name} on {of.world_size}: "
+        run = self.train(verdict.job, "resumed", before=before.directory)
+        if run.reason:
+            verdict.findings.append(Finding("resume", SAVED + 1, f"{where}{run.reason}"))
+        else:
+            self._judge_rows(verdict, run, "resume", where)
+            self._judge_curves(verdict, run, ("resume", "resume"), self.expected, self.rounding, where)
+            self._judge_export(verdict, run)
+        verdict.seconds += time.monotonic() - began
+
+    def _judge_rows(self, verdict: Verdict, run: Outcome, check: str, where: str) -> None:
+        verdict.largest.setdefault(check, 0.0)
+        for step in range(run.first, run.first + len(run.curves.loss)):
+            rows, expected = run.rows.get(step, Counter()), self.twin.rows[step - 1]
+            if rows != expected:
+                lost, more = (expected - rows).total(), (rows - expected).total()
+                text = (
+                    f"{lost} of {expected.total()} rows of the step are not read, {more} are read twice or are others"
+                )
+                verdict.findings.append(Finding(check, step, where + text))
+                return
+
+    def _judge_curves(
+        self,
+        verdict: Verdict,
+        run: Outcome,
+        checks: tuple[str, str],
+        expected: Curves,
+        rounding: Differences,
+        where: str,
+    ) -> None:
+        for kind, check in zip(("loss", "norm"), checks, strict=True):
+            reported = False
+            for index, value in enumerate(getattr(run.curves, kind)):
+                step = run.first + index
+                wanted = getattr(expected, kind)[step - 1]
+                away, bound = relative(value, wanted), rounding.bound(kind, step - 1)
+                verdict.largest[check] = max(verdict.largest.get(check) or 0.0, away)
+                if not away <= bound and not reported:
+                    text = f"{where}{kind} {value:.6g}, expected {wanted:.6g}: {away:.1e} away"
+                    verdict.findings.append(Finding(check, step, f"{text}, rounding explains {bound:.1e}"))
+                    reported = True
+
+    def _judge_export(self, verdict: Verdict, run: Outcome) -> None:
+        """Compare the export, read back, with the reference's weights; the run has compared its logits itself."""
+        weights = self.weights_of(run.directory / "model")
+        verdict.largest["export"] = None
+        if same := _VERIFIED.search(run.log.read_text(encoding="utf-8")):
+            verdict.largest["export"] = float(same[1])
+        if weights.keys() != self.expected.weights.keys():
+            names = sorted(weights.keys() ^ self.expected.weights.keys())
+            verdict.findings.append(
+                Finding("export", STEPS, f"{len(names)} weights are in one of the two alone: {names[0]}")
+            )
+            return
+        unmoved = [name for name, value in self.expected.weights.items() if value.equal(self.start[name])]
+        if moved := [name for name in unmoved if not weights[name].equal(self.start[name])]:
+            text = f"{len(moved)} of {len(unmoved)} frozen weights are not as they were, {moved[0]} the first"
+            verdict.findings.append(Finding("weights", STEPS, text))
+        away = compared(Curves([], [], weights), self.expected, self.start).values["weights"][0]
+        bound = self.rounding.bound("weights", 0)
+        verdict.largest["weights"] = away
+        if not away <= bound:
+            text = f"{away:.1e} of their change since the start away, rounding explains {bound:.1e}"
+            verdict.findings.append(Finding("weights", STEPS, text))
+
+
+def compared(one: Curves, other: Curves, start: dict[str, Tensor] | None = None) -> Differences:
+    """Compute relative differences of each step; those of the weights relative to their change since `start`."""
+    values = {
+        kind: [relative(*pair) for pair in zip(getattr(one, kind), getattr(other, kind), strict=True)]
+        for kind in ("loss", "norm")
+        if getattr(one, kind)
+    }
+    if start is not None:
+        squares = [0.0, 0.0]
+        for name, value in other.weights.items():
+            squares[0] += (one.weights[name].double() - value.double()).square().sum().item()
+            squares[1] += (value.double() - start[name].double()).square().sum().item()
+        values["weights"] = [math.sqrt(squares[0] / squares[1]) if squares[1] else 0.0]
+    return Differences(values)
+
+
+def _rows_of(folder: Path) -> dict[int, Counter[str]]:
+    """Add up the rows of each step. Ranks of one shard read the same rows, of which one counts."""
+    read: dict[tuple[int, int], Counter[str]] = {}
+    for path in folder.glob("rank_*.jsonl"):
+        for record in (record for _, record in scan(path) if record is not None):
+            read.setdefault((record["step"], record["shard"]), Counter(record["rows"]))
+    rows: dict[int, Counter[str]] = {}
+    for (step, _), keys in read.items():
+        rows[step] = rows.get(step, Counter()) + keys
+    return rows
+
+
+def run(path: str, given: Sequence[str], jobs: Sequence[StrategyJob], named: bool, output: Path) -> int:
+    """Prove, print a table and what was found, write certificate.json and chart.svg. Returns 0 if all strategies pass.
+
+    named: the strategies were asked for by name, so that one which cannot run here is a FAIL.
+    """
+    with storage_errors(output):
+        twin = derive(path, given, output)
+        proof = Proof(twin)
+        nothing = proof.why_nothing_is_shown()
+        verdicts = [] if nothing else _judge(proof, [_ALONE, *(job for job in jobs if job.path)])
+        content = certificate(proof, verdicts, nothing, named)
+        write_json(output / "certificate.json", content)
+        points = [*enumerate(proof.expected.loss, 1)]
+        away = [
+            Curve(one.job.name, max((one.largest.get(kind) or 0.0) for kind in ("loss", "resume"))) for one in verdicts
+        ]
+        reference = Curve("one process" if twin.why_not_looped else "a plain loop", 0.0)
+        bound = proof.rounding.bound("loss", STEPS - 1)
+        write_text(output / "chart.svg", chart(points, [reference, *away], Path(path).stem, bound))
+    print()
+    for kind, (trained, everything) in twin.trained.items():
+        print(f"trained of {kind}: {trained:,} of {everything:,} tokens")
+    for text in twin.problems:
+        print(f"FAIL: {text}")
+    if nothing:
+        print(f"FAIL: nothing can be shown: {nothing}")
+    else:
+        heads = [*CHECKS[:-1], *([twin.recipe.precision] if proof.lower else [])]
+        print(aligned([["strategy", "processes", *heads, ""], *(_row(one, heads) for one in verdicts)]))
+    for verdict in verdicts:
+        if verdict.reason:
+            print(f"{verdict.job.name}: {'cannot run here: ' if verdict.refused else ''}{verdict.reason}")
+        for index, finding in enumerate(verdict.findings):
+            print(f"{'  ' if index else f'{verdict.job.name}: '}{finding.kind}, step {finding.step}: {finding.text}")
+    print("".join(f"not judged: {text}\n" for text in twin.not_judged), end="")
+    print(f"{output / 'certificate.json'}  {output / 'chart.svg'}  {output / 'judge.py'}")
+    return 0 if content["passes"] else 1
+
+
+def _judge(proof: Proof, jobs: Sequence[StrategyJob]) -> list[Verdict]:
+    """Judge in a ring: each strategy goes on from what the one before it left when it was killed."""
+    started = [proof.judge_start(job) for job in jobs]
+    alive = [(verdict, run) for verdict, run in started if not verdict.reason]
+    for index, (verdict, _) in enumerate(alive):
+        before, run = alive[index - 1]
+        proof.judge_resume(verdict, run, before.job)
+    for verdict, _ in started:
+        text = "PASS" if verdict.passes else "cannot run here" if verdict.refused else "FAIL"
+        proof.console.print(
+            f"{verdict.job.name}, {verdict.job.world_size} process(es): {text}, {verdict.seconds:.0f} s"
+        )
+    return [verdict for verdict, _ in started]
+
+
+def _status(verdict: Verdict, check: str) -> str:
+    if any(finding.kind == check for finding in verdict.findings):
+        return "FAIL"
+    return "PASS" if check in verdict.largest else "not judged"
+
+
+def _row(verdict: Verdict, heads: Sequence[str]) -> list[str]:
+    cells = []
+    for check in islice(CHECKS, len(heads)):
+        status, value = _status(verdict, check), verdict.largest.get(check)
+        cells.append(f"{status} {value:.0e}" if value else "-" if status == "not judged" else status)
+    last = "PASS" if verdict.passes else "cannot run" if verdict.refused else "FAIL"
+    return [verdict.job.name, str(verdict.job.world_size), *cells, last]
+
+
+def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str, named: bool) -> dict:
+    """Return what was judged, for certificate.json."""
+    twin, judged = proof.twin, [verdict for verdict in verdicts if named or not verdict.refused]
+    passes = not nothing and not twin.problems and len(judged) > 1 and all(verdict.passes for verdict in judged)
+    digest = hashlib.sha256(Path(shipped_file(twin.path)).read_bytes()).hexdigest()
+    names = ", ".join(verdict.job.name for verdict in judged)
+    away = max((verdict.largest.get("loss") or 0.0 for verdict in judged), default=0.0)
+    what = "one process" if twin.why_not_looped else "a plain loop of transformers and torch"
+    line = f"A small twin of this recipe followed {what} under {names}, to {away:.0e} in the loss, also after a kill"
+    always = ["the size of the model, and its pretrained weights", "dropout (switched off)", "evaluation", "GPUs"]
+    always += [] if twin.why_not_looped else ["the shape of the schedule: the loop takes the recipe's rates"]
+    return {
+        "recipe": twin.path,
+        "sha256": digest,
+        "settings": twin.settings,
+        "steps": STEPS,
+        "date": utc_timestamp(),
+        "versions": versions(),
+        "passes": passes,
+        "shows_nothing": nothing,
+        "judged_by": what,
+        "trained_tokens": twin.trained,
+        "problems": twin.problems,
+        "strategies": [
+            {
+                "strategy": verdict.job.name,
+                "processes": verdict.job.world_size,
+                "passes": verdict.passes,
+                "cannot_run": verdict.refused,
+                "reason": verdict.reason,
+                "checks": {check: _status(verdict, check) for check in CHECKS},
+                "differences": verdict.largest,
+                "findings": [finding._asdict() for finding in verdict.findings],
+                "seconds": round(verdict.seconds, 1),
+            }
+            for verdict in verdicts
+        ],
+        "not_judged": [*twin.not_judged, *always],
+        "model_card": f"{line} (`samecurve prove`, {utc_timestamp()[:10]}, sha256 {digest[:12]})." if passes else "",
+    }
