@@ -40,7 +40,6 @@ for name, weight in model.named_parameters():
     factor = own["learning_rate"] / settings["learning_rate"] if "learning_rate" in own else factor
     groups += [{"params": [weight], "weight_decay": decay, "factor": factor}] if weight.requires_grad else []
 optimizer = torch.optim.AdamW(groups, betas=settings["betas"], eps=settings["epsilon"])
-
 for line, rate in zip((HERE / "rows.jsonl").open(), settings["rates"], strict=True):
     texts = json.loads(line)
     count = sum(label != -100 for text in texts for label in text["labels"])

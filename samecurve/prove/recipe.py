@@ -161,7 +161,7 @@ class Proof:
             with processes([sys.executable, *words], stream, job.world_size) as process:
                 code = process.wait()
         first, last = (SAVED + 1 if before else 1), killed or STEPS
-        records = [record for record in iterate_metrics(directory) if first <= record["step"] <= last]
+        records = [record for record in iterate_metrics(directory) if record and first <= record["step"] <= last]
         losses, norms = ([record.get(key) or math.nan for record in records] for key in ("loss", "grad_norm"))
         outcome = Outcome(directory, log, first, Curves(losses, norms), _rows_of(rows))
         if len(records) < last - first + 1 or (code and not killed):
@@ -319,7 +319,8 @@ def run(path: str, given: Sequence[str], jobs: Sequence[StrategyJob], named: boo
         for index, finding in enumerate(verdict.findings):
             print(f"{'  ' if index else f'{verdict.job.name}: '}{finding.kind}, step {finding.step}: {finding.text}")
     print("".join(f"not judged: {text}\n" for text in twin.not_judged), end="")
-    print(f"{output / 'certificate.json'}  {output / 'chart.svg'}  {output / 'judge.py'}")
+    names = ("certificate.json", "chart.svg", *([] if twin.why_not_looped else ["judge.py"]))
+    print("  ".join(str(output / name) for name in names))
     return 0 if content["passes"] else 1
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -56,6 +56,7 @@ _SIZES = {
 }
 _LAYERS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"
 _LLAMA = {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True}
+START, ENDS = 24, "ends of turns"  # tokens by which a conversation is looked up; trained with an answer
 _LOOPED = {"pretrain", "continue_pretrain", "sft", "classify", "mlm"}
 
 
@@ -98,6 +99,7 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     logging.disable_progress_bar()
     for name in ("model", "adapter", "teacher"):
         shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "judge.py").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     smaller = [f"batch.sequence_length={min(recipe.batch.sequence_length, LENGTH)}"]
     data = recipe.data
@@ -124,7 +126,7 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     settings = _settings(path, given, smaller, recipe, folder, own or str(folder / "model"))
     twin = Twin(path, folder, settings, recipes.load_recipe(path, settings), not_judged=not_judged)
     task = registry.load_task(twin.recipe)
-    steps = [*_steps(twin.recipe, task)]
+    steps = [*StepBatches(task.train, twin.recipe.seed, twin.recipe.batch, (0, 1), STEPS)]
     twin.rows = [Counter(key for batch in step for key in row_keys(batch)) for step in steps]
     twin.why_not_looped = why_not_looped(twin.recipe, folder)
     if not twin.why_not_looped:
@@ -154,21 +156,20 @@ def _write_model(recipe: Recipe, real: Recipe, task: Task, folder: Path) -> None
     config = narrow(hf_config.model_config(recipe, size, task.special_tokens, task.head))
     model_class = task.head.model_class(config)
     assert model_class is not None  # model_config has found it
-    spread = getattr(config, "initializer_range", None)
+    usual = getattr(config, "initializer_range", None)
     with torch.random.fork_rng([]):
         torch.manual_seed(real.seed)
         for name in ("model", *(["teacher"] if TASKS[real.task].has_teacher else [])):
             config.initializer_range = SPREAD
             model = model_class(config)
-            config.initializer_range = spread
+            config.initializer_range = usual
             model.save_pretrained(folder / name)
             task.tokenizer.save_pretrained(folder / name)
         if real.adapter.name is not None:
             from peft import LoraConfig, get_peft_model
 
-            asked = real.adapter
+            asked, targets = real.adapter, real.adapter.target_modules
             kinds = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}
-            targets = asked.target_modules
             lora = LoraConfig(
                 r=asked.rank,
                 lora_alpha=asked.alpha,
@@ -197,9 +198,8 @@ def narrow(config: PreTrainedConfig) -> PreTrainedConfig:
         fields["num_key_value_heads"] = 4 if heads == getattr(config, "num_attention_heads", None) else min(heads, 2)
     if kinds:
         fields["layer_types"] = [*kinds[:layers]]
-    fields |= {"dtype": "float32", "torch_dtype": None}
     try:
-        return type(config).from_dict({name: value for name, value in fields.items() if name != "torch_dtype"})
+        return type(config).from_dict({**fields, "dtype": "float32"})
     except Exception as error:  # of any type: each family has checks of its own
         raise ConfigurationError(
             f"model: no {config.model_type} of {layers} narrow layers can be made: {error}"
@@ -212,16 +212,15 @@ def _settings(
     """Return the `key=value` that make the twin of a recipe, the user's among them. own: path of its tokenizer."""
     left_out = {"path", "revision", "config", "overrides", "new_head", "trust_remote_code"}
     model = {key: value for key, value in recipe.model.model_dump(exclude_unset=True).items() if key not in left_out}
-    model |= {"path": str(folder / "model")}
-    model |= {"attention": "auto", "kernels": "torch"}  # others need a GPU
-    tokenizer = recipe.tokenizer.model_dump(exclude_unset=True) | {"path": own}
-    tokenizer.pop("vocabulary_size", None)
+    model |= {"path": str(folder / "model"), "attention": "auto", "kernels": "torch"}  # others need a GPU
+    tokenizer: dict[str, Any] = recipe.tokenizer.model_dump(exclude_unset=True, exclude={"vocabulary_size"})
+    tokenizer["path"] = own
     blocks: dict[str, Any] = {"model": model, "tokenizer": tokenizer}
     if recipe.adapter.name is not None:
         kept = {"quantization": recipe.adapter.quantization, "loraplus_lr_ratio": recipe.adapter.loraplus_lr_ratio}
         blocks["adapter"] = {"path": str(folder / "adapter"), "dropout": 0.0, **kept}
     micro = MICRO_BATCH if recipe.batch.is_auto else min(MICRO_BATCH, recipe.batch.micro_batch_size)
-    values = {
+    values: dict[str, Any] = {
         **blocks,
         **({"distill.teacher": str(folder / "teacher")} if TASKS[recipe.task].has_teacher else {}),
         "batch.global_batch_size": min(ROWS, recipe.batch.global_batch_size),
@@ -241,10 +240,6 @@ def _settings(
     return jobs.shortened(
         path, [*own, *smaller, *(f"{key}={json.dumps(value)}" for key, value in values.items())], STEPS
     )
-
-
-def _steps(recipe: Recipe, task: Task) -> Iterator[list[MicroBatch]]:
-    yield from StepBatches(task.train, recipe.seed, recipe.batch, (0, 1), STEPS)
 
 
 def row_keys(batch: MicroBatch) -> list[str]:
@@ -320,47 +315,44 @@ def _write_loop(recipe: Recipe, texts: list[list[dict[str, list[int]]]], folder:
 
 def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) -> None:
     """Count the trained tokens of the texts by what they are, and compare them with what the recipe promises."""
-    recipe, counts = twin.recipe, Counter()
-    data, chats = recipe.data, TASKS[recipe.task].chats
-    if not chats:
+    counts, data = Counter[tuple[str | None, bool]](), twin.recipe.data
+    if TASKS[twin.recipe.task].chats:
+        if data.path is None or data.streaming or not data.chat or data.train_on != "assistant":
+            twin.not_judged.append("which tokens are trained: only for data.path with data.train_on=assistant")
+            return
+        known, unknown = _kinds_by_start(twin.recipe, task), 0
         for text in texts:
-            counts["trained"] += sum(label != IGNORE_INDEX for label in text["labels"])
-            counts["all"] += len(text["labels"])
-        twin.trained["labels" if recipe.task == "classify" else "text"] = [counts["trained"], counts["all"]]
-        first = len(texts) if "pretrain" in recipe.task else counts["all"]
-        if counts["all"] - counts["trained"] > first:  # nothing precedes a text's first token
-            twin.problems.append(f"{counts['all'] - counts['trained'] - first:,} tokens of the texts are not trained")
-        return
-    if data.path is None or data.streaming or not data.chat or data.train_on != "assistant":
-        twin.not_judged.append("which tokens of the conversations are trained (one data.path, train_on assistant only)")
-        return
-    schema = ChatSchema.of(data)
-    source = find.find_conversations(data.path, data.pattern, schema, sources.Selection.of(recipe, data))
+            kinds = next((kinds for kinds in known(text["input_ids"]) if kinds), None)
+            unknown += kinds is None
+            counts.update(zip(kinds or (), (label != IGNORE_INDEX for label in text["labels"]), strict=False))
+        if unknown:
+            why = "tools, reasoning, weights, or another rendering than transformers' apply_chat_template"
+            twin.not_judged.append(f"which tokens of {unknown} of {len(texts)} conversations are trained: {why}")
+    else:
+        for text in texts:  # nothing precedes a causal text's first token
+            labels = text["labels"][1:] if "pretrain" in twin.recipe.task else text["labels"]
+            counts.update(("the texts", label != IGNORE_INDEX) for label in labels)
+    must = {"assistant"} | ({"the texts"} if "pretrain" in twin.recipe.task else set())
+    for kind in sorted({kind for kind, _ in counts if kind}):
+        trained, others = counts[kind, True], counts[kind, False]
+        twin.trained[kind] = [trained, trained + others]
+        if kind in must and others:
+            twin.problems.append(f"{others:,} of {trained + others:,} tokens of {kind} are not trained")
+        if kind not in (*must, ENDS, "the texts") and trained:
+            twin.problems.append(f"{trained:,} of {trained + others:,} tokens of {kind} are trained")
+
+
+def _kinds_by_start(recipe: Recipe, task: Task) -> Callable[[list[int]], Iterator[list[str | None] | None]]:
+    """Return a function from a text's tokens to what each is, in all conversations that begin with these tokens."""
+    data = recipe.data
     by_start: dict[tuple[int, ...], list[tuple[Conversation, str]]] = {}
+    assert data.path is not None
+    source = find.find_conversations(data.path, data.pattern, ChatSchema.of(data), sources.Selection.of(recipe, data))
     for conversation in islice(source.documents(), 10 * MOST_DOCUMENTS):
         if (text := _rendered(task, recipe, conversation)) is not None:
             ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
             by_start.setdefault(tuple(ids[:START]), []).append((conversation, text))
-    unknown = 0
-    for text in texts:
-        fitting = by_start.get(tuple(text["input_ids"][:START]), [])
-        kinds = next((found for one in fitting if (found := _kinds(task, recipe, *one, text["input_ids"]))), None)
-        unknown += kinds is None
-        for kind, label in zip(kinds or (), text["labels"], strict=False):
-            counts[kind, label != IGNORE_INDEX] += 1
-    for kind in sorted({kind for kind, _ in counts}):
-        trained, others = counts[kind, True], counts[kind, False]
-        twin.trained[kind] = [trained, trained + others]
-        if kind == "assistant" and others:
-            twin.problems.append(f"{others:,} of {trained + others:,} tokens of the assistant are not trained")
-        if kind not in ("assistant", ENDS) and trained:
-            twin.problems.append(f"{trained:,} of {trained + others:,} tokens of {kind} are trained")
-    if unknown:
-        text = "tools, reasoning, weights, or another rendering than transformers' apply_chat_template"
-        twin.not_judged.append(f"which tokens of {unknown} of {len(texts)} conversations are trained: {text}")
-
-
-START, ENDS = 24, "ends of turns"
+    return lambda ids: (_kinds(task, recipe, *one, ids) for one in by_start.get(tuple(ids[:START]), ()))
 
 
 def _rendered(task: Task, recipe: Recipe, conversation: Conversation, num_messages: int | None = None) -> str | None:

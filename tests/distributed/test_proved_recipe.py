@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import yaml
 from harness import LLAMA, ROOT
 
 from samecurve.bench import jobs
+from samecurve.cli import prove as command_prove
 from samecurve.cli.commands import main
 from samecurve.data import chat_encoder
 from samecurve.prove.recipe import Proof
@@ -42,7 +44,12 @@ def recipe(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SAMECURVE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rows = [
-        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n} is " * (n % 9 + 1)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"say {n}"},
+                {"role": "assistant", "content": f"{n} is " * (n % 9 + 1)},
+            ]
+        }
         for n in range(80)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -86,7 +93,7 @@ def test_a_mean_of_means_is_found(recipe, monkeypatch):
     assert set(proof.twin.trained) == {"assistant", "ends of turns", "the template", "user"}
     verdict, _ = proof.judge_start(jobs.jobs(["ddp"], 2)[0])
     assert [(finding.kind, finding.step) for finding in verdict.findings] == [("loss", 1), ("norm", 1)]
-    assert verdict.largest["rows"] == 0 and 1e-3 < verdict.largest["loss"] < 0.5  # it looks like any other curve
+    assert verdict.largest["rows"] == 0 and 1e-3 < (verdict.largest["loss"] or 0) < 0.5  # it looks like any other curve
 
 
 @pytest.mark.full
@@ -128,3 +135,14 @@ def test_a_wrong_mask_is_found(recipe, monkeypatch):
     twin = derive(str(recipe), [], recipe.parent / "proof")
     assert any("tokens of user are trained" in problem for problem in twin.problems)
     assert any("tokens of the template are trained" in problem for problem in twin.problems)
+
+
+def test_the_workflow_runs_the_command():
+    content = yaml.safe_load((ROOT / "docs" / "prove_workflow.yml").read_text())
+    (job,) = content["jobs"].values()
+    assert set(content) == {"name", True, "jobs"} and "pull_request" in content[True]  # YAML 1.1 reads `on` as true
+    (command,) = (step["run"] for step in job["steps"] if "prove" in step.get("run", ""))
+    parser = argparse.ArgumentParser()
+    command_prove.add_arguments(parser)
+    assert parser.parse_args(command.split()[4:]).output == Path("proof")
+    assert all(("uses" in step) != ("run" in step) for step in job["steps"])
