@@ -32,9 +32,10 @@ from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json, write_text
 from samecurve.storage.jsonl import scan
 from samecurve.storage.terminal import TextConsole, aligned
+from samecurve.strategy.placement import REFERENCE
 
 CHECKS = ("rows", "loss", "norm", "resume", "weights", "export", "precision")
-_ALONE = StrategyJob("single", None, 1)
+_ALONE = StrategyJob(REFERENCE, None, 1)
 _KEPT = shutil.ignore_patterns("model", "rejected_model", "tensorboard", "rows", "heartbeats")
 _VERIFIED = re.compile(r"^export reloaded by transformers .* differ by at most (\S+) ", re.M)
 

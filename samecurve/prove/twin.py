@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
@@ -236,9 +237,9 @@ def _settings(
         "logging.trackers": [],
         "rehearse": False,
     }
-    own = [word for word in given if word.partition("=")[0].partition(".")[0] not in blocks]
+    user = [word for word in given if word.partition("=")[0].partition(".")[0] not in blocks]
     return jobs.shortened(
-        path, [*own, *smaller, *(f"{key}={json.dumps(value)}" for key, value in values.items())], STEPS
+        path, [*user, *smaller, *(f"{key}={json.dumps(value)}" for key, value in values.items())], STEPS
     )
 
 
@@ -368,7 +369,7 @@ def _rendered(task: Task, recipe: Recipe, conversation: Conversation, num_messag
             add_generation_prompt=asks,
             **{**recipe.data.chat_template_kwargs, **(conversation.template_kwargs or {})},
         )
-    except Exception:  # templates raise what they like, for example for an empty list
+    except (TemplateError, TypeError, ValueError, LookupError):  # a template may refuse, for example no messages
         return None
     return str(text)
 
