@@ -183,7 +183,7 @@ class Accelerator(PreparedData, Trackers, States):
         with super().accumulate(*models):
             yield
 
-    def backward(self, loss: Tensor, reduction: str = "mean", num_items: int | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, reduction: str = "mean", num_items: float | None = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's loss to that of the step.
 
         Args:
@@ -204,7 +204,7 @@ class Accelerator(PreparedData, Trackers, States):
         else:
             loss.backward(**kwargs)
 
-    def _weight(self, reduction: str, num_items: int | None) -> float:
+    def _weight(self, reduction: str, num_items: float | None) -> float:
         """Return the factor by which gradients of such losses, averaged over the ranks, add up to the step's."""
         if num_items is not None:
             return self.mesh.loss_ranks / num_items

@@ -154,6 +154,17 @@ def _reasoning(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.reasoning", f"found keep, but with {other} a conversation is one row anyway; remove it"
 
 
+def _token_weights(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if not value("data.token_weights"):
+        return
+    for key, wanted in (("task", "sft"), ("data.train_on", "assistant")):
+        if value(key) != wanted:
+            yield "data.token_weights", f"found true, which needs {key}: {wanted}, and that is {value(key)}; remove it"
+    if value("loss.implementation") == "liger":
+        text = "found true, but Liger's kernel has no weights of tokens; set loss.implementation to auto"
+        yield "data.token_weights", text
+
+
 def _whole_conversations(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.messages_column") is not None and value("data.train_on") == "completion":
         text = "found completion, but the conversations of data.messages_column have no separate prompt; use "
@@ -315,7 +326,7 @@ RULES: tuple[Rule, ...] = (
     *(_sorted_and_packed, _not_packed, _nothing_truncated),
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
     *(_class_twice, _known_classes, _messages_without_template, _reasoning),
-    *(_whole_conversations, _template, _template_date),
+    *(_whole_conversations, _token_weights, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
     *(
         _epochs,

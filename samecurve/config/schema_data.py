@@ -132,6 +132,10 @@ class Data(Section):
     """`sft`, `distill`, `dpo`: which tokens are trained. `assistant`: each answer up to the token that ends it.
     `completion`: everything after the prompt, as in TRL's DPO, including what the template writes after that token.
     `all` (not `dpo`): prompts and markers, too."""
+    token_weights: bool = False
+    """`sft`: weigh the loss by any numbers, of an assistant's turn (`weight`) or of tokens (a list `weights` beside
+    `input_ids`). The loss of a step is the sum of weight times loss over the sum of weights. Not with
+    `loss.implementation: liger`. [Weights](data.md#weights)."""
     reasoning: Literal["as_inference", "keep"] = "as_inference"
     """`sft`, `distill`: conversations whose earlier answers the chat template renders differently once others follow,
     mostly without their reasoning. `as_inference`: a row for each such answer, as the model sees it when it writes that

@@ -10,7 +10,7 @@ import numpy as np
 
 from samecurve.data.chat_template import CALLING, ChatTemplate
 from samecurve.data.chat_turns import OTHER_TEMPLATE, Rendered, RenderedTurns
-from samecurve.data.conversation_encoder import ConversationEncoder, Span, TextEncoder, overlap
+from samecurve.data.conversation_encoder import ConversationEncoder, TextEncoder, overlap, weights_of
 from samecurve.data.encoder import Encoded
 from samecurve.data.known_templates import variant
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
@@ -88,7 +88,7 @@ class ChatEncoder(ConversationEncoder):
             )
         from tokenizers import processors
 
-        self.tokenizer, self.schema, self.splits = tokenizer, schema, splits
+        self.tokenizer, self.schema, self.splits, self.weighted = tokenizer, schema, splits, schema.weighted
         self._rust.encode_special_tokens = False  # the template writes special tokens as text
         # A post-processor would trim spaces from the offsets, and add tokens that the template has already written.
         self._rust.post_processor = processors.Sequence([])
@@ -123,7 +123,7 @@ class ChatEncoder(ConversationEncoder):
         encodings = iter(self._rust.encode_batch(texts, add_special_tokens=False))
         encoded, specials = [], next(iter(self.templates.values())).special
         for document, rows in zip(documents, rendered, strict=True):
-            first, *more = [self._encoded(next(encodings), row.spans) for row in rows]
+            first, *more = [self._encoded(next(encodings), row) for row in rows]
             encoded.append(first._replace(more=tuple(more)))
             if more:
                 self.counts["split_conversations"] += 1
@@ -132,11 +132,15 @@ class ChatEncoder(ConversationEncoder):
             self.counts["messages_with_special_tokens"] += sum(special)
         return encoded
 
-    def _encoded(self, encoding: Encoding, spans: list[Span]) -> Encoded:
-        offsets = np.array(encoding.offsets)
+    def _encoded(self, encoding: Encoding, row: Rendered) -> Encoded:
+        offsets, spans = np.array(encoding.offsets), row.spans
         inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
         self.counts["answers_begun_inside_a_token"] += inside
-        return Encoded(encoding.ids, overlap(offsets, spans))
+        weights = np.ones(len(offsets), np.float32) if self.weighted else None
+        if weights is not None:
+            for span in (span for span in spans if span[0] in row.weights):
+                weights[overlap(offsets, [span])] = weights_of([row.weights[span[0]]])
+        return Encoded(encoding.ids, overlap(offsets, spans), weights=weights)
 
     def rows(self, conversation: Conversation) -> list[Rendered]:
         """Return the rows of a conversation, in the order of their last turns."""
@@ -247,7 +251,7 @@ def _ends_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         conversation = Conversation("the chat template", ({"role": "user", "content": "a"}, message))
         try:
             turns = RenderedTurns(conversation, encoder.template(conversation))
-            body, (text, spans) = turns.answers()[1]
+            body, (text, spans, _) = turns.answers()[1]
         except DataError:  # such a template can render prompts, but not be trained with
             continue
         # the end of the turn, and what is trained behind it: many templates write a line break after the token

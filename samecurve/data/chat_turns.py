@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -18,10 +19,11 @@ _KEEPING = {"preserve_thinking": "true", "clear_thinking": "false", "truncate_hi
 
 
 class Rendered(NamedTuple):
-    """A text and its trained character ranges."""
+    """A text, its trained character ranges, and by their starts the weights of those whose weight is not 1."""
 
     text: str
     spans: list[Span]
+    weights: Mapping[int, float] = {}
 
 
 class Answer(NamedTuple):
@@ -96,7 +98,7 @@ class RenderedTurns:
             spans = [span for spans in served.values() for span in spans] + row.spans
             spans += others if last == whole else []
             if spans:
-                rows.append(Rendered(row.text, spans))
+                rows.append(Rendered(row.text, spans, self._weights({**served, last: row.spans})))
         return rows[::-1]
 
     def kept(self, answers: dict[int, Answer]) -> list[Rendered]:
@@ -108,6 +110,7 @@ class RenderedTurns:
         whole = len(self._conversation.messages) - 1
         row = answers[whole].row if whole in answers else Rendered(self._render(whole + 1)[0], [])
         spans: list[Span] = []
+        by_index = {whole: row.spans}
         for index in sorted(answers.keys() - {whole}):
             body, own = answers[index]
             # the end of the turn may be another one, as <|return|> and <|end|> of gpt-oss
@@ -123,7 +126,13 @@ class RenderedTurns:
                     + (f", or set data.chat_template_kwargs={{{name}: {_KEEPING[name]}}}" if name else "")
                 )
             spans += served
-        return [Rendered(row.text, [*spans, *row.spans, *self._trained_by_weight()])]
+            by_index[index] = served
+        return [Rendered(row.text, [*spans, *row.spans, *self._trained_by_weight()], self._weights(by_index))]
+
+    def _weights(self, spans: Mapping[int, list[Span]]) -> dict[int, float]:
+        """Map the starts of the messages' spans, given by the index of the message, to weights other than 1."""
+        weights = {index: self._conversation.messages[index].get("weight", 1) for index in spans}
+        return {start: weights[index] for index, own in spans.items() for start, _ in own if weights[index] != 1}
 
     def _answer(self, index: int) -> Answer:
         special = self._template.special

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from samecurve.data.encoder import Encoded, Encoder, vocabulary_size
 from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.errors import DataError
+from samecurve.specs.data_names import WEIGHT_UNITS
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ class ConversationEncoder(Encoder):
                 f"{document.place}: 'input_ids' has {wrong}, but the tokenizer's ids end at {self._num_ids - 1}; use "
                 "the tokenizer that made the rows"
             )
-        return Encoded(tokens, np.array(document.trained, dtype=bool))
+        weights = weights_of(document.weights or [1.0] * len(tokens)) if self.weighted else None
+        return Encoded(tokens, np.array(document.trained, dtype=bool), weights=weights)
 
 
 class TextEncoder(ConversationEncoder):
@@ -58,7 +61,7 @@ class TextEncoder(ConversationEncoder):
         super().__init__(tokenizer)
         from tokenizers import processors
 
-        self.schema = schema
+        self.schema, self.weighted = schema, schema.weighted
         self._rust.post_processor = processors.Sequence([])
         self.identity = digest(_VERSION, self.identity, "text", schema.train_on)
 
@@ -69,7 +72,9 @@ class TextEncoder(ConversationEncoder):
         for encoding, (_, spans) in zip(encodings, rendered, strict=True):
             begin, end = np.zeros(len(self._begin), dtype=bool), np.ones(len(self._end), dtype=bool)
             marks = [begin, overlap(np.array(encoding.offsets), spans), end]
-            encoded.append(Encoded([*self._begin, *encoding.ids, *self._end], np.concatenate(marks)))
+            ids = [*self._begin, *encoding.ids, *self._end]
+            weights = np.ones(len(ids), np.float32) if self.weighted else None
+            encoded.append(Encoded(ids, np.concatenate(marks), weights=weights))
         return encoded
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
@@ -77,6 +82,11 @@ class TextEncoder(ConversationEncoder):
         prompt, completion = (message["content"] for message in conversation.messages)
         text = prompt + completion
         return text, [(0 if self.schema.train_on == "all" else len(prompt), len(text))]
+
+
+def weights_of(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Round weights to the units in which they are counted, see Counts: float32."""
+    return (np.rint(np.asarray(values, np.float32).astype(np.float64) * WEIGHT_UNITS) / WEIGHT_UNITS).astype(np.float32)
 
 
 def overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:

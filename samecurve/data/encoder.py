@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Encoded(NamedTuple):
-    """Token ids of one document ([] for an empty one) with its trained marks, segments and label (see TokenStream).
+    """Token ids of one document ([] for an empty one) with its trained marks, segments and so on (see TokenStream).
 
     `more`: the other rows, if one document of the source becomes several documents of the token stream.
     """
@@ -33,6 +33,7 @@ class Encoded(NamedTuple):
     segments: Sequence[int] | np.ndarray | None = None
     label: int | None = None
     more: tuple[Encoded, ...] = ()
+    weights: np.ndarray | None = None
 
 
 class Encoder(ABC):
@@ -44,6 +45,7 @@ class Encoder(ABC):
         identity: changes when the ids for the same document do.
         masked: whether some tokens are not trained.
         segmented: whether documents have segments.
+        weighted: whether the losses of tokens have weights.
         labelled: whether documents have a label.
         renders: whether much of the work is done in Python, outside of the Rust backend.
         ends_texts: whether texts end with an end-of-text token.
@@ -57,7 +59,7 @@ class Encoder(ABC):
         DataError: for a tokenizer without a Rust backend, or without an end-of-text token if `ends_texts`.
     """
 
-    masked = segmented = labelled = renders = False
+    masked = segmented = weighted = labelled = renders = False
     ends_texts = True
     counted: tuple[str, ...] = ()
     rare: tuple[str, ...] = ()
@@ -84,7 +86,8 @@ class Encoder(ABC):
     @property
     def token_arrays(self) -> list[str]:
         """Names of the arrays of TokenStream that are stored per token in addition to the ids."""
-        return [name for name, wanted in (("trained", self.masked), ("segments", self.segmented)) if wanted]
+        beside = {"trained": self.masked, "segments": self.segmented, "weights": self.weighted}
+        return [name for name, wanted in beside.items() if wanted]
 
     def reads(self, key: str) -> bool:
         """Whether a key of messages, other than those that each row's schema reads, may change the tokens."""

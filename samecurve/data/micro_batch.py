@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from samecurve.losses.chunked_cross_entropy import trained_positions
 from samecurve.losses.cross_entropy import IGNORE_INDEX
+from samecurve.specs.data_names import WEIGHT_UNITS
 
 
 class Counts(NamedTuple):
@@ -22,17 +23,28 @@ class Counts(NamedTuple):
         trained: number of tokens, rows or pairs that the task's loss sums over (Task.count).
         sequences: number of sequences with a real token (see MicroBatch.real_tokens); only a router loss reads it.
         tokens: number of real tokens; only a router loss reads it.
+        units: sum of the weights of what `trained` counts, in 2 ** -24, so that sums over ranks are exact.
     """
 
     trained: int
     sequences: int
     tokens: int
+    units: int
+
+    @property
+    def divisor(self) -> float:
+        """What the task's loss is divided by: the sum of weights, which is `trained` where nothing has a weight."""
+        return self.units / WEIGHT_UNITS
 
     @classmethod
     def of(cls, batch: MicroBatch, count: Callable[..., int]) -> Counts:
         """Count on the CPU. `count` is Task.count."""
         real = batch.real_tokens()
-        return cls(count(**batch.targets), int(real.any(dim=1).sum()), int(real.sum()))
+        trained, weights = count(**batch.targets), batch.targets.get("weights")
+        units = trained * WEIGHT_UNITS
+        if weights is not None:
+            units = int((weights.double() * WEIGHT_UNITS).long()[batch.labels != IGNORE_INDEX].sum())
+        return cls(trained, int(real.any(dim=1).sum()), int(real.sum()), units)
 
     @classmethod
     def of_step(cls, micro_batches: Iterable[MicroBatch], count: Callable[..., int]) -> Counts:

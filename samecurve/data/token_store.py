@@ -41,6 +41,7 @@ _BATCH_CHARACTERS = 1 << 20
 _ENOUGH_BAD_ROWS = 1000  # so many end a run without counting the others
 _LARGE_BYTES = 1 << 30  # larger token files are verified block by block; smaller ones as a whole, in 0.1 s
 PARTS = ("train", "held_out")
+_BESIDE = {"trained": np.dtype(np.uint8), "segments": np.dtype(np.uint8), "weights": np.dtype(np.float32)}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class TokenStream:
         trained: (num_tokens,) uint8, 1 for tokens that are targets; None if all tokens are.
         segments: (num_tokens,) uint8, index of the text within its document that a token is from.
         labels: (num_documents,) int64, class of each document.
+        weights: (num_tokens,) float32, of the tokens' losses; None: all are 1.
     """
 
     tokens: np.ndarray | VerifiedTokens
@@ -64,6 +66,7 @@ class TokenStream:
     trained: np.ndarray | None = None
     segments: np.ndarray | None = None
     labels: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,7 @@ class _Writer:
     def append(self, encoded: Encoded) -> None:
         self._tokens.write(np.asarray(encoded.tokens, dtype=self._dtype))
         for name, file in self._beside.items():
-            file.write(np.asarray(getattr(encoded, name), dtype=np.uint8))
+            file.write(np.asarray(getattr(encoded, name), dtype=_BESIDE[name]))
         if self.labels is not None:
             assert encoded.label is not None  # the encoder is labelled
             self.labels.append(encoded.label)
@@ -303,7 +306,7 @@ def _map(entry: FinishedEntry, part: str, meta: dict, key: str) -> TokenStream:
     offsets = np.load(entry.path(f"{part}_offsets.npy"), mmap_mode="r")
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != num_tokens or (offsets[1:] < offsets[:-1]).any():
         raise DamagedEntryError(f"{part}_offsets.npy does not rise from 0 to the {num_tokens:,} tokens of meta.json")
-    arrays = {name: _map_file(entry, f"{part}_{name}.bin", np.dtype(np.uint8), num_tokens) for name in meta["beside"]}
+    arrays = {name: _map_file(entry, f"{part}_{name}.bin", _BESIDE[name], num_tokens) for name in meta["beside"]}
     if meta["labelled"]:
         arrays["labels"] = np.load(entry.path(f"{part}_labels.npy"), mmap_mode="r")
     tokens = _map_file(entry, f"{part}.bin", np.dtype(meta["dtype"]), num_tokens, _LARGE_BYTES)

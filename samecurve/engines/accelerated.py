@@ -89,14 +89,14 @@ class AcceleratedEngine(ABC):
                 loss, statistics = forward.loss(batch, context)
                 sums.add(loss, statistics)
                 gate = sums.gate() if is_last else 1.0  # nan where the step's loss is not finite: nothing is updated
-                # a sum, divided by the trained tokens of the step: of all micro-batches and ranks
-                accelerator.backward(loss * scale * gate, reduction="sum", num_items=counts.trained)
+                # a sum, divided by the trained tokens (or their weights) of the step: of all micro-batches and ranks
+                accelerator.backward(loss * scale * gate, reduction="sum", num_items=counts.divisor)
         read, may_rescale = sums.start_read(), self._may_rescale()
         self._complete_gradients()
         grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm))
         applied = self._update(grad_norm)
         read()
-        mean = sums.loss / counts.trained
+        mean = sums.loss / counts.divisor
         result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
         if not self.first_step.is_over:
             result = self.first_step.checked(result, learning_rate)

@@ -256,7 +256,8 @@ def measure_of(task: Task) -> Callable[..., Tensor]:
 
 
 def evaluation_sums(task: Task, logits: Tensor, **targets: Tensor) -> Tensor:
-    """Compute the task's loss and statistics over some rows or tokens: fp64, (1 + n,)."""
+    """Compute the task's loss and statistics over some rows or tokens, without their weights: fp64, (1 + n,)."""
+    targets.pop("weights", None)
     loss = task.loss(logits, **targets).double().reshape(1)
     return torch.cat([loss, task.statistics(logits, **targets).double()])
 

@@ -96,15 +96,15 @@ class PipelineEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See Engine.step. Every stage of a pipeline passes the same gradient_accumulation_steps micro-batches."""
-        tokens = self._count(micro_batches)
-        if tokens == 0:
+        counts = self._mesh.count(micro_batches, self._task.count)
+        if counts.trained == 0:
             return StepResult.of_nothing()
         set_learning_rate(self._optimizer, learning_rate)
         # stages receive all of a step's activations in the shape of the first ones (see `_rows`)
         sizes, most = self._micro_rows[self.shard[0]], most_rows(self._micro_rows)
         micro_batches = [batch.padded(max(n, 1), most) for batch, n in zip(micro_batches, sizes, strict=True)]
         # DeepSpeed averages over micro-batches and data-parallel ranks; the factor turns that into the token mean
-        self._loss_factor = len(micro_batches) * self.shard[1] / tokens
+        self._loss_factor = len(micro_batches) * self.shard[1] / counts.divisor
         contexts = self._contexts(micro_batches)
         self._dropout.queue(micro_batches)
         self._sums = torch.zeros(self._task.num_step_statistics, dtype=torch.float64, device=self.device)
@@ -117,14 +117,14 @@ class PipelineEngine:
         statistics = tuple(sum_over_ranks(self._sums.tolist(), self.device)) if self._task.num_step_statistics else ()
         guard = self._guard
         applied = not guard.refused and self._engine.was_step_applied()
-        result = step_result(guard.loss, guard.grad_norm, tokens, applied, not guard.refused, statistics)
+        result = step_result(guard.loss, guard.grad_norm, counts.trained, applied, not guard.refused, statistics)
         return self._first_step.checked(result, learning_rate, guard.norm_with_ties)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         def measure(logits: Tensor, **targets: Tensor) -> Tensor:
             return evaluation_sums(self._task, logits, **targets)[None]
 
-        tokens = self._count(micro_batches)
+        tokens = self._mesh.count(micro_batches, self._task.count).trained
         if self._task.context is not None:
             return EvalResult(math.nan, tokens, features=self.features(micro_batches))
         loss, *statistics = self._on_last_stage(micro_batches, measure).sum(dim=0).tolist()
@@ -185,10 +185,6 @@ class PipelineEngine:
             kernels=self._kernels,
             sharded=False,
         )
-
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
-        return self._mesh.count(micro_batches, self._task.count).trained
 
     def _state(self) -> State:
         optimizer, stage = self._optimizer, self._grid.get_stage_id()

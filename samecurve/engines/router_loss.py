@@ -43,7 +43,7 @@ class RouterLoss:
             forward: runs the model's layers on a micro-batch. The loss over the global batch needs the counts of the
                 whole step first, so it costs one more forward pass without gradients, as gradient caching does.
         """
-        self._num_sequences, self._trained = counts.sequences, counts.trained
+        self._num_sequences, self._trained = counts.sequences, counts.divisor
         self._places = counts.tokens * self._recorder.num_routers
         self._counts = self._global_counts(micro_batches, forward) if self._settings.kind == "batch" else None
         self._sums_of_batches: list[Tensor] = []

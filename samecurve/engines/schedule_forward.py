@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.accelerator.mesh import Mesh
-    from samecurve.data.micro_batch import MicroBatch
+    from samecurve.data.micro_batch import Counts, MicroBatch
     from samecurve.engines.schedule_stages import HeadChunks, LocalStages
     from samecurve.engines.teacher import StagedTeacher
     from samecurve.interfaces.task import Task
@@ -47,9 +47,9 @@ class ScheduleForward:
     chunks: HeadChunks | None
     teacher: StagedTeacher | None
 
-    def count(self, micro_batches: Sequence[MicroBatch]) -> int:
+    def count(self, micro_batches: Sequence[MicroBatch]) -> Counts:
         """Count the tokens (or other units, see Task.count) of the micro-batches over all ranks."""
-        return self.mesh.count(micro_batches, self.task.count).trained
+        return self.mesh.count(micro_batches, self.task.count)
 
     def with_teacher(self, batch: MicroBatch) -> MicroBatch:
         """Run the teacher, if there is one, see StagedTeacher.with_hidden."""
@@ -66,7 +66,7 @@ class ScheduleForward:
             has_sums = self.chunks is not None and self.chunks.has_sums
             return (output if has_sums else evaluation_sums(self.task, output, **targets))[None]
 
-        tokens = self.count(micro_batches)
+        tokens = self.count(micro_batches).trained
         if self.task.context is not None:
             return EvalResult(math.nan, tokens, features=self.features(micro_batches).cpu())
         sums = self._on_last_stage(micro_batches, measure).sum(dim=0)

@@ -44,10 +44,11 @@ class HeadChunks:
     def has_sums(self) -> bool:
         return self.training is not None
 
-    def of(self, labels: Tensor, is_training: bool) -> HeadReduction:
+    def of(self, labels: Tensor, weights: Tensor | None, is_training: bool) -> HeadReduction:
         """Return what the head is to compute of a micro-batch."""
         measure = self.training if is_training else self.evaluation
-        return LabelLogProbabilities(labels) if measure is None else TokenSums(measure, {"labels": labels})
+        targets = {"labels": labels} | ({} if weights is None else {"weights": weights})
+        return LabelLogProbabilities(labels) if measure is None else TokenSums(measure, targets)
 
 
 class StageLayers(nn.Module):
@@ -57,18 +58,21 @@ class StageLayers(nn.Module):
         super().__init__()
         self.layers, self._autocast, self._chunks = nn.ModuleList(layers), autocast, chunks
 
-    def forward(self, hidden: Tensor, position_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor, labels: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """Compute hidden states; on the last stage logits or, with `labels`, what HeadChunks say.
 
         Args:
             hidden: (micro_batch_size, sequence_length, hidden_size); on the first stage input_ids without hidden_size.
             position_ids: (micro_batch_size, sequence_length).
             labels: (micro_batch_size, sequence_length), where the stages have HeadChunks.
+            weights: of the labels, as they, in a training with weights.
         """
         flow = hidden, position_ids
         options = {}
         if labels is not None and self._chunks:
-            options["sums"] = self._chunks.of(labels, self.training)
+            options["sums"] = self._chunks.of(labels, weights, self.training)
         with torch.autocast(hidden.device.type, self._autocast) if self._autocast else nullcontext():
             for layer in self.layers:
                 flow = layer(flow, **(options if isinstance(layer, (HeadLayer, TiedHead)) else {}))

@@ -186,12 +186,12 @@ class ScheduledEngine:
         fsdp.write(self._stages.weights[name].detach(), full)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        stages, tokens = self._stages, self._forward.count(micro_batches)
-        if tokens == 0:
+        stages, counts = self._stages, self._forward.count(micro_batches)
+        if counts.trained == 0:
             return StepResult.of_nothing()
         set_learning_rate(self._optimizer, learning_rate)
         dims = self._mesh.dims
-        weight = dims.dp_shard / tokens  # FSDP2 averages gradients over these ranks; replicas sum theirs
+        weight = dims.dp_shard / counts.divisor  # FSDP2 averages gradients over these ranks; replicas sum theirs
         run = ScheduleRun(stages.name, stages.rank, stages.ranks, len(micro_batches))
         rows = self._prepared(micro_batches)
         with record_function(run.range):
@@ -203,7 +203,7 @@ class ScheduledEngine:
             squared = [squares_share(weights, self._mesh) for weights in (counted, again)]
             # waits for the last rank
             squares, squares_again, loss, *statistics = self._total(torch.cat([*squared, sums]))
-        mean, grad_norm = loss / tokens, math.sqrt(squares)
+        mean, grad_norm = loss / counts.divisor, math.sqrt(squares)
         applied = math.isfinite(mean) and math.isfinite(grad_norm)
         if applied:
             factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6))
@@ -211,7 +211,7 @@ class ScheduledEngine:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
         self._optimizer.zero_grad()
-        result = step_result(mean, grad_norm, tokens, applied, may_rescale=False, statistics=tuple(statistics))
+        result = step_result(mean, grad_norm, counts.trained, applied, may_rescale=False, statistics=tuple(statistics))
         return self._first_step.checked(result, learning_rate, math.sqrt(squares + squares_again))
 
     def _complete_gradients(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -252,7 +252,8 @@ class ScheduledEngine:
         input_ids, position_ids = map(torch.cat, zip(*map(schedule_stages.inputs, rows), strict=True))
         inputs = (input_ids,) if stages.has_first else ()
         last = {"target": torch.arange(len(rows))} if stages.has_last else {}
-        of_last = {"labels": torch.cat([batch.labels for batch in rows])} if self._chunks else {}
+        names = ("labels", "weights") if self._chunks else ()
+        of_last = {n: torch.cat([batch.targets[n] for batch in rows]) for n in names if n in rows[0].targets}
         schedule = self._schedule(input_ids.shape, len(rows))
         with self._step_loss.of(rows, weight) as sums, self._dropout.check_draws():
             schedule.step(*inputs, position_ids=position_ids, return_outputs=False, **of_last, **last)

@@ -111,15 +111,18 @@ class Task(Protocol):
         """Select the tensor that loss and features need from the model's output. Pipelines always use the logits."""
         return output.logits
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Sum the loss over the counted units: an fp32 scalar, which the engine divides by the step's global count."""
-        return token_loss_sum(logits, labels)
+    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the loss over the counted units, in training times the weights of tokens if the rows have some.
+
+        Returns an fp32 scalar, which the engine divides by the step's global count, or sum of weights.
+        """
+        return token_loss_sum(logits, labels, weights)
 
     def step_loss(self, logits: Tensor, **targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss of a training step and (num_step_statistics,) sums over the same rows for `step_metrics`."""
         return self.loss(logits, **targets), logits.new_zeros(0)
 
-    def count(self, labels: Tensor) -> int:
+    def count(self, labels: Tensor, weights: Tensor | None = None) -> int:
         """Count the tokens, rows or pairs that the loss sums over (`tokens` in results), without padding rows."""
         return count_trained(labels)
 

@@ -20,19 +20,22 @@ range, where only the kernels' names identify them.
 IGNORE_INDEX = -100
 
 
-def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum the cross-entropy over the trained tokens, in nats.
+def token_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum the cross-entropy over the trained tokens, in nats, each times its weight.
 
     Args:
         logits: (..., vocabulary), any float type.
         labels: (...), already shifted: labels[b, t] is the target at position t, IGNORE_INDEX for untrained tokens.
+        weights: (...), fp32; None: all are 1.
 
     Returns:
         fp32 scalar. Without any trained token it is a 0 with an autograd graph, so that a rank without tokens still
         takes part in the backward pass.
     """
     # fp32, because a bf16 sum of thousands of terms keeps only two or three digits
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    how, flat = "sum" if weights is None else "none", logits.float().flatten(0, -2)
+    losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=how)
+    return losses if weights is None else (losses * weights.flatten()).sum()
 
 
 def count_trained(labels: Tensor) -> int:

@@ -68,7 +68,7 @@ class VocabularyColumns(NamedTuple):
             (gradient,) = torch.autograd.grad(loss, whole)
         return loss.detach(), gradient.narrow(-1, self.start, logits.shape[-1])
 
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _cross_entropy(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         own, trained = logits.float(), labels != IGNORE_INDEX
         greatest = own.amax(dim=-1)
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.group)
@@ -81,10 +81,11 @@ class VocabularyColumns(NamedTuple):
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(dim=-1), target])
         dist.all_reduce(sums, group=self.group)
-        loss = torch.where(trained, sums[0].log() - sums[1], 0.0).sum()
+        counted = trained.float() if weights is None else torch.where(trained, weights, 0.0)
+        loss = (torch.where(trained, sums[0].log() - sums[1], 0.0) * counted).sum()
         gradient = exponentials.div_(sums[0][:, None])
         gradient.scatter_add_(-1, index, -is_own.to(gradient.dtype)[:, None])
-        return loss, torch.where(trained[:, None], gradient, 0.0).to(logits.dtype)
+        return loss, torch.where(trained[:, None], gradient, 0.0).mul_(counted[:, None]).to(logits.dtype)
 
 
 def own_part(weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabularyColumns]:

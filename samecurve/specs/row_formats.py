@@ -97,8 +97,9 @@ FORMATS = (
         wraps_tools=True,
     ),
     RowFormat(
-        *("tokens", CHAT, ("input_ids",), "tokens", ("labels", "attention_mask")),
-        meaning="the token ids; trained where a label is not -100; ids whose mask is 0 are left out",
+        *("tokens", CHAT, ("input_ids",), "tokens", ("labels", "attention_mask", "weights")),
+        meaning="the token ids; trained where a label is not -100; ids whose mask is 0 are left out; `weights`: "
+        "[Weights](data.md#weights)",
         origin="axolotl, transformers, TRL",
     ),
     RowFormat(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
 from test_plain_loop import train
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,6 +39,11 @@ def chats(workspace) -> Path:
             roles = ("user", "assistant") * draw.randint(1, 3)
             said = [{"role": role, "content": " ".join(draw.choices(words, k=draw.randint(1, 12)))} for role in roles]
             file.write(json.dumps({"messages": said}) + "\n")
+    weighted = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    for message in (message for said in weighted for message in said if message["role"] == "assistant"):
+        message["weight"] = draw.choice([0.1, 0.7, 1, 3])
+    lines = [json.dumps({"messages": said}) + "\n" for said in weighted]
+    path.with_name("weighted.jsonl").write_text("".join(lines))
     return path
 
 
@@ -58,31 +64,46 @@ def overrides(workspace, chats) -> tuple[str, ...]:
 
 
 MODES = {"packed": ("data.packing=true",), "grouped": ("data.packing=false", "data.group_by_length=true")}
+MODES |= {f"weighted, {mode}": (*MODES[mode], "data.token_weights=true") for mode in tuple(MODES)}
+MODES["weighted, whole logits"] = (*MODES["weighted, packed"], "loss.implementation=full")
+
+
+def overrides_of(mode: str, overrides, chats) -> tuple[str, ...]:
+    weighted = (f"data.path={chats.with_name('weighted.jsonl')}",) if "weighted" in mode else ()
+    return (*overrides, *MODES[mode], *weighted)
 
 
 @pytest.fixture(scope="module")
 def plain(workspace, chats, overrides):
     """By mode: (losses, gradient norms, trained tokens, weights)."""
-    return {mode: plain_loop(workspace, chats, (*overrides, *MODES[mode])) for mode in MODES}
+    return {mode: plain_loop(workspace, chats, overrides_of(mode, overrides, chats)) for mode in MODES}
 
 
 def plain_loop(workspace, chats, overrides):
     found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
     steps = list(batches(found, chats))
-    losses, norms = train(model, steps, STEPS)
-    tokens = [int((labels[:, 1:] != -100).sum()) for *_, labels in steps]
+    tokens = [int((labels[:, 1:] != -100).sum()) for *_, (labels, _) in steps]
+    losses, norms = train(model, steps, STEPS, loss_of=weighted_loss)
     return losses, norms, tokens, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def weighted_loss(model, ids, mask, labels_and_weights):
+    labels, weights = (values[:, 1:] for values in labels_and_weights)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    weights = weights.flatten() * (labels != -100).flatten()
+    return (losses * weights).sum() / weights.sum()
 
 
 def batches(found, chats):
     """Each step's conversations, one a row. Which ones those are is all that is asked of samecurve."""
     task = registry.load_task(found)
-    conversations = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    conversations = [json.loads(line)["messages"] for line in Path(found.data.path).read_text().splitlines()]
     assert task.train.num_dropped == 0 and 0 < task.train.num_truncated < 100
     steps = StepBatches(task.train, found.seed, found.batch, (0, 1), STEPS)
     for step in range(STEPS):
-        ids, labels = [], []
+        ids, labels, weights = [], [], []
         for index in documents(task.train, steps.rows_of(step)):
             encoded = task.tokenizer.apply_chat_template(
                 conversations[index], return_dict=True, return_assistant_tokens_mask=True
@@ -91,7 +112,10 @@ def batches(found, chats):
             marks = torch.tensor(encoded["assistant_masks"])[: SEQUENCE_LENGTH + 1]
             ids.append(tokens)
             labels.append(tokens.masked_fill(marks == 0, -100))
-        padded = pad_sequence(labels, batch_first=True, padding_value=-100)
+            given = [turn.get("weight", 1.0) for turn in conversations[index] if turn["role"] == "assistant"]
+            nth = (marks.diff(prepend=torch.zeros(1, dtype=torch.long)) > 0).cumsum(0)  # the answer, from 1
+            weights.append(torch.tensor([0.0, *given])[nth])
+        padded = pad_sequence(labels, batch_first=True, padding_value=-100), pad_sequence(weights, batch_first=True)
         mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
         yield pad_sequence(ids, batch_first=True), mask, padded
 
@@ -105,7 +129,14 @@ def documents(rows, indices) -> list[int]:
 
 
 CASES = [("packed", None), ("packed", "fsdp"), ("packed", "zero3"), ("packed", "pipeline"), ("grouped", "fsdp")]
+CASES += [("weighted, packed", "zero2")]
 CASES += long(
+    *(
+        ("weighted, packed", name)
+        for name in (None, "ddp", "fsdp", "zero3", "tp", "pipeline", "pipeline_1f1b", "fsdp_cp")
+    ),
+    *(("weighted, grouped", name) for name in ("fsdp", "pipeline_1f1b")),
+    *(("weighted, whole logits", name) for name in (None, "zero2")),
     ("packed", "ddp"),
     ("packed", "zero2"),
     ("packed", "tp"),
@@ -122,11 +153,11 @@ CASES += long(
 
 
 @pytest.mark.parametrize(("mode", "strategy"), CASES)
-def test_follows_the_plain_loop(mode, strategy, workspace, overrides, plain):
+def test_follows_the_plain_loop(mode, strategy, workspace, chats, overrides, plain):
     losses, norms, tokens, weights = plain[mode]
     name, _, switch = (strategy or "single").partition(", ")
     path = {"": strategy, "in a ring": workspace.ring, "sequence-parallel": workspace.sequence_parallel("tp")}[switch]
-    run = workspace.run(path, 1 if strategy is None else 2, *overrides, *MODES[mode])
+    run = workspace.run(path, 1 if strategy is None else 2, *overrides_of(mode, overrides, chats))
     assert run.returncode == 0, run.output
     assert (run.facts["strategy"], run.facts["recipe"]["task"]) == (name, "sft")
     assert run.facts["tp_sequence_parallel"] == (switch == "sequence-parallel")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from samecurve.data.micro_batch import Counts, MicroBatch
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained, token_loss_sum
 
 
@@ -29,6 +30,16 @@ def test_a_sum_worked_out_by_hand():
     labels = torch.tensor([[0, 1, IGNORE_INDEX]])
     assert count_trained(labels) == 2
     assert token_loss_sum(logits, labels).item() == pytest.approx(1.386294 + 0.287682, abs=1e-5)
+
+
+def test_weights_worked_out_by_hand():
+    """ln 4 times 0.5 and ln 4/3 times 2; the ignored token's weight does not count."""
+    logits = torch.log(torch.tensor([[1.0, 3.0], [1.0, 3.0], [9.0, 1.0]]))
+    labels, weights = torch.tensor([0, 1, IGNORE_INDEX]), torch.tensor([0.5, 2.0, 7.0])
+    assert token_loss_sum(logits, labels, weights).item() == pytest.approx(0.5 * 1.386294 + 2 * 0.287682, abs=1e-5)
+    batch = MicroBatch({"input_ids": torch.zeros(1, 3)}, {"labels": labels[None], "weights": weights[None]})
+    counts = Counts.of(batch, lambda labels, weights: count_trained(labels))
+    assert (counts.trained, counts.divisor) == (2, 2.5)
 
 
 def test_bf16_logits_are_summed_in_fp32():

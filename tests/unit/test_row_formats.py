@@ -225,6 +225,40 @@ Q, GOOD, WORSE = (
     {"role": "assistant", "content": "g"},
     {"role": "assistant", "content": "w"},
 )
+
+
+def test_weights_of_turns_and_tokens():
+    """An answer's weight is that of all its tokens, with the one that ends it; tokens without a weight have 1."""
+    schema = ChatSchema(weighted=True)
+    encoder = ChatEncoder(make_tokenizer(), schema)
+    said = [{**message, "weight": 0.25} if message["content"] == "g" else message for message in (Q, GOOD, Q, WORSE)]
+    (turns,) = encoder.encode([conversation("here", {"messages": said}, schema)])
+    (plain,) = ChatEncoder(make_tokenizer(), ChatSchema()).encode(
+        [conversation("here", {"messages": [Q, GOOD]}, ChatSchema())]
+    )
+    marks, first = np.asarray(turns.trained), len(plain.tokens)
+    assert set(turns.weights[:first][marks[:first]]) == {0.25} and sum(turns.weights == 0.25) == sum(plain.trained)
+    assert set(turns.weights[first:]) == {1.0} and marks[first:].any()
+    (tokens,) = encoder.encode([conversation("here", {**IDS, "weights": [1, 0.1, 0, 5]}, schema)])
+    assert list(tokens.trained) == [False, True, False]
+    assert tokens.weights.tolist() == [1, np.rint(0.1 * 2**24) / 2**24, 0]
+
+
+BAD_WEIGHTS = {
+    "without the key": ({"weights": [1, 1, 1, 1]}, False, "data.token_weights is false"),
+    "length": ({"weights": [1]}, True, "'input_ids' has 4 values, but 'weights' has 1"),
+    "negative": ({"weights": [1, -1, 1, 1]}, True, "'weights' has -1; .* 0 or a number from 1e-06"),
+    "not a list": ({"weights": "1"}, True, "'weights' has '1'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_weights_of_tokens_that_cannot_be_used(name):
+    change, weighted, message = BAD_WEIGHTS[name]
+    with pytest.raises(DataError, match=message):
+        conversation("here", {**IDS, **change}, ChatSchema(weighted=weighted))
+
+
 PREFERENCES = {
     "preference": {"prompt": "q", "chosen": "g", "rejected": [WORSE]},
     "implicit-prompt": {"chosen": [Q, GOOD], "rejected": [Q, WORSE]},

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
+from torch.nn.functional import cross_entropy
 
 from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
 from samecurve.losses.vocabulary_parallel import VocabularyColumns
@@ -35,6 +36,14 @@ def compare(rank: int, folder: str) -> None:
         torch.testing.assert_close(loss, expected.detach())
         assert whole.grad is not None
         torch.testing.assert_close(gradient, whole.grad[:, own])
+    whole, weights = logits.clone().requires_grad_(), torch.rand(9, generator=made)
+    expected = (cross_entropy(whole, labels, reduction="none") * weights).sum()
+    expected.backward()
+    targets = {"labels": labels, "weights": weights}
+    loss, gradient = columns.sum_and_gradient(token_loss_sum, logits[:, own].clone(), targets)
+    torch.testing.assert_close(loss, expected.detach())
+    assert whole.grad is not None
+    torch.testing.assert_close(gradient, whole.grad[:, own])
     nothing, gradient = columns.sum_and_gradient(token_loss_sum, logits[:0, own], {"labels": labels[:0]})
     assert nothing == 0 and gradient.shape == (0, 6)
     dist.destroy_process_group()

@@ -25,9 +25,9 @@ _ROWS_PER_PASS = 256
 class RowArrays:
     """Arrays of some rows: int64, (len(indices), ...), by the names of MicroBatch's inputs and targets.
 
-    Arrays with one value per token have sequence_length as their last axis, which is cut to the width of the
-    micro-batch. A row may consist of k sequences (two answers to compare, a question and its answers), whose arrays are
-    (len(indices), k, sequence_length).
+    Weights of tokens are float32. Arrays with one value per token have sequence_length as their last axis, which is cut
+    to the width of the micro-batch. A row may consist of k sequences (two answers to compare, a question and its
+    answers), whose arrays are (len(indices), k, sequence_length).
     """
 
     inputs: dict[str, np.ndarray]
@@ -38,13 +38,16 @@ class RowArrays:
         return self.targets["labels"]
 
 
-def causal_arrays(input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray) -> RowArrays:
+def causal_arrays(
+    input_ids: np.ndarray, position_ids: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None
+) -> RowArrays:
     """Build the arrays for a causal language model.
 
     position_ids restart at 0 at each document; without an attention_mask transformers builds block-diagonal masks from
     them. labels are already shifted: labels[b, t] is the target at t.
     """
-    return RowArrays({"input_ids": input_ids, "position_ids": position_ids}, {"labels": labels})
+    targets = {"labels": labels} | ({} if weights is None else {"weights": weights})
+    return RowArrays({"input_ids": input_ids, "position_ids": position_ids}, targets)
 
 
 def range_sums(marks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
@@ -153,6 +156,12 @@ class Rows(ABC):
         if self.stream.trained is not None:
             valid = valid & (self.stream.trained[np.where(valid, places, 0)] > 0)
         return np.where(valid, self._take(places, valid), IGNORE_INDEX)
+
+    def _weights(self, places: np.ndarray, valid: np.ndarray) -> np.ndarray | None:
+        """Return the weights of the targets at `places`, float32; None if all are 1."""
+        if self.stream.weights is None:
+            return None
+        return np.where(valid, self.stream.weights[np.where(valid, places, 0)], np.float32(0))
 
 
 class PackedRows(Rows):
@@ -274,7 +283,9 @@ class DocumentRows(SampleRows):
         places, sizes = self._starts[indices][:, None] + steps, self.sizes[indices][:, None]
         # Positions of the padding continue, as in PackedRows.
         positions = np.broadcast_to(steps, places.shape).copy()
-        return causal_arrays(self._take(places, steps <= sizes), positions, self._targets(places + 1, steps < sizes))
+        of_targets = places + 1, steps < sizes
+        inputs = self._take(places, steps <= sizes)
+        return causal_arrays(inputs, positions, self._targets(*of_targets), self._weights(*of_targets))
 
 
 class LengthGroups(Rows):

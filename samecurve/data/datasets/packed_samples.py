@@ -31,7 +31,9 @@ class PackedSampleRows(SampleRows):
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         rows = [self._row(index) for index in np.asarray(indices, dtype=np.int64)]
         places, positions, valid = (np.stack(arrays) for arrays in zip(*rows, strict=True))
-        return causal_arrays(self._take(places, valid), positions, self._targets(places + 1, valid))
+        of_targets = places + 1, valid
+        inputs = self._take(places, valid)
+        return causal_arrays(inputs, positions, self._targets(*of_targets), self._weights(*of_targets))
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._loads[indices].sum())

@@ -13,9 +13,11 @@ from samecurve.data.columns import Columns
 from samecurve.data.formats import no_column
 from samecurve.data.row_checks import nearest
 from samecurve.data.schemas.messages import (
+    A_WEIGHT,
     Turns,
     check_text,
     from_json,
+    is_weight,
     messages_of,
     shown,
     tools_of,
@@ -46,6 +48,7 @@ class ChatSchema:
         format: name of the format of rows.
         reasoning: "as_inference" or "keep", see ChatEncoder.
         template_kwargs: variables of the chat template.
+        weighted: whether turns and tokens have weights other than 0 and 1.
     """
 
     messages: str | None = None
@@ -56,11 +59,12 @@ class ChatSchema:
     format: str | None = None
     reasoning: str = "as_inference"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    weighted: bool = False
 
     @classmethod
     def of(cls, data: Data) -> ChatSchema:
         columns = data.messages_column, data.prompt_column, data.completion_column
-        settings = data.chat, data.train_on, data.format, data.reasoning, data.chat_template_kwargs
+        settings = data.chat, data.train_on, data.format, data.reasoning, data.chat_template_kwargs, data.token_weights
         return cls(*columns, *settings)
 
 
@@ -76,6 +80,7 @@ class Conversation:
         template_kwargs: further variables of the template.
         tokens: token ids of a row that is tokenised already, and has no messages.
         trained: whether each of them is trained.
+        weights: of the loss of each of them, () for 1.
     """
 
     place: str
@@ -85,6 +90,7 @@ class Conversation:
     template_kwargs: dict[str, Any] | None = None
     tokens: tuple[int, ...] | None = None
     trained: tuple[bool, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return self._content
@@ -95,6 +101,7 @@ class Conversation:
         parts: tuple = (self.messages, self.num_prompt, self.tools)
         parts += (self.template_kwargs,) if self.template_kwargs else ()
         parts += (self.tokens, self.trained) if self.tokens is not None else ()
+        parts += (self.weights,) if self.weights else ()
         return json.dumps(parts, ensure_ascii=False, sort_keys=True, default=str)
 
 
@@ -111,7 +118,8 @@ class ConversationSource(sources.TableSource):
     def identity(self) -> str:
         # of rows with such a label, data.bad_rows=drop leaves out others
         given = [column for column in VERDICTS if column in self.selection.ignore_columns]
-        return json.dumps(asdict(self.schema), sort_keys=True) + "".join(given)
+        settings = {key: value for key, value in asdict(self.schema).items() if key != "weighted" or value}
+        return json.dumps(settings, sort_keys=True) + "".join(given)
 
     def columns_read(self, row: dict) -> tuple[str, ...]:
         return columns_read(row, self.schema)
@@ -195,6 +203,10 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     else:
         _check_prompt(place, chosen.columns[0], prompt)
         _check_trained(place, column, answer, schema)
+    real = [(nth, turn["weight"]) for nth, turn in enumerate(answer) if turn.get("weight", 1) not in (0, 1)]
+    if real and not schema.weighted:
+        text = f"{column}[{real[0][0]}].weight is {real[0][1]:g}; write 0 (not trained) or 1 (trained), or set "
+        raise DataError(f"{place}: {text}data.token_weights=true for other numbers (task sft)")
     messages = with_system(place, row, (*prompt, *answer)) if schema.chat else (*prompt, *answer)
     num_prompt = len(messages) - len(answer) if prompt else 0
     if schema.train_on == "assistant" and "history" in chosen.optional:
@@ -295,11 +307,29 @@ def _tokens(place: str, row: dict, schema: ChatSchema) -> Conversation:
             f"{place}: labels[{wrong}] is {labels[wrong]}, but input_ids[{wrong}] is {ids[wrong]}; write the same id "
             "where a token is trained and -100 elsewhere (labels are not shifted)"
         )
+    weights = _token_weights(place, row, len(ids), schema)
     tokens = tuple(token for token, inside in zip(ids, mask, strict=True) if inside)
-    trained = tuple(label != -100 for label, inside in zip(labels, mask, strict=True) if inside)
+    weights = tuple(weight for weight, inside in zip(weights, mask, strict=True) if inside)
+    labels = (label for label, inside in zip(labels, mask, strict=True) if inside)
+    trained = tuple(label != -100 and weight > 0 for label, weight in zip(labels, weights, strict=True))
     if not any(trained[1:]):
         raise DataError(f"{place}: no label after the first is a token, so no token would be trained; remove the row")
-    return Conversation(place, (), tokens=tokens, trained=trained)
+    return Conversation(place, (), tokens=tokens, trained=trained, weights=weights if "weights" in row else ())
+
+
+def _token_weights(place: str, row: dict, length: int, schema: ChatSchema) -> list[float]:
+    """Return the weights of a row's tokens, 1 without a column of them."""
+    weights = row.get("weights")
+    if weights is None:
+        return [1.0] * length
+    if not schema.weighted:
+        raise DataError(f"{place}: 'weights' are there, but data.token_weights is false; set it to true (task sft)")
+    wrong = [value for value in weights if not is_weight(value)] if isinstance(weights, list) else [weights]
+    if wrong:
+        raise DataError(f"{place}: 'weights' has {shown(wrong[0])}; write a list of numbers, each {A_WEIGHT}")
+    if len(weights) != length:
+        raise DataError(f"{place}: 'input_ids' has {length} values, but 'weights' has {len(weights)}; correct it")
+    return weights
 
 
 def template_kwargs(place: str, row: dict) -> dict[str, Any] | None:
@@ -312,10 +342,10 @@ def template_kwargs(place: str, row: dict) -> dict[str, Any] | None:
 
 
 def _check_prompt(place: str, column: str, messages: Turns) -> None:
-    if any(message.get("weight") == 1 for message in messages):
+    if weight := max((message.get("weight", 0) for message in messages), default=0):
         raise DataError(
-            f"{place}: {column!r} has a turn of weight 1, but a prompt is not trained; remove the weight, or put "
-            "all turns into one column of messages"
+            f"{place}: {column!r} has a turn of weight {weight:g}, but a prompt is not trained; remove the weight, or "
+            "put all turns into one column of messages"
         )
 
 

@@ -177,11 +177,22 @@ def _tool_call(place: str, at: str, call: Any) -> Any:
     return {**call, "arguments": arguments}
 
 
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6
+A_WEIGHT = f"0 or a number from {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value is A_WEIGHT. Weights are counted in units of 2 ** -24, see Counts."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and bool(value == 0 or SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT)
+
+
 def _read_weight(place: str, at: str, message: dict[str, Any]) -> None:
     """Check the weight; `train` (axolotl), `loss` (ms-swift) and `loss_weight` (LLaMA-Factory) become one."""
     weight, key = message.get("weight", 0), "weight"
-    if isinstance(weight, bool) or weight not in (0, 1):  # True == 1
-        raise DataError(f"{place}: {at}.weight is {shown(weight)}; write 0 (not trained) or 1 (trained)")
+    if not is_weight(weight):
+        fix = "write 0 (not trained) or 1 (trained)"
+        raise DataError(f"{place}: {at}.weight is {shown(weight)}; {fix}, or with data.token_weights {A_WEIGHT}")
     for name in ("train", "loss", "loss_weight"):
         if (flag := message.pop(name, None)) is None:
             continue

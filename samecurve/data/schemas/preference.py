@@ -253,10 +253,11 @@ _UNPAIRED = (
 def _check_answer(place: str, column: str, answer: Turns) -> None:
     if not answer or not any(message["content"].strip() or message.get("tool_calls") for message in answer):
         raise DataError(f"{place}: {column!r} has no answer after the prompt; add it or remove the row")
-    if any(message.get("weight") == 0 for message in answer):
+    weights = [message.get("weight", 1) for message in answer]
+    if other := [weight for weight in weights if weight != 1]:
         raise DataError(
-            f"{place}: {column!r} has a turn of weight 0, but pairs are compared by their whole answers; remove the "
-            "weight or the row"
+            f"{place}: {column!r} has a turn of weight {other[0]}, but pairs are compared by their whole answers; "
+            "remove the weight or the row"
         )
     if answer[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in answer)
