@@ -24,7 +24,7 @@ from samecurve.config.section import Section
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.errors import ConfigurationError
 from samecurve.specs.data_names import CHATML, MODULES, is_hub_name
-from samecurve.specs.tasks import TASKS, readers
+from samecurve.specs.tasks import OF_REGRESSION, TASKS, readers
 
 Rule = Callable[[Callable[[str], Any]], Iterator[Finding]]
 
@@ -154,6 +154,18 @@ def _reasoning(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.reasoning", f"found keep, but with {other} a conversation is one row anyway; remove it"
 
 
+def _problem_type(value: Callable[[str], Any]) -> Iterator[Finding]:
+    problem_type = value("classify.problem_type")
+    if value("task") != "classify" or problem_type == "single_label":
+        return
+    if value("data.path") == MODULES:
+        text = f"found {problem_type}, but {MODULES} has one class for each text; set data.path to a table with labels"
+        yield "classify.problem_type", text
+    elif value("data.labels") and problem_type != "multi_label":
+        text = f"found a list, but labels of classify.problem_type={problem_type} are numbers; remove it"
+        yield "data.labels", text
+
+
 def _token_weights(value: Callable[[str], Any]) -> Iterator[Finding]:
     if not value("data.token_weights"):
         return
@@ -243,6 +255,9 @@ def _best(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 def _measured(value: Callable[[str], Any]) -> Iterator[Finding]:
     best, measured = value("checkpoint.best"), TASKS[value("task")].metrics
+    if value("task") == "classify":
+        others = ("eval_accuracy", "eval_f1") if value("classify.problem_type") == "regression" else OF_REGRESSION
+        measured = [name for name in measured if name not in others]
     if best and best not in measured:
         text = f"found {best}, but task {value('task')} measures {', '.join(measured)}"
         yield "checkpoint.best", f"{text}; use one of these"
@@ -326,7 +341,7 @@ RULES: tuple[Rule, ...] = (
     *(_sorted_and_packed, _not_packed, _nothing_truncated),
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
     *(_class_twice, _known_classes, _messages_without_template, _reasoning),
-    *(_whole_conversations, _token_weights, _template, _template_date),
+    *(_whole_conversations, _problem_type, _token_weights, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
     *(
         _epochs,

@@ -21,6 +21,7 @@ from samecurve.config.section import (
     Section,
     name_or_import_path,
 )
+from samecurve.specs.data_names import ProblemType
 from samecurve.specs.tasks import MetricName, TaskName
 from samecurve.specs.trackers import TrackerName
 
@@ -127,6 +128,15 @@ class Embed(Section):
     """Cosine similarities are divided by it. A lower one gives more weight to the nearest negatives."""
     pooling: Pooling = "mean"
     """How the token states become one vector: their mean, the first (`cls`) or the last one."""
+
+
+class Classify(Section):
+    """Task `classify`."""
+
+    problem_type: ProblemType = "single_label"
+    """What the label column holds. `single_label`: one class. `multi_label`: a list of any number of classes.
+    `regression`: a number. `relevance`: a number from 0 to 1, how well the second text answers the first (a reranker,
+    cross-encoder). [Labels](finetuning.md#labels-of-texts)."""
 
 
 class Evaluate(Section):
@@ -312,6 +322,7 @@ class Recipe(Section):
     adapter: Adapter = Adapter()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
+    classify: Classify = Classify()
     embed: Embed = Embed()
     distill: Distill = Distill()
     batch: Batch = Batch()

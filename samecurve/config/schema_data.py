@@ -94,7 +94,7 @@ class Data(Section):
     text_pair_column: Name | None = None
     """`classify`: a second text, where two are compared."""
     label_column: Name = "label"
-    """`classify`: the class, as a name or a whole number from 0."""
+    """`classify`: the class, as a name or a whole number from 0, or what `classify.problem_type` says."""
     labels: Annotated[tuple[Name, ...], Field(min_length=2, strict=False)] | None = None
     """`classify`: the names of the classes in their order. null: those in the data, sorted."""
     anchor_column: Name = "anchor"

@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
     tokens: Sequence[int] | np.ndarray
     trained: Sequence[int] | np.ndarray | None = None
     segments: Sequence[int] | np.ndarray | None = None
-    label: int | None = None
+    label: int | list[float] | None = None
     more: tuple[Encoded, ...] = ()
     weights: np.ndarray | None = None
 

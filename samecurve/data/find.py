@@ -18,7 +18,7 @@ from samecurve.data.schemas.classification import Example, ExampleSource
 from samecurve.data.schemas.conversation import ChatSchema, Conversation, ConversationSource
 from samecurve.data.schemas.preference import Pair, PairSchema, PairSource
 from samecurve.data.schemas.retrieval import Match, MatchSource
-from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES
+from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, ProblemType
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data
@@ -52,7 +52,9 @@ def find_pairs(
     return PairSource(name, files, schema=schema, selection=selection)
 
 
-def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.Selection) -> ExampleSource:
+def find_examples(
+    data: Data, names: tuple[str, ...] | None, selection: sources.Selection, problem_type: ProblemType = "single_label"
+) -> ExampleSource:
     """Find the labelled texts of `data.path`. Raises as `sources.find_source` does.
 
     `names` are the class names, None if they are not known yet.
@@ -63,7 +65,7 @@ def find_examples(data: Data, names: tuple[str, ...] | None, selection: sources.
         return ModuleSource(name, sources.builtin_files())
     files = sources.find_source(name, data.pattern, selection=selection).files
     columns = data.text_column, data.text_pair_column, data.label_column
-    return ExampleSource(name, files, *columns, names, selection=selection)
+    return ExampleSource(name, files, *columns, names, problem_type, selection=selection)
 
 
 def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> MatchSource:

@@ -56,7 +56,7 @@ class TokenStream:
         fingerprint: changes when the tokens do.
         trained: (num_tokens,) uint8, 1 for tokens that are targets; None if all tokens are.
         segments: (num_tokens,) uint8, index of the text within its document that a token is from.
-        labels: (num_documents,) int64, class of each document.
+        labels: (num_documents,) int64, class of each document, or (num_documents, k) float64, k numbers.
         weights: (num_tokens,) float32, of the tokens' losses; None: all are 1.
     """
 
@@ -253,7 +253,7 @@ class _Writer:
 
     def __init__(self, entry: NewEntry, part: str, encoder: Encoder):
         self.offsets = array.array("q", [0])
-        self.labels = array.array("q") if encoder.labelled else None
+        self.labels: list | None = [] if encoder.labelled else None
         self._dtype, self._entry, self._part = encoder.dtype, entry, part
         self._tokens = entry.create(f"{part}.bin")
         self._beside = {name: entry.create(f"{part}_{name}.bin") for name in encoder.token_arrays}
@@ -267,7 +267,7 @@ class _Writer:
         for name, values in (("offsets", self.offsets), ("labels", self.labels)):
             if error is None and values is not None:  # after an error build_once removes the folder
                 with self._entry.create(f"{self._part}_{name}.npy") as file:
-                    np.save(file, np.array(values, dtype=np.int64))
+                    np.save(file, np.array(values, None if len(values) else np.int64))
 
     def append(self, encoded: Encoded) -> None:
         self._tokens.write(np.asarray(encoded.tokens, dtype=self._dtype))

@@ -58,7 +58,7 @@ def _written(predictions: Iterator[dict], path: Path) -> Iterator[dict]:
 
 def _line(prediction: dict[str, Any]) -> str:
     text = _shortened(prediction["text"])
-    if "label" in prediction:
+    if "probabilities" in prediction:
         likeliest = sorted(prediction["probabilities"].items(), key=lambda pair: -pair[1])[:3]
         return f"{_with_probabilities(likeliest):<40}  {text}"
     if "score" in prediction:

@@ -142,7 +142,7 @@ class Predictor(ABC):
 
 
 class Classifier(Predictor):
-    """Predicts the class of a text or a pair of texts."""
+    """Predicts the class of a text or a pair of texts, several classes, a number, or a probability."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -165,8 +165,17 @@ class Classifier(Predictor):
         return _encoded(self.encoder, Example(place, self._text(place, source), pair, self.names[0]))
 
     def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+        problem, logits = self.model.config.problem_type, output.logits.float()
+        if problem == "regression":
+            return [{"score": score} for score in logits[:, 0].tolist()]
+        if problem == "multi_label_classification":
+            rows = logits.sigmoid().tolist()
+            if len(self.names) == 1:
+                return [{"score": score} for (score,) in rows]
+            named = [dict(zip(self.names, row, strict=True)) for row in rows]
+            return [{"labels": [n for n, p in row.items() if p > 0.5], "probabilities": row} for row in named]
         predictions = []
-        for row in output.logits.float().softmax(dim=-1).tolist():
+        for row in logits.softmax(dim=-1).tolist():
             best = max(range(len(row)), key=row.__getitem__)
             probabilities = dict(zip(self.names, row, strict=True))
             predictions.append({"label": self.names[best], "probability": row[best], "probabilities": probabilities})
@@ -291,7 +300,8 @@ def load_predictor(
     """
     folder, directory = folders.model_folder(run), folders.run_directory(run)
     head, config = loading.stored_head(folder, trust_remote_code), loading.stored_config(folder, trust_remote_code)
-    kind = "score" if head.kind == "sequence_classification" and config.num_labels == 1 else head.kind
+    is_score = config.num_labels == 1 and config.problem_type is None  # an own task `classify` has a problem_type
+    kind = "score" if head.kind == "sequence_classification" and is_score else head.kind
     classes = {"sequence_classification": Classifier, "score": Scorer, "embedding": Embedder, "masked_lm": MaskFiller}
     if kind not in classes:
         raise ConfigurationError(

@@ -162,7 +162,7 @@ def _sample(task: Task, rows: Rows, index: int) -> ShownSample:
         tokens, trained = _row(rows, index)
         if isinstance(rows, LabelledRows) and not role:
             assert isinstance(task, ClassifyTask)  # the texts of other tasks have a role
-            label = task.names[rows[np.array([index])].labels[0]]
+            label = task.label_of(rows, index)
     else:
         tokens, trained = _document(rows, index)
         if isinstance(rows, SampleRows):

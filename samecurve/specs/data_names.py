@@ -13,6 +13,7 @@ _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _FILE = re.compile(r"\.[A-Za-z]\w{0,7}$")  # `owner/name.jsonl` means a file, `owner/name-v1.5` a data set
 
+ProblemType = Literal["single_label", "multi_label", "regression", "relevance"]
 WEIGHT_UNITS = 1 << 24  # of a token's weight 1, in which weights are counted: float32 has none finer from 1 on
 # Rows of data.group_by_length are padded to multiples of this many tokens. GPUs multiply matrices faster whose sides
 # are a multiple of 64. 128 also halves the number of shapes, each of which costs attention a plan, and keeps from cuDNN

@@ -79,8 +79,11 @@ BETTER = {
     **dict.fromkeys(("eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_label_loss"), "lower"),
     **dict.fromkeys(("eval_divergence", "eval_rewards_rejected"), "lower"),
     **dict.fromkeys(("eval_accuracy", "eval_f1", "eval_margin", "eval_rewards_chosen"), "higher"),
+    "eval_mae": "lower",
+    "eval_pearson": "higher",
     **dict.fromkeys(("eval_accuracy_at_1", "eval_accuracy_at_5", "eval_mrr_at_10"), "higher"),
 }
+OF_REGRESSION = ("eval_mae", "eval_pearson")
 _TEXTS = ("data.text_column", "data.mixture", "data.streaming", "data.truncation", "evaluate.samples")
 _CHAT = (
     *("data.format", "data.prompt_column", "data.chat", "data.chat_template_kwargs", "data.truncation"),
@@ -161,14 +164,14 @@ _BY_NAME = {
         MODULES,
         (
             *("data.text_column", "data.text_pair_column", "data.label_column", "data.labels"),
-            *("data.truncation", "tokenizer.pad_token"),
+            *("data.truncation", "tokenizer.pad_token", "classify.problem_type"),
         ),
         row="one text",
         scheduled=True,
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
         predicts="'a text'",
-        metrics=("eval_loss", "eval_accuracy", "eval_f1"),
+        metrics=("eval_loss", "eval_accuracy", "eval_f1", *OF_REGRESSION),
     ),
     "mlm": TaskSpec(
         BUILTIN,

@@ -40,7 +40,14 @@ BERT = {
     "hidden_dropout_prob": 0.0,  # the plain loop of transformers draws other masks; test_dropout_curves.py has them
     "attention_probs_dropout_prob": 0.0,
 }
-AUTO = {"classify": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
+# The config's fields by what the labels of classify are; the losses are BertForSequenceClassification's own.
+PROBLEMS = {
+    "classify": {"id2label": dict(enumerate(CLASSES))},
+    "multi_label": {"id2label": dict(enumerate(CLASSES)), "problem_type": "multi_label_classification"},
+    "regression": {"num_labels": 1, "problem_type": "regression"},
+    "relevance": {"num_labels": 1, "problem_type": "multi_label_classification"},
+}
+AUTO = {**dict.fromkeys(PROBLEMS, AutoModelForSequenceClassification), "mlm": AutoModelForMaskedLM}
 CUT_ROWS = ("fsdp_cp", "fsdp_ulysses", "fsdp_tp_cp")
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
 ENGINES |= {**SCHEDULES, **dict.fromkeys(CUT_ROWS, "FSDP{}")}
@@ -49,6 +56,7 @@ MODELS = {
     ("classify", "bert"): "BertForSequenceClassification",
     ("classify", "llama"): "LlamaForSequenceClassification",
     ("mlm", "bert"): "BertForMaskedLM",
+    **{(problem, "bert"): "BertForSequenceClassification" for problem in tuple(PROBLEMS)[1:]},
 }
 
 
@@ -77,7 +85,19 @@ def files(workspace) -> dict[str, Path]:
                 known = words[20 * label : 20 * label + 30]
                 row = {"text": " ".join(draw.choices(known, k=draw.randint(1, 30))), "label": CLASSES[label]}
                 file.write(json.dumps(row) + "\n")
+        rows = [json.loads(line) for line in found[name].read_text().splitlines()]
+        labels = {"multi_label": lambda: draw.sample(CLASSES, draw.randint(0, 3)), "relevance": draw.random}
+        labels["regression"] = lambda: draw.gauss(1, 2)
+        for problem, label in labels.items():
+            found[f"{name} {problem}"] = workspace.folder / f"{problem}_{name}.jsonl"
+            more = {"other": rows[7]["text"]} if problem == "relevance" else {}
+            lines = [json.dumps({**row, **more, "label": label()}) + "\n" for row in rows]
+            found[f"{name} {problem}"].write_text("".join(lines))
     return found
+
+
+def of_problem(files, task: str, name: str) -> Path:
+    return files.get(f"{name} {task}", files[name])
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +107,20 @@ def settings(workspace, files) -> dict[tuple[str, str], Setting]:
 
 def setting(workspace, files, task: str, family: str) -> Setting:
     """The model and its tokenizer are on the disk as transformers writes them."""
-    common = [f"task={task}", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", f"data.path={files['train']}"]
+    common = [f"task={'classify' if task in PROBLEMS else task}", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}"]
+    common += [f"data.path={of_problem(files, task, 'train')}"]
+    common += [f"classify.problem_type={task}"] if task in tuple(PROBLEMS)[1:] else []
+    common += ["data.text_pair_column=other"] if task == "relevance" else []
     common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
-    common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
+    common += [f"evaluate={{path: {of_problem(files, task, 'held_out')}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     fields = dict(BERT if family == "bert" else LLAMA)
     config = AutoConfig.for_model(
         fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
     )
-    if task == "classify":
-        config.id2label = dict(enumerate(CLASSES))
+    for key, value in PROBLEMS.get(task, {}).items():
+        setattr(config, key, value)
     torch.manual_seed(1)
     folder = workspace.folder / f"{family}_{task}"
     AUTO[task].from_config(config).save_pretrained(folder)
@@ -114,7 +137,7 @@ def plain_loop(workspace, files, task, overrides):
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     losses, norms, counts = [], [], []
-    for inputs, labels in (labelled if task == "classify" else hidden)(found, files["train"]):
+    for inputs, labels in (labelled if task in PROBLEMS else hidden)(found, of_problem(files, task, "train")):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
         loss = model(**inputs, labels=labels).loss
         loss.backward()
@@ -122,7 +145,7 @@ def plain_loop(workspace, files, task, overrides):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        counts.append(int((labels != -100).sum()))
+        counts.append(len(labels) if task in PROBLEMS else int((labels != -100).sum()))
     return losses, norms, counts, {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -137,9 +160,16 @@ def labelled(found, path):
 def encoded(folder, rows):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [row["text"] for row in rows]
-    inputs = tokenizer(texts, padding=True, truncation=True, max_length=SEQUENCE_LENGTH, return_tensors="pt")
+    pairs = [row["other"] for row in rows] if "other" in rows[0] else None
+    inputs = tokenizer(texts, pairs, padding=True, truncation=True, max_length=SEQUENCE_LENGTH, return_tensors="pt")
     inputs.pop("token_type_ids", None)  # of one text, all 0
-    return inputs, torch.tensor([CLASSES.index(row["label"]) for row in rows])
+    return inputs, torch.tensor([target(row["label"]) for row in rows])
+
+
+def target(label) -> int | list[float]:
+    if isinstance(label, str):
+        return CLASSES.index(label)
+    return [float(name in label) for name in CLASSES] if isinstance(label, list) else [label]
 
 
 def hidden(found, path):
@@ -159,9 +189,10 @@ EVERY_DAY = {
     ("classify", "bert"): ("single", "zero3"),
     ("mlm", "bert"): ("single", "fsdp"),
     ("classify", "llama"): ("zero3",),
+    ("multi_label", "bert"): ("zero2",),
 }
 CASES = [(*task, name) for task, names in EVERY_DAY.items() for name in names]
-CASES += long(*((*task, name) for task, name in sorted(ALL) if name not in EVERY_DAY[task]))
+CASES += long(*((*task, name) for task, name in sorted(ALL) if name not in EVERY_DAY.get(task, ())))
 
 
 @pytest.mark.parametrize(("task", "family", "strategy"), CASES)

@@ -29,6 +29,15 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 NAMES = {0: "cold", 1: "mild", 2: "warm"}
 KINDS = {
     "classify": ("bert", AutoModelForSequenceClassification, {"id2label": NAMES}),
+    "multi_label": (
+        *("bert", AutoModelForSequenceClassification),
+        {"id2label": NAMES, "problem_type": "multi_label_classification"},
+    ),
+    "relevance": (
+        *("bert", AutoModelForSequenceClassification),
+        {"num_labels": 1, "problem_type": "multi_label_classification"},
+    ),
+    "regression": ("bert", AutoModelForSequenceClassification, {"num_labels": 1, "problem_type": "regression"}),
     "reward": ("llama", AutoModelForSequenceClassification, {"num_labels": 1}),
     "embed": ("bert", AutoModel, {}),
     "mlm": ("bert", AutoModelForMaskedLM, {}),
@@ -89,6 +98,19 @@ def test_a_class_is_what_transformers_says(folders, capsys):
     one_by_one = predicted(capsys, folders["classify"], *TEXTS, "--batch_size", 1)  # no padding
     for one, together in zip(one_by_one, found, strict=True):
         assert one["probabilities"] == pytest.approx(together["probabilities"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["multi_label", "relevance", "regression"])
+def test_scores_are_what_transformers_says(kind, folders, capsys):
+    answers = predicted(capsys, folders[kind], *TEXTS)
+    classify = pipeline("text-classification", model=str(folders[kind]), device="cpu", top_k=None)
+    for text, answer in zip(TEXTS, answers, strict=True):
+        expected = {label["label"]: label["score"] for label in classify([text])[0]}
+        if kind == "multi_label":
+            assert answer["probabilities"] == pytest.approx(expected, rel=1e-4)
+            assert answer["labels"] == [name for name in NAMES.values() if expected[name] > 0.5]
+        else:
+            assert [answer["score"]] == pytest.approx(list(expected.values()), rel=1e-4)
 
 
 def test_fillers_are_what_transformers_says_and_hide_the_space(folders, capsys):

@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 from task_columns import unread
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertForMaskedLM
 
-from samecurve.config.schema import Batch, Recipe
+from samecurve.config.schema import Batch, Classify, Recipe
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.data.datasets.base import LengthGroups
 from samecurve.data.datasets.text import LabelledRows, MaskedRows, Masking
 from samecurve.data.find import PACKAGES
+from samecurve.data.micro_batch import MicroBatch
 from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.interfaces.engine import EvalResult
@@ -136,6 +137,71 @@ def test_metrics_by_hand(tmp_path):
     }
     with pytest.raises(DataError, match="5 validation rows were evaluated and 4 classified, but the data have 4"):
         task.metrics(EvalResult(loss=0.5, tokens=5, statistics=tuple(found.tolist())))
+
+
+NUMBERS = {
+    "multi_label": [["a"], [], ["b", "a"], [1]],
+    "regression": [-100, 0.5, "3", -1e4],
+    "relevance": [0, 1, 0.25, True],
+}
+
+
+def of_problem(tmp_path, problem_type: str, values=None, **data):
+    rows = [{"text": f"ab {n}", "label": label} for n, label in enumerate(values or NUMBERS[problem_type])]
+    recipe = made(tmp_path, rows, **data)
+    return registry.load_task(recipe.model_copy(update={"classify": Classify(problem_type=problem_type)}))
+
+
+@pytest.mark.parametrize("problem_type", NUMBERS)
+def test_scores_and_padding_of_other_problems(problem_type, tmp_path):
+    """A label of -100 is a number as any other, and rows that fill a batch do not count."""
+    task = of_problem(tmp_path, problem_type, **({"labels": ("a", "b")} if problem_type == "multi_label" else {}))
+    expected = torch.tensor([[float(label)] for label in NUMBERS[problem_type] if not isinstance(label, list)])
+    expected = torch.tensor([[1.0, 0], [0, 0], [1, 1], [0, 1]]) if problem_type == "multi_label" else expected
+    logits = torch.full((3, expected.shape[1]), 0.5)
+    reference = torch.nn.MSELoss() if problem_type == "regression" else torch.nn.BCEWithLogitsLoss()
+    batches = list(EvaluationBatches(task.train, 3, (0, 1)))
+    assert [task.count(**batch.targets) for batch in batches] == [3, 1]
+    scores = torch.cat([batch.targets["scores"].view(3, -1) for batch in batches])
+    assert torch.equal(scores[:4], expected)
+    losses = [task.loss(logits, **batch.targets) for batch in batches]
+    torch.testing.assert_close(sum(losses) / 4, reference(torch.full_like(expected, 0.5), expected))
+    padded = MicroBatch(batches[0].inputs, batches[0].targets).padded(3, 5).targets
+    torch.testing.assert_close(task.loss(torch.full((5, expected.shape[1]), 0.5), **padded), losses[0])
+
+
+def test_metrics_of_other_problems(tmp_path):
+    rng = np.random.default_rng(0)
+    truth, guesses = rng.normal(3, 2, 5), rng.normal(3, 2, 5)
+    task = of_problem(tmp_path, "regression", truth.tolist())
+    task.splits = task.splits.__class__(task.train, task.train, 0, {})
+    scores = torch.as_tensor(task.train[np.arange(5)].targets["scores"])
+    sums = task.statistics(torch.tensor(guesses)[:, None], torch.zeros(5), scores)
+    metrics = task.metrics(EvalResult(loss=0.5, tokens=5, statistics=tuple(sums.tolist())))
+    assert metrics["eval_pearson"] == pytest.approx(np.corrcoef(truth, guesses)[0, 1], abs=1e-6)
+    assert metrics["eval_mae"] == pytest.approx(np.abs(truth - guesses).mean(), rel=1e-6)
+    task = of_problem(tmp_path, "multi_label", [["a"], ["b"], [], ["a", "b"]])
+    task.splits = task.splits.__class__(task.train, task.train, 0, {})
+    guessed = torch.tensor([[1.0, -1.0], [1.0, -1.0], [-1.0, -1.0], [1.0, -1.0]])  # a: 2 of 3 right; b: never
+    scores = torch.as_tensor(task.train[np.arange(4)].targets["scores"])
+    sums = task.statistics(guessed, torch.zeros(4), scores)
+    metrics = task.metrics(EvalResult(loss=0.5, tokens=4, statistics=tuple(sums.tolist())))
+    assert (metrics["eval_accuracy"], metrics["eval_f1"]) == (0.5, pytest.approx((2 * 2 / (3 + 2) + 0) / 2))
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "label", "text"),
+    [
+        ("multi_label", "a", "'label' is 'a', not a list of classes; write one"),
+        ("multi_label", ["c"], "'label' is 'c', which is not one of the classes a, b"),
+        ("regression", "much", "'label' is 'much', not a number; correct"),
+        ("relevance", 1.5, "'label' is 1.5, not a number from 0 to 1"),
+        ("relevance", None, "'label' is None, not a number from 0 to 1"),
+    ],
+)
+def test_labels_that_are_no_scores(problem_type, label, text, tmp_path):
+    with pytest.raises(DataError, match=text):
+        of_problem(tmp_path, problem_type, [label], labels=("a", "b"))
 
 
 def test_evaluation_counts_each_row_once(tmp_path):

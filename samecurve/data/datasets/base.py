@@ -25,9 +25,9 @@ _ROWS_PER_PASS = 256
 class RowArrays:
     """Arrays of some rows: int64, (len(indices), ...), by the names of MicroBatch's inputs and targets.
 
-    Weights of tokens are float32. Arrays with one value per token have sequence_length as their last axis, which is cut
-    to the width of the micro-batch. A row may consist of k sequences (two answers to compare, a question and its
-    answers), whose arrays are (len(indices), k, sequence_length).
+    Weights of tokens and scores of texts are float32. Arrays with one value per token have sequence_length as their
+    last axis, which is cut to the width of the micro-batch. A row may consist of k sequences (two answers to compare, a
+    question and its answers), whose arrays are (len(indices), k, sequence_length).
     """
 
     inputs: dict[str, np.ndarray]

@@ -41,14 +41,21 @@ class TextRows(Rows):
 
 
 class LabelledRows(TextRows):
-    """Rows for classification. Labels are (len(indices),), the class of each text."""
+    """Rows for classification. Labels are (len(indices),), the class of each text.
+
+    Where the target of a text is k numbers, they are `scores`, (len(indices), k, 1) fp32, and labels are 0.
+    """
 
     targets_are_tokens = False
 
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
         assert self.stream.labels is not None  # ExampleEncoder is labelled
-        labels = self.stream.labels[self.documents[indices]].astype(np.int64)
-        return RowArrays(self._inputs(indices), {"labels": labels})
+        labels = self.stream.labels[self.documents[indices]]
+        if labels.ndim == 1:
+            return RowArrays(self._inputs(indices), {"labels": labels.astype(np.int64)})
+        # the last axis is none of tokens, which would be cut to the width of a batch
+        targets = {"labels": np.zeros(len(labels), dtype=np.int64), "scores": labels[..., None].astype(np.float32)}
+        return RowArrays(self._inputs(indices), targets)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from samecurve.data.encoder import Encoded, Encoder, TruncatingEncoder
 from samecurve.data.formats import check_characters, no_column
 from samecurve.data.row_checks import nearest
 from samecurve.errors import DataError
-from samecurve.specs.data_names import Truncation
+from samecurve.specs.data_names import ProblemType, Truncation
 from samecurve.storage.cache import build_once, digest
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ class Example:
         place: location of the row, for messages.
         text: the text, or the first one of the pair.
         pair: the second text, None if there is none.
-        label: name of the class.
+        label: name of the class; by ExampleSource.problem_type also the names of several, or a number.
     """
 
     place: str
     text: str
     pair: str | None
-    label: str
+    label: str | tuple[str, ...] | float
 
     def __str__(self) -> str:
         return self.text if self.pair is None else f"{self.text}\0{self.pair}"
@@ -54,6 +55,7 @@ class ExampleSource(sources.TableSource):
         pair_column: column of the second text, None if there is none.
         label_column: column of the label.
         names: class names in order; None if they are not known yet, in which case any label is accepted.
+        problem_type: what a label is, see Classify.problem_type.
     """
 
     documents_are, a_line_is = "labelled texts", "one text and its label"
@@ -62,10 +64,12 @@ class ExampleSource(sources.TableSource):
     pair_column: str | None = None
     label_column: str = "label"
     names: tuple[str, ...] | None = None
+    problem_type: ProblemType = "single_label"
 
     @property
     def identity(self) -> str:
-        return json.dumps([self.text_column, self.pair_column, self.label_column, self.names])
+        other = [self.problem_type] if self.problem_type != "single_label" else []
+        return json.dumps([self.text_column, self.pair_column, self.label_column, self.names, *other])
 
     def columns_read(self, row: dict) -> tuple[str, ...]:
         return (self.text_column, self.label_column, *([] if self.pair_column is None else [self.pair_column]))
@@ -84,7 +88,22 @@ class ExampleSource(sources.TableSource):
         text = text_of(place, self.text_column, row)
         pair = None if self.pair_column is None else text_of(place, self.pair_column, row)
         label = _value(place, self.label_column, row)
-        return Example(place, text, pair, self._name(place, label))
+        if self.problem_type == "single_label":
+            return Example(place, text, pair, self._name(place, label))
+        if self.problem_type == "multi_label":
+            if not isinstance(label, list):
+                wrong = f"{label!r:.40}, not a list of classes; write one, [] where none fits"
+                raise DataError(f"{place}: {self.label_column!r} is {wrong}")
+            return Example(place, text, pair, tuple(self._name(place, name) for name in label))
+        highest = 1.0 if self.problem_type == "relevance" else math.inf
+        try:
+            number = float(label)  # a csv file has numbers as text
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and (highest > 1 or 0 <= number <= 1)):
+            wanted = "a number from 0 to 1" if highest == 1 else "a number"
+            raise DataError(f"{place}: {self.label_column!r} is {label!r:.40}, not {wanted}; correct or remove the row")
+        return Example(place, text, pair, number)
 
     def _name(self, place: str, label: Any) -> str:
         """Return the class name of a label. Raises DataError for one that is not a name or number of a class."""
@@ -130,7 +149,9 @@ def _read_names(source: ExampleSource) -> list[str]:
     source.check()
     first: dict[str, str] = {}
     for example in source.documents():
-        first.setdefault(example.label, example.place)
+        assert not isinstance(example.label, float)  # numbers have no names
+        for name in (example.label,) if isinstance(example.label, str) else example.label:
+            first.setdefault(name, example.place)
     names = sorted(first)
     numbers = [name for name in names if name.isdecimal()]
     if numbers and len(numbers) < len(names):
@@ -148,7 +169,9 @@ def _read_names(source: ExampleSource) -> list[str]:
                 f"{first[last]}: the label is {last}, but no row has the label {missing}; number the classes from 0 "
                 "without a gap, or name all of them in data.labels"
             )
-    if len(names) < 2:
+    if not names:
+        raise DataError(f"{source.name}: no row has a class; name all classes in data.labels")
+    if len(names) < 2 and source.problem_type == "single_label":
         raise DataError(
             f"{source.name}: every row has the label {names[0]!r}, but a classifier needs two classes; add rows of "
             "another class, or name all classes in data.labels"
@@ -178,7 +201,8 @@ class ExampleEncoder(TruncatingEncoder):
 
         Args:
             sequence_length: largest number of tokens of a row, special tokens included.
-            names: class names; a class's id is its index.
+            names: class names; a class's id is its index. Labels of several classes become one number, 0 or 1, for
+                each class, labels that are numbers stay as they are.
             pairs: whether rows hold two texts. Models that take token_type_ids then get them.
         """
         super().__init__(tokenizer, sequence_length, truncation)
@@ -186,11 +210,16 @@ class ExampleEncoder(TruncatingEncoder):
         self.segmented = pairs and "token_type_ids" in tokenizer.model_input_names
         self.identity = digest(_VERSION, self.identity, names, self.segmented)
 
+    def _label(self, label: str | tuple[str, ...] | float) -> int | list[float]:
+        if isinstance(label, str):
+            return self._index[label]
+        return [float(name in label) for name in self._index] if isinstance(label, tuple) else [label]
+
     def encode(self, documents: list[Example]) -> list[Encoded]:
         inputs = [d.text if d.pair is None else (d.text, d.pair) for d in documents]
         encodings = self._rust.encode_batch(inputs, add_special_tokens=True)
         return [
-            Encoded(e.ids, segments=e.type_ids if self.segmented else None, label=self._index[d.label])
+            Encoded(e.ids, segments=e.type_ids if self.segmented else None, label=self._label(d.label))
             if self._stays(d.place, [e])
             else Encoded([])
             for d, e in zip(documents, encodings, strict=True)
