@@ -1,6 +1,8 @@
 """Run a model that does not generate text. The output depends on the task that trained it:
 
-    classify  a label and its probability
+    classify  a label and its probability; several labels, or a score, by classify.problem_type
+    token_classify  the class of each word
+    process_reward  whether each step is right
     reward    the score of each TEXT as an answer to --prompt
     embed     the similarities of the texts; their vectors with --json
     mlm       the most likely words for each [MASK]

@@ -277,6 +277,13 @@ class Reward(Section):
     """The weight of a term that pulls the mean reward of a pair to 0. null: no such term. TRL's example has 0.01."""
 
 
+class ProcessReward(Section):
+    """Task `process_reward`."""
+
+    step_separator: Annotated[str, Field(min_length=1)] = "\n"
+    """Written behind each step. Its last token has the step's label."""
+
+
 class Distill(Section):
     """Task `distill`."""
 
@@ -330,6 +337,7 @@ class Recipe(Section):
     schedule: Schedule = Schedule()
     dpo: Dpo = Dpo()
     reward: Reward = Reward()
+    process_reward: ProcessReward = ProcessReward()
     loss: Loss = Loss()
     memory: Memory = Memory()
     compile: Annotated[Literal["off", "auto", "regional", "full"], BeforeValidator(_off)] = "off"

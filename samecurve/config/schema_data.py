@@ -90,13 +90,16 @@ class Data(Section):
     pattern: str | None = None
     """Pattern of the files to read in a folder, such as `**/*.md`. null: those with the suffix of a text or a table."""
     text_column: str = "text"
-    """The text of a table's row (`pretrain`, `continue_pretrain`, `classify`, `mlm`)."""
+    """The text of a table's row (`pretrain`, `continue_pretrain`, `classify`, `mlm`), or `process_reward`'s prompt."""
+    words_column: Name = "tokens"
+    """`token_classify`: the list of a text's words. `process_reward`: the list of a solution's steps."""
     text_pair_column: Name | None = None
     """`classify`: a second text, where two are compared."""
     label_column: Name = "label"
-    """`classify`: the class, as a name or a whole number from 0, or what `classify.problem_type` says."""
+    """`classify`: the class, as a name or a whole number from 0, or what `classify.problem_type` says.
+    `token_classify`: a list, the class of each word. `process_reward`: a list, whether each step is right."""
     labels: Annotated[tuple[Name, ...], Field(min_length=2, strict=False)] | None = None
-    """`classify`: the names of the classes in their order. null: those in the data, sorted."""
+    """`classify`, `token_classify`: the names of the classes in their order. null: those in the data, sorted."""
     anchor_column: Name = "anchor"
     """`embed`: a text, such as a question."""
     positive_column: Name = "positive"

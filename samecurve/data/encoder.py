@@ -34,6 +34,7 @@ class Encoded(NamedTuple):
     label: int | list[float] | None = None
     more: tuple[Encoded, ...] = ()
     weights: np.ndarray | None = None
+    tags: np.ndarray | None = None
 
 
 class Encoder(ABC):
@@ -46,6 +47,7 @@ class Encoder(ABC):
         masked: whether some tokens are not trained.
         segmented: whether documents have segments.
         weighted: whether the losses of tokens have weights.
+        tagged: whether some tokens have a class.
         labelled: whether documents have a label.
         renders: whether much of the work is done in Python, outside of the Rust backend.
         ends_texts: whether texts end with an end-of-text token.
@@ -59,7 +61,7 @@ class Encoder(ABC):
         DataError: for a tokenizer without a Rust backend, or without an end-of-text token if `ends_texts`.
     """
 
-    masked = segmented = weighted = labelled = renders = False
+    masked = segmented = weighted = tagged = labelled = renders = False
     ends_texts = True
     counted: tuple[str, ...] = ()
     rare: tuple[str, ...] = ()
@@ -86,7 +88,7 @@ class Encoder(ABC):
     @property
     def token_arrays(self) -> list[str]:
         """Names of the arrays of TokenStream that are stored per token in addition to the ids."""
-        beside = {"trained": self.masked, "segments": self.segmented, "weights": self.weighted}
+        beside = {"trained": self.masked, "segments": self.segmented, "weights": self.weighted, "tags": self.tagged}
         return [name for name, wanted in beside.items() if wanted]
 
     def reads(self, key: str) -> bool:
@@ -115,9 +117,12 @@ class TruncatingEncoder(Encoder):
         # the identity so far is that of the tokenizer without truncation
         self.identity = digest(self.identity, sequence_length, truncation)
 
-    def _stays(self, place: str, encodings: Sequence[Any]) -> bool:
-        """Whether a document is not left out. Raises DataError for a longer text where data.truncation is `error`."""
-        num_longer = sum(bool(encoding.overflowing) for encoding in encodings)
+    def _stays(self, place: str, are_longer: Iterable[object]) -> bool:
+        """Whether a document is not left out. Raises DataError for a longer text where data.truncation is `error`.
+
+        `are_longer` is true for each of its texts that was truncated.
+        """
+        num_longer = sum(map(bool, are_longer))
         if num_longer and self._truncation == "error":
             raise DataError(
                 f"{place}: longer than the {self._length} tokens of batch.sequence_length; raise it, or set "

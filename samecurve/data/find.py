@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
+import keyword
 import random
 import re
 import sysconfig
 import textwrap
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +22,8 @@ from samecurve.data.schemas.classification import Example, ExampleSource
 from samecurve.data.schemas.conversation import ChatSchema, Conversation, ConversationSource
 from samecurve.data.schemas.preference import Pair, PairSchema, PairSource
 from samecurve.data.schemas.retrieval import Match, MatchSource
-from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, ProblemType
+from samecurve.data.schemas.token_labels import STEP_NAMES, LabelledWords, LabelledWordsSource
+from samecurve.specs.data_names import DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, STEPS, WORDS, ProblemType
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data
@@ -66,6 +71,19 @@ def find_examples(
     files = sources.find_source(name, data.pattern, selection=selection).files
     columns = data.text_column, data.text_pair_column, data.label_column
     return ExampleSource(name, files, *columns, names, problem_type, selection=selection)
+
+
+def find_labelled_words(
+    data: Data, names: tuple[str, ...] | None, selection: sources.Selection, steps: bool = False
+) -> LabelledWordsSource:
+    """Find the labelled words, or steps, of `data.path`. Raises as `sources.find_source` does."""
+    name = data.path
+    assert name is not None  # the tasks take no mixture
+    if name == (STEPS if steps else WORDS):
+        return (StepSource if steps else WordSource)(name, sources.builtin_files())
+    files = sources.find_source(name, data.pattern, selection=selection).files
+    columns = {"label_column": data.label_column, "words_column": data.words_column, "names": names, "steps": steps}
+    return LabelledWordsSource(name, files, data.text_column, selection=selection, **columns)
 
 
 def find_matches(name: str, data: Data, selection: sources.Selection = sources.WHOLE) -> MatchSource:
@@ -190,6 +208,61 @@ class ModuleSource(ExampleSource):
                     seen.add(code)
                     counts[package] += 1
                     yield Example(f"{file}:{line}", code, None, package)
+
+
+KINDS_OF_WORDS = ("keyword", "name", "number", "operator", "string")
+_MOST_FUNCTIONS = 1000
+_MOST_STEPS = 12
+
+
+@dataclass(frozen=True)
+class WordSource(LabelledWordsSource):
+    """builtin:python-tokens: the words of a function's body, labelled with their kind in Python's grammar."""
+
+    names: tuple[str, ...] | None = KINDS_OF_WORDS
+
+    @property
+    def identity(self) -> str:
+        return "words"
+
+    def entries(self) -> Iterator[LabelledWords]:
+        kinds = {tokenize.NAME: "name", tokenize.NUMBER: "number", tokenize.OP: "operator", tokenize.STRING: "string"}
+        for place, _, body in islice(_distinct_functions(self.local_files), _MOST_FUNCTIONS):
+            try:
+                tokens = [t for t in tokenize.generate_tokens(io.StringIO(body).readline) if t.type in kinds]
+            except (tokenize.TokenError, SyntaxError):  # some lines of a body are no program by themselves
+                continue
+            label = tuple("keyword" if keyword.iskeyword(t.string) else kinds[t.type] for t in tokens)
+            if label:
+                yield LabelledWords(place, tuple(t.string for t in tokens), label)
+
+
+@dataclass(frozen=True)
+class StepSource(LabelledWordsSource):
+    """builtin:python-steps: a function's signature and docstring, and the lines of its body as steps.
+
+    In every second function the lines go over into those of another function, and are wrong from there on.
+    """
+
+    names: tuple[str, ...] | None = STEP_NAMES
+    steps: bool = True
+
+    @property
+    def identity(self) -> str:
+        return "steps"
+
+    def entries(self) -> Iterator[LabelledWords]:
+        before: list[str] = []
+        for place, prompt, body in islice(_distinct_functions(self.local_files), _MOST_FUNCTIONS):
+            lines = [line for line in body.split("\n") if line.strip()][:_MOST_STEPS]
+            # seeded by the function itself, so that the result is always the same
+            draw = random.Random(f"{prompt}\0{body}")
+            right = draw.randrange(len(lines)) if before and draw.random() < 0.5 else len(lines)
+            steps = lines[:right] + (before[:_MOST_STEPS] if right < len(lines) else [])
+            before = lines
+            yield LabelledWords(
+                place, tuple(steps), tuple(STEP_NAMES[index < right] for index in range(len(steps))), prompt
+            )
 
 
 @dataclass(frozen=True)

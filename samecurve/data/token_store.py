@@ -41,7 +41,8 @@ _BATCH_CHARACTERS = 1 << 20
 _ENOUGH_BAD_ROWS = 1000  # so many end a run without counting the others
 _LARGE_BYTES = 1 << 30  # larger token files are verified block by block; smaller ones as a whole, in 0.1 s
 PARTS = ("train", "held_out")
-_BESIDE = {"trained": np.dtype(np.uint8), "segments": np.dtype(np.uint8), "weights": np.dtype(np.float32)}
+_BESIDE = dict.fromkeys(("trained", "segments"), np.dtype(np.uint8))
+_BESIDE |= {"weights": np.dtype(np.float32), "tags": np.dtype(np.int16)}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class TokenStream:
         segments: (num_tokens,) uint8, index of the text within its document that a token is from.
         labels: (num_documents,) int64, class of each document, or (num_documents, k) float64, k numbers.
         weights: (num_tokens,) float32, of the tokens' losses; None: all are 1.
+        tags: (num_tokens,) int16, class of each token, IGNORE_INDEX for tokens without one.
     """
 
     tokens: np.ndarray | VerifiedTokens
@@ -67,6 +69,7 @@ class TokenStream:
     segments: np.ndarray | None = None
     labels: np.ndarray | None = None
     weights: np.ndarray | None = None
+    tags: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from samecurve.storage.records import read_record
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NON_GENERATIVE_HEADS = ("ForSequenceClassification", "ForMaskedLM")
+NON_GENERATIVE_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")
 _GENERATION = {
     **{f"{kind}_token_id?": (int, [int], None) for kind in ("bos", "eos", "pad", "decoder_start")},
     **{f"output_{what}?": (bool, None) for what in ("attentions", "hidden_states", "scores", "logits")},

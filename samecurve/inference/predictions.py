@@ -61,6 +61,8 @@ def _line(prediction: dict[str, Any]) -> str:
     if "probabilities" in prediction:
         likeliest = sorted(prediction["probabilities"].items(), key=lambda pair: -pair[1])[:3]
         return f"{_with_probabilities(likeliest):<40}  {text}"
+    if "words" in prediction:
+        return "  ".join(f"{_shortened(word['word'])}/{word['label']}" for word in prediction["words"])
     if "score" in prediction:
         return f"{prediction['score']:9.4f}  {text}"
     masks = [[(token["token"], token["probability"]) for token in mask] for mask in prediction["masks"]]

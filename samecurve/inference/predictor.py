@@ -19,6 +19,7 @@ from samecurve.config.schema import Data, Pooling
 from samecurve.data import chat_encoder, tokenizer
 from samecurve.data.schemas import conversation
 from samecurve.data.schemas.classification import Example, ExampleEncoder, text_of
+from samecurve.data.schemas.token_labels import LabelledWords, StepEncoder, WordEncoder, words_of
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import folders, loading
 from samecurve.losses import contrastive
@@ -46,12 +47,14 @@ class EncodedText:
         tokens: token ids, truncated to the predictor's length.
         segments: token type ids for pairs of texts.
         truncated: whether tokens were removed.
+        places: by words, or steps, with a class of their own: the token that has it.
     """
 
     text: str
     tokens: Sequence[int] | np.ndarray
     segments: Sequence[int] | np.ndarray | None = None
     truncated: bool = False
+    places: Sequence[tuple[str, int]] = ()
 
 
 @dataclass
@@ -98,7 +101,7 @@ class Predictor(ABC):
         inputs = self._padded(texts)
         with torch.inference_mode():
             output = self.model(**{name: tensor.to(self.model.device) for name, tensor in inputs.items()})
-        pairs = zip(texts, self.decode(output, inputs), strict=True)
+        pairs = zip(texts, self.decode(output, inputs, texts), strict=True)
         return [{"text": text.text, **prediction, "truncated": text.truncated} for text, prediction in pairs]
 
     @abstractmethod
@@ -106,7 +109,7 @@ class Predictor(ABC):
         """Tokenise a text or a table's row, truncated to `length` tokens. `place` is for messages."""
 
     @abstractmethod
-    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
         """Return the prediction for each text, from the model's output."""
 
     def _padded(self, texts: Sequence[EncodedText]) -> dict[str, Tensor]:
@@ -164,7 +167,7 @@ class Classifier(Predictor):
             pair = text_of(place, column, source)
         return _encoded(self.encoder, Example(place, self._text(place, source), pair, self.names[0]))
 
-    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
         problem, logits = self.model.config.problem_type, output.logits.float()
         if problem == "regression":
             return [{"score": score} for score in logits[:, 0].tolist()]
@@ -180,6 +183,46 @@ class Classifier(Predictor):
             probabilities = dict(zip(self.names, row, strict=True))
             predictions.append({"label": self.names[best], "probability": row[best], "probabilities": probabilities})
         return predictions
+
+
+class WordClassifier(Predictor):
+    """Predicts the class of each word of a text, or of each step of a solution."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return loading.class_names(self.model.config)
+
+    @cached_property
+    def encoder(self) -> WordEncoder:
+        if self.recipe and self.recipe.task == "process_reward":
+            return StepEncoder(self.tokenizer, self.length, self.recipe.process_reward.step_separator, self._side)
+        return WordEncoder(self.tokenizer, self.length, self.names, self._side)
+
+    def encode(self, place: str, source: str | dict) -> EncodedText:
+        prompt = None
+        if isinstance(self.encoder, StepEncoder):
+            if not isinstance(source, dict):
+                columns = f"{self.data.text_column} and {self.data.words_column}"
+                raise ConfigurationError(
+                    f"{self.folder}: the model judges steps; give --file FILE, a table with the columns {columns}"
+                )
+            prompt = text_of(place, self.data.text_column, source)
+        words = words_of(place, self.data.words_column, source) if isinstance(source, dict) else tuple(source.split())
+        if not words:
+            raise DataError(f"{place}: the text is empty")
+        ((ids, places, is_longer),) = self.encoder.placed([LabelledWords(place, words, (), prompt)])
+        named = [(words[index], position) for index, position in places.items()]
+        return EncodedText(" ".join(words), ids, truncated=is_longer, places=named)
+
+    def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
+        answers = []
+        for row, text in zip(output.logits.float().softmax(dim=-1).tolist(), texts, strict=True):
+            words = []
+            for word, position in text.places:
+                best = max(range(len(self.names)), key=row[position].__getitem__)
+                words.append({"word": word, "label": self.names[best], "probability": row[position][best]})
+            answers.append({"words": words})
+        return answers
 
 
 class Scorer(Predictor):
@@ -208,7 +251,7 @@ class Scorer(Predictor):
         text = self._truncate(str(turns.messages[-1].get("content")), encoded.tokens)
         return replace(text, tokens=encoded.tokens[-self.length :]) if self.data.truncation == "left" else text
 
-    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
         return [{"score": score} for score in output.logits.float().flatten().tolist()]
 
 
@@ -238,7 +281,7 @@ class Embedder(Predictor):
     def _column(self, row: dict) -> str:
         return self.data.anchor_column if self.data.anchor_column in row else self.data.text_column
 
-    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
         mask = inputs["attention_mask"].to(self.model.device)
         pooled = contrastive.pool(output.last_hidden_state, mask, self.pooling)
         return [{"embedding": row} for row in torch.nn.functional.normalize(pooled, dim=-1).tolist()]
@@ -266,7 +309,7 @@ class MaskFiller(Predictor):
             raise DataError(f"{place}: no {_MASKS[0]}{where}; write {_MASKS[0]} in place of the word to predict")
         return encoded
 
-    def decode(self, output: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
         probabilities = output.logits.float().softmax(dim=-1)
         is_mask = inputs["input_ids"].eq(self.mask[1])
         both = zip(probabilities, is_mask, strict=True)
@@ -303,6 +346,7 @@ def load_predictor(
     is_score = config.num_labels == 1 and config.problem_type is None  # an own task `classify` has a problem_type
     kind = "score" if head.kind == "sequence_classification" and is_score else head.kind
     classes = {"sequence_classification": Classifier, "score": Scorer, "embedding": Embedder, "masked_lm": MaskFiller}
+    classes["token_classification"] = WordClassifier
     if kind not in classes:
         raise ConfigurationError(
             f"{folder}: the model generates text; use python -m samecurve generate {run}, or chat {run}"

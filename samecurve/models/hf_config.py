@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -44,6 +45,7 @@ from samecurve.storage import trusted_code
 _AUTO = {
     "causal_lm": AutoModelForCausalLM,
     "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
     "masked_lm": AutoModelForMaskedLM,
     "embedding": AutoModel,
 }
@@ -52,12 +54,14 @@ KINDS = tuple(_AUTO)
 _FITTING = {
     "causal_lm": "causal language model of text alone; choose a decoder, for example llama",
     "sequence_classification": "model that transformers can classify text with; choose another, for example bert",
+    "token_classification": "model that transformers can classify tokens with; choose another, for example bert",
     "masked_lm": "masked language model; choose an encoder, for example bert",
     "embedding": "model that gives each token of a text a state; choose another, for example bert",
 }
 _TITLES = {
     "causal_lm": "causal language model",
     "sequence_classification": "sequence classifier",
+    "token_classification": "token classifier",
     "masked_lm": "masked language model",
     "embedding": "model without a head, for embeddings",
 }
@@ -211,11 +215,18 @@ def is_classifier(model: PreTrainedModel) -> bool:
     return kind_of(model) == "sequence_classification"
 
 
+def has_new_head(model: PreTrainedModel) -> bool:
+    """Whether the task trains a head, without which language models are pretrained."""
+    return kind_of(model) in ("sequence_classification", "token_classification")
+
+
 def output_shape(model: PreTrainedModel, input_ids: Tensor) -> tuple[int, ...]:
     """Return the shape of what a model makes of input_ids, (rows, sequence_length); see Task.outputs."""
     kind, config = kind_of(model), model.config
     if kind == "sequence_classification":
         return len(input_ids), len(config.id2label or ())
+    if kind == "token_classification":
+        return *input_ids.shape, len(config.id2label or ())
     return *input_ids.shape, config.hidden_size if kind == "embedding" else config.vocab_size
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from samecurve.config.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, unusual_settings
 from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize
-from samecurve.models.hf_config import is_classifier, kind_of, without_pooler
+from samecurve.models.hf_config import has_new_head, kind_of, without_pooler
 from samecurve.models.packaged import package_of
 from samecurve.models.weight_files import fingerprint, header
 
@@ -47,7 +47,12 @@ NAME = "default"  # peft's name of a model's only adapter
 _SHOWN = 4  # names in a message
 _STORED = "base_model.model."  # peft's prefix of every name in its file
 # peft's task types; there is none for masked language models.
-_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}
+_TASK_TYPES = {
+    "causal_lm": "CAUSAL_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "embedding": "FEATURE_EXTRACTION",
+}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MAGNITUDE = f".lora_magnitude_vector.{NAME}.weight"
 
@@ -142,7 +147,7 @@ def whole_modules(model: PreTrainedModel, settings: Adapter) -> list[str]:
     named = settings.modules_to_save or ()
     # peft matches any ending: `norm` is input_layernorm, too
     whole = [name for name in modules if (name.endswith(tuple(named)) if settings.path else _is_named(name, named))]
-    if is_classifier(model) and not settings.path:
+    if has_new_head(model) and not settings.path:
         base = model.base_model_prefix
         whole += [name for name, _ in model.named_children() if name != base and name in modules]
         whole += [name for name in modules if name.startswith(f"{base}.") and name.endswith(".pooler")]

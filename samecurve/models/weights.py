@@ -25,7 +25,7 @@ from samecurve.errors import ConfigurationError
 from samecurve.models import dropout
 from samecurve.models import lora as adapters
 from samecurve.models.flops import num_experts
-from samecurve.models.hf_config import has_attention, is_classifier, reason, without_effect
+from samecurve.models.hf_config import has_attention, has_new_head, reason, without_effect
 from samecurve.models.packaged import package_of
 from samecurve.models.pretrained import Pretrained, constants, embeddings, frozen
 from samecurve.models.skeleton import without_adapter
@@ -330,7 +330,7 @@ def new_head(model: PreTrainedModel, recipe: Recipe, missing: set[str]) -> set[s
     Raises:
         ConfigurationError: model.new_head is true, but the files contain the head.
     """
-    if not (recipe.model.new_head or is_classifier(model)):
+    if not (recipe.model.new_head or has_new_head(model)):
         return set()
     new = {name for name in missing if _is_heads(model, name)}
     if recipe.model.new_head and not new:
@@ -348,7 +348,7 @@ def _is_heads(model: PreTrainedModel, name: str) -> bool:
 
 
 def _head_hint(model: PreTrainedModel, missing: set[str]) -> str:
-    if not missing or is_classifier(model) or not all(_is_heads(model, name) for name in missing):
+    if not missing or has_new_head(model) or not all(_is_heads(model, name) for name in missing):
         return ""
     return (
         f", the head of a {type(model).__name__}; name a model that has it, or set model.new_head to true to make one"

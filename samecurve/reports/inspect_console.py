@@ -22,7 +22,7 @@ from samecurve.data.datasets.base import PackedRows, Rows, SampleRows, Truncated
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.datasets.preference import PairRows
 from samecurve.data.datasets.retrieval import RetrievalRows
-from samecurve.data.datasets.text import LabelledRows, TextRows
+from samecurve.data.datasets.text import LabelledRows, TaggedRows, TextRows
 from samecurve.errors import DataError
 from samecurve.interfaces.task import Task
 from samecurve.losses.cross_entropy import IGNORE_INDEX
@@ -185,7 +185,8 @@ def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(rows, LabelledRows):
         return tokens, np.zeros(size, dtype=bool)
     labels = arrays.labels[0, :size]
-    return np.where(labels == IGNORE_INDEX, tokens, labels), labels != IGNORE_INDEX
+    shown = tokens if isinstance(rows, TaggedRows) else np.where(labels == IGNORE_INDEX, tokens, labels)
+    return shown, labels != IGNORE_INDEX
 
 
 def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:

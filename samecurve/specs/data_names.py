@@ -32,6 +32,8 @@ FUNCTIONS = "builtin:python-functions"  # for sft
 PREFERENCES = "builtin:python-preferences"  # for dpo and reward
 MODULES = "builtin:python-modules"  # for classify
 DOCSTRINGS = "builtin:python-docstrings"  # for embed
+WORDS = "builtin:python-tokens"  # for token_classify
+STEPS = "builtin:python-steps"  # for process_reward
 
 
 def is_import_path(value: object) -> bool:

@@ -90,6 +90,8 @@ ALL_WEIGHTS = {
     "dpo": (5e-7, 5e-6),
     "reward": (5e-6, 2e-5),
     "classify": (2e-5, 5e-5),
+    "token_classify": (2e-5, 5e-5),
+    "process_reward": (5e-6, 2e-5),
     "mlm": (2e-5, 1e-4),
     "embed": (2e-5, 5e-5),
 }

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from samecurve.specs.data_names import BUILTIN, DOCSTRINGS, FUNCTIONS, MODULES, PREFERENCES, is_import_path
+from samecurve.specs.data_names import (
+    BUILTIN,
+    DOCSTRINGS,
+    FUNCTIONS,
+    MODULES,
+    PREFERENCES,
+    STEPS,
+    WORDS,
+    is_import_path,
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class TaskSpec:
     @property
     def trains_head(self) -> bool:
         """The model has a new head, which is trained in full beside an adapter."""
-        return self.auto_class == "AutoModelForSequenceClassification"
+        return self.auto_class in ("AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
     @property
     def takes_chunks(self) -> bool:
@@ -172,6 +181,27 @@ _BY_NAME = {
         hub_tag="text-classification",
         predicts="'a text'",
         metrics=("eval_loss", "eval_accuracy", "eval_f1", *OF_REGRESSION),
+    ),
+    "token_classify": TaskSpec(
+        WORDS,
+        ("data.words_column", "data.label_column", "data.labels", "data.truncation", "tokenizer.pad_token"),
+        row="one text",
+        auto_class="AutoModelForTokenClassification",
+        hub_tag="token-classification",
+        predicts="'a text'",
+        metrics=("eval_loss", "eval_accuracy", "eval_f1"),
+    ),
+    "process_reward": TaskSpec(
+        STEPS,
+        (
+            *("data.text_column", "data.words_column", "data.label_column", "data.truncation"),
+            *("tokenizer.pad_token", "process_reward.step_separator"),
+        ),
+        row="one solution",
+        auto_class="AutoModelForTokenClassification",
+        hub_tag="token-classification",
+        predicts="--file solutions.jsonl",
+        metrics=("eval_loss", "eval_accuracy", "eval_f1"),
     ),
     "mlm": TaskSpec(
         BUILTIN,

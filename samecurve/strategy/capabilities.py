@@ -159,7 +159,13 @@ CELLS = (
     Cell(
         "task",
         {SCHEDULED: "only decoders can be split into stages, and its model is an encoder"},
-        _tasks(lambda spec: spec.scheduled),
+        _tasks(lambda spec: not spec.fills_masks),
+    ),
+    Cell(
+        "task",
+        _untested("classification of tokens", TENSOR, CONTEXT, EXPERT, SCHEDULED),
+        refused=_tasks(lambda spec: spec.auto_class == "AutoModelForTokenClassification"),
+        fix="use configs/fsdp.yaml",
     ),
     Cell(
         "task",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
 from samecurve.models.hf_config import Head
 from samecurve.storage.cache import cache_folder
 from samecurve.tasks import splits
+from samecurve.tasks.splits import RowsType
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
@@ -27,27 +28,23 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ClassifyTask(splits.LoadedTask[LabelledRows]):
-    """Single-label classification with a cross-entropy loss; ScoresTask has the other problems.
+class ClassTask(splits.LoadedTask[RowsType], Generic[RowsType]):
+    """Base of tasks with one class per row or token, and a cross-entropy loss.
 
     Attributes:
         names: class names. A class's id is its index in this tuple.
     """
 
     names: tuple[str, ...]
-    counts = "rows"
 
     @property
-    def head(self) -> Head:
-        """Sequence classification head with the class names."""
-        fields = {
+    def class_fields(self) -> dict[str, Any]:
+        """Config fields with the class names."""
+        return {
             "id2label": dict(enumerate(self.names)),
             "label2id": {name: index for index, name in enumerate(self.names)},
-            "problem_type": "single_label_classification",
-            # A decoder classifies from the last token that is not padding.
             "pad_token_id": self.tokenizer.pad_token_id,
         }
-        return Head("sequence_classification", fields)
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the confusion matrix, flattened to (classes * classes,); the true class is the slow index."""
@@ -55,15 +52,15 @@ class ClassifyTask(splits.LoadedTask[LabelledRows]):
         return torch.bincount((labels * size + logits.argmax(dim=-1))[counted], minlength=size * size)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
-        """Return eval_loss in nats per row, eval_accuracy, eval_f1 (macro F1) and eval_rows.
+        """Return eval_loss in nats per row or token, eval_accuracy, eval_f1 (macro F1) and the number of them.
 
         As in scikit-learn, macro F1 leaves out a class that is neither the label nor the prediction of any row.
         """
         confusion = np.array(result.statistics).reshape(len(self.names), -1)
-        if not result.tokens == confusion.sum() == len(self.eval_rows):
+        if not result.tokens == confusion.sum() == self.eval_rows.num_targets:
             raise DataError(
-                f"{result.tokens} validation rows were evaluated and {confusion.sum():.0f} classified, but the data "
-                f"have {len(self.eval_rows)}"
+                f"{result.tokens} validation {self.counts} were evaluated and {confusion.sum():.0f} classified, but "
+                f"the data have {self.eval_rows.num_targets}"
             )
         right = confusion.diagonal()
         relevant = confusion.sum(axis=0) + confusion.sum(axis=1)
@@ -71,8 +68,20 @@ class ClassifyTask(splits.LoadedTask[LabelledRows]):
             "eval_loss": result.loss,
             "eval_accuracy": float(right.sum() / confusion.sum()),
             "eval_f1": float((2 * right[relevant > 0] / relevant[relevant > 0]).mean()),
-            "eval_rows": result.tokens,
+            f"eval_{self.counts}": result.tokens,
         }
+
+
+@dataclass
+class ClassifyTask(ClassTask[LabelledRows]):
+    """Single-label classification; ScoresTask has the other problems."""
+
+    counts = "rows"
+
+    @property
+    def head(self) -> Head:
+        """Sequence classification head with the class names. A decoder classifies from the last token but padding."""
+        return Head("sequence_classification", {**self.class_fields, "problem_type": "single_label_classification"})
 
     def describe(self) -> dict[str, object]:
         labels = self.train.stream.labels

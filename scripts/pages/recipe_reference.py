@@ -101,7 +101,8 @@ def _yaml_lines(section: type[Section], indent: str) -> Iterator[str]:
             yield ""
             continue
         options = _type(schema["properties"][key], sections).replace("`", "")
-        default = f" {json.dumps(field.default).strip(chr(34))}" if not field.is_required() else ""
+        text = "" if field.is_required() else json.dumps(field.default)
+        default = f" {text if chr(92) in text else text.strip(chr(34))}" if not field.is_required() else ""
         yield f"# {indent}{key}:{default}".ljust(34) + f" # {options if default else options + ', required'}"
 
 

@@ -19,7 +19,9 @@ from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
+    DataCollatorForTokenClassification,
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
@@ -47,7 +49,9 @@ PROBLEMS = {
     "regression": {"num_labels": 1, "problem_type": "regression"},
     "relevance": {"num_labels": 1, "problem_type": "multi_label_classification"},
 }
+TAGGED = ("token_classify", "process_reward")
 AUTO = {**dict.fromkeys(PROBLEMS, AutoModelForSequenceClassification), "mlm": AutoModelForMaskedLM}
+AUTO |= dict.fromkeys(TAGGED, AutoModelForTokenClassification)
 CUT_ROWS = ("fsdp_cp", "fsdp_ulysses", "fsdp_tp_cp")
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
 ENGINES |= {**SCHEDULES, **dict.fromkeys(CUT_ROWS, "FSDP{}")}
@@ -56,6 +60,8 @@ MODELS = {
     ("classify", "bert"): "BertForSequenceClassification",
     ("classify", "llama"): "LlamaForSequenceClassification",
     ("mlm", "bert"): "BertForMaskedLM",
+    ("token_classify", "bert"): "BertForTokenClassification",
+    ("process_reward", "llama"): "LlamaForTokenClassification",
     **{(problem, "bert"): "BertForSequenceClassification" for problem in tuple(PROBLEMS)[1:]},
 }
 
@@ -93,7 +99,18 @@ def files(workspace) -> dict[str, Path]:
             more = {"other": rows[7]["text"]} if problem == "relevance" else {}
             lines = [json.dumps({**row, **more, "label": label()}) + "\n" for row in rows]
             found[f"{name} {problem}"].write_text("".join(lines))
+        for task in TAGGED:
+            found[f"{name} {task}"] = workspace.folder / f"{task}_{name}.jsonl"
+            lines = [json.dumps(tagged(task, row["text"].split())) + "\n" for row in rows]
+            found[f"{name} {task}"].write_text("".join(lines))
     return found
+
+
+def tagged(task: str, words: list[str]) -> dict:
+    if task == "token_classify":
+        return {"tokens": words, "label": [CLASSES[len(word) % 3] for word in words]}
+    steps = [" ".join(words[n : n + 3]) for n in range(0, len(words), 3)]
+    return {"prompt": words[0], "completions": steps, "labels": ["a" in step for step in steps]}
 
 
 def of_problem(files, task: str, name: str) -> Path:
@@ -111,6 +128,8 @@ def setting(workspace, files, task: str, family: str) -> Setting:
     common += [f"data.path={of_problem(files, task, 'train')}"]
     common += [f"classify.problem_type={task}"] if task in tuple(PROBLEMS)[1:] else []
     common += ["data.text_pair_column=other"] if task == "relevance" else []
+    if task == "process_reward":
+        common += ["data.text_column=prompt", "data.words_column=completions", "data.label_column=labels"]
     common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {of_problem(files, task, 'held_out')}, every_steps: {STEPS}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
@@ -119,7 +138,9 @@ def setting(workspace, files, task: str, family: str) -> Setting:
     config = AutoConfig.for_model(
         fields.pop("model_type"), vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **fields
     )
-    for key, value in PROBLEMS.get(task, {}).items():
+    fields_of_task = {"id2label": dict(enumerate(CLASSES[: 3 if task == "token_classify" else 2]))}
+    fields_of_task |= {"classifier_dropout": 0.0}  # which is 0.1 in a decoder without the key
+    for key, value in (fields_of_task if task in TAGGED else PROBLEMS.get(task, {})).items():
         setattr(config, key, value)
     torch.manual_seed(1)
     folder = workspace.folder / f"{family}_{task}"
@@ -137,7 +158,8 @@ def plain_loop(workspace, files, task, overrides):
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     losses, norms, counts = [], [], []
-    for inputs, labels in (labelled if task in PROBLEMS else hidden)(found, of_problem(files, task, "train")):
+    read = {**dict.fromkeys(PROBLEMS, labelled), **dict.fromkeys(TAGGED, labelled)}.get(task, hidden)
+    for inputs, labels in read(found, of_problem(files, task, "train")):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
         loss = model(**inputs, labels=labels).loss
         loss.backward()
@@ -159,11 +181,44 @@ def labelled(found, path):
 
 def encoded(folder, rows):
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    if "tokens" in rows[0]:
+        return collated(tokenizer, [words_and_tags(tokenizer, row) for row in rows])
+    if "completions" in rows[0]:
+        return collated(tokenizer, [steps_and_tags(tokenizer, row) for row in rows])
     texts = [row["text"] for row in rows]
     pairs = [row["other"] for row in rows] if "other" in rows[0] else None
     inputs = tokenizer(texts, pairs, padding=True, truncation=True, max_length=SEQUENCE_LENGTH, return_tensors="pt")
     inputs.pop("token_type_ids", None)  # of one text, all 0
     return inputs, torch.tensor([target(row["label"]) for row in rows])
+
+
+def collated(tokenizer, rows):
+    collate = DataCollatorForTokenClassification(tokenizer)
+    batch = collate([{"input_ids": ids[:SEQUENCE_LENGTH], "labels": tags[:SEQUENCE_LENGTH]} for ids, tags in rows])
+    return batch, batch.pop("labels")
+
+
+def words_and_tags(tokenizer, row):
+    """The words of a byte-level tokenizer, each with the space before it, and a class for its first token."""
+    ids, tags = [], []
+    for place, (word, label) in enumerate(zip(row["tokens"], row["label"], strict=True)):
+        own = tokenizer(f"{' ' * (place > 0)}{word}", add_special_tokens=False)["input_ids"]
+        ids += own
+        tags += [CLASSES.index(label), *[-100] * (len(own) - 1)]
+    whole = tokenizer(" ".join(row["tokens"]))["input_ids"]
+    before = whole.index(ids[0])
+    assert whole[before : before + len(ids)] == ids
+    return whole, [*[-100] * before, *tags, *[-100] * (len(whole) - before - len(ids))]
+
+
+def steps_and_tags(tokenizer, row):
+    """As PRMTrainer.tokenize_row of TRL does: the label is that of the separator's last token."""
+    ids = [tokenizer.bos_token_id, *tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]]
+    tags = [-100] * len(ids)
+    for step, label in zip(row["completions"], row["labels"], strict=True):
+        own = tokenizer(step, add_special_tokens=False)["input_ids"] + tokenizer.encode("\n", add_special_tokens=False)
+        ids, tags = ids + own, [*tags, *[-100] * (len(own) - 1), int(label)]
+    return ids, tags
 
 
 def target(label) -> int | list[float]:
@@ -190,6 +245,7 @@ EVERY_DAY = {
     ("mlm", "bert"): ("single", "fsdp"),
     ("classify", "llama"): ("zero3",),
     ("multi_label", "bert"): ("zero2",),
+    ("token_classify", "bert"): ("zero3",),
 }
 CASES = [(*task, name) for task, names in EVERY_DAY.items() for name in names]
 CASES += long(*((*task, name) for task, name in sorted(ALL) if name not in EVERY_DAY.get(task, ())))

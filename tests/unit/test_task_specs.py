@@ -14,19 +14,22 @@ from samecurve.config.section import Section
 from samecurve.errors import ConfigurationError
 from samecurve.specs.tasks import TASKS, readers
 from samecurve.tasks.causal_lm import CausalTask
-from samecurve.tasks.classify import ClassifyTask
+from samecurve.tasks.classify import ClassifyTask, ScoresTask
 from samecurve.tasks.distill import DistillTask
 from samecurve.tasks.dpo import DpoTask, KtoTask
 from samecurve.tasks.embed import EmbedTask
 from samecurve.tasks.mlm import MaskedTask
 from samecurve.tasks.reward import RewardTask
+from samecurve.tasks.token_classify import TokenTask
 
 CLASSES = {
     **dict.fromkeys(("pretrain", "continue_pretrain", "sft"), [CausalTask]),
     "distill": [DistillTask],
     "dpo": [DpoTask, KtoTask],
     "reward": [RewardTask],
-    "classify": [ClassifyTask],
+    "classify": [ClassifyTask, ScoresTask],
+    "token_classify": [TokenTask],
+    "process_reward": [TokenTask],
     "mlm": [MaskedTask],
     "embed": [EmbedTask],
 }

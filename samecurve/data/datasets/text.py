@@ -30,9 +30,13 @@ class TextRows(Rows):
         self._starts = stream.offsets[:-1][self.documents] + nth * sequence_length
         self.sizes = np.minimum(lengths[self.documents] - nth * sequence_length, sequence_length)
 
-    def _inputs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of the rows' tokens in the stream, and a mask of non-padding."""
         steps = np.arange(self.sequence_length)[None, :]
-        places, exists = self._starts[indices][:, None] + steps, steps < self.sizes[indices][:, None]
+        return self._starts[indices][:, None] + steps, steps < self.sizes[indices][:, None]
+
+    def _inputs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        places, exists = self._places(indices)
         inputs = {"input_ids": self._take(places, exists), "attention_mask": exists.astype(np.int64)}
         if self.stream.segments is not None:
             inputs["token_type_ids"] = np.where(exists, self.stream.segments[np.where(exists, places, 0)], 0)
@@ -56,6 +60,21 @@ class LabelledRows(TextRows):
         # the last axis is none of tokens, which would be cut to the width of a batch
         targets = {"labels": np.zeros(len(labels), dtype=np.int64), "scores": labels[..., None].astype(np.float32)}
         return RowArrays(self._inputs(indices), targets)
+
+
+class TaggedRows(TextRows):
+    """Rows whose labels are the classes of some tokens, IGNORE_INDEX elsewhere."""
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        places, exists = self._places(indices)
+        assert self.stream.tags is not None  # WordEncoder is tagged
+        tags = self.stream.tags[np.where(exists, places, 0)].astype(np.int64)
+        return RowArrays(self._inputs(indices), {"labels": np.where(exists, tags, IGNORE_INDEX)})
+
+    @cached_property
+    def num_targets(self) -> int:
+        assert self.stream.tags is not None
+        return int((self.stream.tags != IGNORE_INDEX).sum())
 
 
 @dataclass(frozen=True)

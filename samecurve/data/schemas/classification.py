@@ -220,7 +220,7 @@ class ExampleEncoder(TruncatingEncoder):
         encodings = self._rust.encode_batch(inputs, add_special_tokens=True)
         return [
             Encoded(e.ids, segments=e.type_ids if self.segmented else None, label=self._label(d.label))
-            if self._stays(d.place, [e])
+            if self._stays(d.place, [e.overflowing])
             else Encoded([])
             for d, e in zip(documents, encodings, strict=True)
         ]

@@ -155,7 +155,8 @@ class MatchEncoder(TruncatingEncoder):
         return [self._joined(document.place, [next(encodings) for _ in document.texts]) for document in documents]
 
     def _joined(self, place: str, encodings: list) -> Encoded:
-        if not self._stays(place, encodings) or any(all(encoding.special_tokens_mask) for encoding in encodings):
+        stays = self._stays(place, [encoding.overflowing for encoding in encodings])
+        if not stays or any(all(encoding.special_tokens_mask) for encoding in encodings):
             return Encoded([], segments=[])
         ids = [token for encoding in encodings for token in encoding.ids]
         return Encoded(ids, segments=[nth for nth, encoding in enumerate(encodings) for _ in encoding.ids])
