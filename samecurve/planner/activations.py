@@ -57,23 +57,20 @@ def _per_token(job: Job) -> tuple[float, float]:
             per_element = HEAD_NORM["fp32" if shape.fp32_norms else job.flow]
             attention += per_element * (1 + shape.kv_share) * shape.attention_width
         inner = shape.mlp_bytes[job.flow == "fp32"] * shape.ffn * experts
-        return attention + (inner + dispatched) * whole, _norm_bytes(job) * shape.hidden
+        num_norms = 2 if shape.post_norms else 1  # in front of a block, and behind it
+        norms = NORMS[job.flow] + (POST_NORM[job.flow] if shape.post_norms else 0)
+        in_16_bit = job.flow in ("16-bit", "copies")
+        # what only the gradients of norms' weights need: the normalized numbers
+        norms -= (4 if in_16_bit else 8) * num_norms if job.frozen else 0
+        # the scaled numbers in fp32, before they are cast
+        norms += 4 * num_norms if shape.fp32_norms and in_16_bit else 0
+        return attention + (inner + dispatched) * whole, norms * shape.hidden
     if shape.gated:
         attention = (8 + 10 * shape.kv_share) * shape.attention_width
         norms = 4 if job.stack in FUSED_NORMS else 10
         return attention + (8 * shape.ffn * experts + dispatched) * whole, norms * shape.hidden
     ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
     return (4 + 4 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
-
-
-def _norm_bytes(job: Job) -> float:
-    """Return the bytes that a layer's norms keep per element of a hidden state."""
-    kept = NORMS[job.flow] + (POST_NORM[job.flow] if job.shape.post_norms else 0)
-    # the scaled numbers in fp32, before they are cast
-    scaled = 4 if job.shape.fp32_norms and job.flow in ("16-bit", "copies") else 0
-    # what only the gradients of norms' weights need: the normalized numbers
-    kept -= (4 if job.flow in ("16-bit", "copies") else 8) * (2 if job.shape.post_norms else 1) if job.frozen else 0
-    return kept + scaled * (2 if job.shape.post_norms else 1)
 
 
 def _attention_width(job: Job) -> float:

@@ -212,18 +212,17 @@ def describe_machines(file: ClusterFile) -> Cluster:
     if card.generation == "cpu":
         card = replace(card, memory_gib=host.memory_gib / file.gpus_per_node)
     own = levels_of(card, file.gpus_per_node, file.gbit_per_s_per_node)
-    levels = [_level(block, index, file, card) for index, block in enumerate(file.links)] or own[:1]
+    levels = []
+    for index, block in enumerate(file.links):  # what one leaves out is the GPU's own link, or the cards' nominal rate
+        measured = tuple(sorted((int(ranks), rate) for ranks, rate in (block.bus_gb_per_s or {}).items()))
+        gbit = block.gbit_per_s_per_node or (file.gbit_per_s_per_node if index else 0)
+        if not index and not measured:
+            measured = ((1, gbit / 8 if gbit else card.bus_gb_per_s),)
+        name = block.level or ("network" if index else "node")
+        size = block.size or (0 if index else file.gpus_per_node)
+        levels.append(Level(name, size, measured, gbit, block.latency_us))
+    levels = levels or own[:1]
     return Cluster(file, kind, card, host, (*levels, *(own[1:] if len(levels) == 1 else ())))
-
-
-def _level(block: LinkBlock, index: int, file: ClusterFile, card: Gpu) -> Level:
-    """Return a level; what it leaves out is the GPU's own link, or the network cards' nominal rate."""
-    measured = tuple(sorted((int(ranks), rate) for ranks, rate in (block.bus_gb_per_s or {}).items()))
-    gbit = block.gbit_per_s_per_node or (file.gbit_per_s_per_node if index else 0)
-    if not index and not measured:
-        measured = ((1, gbit / 8 if gbit else card.bus_gb_per_s),)
-    name, size = block.level or ("network" if index else "node"), block.size or (0 if index else file.gpus_per_node)
-    return Level(name, size, measured, gbit, block.latency_us)
 
 
 def cluster_text(machines: Cluster) -> str:

@@ -169,13 +169,16 @@ class PlanRequest:
             path = str(recipe.distill.teacher)
             teacher = model_shape.shape(model_shape.read(path, f"{name}: distill.teacher {path}: "), path)
         element_bytes = 4 if recipe.precision == "fp32" else 2
+        # by what is known of the family; an engine tries the model's head
+        is_scaled = fields.get("model_type") in families("whole_logits") or fields.get("final_logit_softcapping")
+        in_chunks = loss_chunks.are_allowed(recipe.loss.implementation, recipe.precision) and not is_scaled
         return cls(
             shape,
             recipe.batch,
             source,
             recipe.precision,
             checkpointing(recipe.memory),
-            _has_chunked_loss(recipe, fields),
+            in_chunks and TASKS[recipe.task].takes_chunks,
             optimizer_bytes(recipe),
             fixed,
             _attention(recipe, fields),
@@ -199,13 +202,6 @@ class PlanRequest:
     def rows_of_a_rank(self, ranks: int) -> int:
         """Rows of a step that the fullest data-parallel rank reads."""
         return self.batch.rows_per_rank(ranks)[0]
-
-
-def _has_chunked_loss(recipe: Recipe, fields: Mapping[str, Any]) -> bool:
-    """Whether the loss is computed in chunks, by what is known of the family; an engine tries the model's head."""
-    chunks = loss_chunks.are_allowed(recipe.loss.implementation, recipe.precision) and TASKS[recipe.task].takes_chunks
-    is_scaled = fields.get("model_type") in families("whole_logits") or fields.get("final_logit_softcapping")
-    return chunks and not is_scaled
 
 
 def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
@@ -299,18 +295,13 @@ def _bare(
     if fill is not None:
         fill(document)
     if name.endswith(".json") and not document.typed.keys() & {("tokenizer",), ("tokenizer", "vocabulary_size")}:
-        _check_vocabulary(name)
+        config = read_document(name)
+        block = ("text_config",) if config.get("text_config") else ()
+        size = config.get(*block, "vocab_size")
+        if isinstance(size, int) and size < SMALLEST_VOCABULARY:
+            least = f"expected at least {SMALLEST_VOCABULARY}, the bytes and two tokens of a tokenizer that is trained"
+            config.problem((*block, "vocab_size"), f"found {size}, {least}; give more tokens")
+            raise ConfigurationError(format_problems(config.problems))
     recipe = loader.validate_recipe(document)
     refuse(recipe, document)
     return RecipeSource(document, recipe, frozenset())
-
-
-def _check_vocabulary(name: str) -> None:
-    """Raise ConfigurationError for a config.json with fewer tokens than a trained tokenizer can have."""
-    config = read_document(name)
-    block = ("text_config",) if config.get("text_config") else ()
-    size = config.get(*block, "vocab_size")
-    if isinstance(size, int) and size < SMALLEST_VOCABULARY:
-        least = f"expected at least {SMALLEST_VOCABULARY}, the bytes and two tokens of a tokenizer that is trained"
-        config.problem((*block, "vocab_size"), f"found {size}, {least}; give more tokens")
-        raise ConfigurationError(format_problems(config.problems))

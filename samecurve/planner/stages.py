@@ -93,24 +93,10 @@ def in_flight(job: Job, stage: Stage, cut_share: float = 0.0) -> tuple[float, fl
             return job.grad_accum, 0
         count = min(job.grad_accum, ENOUGH * ranks) if name in STEADY else job.grad_accum
         return micro_batches_kept(name, stage.index, ranks, count, cut_share)
-    return _published_schedule(job, stage), 0
-
-
-def _published_schedule(job: Job, stage: Stage) -> float:
-    size, count, chunks = job.dims.pp, job.grad_accum, job.virtual_stages
-    if size == 1:
-        return 1
-    schedule = job.strategy.schedule
-    if schedule == "gpipe":
-        return count
-    if schedule == "zb-2p":
-        return min(2 * size - 1, count)
-    if schedule == "zb-1p":
-        return min(size, count)
-    kept = size - stage.index
-    if chunks > 1:
-        return min(kept + (size - 1) / chunks, count)
-    return min(kept, count)
+    size, count, schedule = job.dims.pp, job.grad_accum, job.strategy.schedule
+    kept = size - stage.index + ((size - 1) / job.virtual_stages if job.virtual_stages > 1 else 0)  # 1F1B
+    kept = {"gpipe": count, "zb-2p": 2 * size - 1, "zb-1p": size}.get(schedule, kept)
+    return (min(kept, count) if size > 1 else 1), 0
 
 
 def stage_parameters(job: Job, stage: Stage) -> tuple[float, float]:

@@ -205,6 +205,14 @@ def job(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Job:
     dims, recipe = strategy.dims, request.source.recipe
     stack = "deepspeed" if strategy.backend == "deepspeed" else "fsdp2" if strategy.shards_model else strategy.family
     once = recipe is not None and recipe.memory.gradient_sync == "last_micro_batch"
+    # what carries activations: only tensor parallelism, schedules and fp16 have autocast
+    flow = "copies" if stack in ("single", "ddp") and request.precision == "bf16" else "autocast"
+    flow = "16-bit" if stack in ("fsdp2", "deepspeed") else flow
+    flow = "fp32" if request.precision == "fp32" else flow
+    # the ring has no mask, and gathered keys are computed by SDPA in place of varlen
+    masked = request.attention == "sdpa" or (request.attention == "auto" and machines.kind != "cpu")
+    if strategy.context_parallel in ("ring", "allgather"):
+        masked = strategy.context_parallel == "allgather"
     return Job(
         request.shape, strategy, machines.card, min(request.batch.micro_batch_size, request.rows_of_a_rank(dims.dp)),
         request.batch.sequence_length, request.batch.accumulation_steps(dims.dp), _states(strategy, request),
@@ -214,28 +222,12 @@ def job(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Job:
         chunked_loss=request.chunked_loss and (dims.pp == 1 or stack != "deepspeed"),
         checkpointing=request.checkpointing, stack=stack, levels=machines.levels, host=machines.host,
         reserved_gib=machines.file.reserved_gib, memory_kind="resident" if machines.kind == "cpu" else "",
-        calibration=machines.calibration, flash=request.attention != "eager", flow=_flow(stack, request.precision),
-        masked=_masked(request.attention, strategy, machines),
+        calibration=machines.calibration, flash=request.attention != "eager", flow=flow,
+        masked=masked,
         sharding=sharding(strategy, request.precision, request.shape.hidden, once),
         virtual_stages=strategy.torch_schedule.stages_per_rank if strategy.torch_schedule else 1,
         frozen=request.frozen, teacher=request.teacher,
     )  # fmt: skip
-
-
-def _flow(stack: str, precision: str) -> str:
-    """Find what carries activations (`Job.flow`): only tensor parallelism, schedules and fp16 have autocast."""
-    if precision == "fp32":
-        return "fp32"
-    if stack in ("fsdp2", "deepspeed"):
-        return "16-bit"
-    return "copies" if stack in ("single", "ddp") and precision == "bf16" else "autocast"
-
-
-def _masked(attention: str, strategy: Strategy, machines: Cluster) -> bool:
-    """Decide `Job.masked`. The ring has no mask, and gathered keys are computed by SDPA in place of varlen."""
-    if strategy.context_parallel in ("ring", "allgather"):
-        return strategy.context_parallel == "allgather"
-    return attention == "sdpa" or (attention == "auto" and machines.kind != "cpu")
 
 
 def _states(strategy: Strategy, request: PlanRequest) -> StateBytes:
