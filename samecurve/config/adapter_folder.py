@@ -95,7 +95,8 @@ def _settle_keys(document: Document, stored: dict[str, Any]) -> None:
     for key, (of_peft, default) in _SETTLED.items():
         value, asked, where = stored.get(of_peft, default), document.get("adapter", key), ("adapter", key)
         value = [] if key == "target_modules" and value is None else value
-        if asked is not None and not _same(asked, value):
+        lists = isinstance(asked, list | tuple) and isinstance(value, list)
+        if asked is not None and (sorted(map(str, asked)) != sorted(value) if lists else asked != value):
             text = f"the adapter in {document.get('adapter', 'path')} has {of_peft} {_shown(value)}"
             if _is_earlier(document, where):
                 document.notes.append(f"adapter.{key}: {_shown(asked)} of {document.place(where)} is replaced; {text}")
@@ -128,11 +129,6 @@ def _problem(folder: Path) -> str:
 def _is_earlier(document: Document, path: KeyPath) -> bool:
     """Whether a key is from a file, while the command line names the adapter."""
     return document.place(("adapter", "path")) == COMMAND_LINE != document.place(path)
-
-
-def _same(asked: Any, stored: Any) -> bool:
-    lists = isinstance(asked, list | tuple) and isinstance(stored, list)
-    return sorted(map(str, asked)) == sorted(stored) if lists else asked == stored
 
 
 def _shown(value: Any) -> str:

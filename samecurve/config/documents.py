@@ -204,7 +204,13 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) 
         return entries
     if node not in loader.judged:
         # before merge keys (<<) are flattened, which puts their pairs beside those that override them
-        _note_duplicates(node, path, document)
+        first_lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            if key in first_lines:
+                text = f"given twice (first in line {first_lines[key]}); keep one"
+                document.problems.append(ConfigProblem(Place(document.name, line), ".".join((*path, key)), text))
+            first_lines.setdefault(key, line)
         loader.flatten_mapping(node)
         loader.judged.add(node)
     built = {}
@@ -214,16 +220,6 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) 
         built[key] = _build(loader, value_node, (*path, key), document)
     loader.around.remove(node)
     return built
-
-
-def _note_duplicates(node: yaml.MappingNode, path: KeyPath, document: Document) -> None:
-    first_lines: dict[str, int] = {}
-    for key_node, _ in node.value:
-        key, line = str(key_node.value), key_node.start_mark.line + 1
-        if key in first_lines:
-            text = f"given twice (first in line {first_lines[key]}); keep one"
-            document.problems.append(ConfigProblem(Place(document.name, line), ".".join((*path, key)), text))
-        first_lines.setdefault(key, line)
 
 
 def parse_yaml(text: str, document: Document) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -144,29 +144,24 @@ def _read_based(path: str, chain: tuple[str, ...]) -> Document:
 
 
 def _validate(document: Document) -> tuple[Recipe | None, frozenset[KeyPath]]:
-    for path in _text_fields(document):
-        document.get(*path[:-1])[path[-1]] = document.typed[path]
-    try:
-        return Recipe.model_validate(document.content), frozenset()
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=True)
-    for detail in details:
-        path = tuple(str(part) for part in detail["loc"])
+    while True:
+        try:
+            return Recipe.model_validate(document.content), frozenset()
+        except ValidationError as error:
+            details = error.errors(include_url=False, include_context=True)
+        paths = [tuple(str(part) for part in detail["loc"]) for detail in details]
+        # YAML reads these values of the command line as another type although the schema wants text (output_dir=1)
+        kinds = zip(paths, (detail["type"] for detail in details), strict=True)
+        texts = [path for path, kind in kinds if kind == "string_type" and path in document.typed]
+        if not texts:
+            break
+        for path in texts:
+            document.get(*path[:-1])[path[-1]] = document.typed[path]
+    for path, detail in zip(paths, details, strict=True):
         # A missing key may stand in a file that could not be read, but not an item's: base files add nothing to lists.
         if detail["type"] != "missing" or not document.incomplete or any(part.isdecimal() for part in path):
             document.problem(path, explain(detail, path))
-    return None, frozenset(tuple(str(part) for part in detail["loc"]) for detail in details)
-
-
-def _text_fields(document: Document) -> Iterator[KeyPath]:
-    """Yield keys of the command line that YAML reads as another type although the schema wants text (output_dir=1)."""
-    try:
-        Recipe.model_validate(document.content)
-    except ValidationError as error:
-        for detail in error.errors():
-            path = tuple(str(part) for part in detail["loc"])
-            if detail["type"] == "string_type" and path in document.typed:
-                yield path
+    return None, frozenset(paths)
 
 
 def explain(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel] = Recipe) -> str:

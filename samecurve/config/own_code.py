@@ -6,12 +6,13 @@ process (`allow`). A recipe that is read from a run folder or a checkpoint allow
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +103,14 @@ def source_hash(path: str) -> str:
     if place is None:
         return "unknown"
     folder, file = place
-    # of an installed package only the module itself: it may import all of torch
-    files = _closure(folder, file) if str(folder) in _allowed[path] else {file}
+    files = {file}
+    if str(folder) in _allowed[path]:  # of an installed package only the module itself: it may import all of torch
+        # another version of samecurve is another version of the run
+        finder = ModuleFinder(path=[str(folder)], excludes=["samecurve"])
+        with contextlib.suppress(ImportError, SyntaxError):  # the module's own import reports it
+            finder.import_hook(path.partition(":")[0])
+        own_files = (getattr(module, "__file__", None) for module in finder.modules.values())
+        files |= {Path(name) for name in own_files if name}
     return digest(sorted((str(own.relative_to(folder)), file_sha256(own)) for own in files))
 
 
@@ -129,36 +136,3 @@ def _file(path: str) -> tuple[Path, Path] | None:
             if file.is_file():
                 return folder, file
     return None
-
-
-def _closure(folder: Path, file: Path) -> set[Path]:
-    """List a module's file and those below `folder` that it imports, directly or not."""
-    files, waiting = set(), [file]
-    while waiting:
-        file = waiting.pop()
-        if file not in files and file.is_file():
-            files.add(file)
-            waiting += _imported(folder, file)
-    return files
-
-
-def _imported(folder: Path, file: Path) -> Iterator[Path]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except SyntaxError:  # its import reports it
-        return
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names, root = [alias.name for alias in node.names], folder
-        elif isinstance(node, ast.ImportFrom):
-            root = file.parents[node.level - 1] if node.level else folder
-            base = f"{node.module}." if node.module else ""
-            names = [*([node.module] if node.module else []), *(f"{base}{alias.name}" for alias in node.names)]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "samecurve":
-                continue  # another version of it is another version of the run
-            for end in range(1, len(parts) + 1):  # the packages around a module are imported, too
-                yield root.joinpath(*parts[:end]).with_suffix(".py")
-                yield root.joinpath(*parts[:end], "__init__.py")

@@ -65,7 +65,16 @@ def detect_launch(
         world_size, problems = 1, (ConfigProblem(ENVIRONMENT, "WORLD_SIZE", what, topology=True),)
     # Every path through accelerate launch exports this one, with "no" as its default.
     if "ACCELERATE_MIXED_PRECISION" not in environ:
-        return Launch(_other_launcher(environ, local_rank), world_size, problems=problems)
+        launcher = "python"
+        if "TORCHELASTIC_RUN_ID" in environ:
+            launcher = "torchrun"
+        # deepspeed sets CROSS_SIZE (the number of nodes) when given --no_local_rank
+        elif local_rank is not None or "CROSS_SIZE" in environ:
+            launcher = "deepspeed"
+        # slurm_variables sets RANK to SLURM_PROCID; other launchers in a job number their ranks themselves
+        elif "RANK" in environ and environ["RANK"] == environ.get("SLURM_PROCID"):
+            launcher = "srun"
+        return Launch(launcher, world_size, problems=problems)
     flags, directory = _accelerate_flags((ancestors or running_ancestors)())
     config_file = None if flags is None else _config_file(flags, directory, environ)
     return Launch("accelerate", world_size, flags, config_file, problems)
@@ -98,16 +107,6 @@ def running_ancestors() -> list[Ancestor]:
         except (psutil.Error, OSError):
             continue  # another user's, or ended by now
     return ancestors
-
-
-def _other_launcher(environ: Mapping[str, str], local_rank: int | None) -> str:
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return "torchrun"
-    # deepspeed sets CROSS_SIZE (the number of nodes) when given --no_local_rank.
-    if local_rank is not None or "CROSS_SIZE" in environ:
-        return "deepspeed"
-    # strategy/launchers.py sets RANK to SLURM_PROCID; other launchers in a job number their ranks themselves
-    return "srun" if "RANK" in environ and environ["RANK"] == environ.get("SLURM_PROCID") else "python"
 
 
 def _accelerate_flags(ancestors: Sequence[Ancestor]) -> tuple[dict[str, str] | None, str]:
@@ -238,25 +237,22 @@ def slurm_variables(environ: Mapping[str, str], first_host: Callable[[str], str]
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" in environ or tasks < 2:
         return {}
+    # SLURM writes the tasks of all nodes as 4(x2),3
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, times in groups for _ in range(int(times or 1))]
+    node, nodes = int(environ.get("SLURM_NODEID", "0")), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    head = environ.get("MASTER_ADDR")
+    if not head:
+        head = (first_host or _first_host)(environ["SLURM_STEP_NODELIST"])
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(_tasks_here(environ, tasks)),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or (first_host or _first_host)(environ["SLURM_STEP_NODELIST"]),
+        "LOCAL_WORLD_SIZE": str(counts[node] if node < len(counts) else max(1, tasks // nodes)),
+        "MASTER_ADDR": head,
         # the same for all tasks of a job, and another one for a job that shares the node
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 20000),
     }
-
-
-def _tasks_here(environ: Mapping[str, str], tasks: int) -> int:
-    """Return the number of the step's tasks on this node. SLURM writes those of all nodes as 4(x2),3."""
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = [int(count) for count, times in groups for _ in range(int(times or 1))]
-    node = int(environ.get("SLURM_NODEID", "0"))
-    if node < len(counts):
-        return counts[node]
-    return max(1, tasks // int(environ.get("SLURM_STEP_NUM_NODES", "1")))
 
 
 def _first_host(nodes: str) -> str:

@@ -143,13 +143,10 @@ def _standing(recipe: Document, by: str) -> list[KeyPath]:
 
 def _value(recipe: Document, by: str) -> Any:
     value = recipe.get(*by.split("."))
-    return _default(by) if value is None else value
-
-
-def _default(by: str) -> Any:
-    block, _, key = by.rpartition(".")
-    model = Recipe.model_fields[block].default if block else Recipe
-    value = type(model).model_fields[key].default if block else Recipe.model_fields[key].default
+    if value is None:
+        block, _, key = by.rpartition(".")
+        fields = type(Recipe.model_fields[block].default).model_fields if block else Recipe.model_fields
+        value = fields[key].default
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -19,7 +19,6 @@ from samecurve.config.documents import (
     COMMAND_LINE,
     ENVIRONMENT,
     ConfigProblem,
-    Document,
     format_problems,
 )
 from samecurve.config.key_hints import near_option
@@ -224,6 +223,11 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
     ]
     if accelerate.get("fsdp_config", "fsdp_offload_params") is True:
         offloads += [("optimizer", "cpu"), ("param", "cpu")]
+    nvme = [
+        deepspeed.get("zero_optimization", f"offload_{part}", "nvme_path")
+        for part, device in offloads
+        if device == "nvme"
+    ]
     kind, stage = accelerate.get("distributed_type"), _count(deepspeed.get("zero_optimization", "stage"), 0)
     backend = "deepspeed" if deepspeed.name or kind == "DEEPSPEED" else "torch"
     schedule = _schedule(files, backend)
@@ -247,7 +251,7 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
         world_size=launch.world_size,
         dims=dims,
         offload=tuple(f"{part}:{device}" for part, device in offloads if device in ("cpu", "nvme")),
-        nvme_paths=_nvme_paths(deepspeed),
+        nvme_paths=tuple(Path(path) for path in nvme if isinstance(path, str)),
         secondary_partition=_count(secondary, 1),
         context_parallel=_context_parallel(files)[0] if sharding == "fsdp" and not schedule else "",
         fsdp_forward_prefetch=accelerate.get("fsdp_config", "fsdp_forward_prefetch") is True,
@@ -299,12 +303,6 @@ def _schedule(files: Files, backend: str) -> str:
         return ""
     schedule = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
     return schedule if schedule in SCHEDULES else "1F1B"
-
-
-def _nvme_paths(deepspeed: Document) -> tuple[Path, ...]:
-    blocks = [("zero_optimization", f"offload_{part}") for part in ("optimizer", "param")]
-    paths = [deepspeed.get(*block, "nvme_path") for block in blocks if deepspeed.get(*block, "device") == "nvme"]
-    return tuple(Path(path) for path in paths if isinstance(path, str))
 
 
 def _text(value: object, default: str) -> str:

@@ -325,17 +325,13 @@ def _why_no_effect(key: str, rule: Any, value: Any) -> str:
     if isinstance(rule, NoEffect):
         accepted = value in (None, "auto") or rule.rule.accepts(_converted(rule.rule, value))
         return (_HAPPENS_ANYWAY if value in rule.silent else rule.reason) if accepted else ""
-    if isinstance(rule, Rejected) and isinstance(value, dict) and _is_off(value.get("enabled")):
+    if isinstance(rule, Rejected) and isinstance(value, dict) and str(value.get("enabled")).lower() == "false":
         return "it is not enabled"
     # by type, too: for Python 0 == False and 1 == True
     harmless = isinstance(rule, Rejected) and any(
         value == allowed and type(value) is type(allowed) for allowed in rule.harmless
     )
     return "its value enables nothing" if harmless else ""
-
-
-def _is_off(value: Any) -> bool:
-    return value is False or (isinstance(value, str) and value.lower() == "false")
 
 
 def _invalid(rule: Any, value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from samecurve.config.documents import Document, describe
 from samecurve.config.rules_model import hidden_layers, model_type
@@ -26,11 +26,6 @@ def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource
         _stages(document, strategy, source)
         _recomputation(document, source)
         _unsharded(document, source)
-
-
-def _zero_block(document: Document) -> dict[str, Any]:
-    block = document.get("zero_optimization")
-    return block if isinstance(block, dict) else {}
 
 
 def _reduction(document: Document, strategy: Strategy, source: RecipeSource) -> None:
@@ -75,7 +70,8 @@ def _pipeline(document: Document, strategy: Strategy) -> None:
     if strategy.zero_stage > 1:
         text = f"found {strategy.zero_stage}, but a pipeline supports stage 0 or 1 only; set it to 1"
         document.problem(_STAGE, text)
-    for key, value in _zero_block(document).items():
+    block = document.get("zero_optimization")
+    for key, value in block.items() if isinstance(block, dict) else ():
         if value == "auto":
             text = 'found "auto", which only Accelerate resolves, and it does not prepare a pipeline; write a number'
             document.problem(("zero_optimization", key), text)
