@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samecurve.distributed import network
-from samecurve.distributed.affinity import numa_node
+from samecurve.distributed.affinity import num_cores, numa_node
 from samecurve.specs.environment import version
 from samecurve.storage.file_lock import machine
 from samecurve.strategy import preflight
@@ -105,20 +106,28 @@ def facts(folders: Mapping[str, Path], environ: Mapping[str, str] = os.environ) 
         folders: purpose to path, of what a run writes.
     """
     gpus, driver = _gpus()
+    namespace = own_address = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/net")
+    with contextlib.suppress(OSError):
+        own_address = socket.gethostbyname(socket.gethostname())
     addresses = network.interfaces()
+    speeds = {}
+    for name in set(addresses.values()):
+        with contextlib.suppress(OSError, ValueError):  # wireless and some virtual interfaces have none
+            speeds[name] = int(Path("/sys/class/net", name, "speed").read_text())
     return HostFacts(
         host=socket.gethostname(),
-        machine=f"{machine()} {_network_namespace()}",
+        machine=f"{machine()} {namespace}",
         versions=versions() | {"driver": driver},
         gpus=gpus,
         links=_output("nvidia-smi", "topo", "-m") if gpus else "",
-        # those that this process may use, as a container or taskset allows
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_cores(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         addresses=addresses,
-        own_address=_own_address(),
+        own_address=own_address,
         route=addresses.get(network.source_address(environ.get("MASTER_ADDR", "")), ""),
-        speeds=_speeds(set(addresses.values())),
+        speeds={name: speed for name, speed in speeds.items() if speed > 0},  # -1 where the driver does not know it
         variables={name: environ[name] for name in VARIABLES if name in environ},
         limits=_limits(),
         shm_bytes=_free_bytes(Path("/dev/shm")),
@@ -152,30 +161,6 @@ def _output(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _network_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
-
-
-def _own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
-
-
-def _speeds(names: set[str]) -> dict[str, int]:
-    speeds = {}
-    for name in names:
-        try:
-            speeds[name] = int(Path("/sys/class/net", name, "speed").read_text())
-        except (OSError, ValueError):  # wireless and some virtual interfaces have none
-            continue
-    return {name: speed for name, speed in speeds.items() if speed > 0}  # -1 where the driver does not know it
-
-
 def _limits() -> dict[str, int]:
     if sys.platform == "win32":
         return {}
@@ -193,15 +178,11 @@ def _free_bytes(path: Path) -> int:
 
 
 def _folder(purpose: str, path: Path) -> Folder:
-    existing = preflight.existing_parent(path)
-    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    return Folder(purpose, str(path), path.exists(), writable, _free_bytes(existing), _file_system(existing))
-
-
-def _file_system(path: Path) -> str:
-    """The type of the file system, for example "nfs4"; "" if the system does not say."""
     import psutil
 
-    whole = path.resolve()
-    parts = [disk for disk in psutil.disk_partitions(all=True) if whole.is_relative_to(disk.mountpoint)]
-    return max(parts, key=lambda disk: len(disk.mountpoint)).fstype if parts else ""
+    existing = preflight.existing_parent(path)
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    whole = existing.resolve()
+    disks = [disk for disk in psutil.disk_partitions(all=True) if whole.is_relative_to(disk.mountpoint)]
+    kind = max(disks, key=lambda disk: len(disk.mountpoint)).fstype if disks else ""  # such as nfs4
+    return Folder(purpose, str(path), path.exists(), writable, _free_bytes(existing), kind)

@@ -45,23 +45,18 @@ def check_host(
     Args:
         needed_bytes: purpose of a folder to the bytes that the run will write there.
     """
-    yield from _packages(facts)
+    packages = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+    if missing := [name for name in REQUIRED if not facts.versions[name]]:
+        problem = f"not installed: {', '.join(missing)}"
+        yield failed("packages", packages, problem, INSTALL, ConfigurationError, facts.host)
+    else:
+        yield Finding("packages", packages, host=facts.host)
     yield from _gpus(facts)
     yield from _tools(facts.host, recipe, strategy)
     yield from _limits(facts)
     yield from _own_name(facts)
     for folder in facts.folders:
         yield _folder(facts.host, folder, needed_bytes.get(folder.purpose, 0))
-
-
-def _packages(facts: HostFacts) -> Iterator[Finding]:
-    seen = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
-    missing = [name for name in REQUIRED if not facts.versions[name]]
-    if missing:
-        problem = f"not installed: {', '.join(missing)}"
-        yield failed("packages", seen, problem, INSTALL, ConfigurationError, facts.host)
-    else:
-        yield Finding("packages", seen, host=facts.host)
 
 
 def _gpus(facts: HostFacts) -> Iterator[Finding]:

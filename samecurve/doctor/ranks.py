@@ -77,7 +77,11 @@ def _compare(world: World, facts: HostFacts, own: list[Finding], output_dir: str
     missing = world.from_first("missing", sorted(set(range(world.size)) - set(members)))
     if missing:
         world.end(members)
-        return [*own, _absent(missing, world.seconds, os.environ)] if world.rank == 0 else []
+        shown, first = ", ".join(map(str, missing)), f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
+        problem = f"they did not report within {world.seconds:.0f} s"
+        fix = f"look at what their hosts print; they have to reach {first}"
+        absent = failed("network", f"ranks {shown}", problem, fix, TopologyError)
+        return [*own, absent] if world.rank == 0 else []
     hosts = _hosts(members)
     results = [
         Finding(**{**finding, "host": hosts[rank].host}) for rank in hosts for finding in members[rank]["findings"]
@@ -158,12 +162,6 @@ def _unreachable(facts: HostFacts, environ: Mapping[str, str], error: Exception)
     return failed("network", seen, problem, fix, TopologyError, facts.host)
 
 
-def _absent(ranks: list[int], seconds: float, environ: Mapping[str, str]) -> Finding:
-    shown = ", ".join(map(str, ranks))
-    fix = f"look at what their hosts print; they have to reach {environ['MASTER_ADDR']} port {environ['MASTER_PORT']}"
-    return failed("network", f"ranks {shown}", f"they did not report within {seconds:.0f} s", fix, TopologyError)
-
-
 def _hosts(members: Mapping[int, Any]) -> dict[int, HostFacts]:
     """Map the first rank of each machine to the machine's facts. Cloned machines of one name get their rank added."""
     first: dict[str, tuple[int, HostFacts]] = {}
@@ -224,7 +222,10 @@ def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
     problems = {rank: text for rank, text in world.all_gather("gloo", problem).items() if text}
     if problems:
         interface = os.environ.get(network.VARIABLE, f"that of {own}")
-        return [_not_connected(problems, hosts, interface)]
+        rank = min(problems)
+        host, seen = hosts[rank].host if rank in hosts else f"rank {rank}", f"gloo over {interface}: {problems[rank]}"
+        fix = f"export {network.VARIABLE}=... with the interface that reaches the other hosts, on each host"
+        return [failed("network", seen, "the process group does not connect", fix, TopologyError, host)]
     try:
         speeds = _pairs(world, sorted(hosts)) if len(hosts) > 1 else {}
         reduced = list(collectives.measure(["all_reduce"], [MESSAGE_BYTES], device, 0.2))
@@ -243,14 +244,6 @@ def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
             seen = f"all_reduce of {MESSAGE_BYTES >> 20} MiB over {where}: {timing.bus_gb_per_second:.2f} GB/s (bus)"
             results.append(Finding("links", seen))
     return results
-
-
-def _not_connected(problems: Mapping[int, str], hosts: Mapping[int, HostFacts], interface: str) -> Finding:
-    rank = min(problems)
-    host = hosts[rank].host if rank in hosts else f"rank {rank}"
-    seen = f"gloo over {interface}: {problems[rank]}"
-    fix = f"export {network.VARIABLE}=... with the interface that reaches the other hosts, on each host"
-    return failed("network", seen, "the process group does not connect", fix, TopologyError, host)
 
 
 def _pairs(world: World, ranks: list[int]) -> dict[tuple[int, int], float]:
