@@ -43,9 +43,9 @@ class Buffers:
     def num_bytes(self) -> int:
         return 4 * self.whole.numel()
 
-    def parts(self) -> list[Tensor] | None:
-        """Split `other` into one part per rank; None on all ranks but 0."""
-        return list(self.other.chunk(self.world)) if self.rank == 0 else None
+    def parts(self, name: str) -> list[Tensor] | None:
+        """Split a buffer into one part per rank; None on all ranks but 0."""
+        return list(getattr(self, name).chunk(self.world)) if self.rank == 0 else None
 
 
 @dataclass(frozen=True)
@@ -54,63 +54,24 @@ class Collective:
 
     Attributes:
         factor: maps the number of ranks to the bus bandwidth factor.
-        run: makes one call and returns the result.
+        call: makes one call.
+        result: name of the buffer that it fills.
         expected: maps (rank, number of ranks) to the values in equal parts of the first call's result; None for a rank
             that receives nothing.
     """
 
     factor: Callable[[int], float]
-    run: Callable[[Buffers], Tensor]
+    call: Callable[[Buffers], object]
+    result: str
     expected: Callable[[int, int], list[float] | None]
 
-
-def _broadcast(buffers: Buffers) -> Tensor:
-    dist.broadcast(buffers.whole, src=0)
-    return buffers.whole
-
-
-def _reduce(buffers: Buffers) -> Tensor:
-    dist.reduce(buffers.whole, dst=0)
-    return buffers.whole
+    def run(self, buffers: Buffers) -> Tensor:
+        """Make one call and return the result."""
+        self.call(buffers)
+        return getattr(buffers, self.result)
 
 
-def _all_reduce(buffers: Buffers) -> Tensor:
-    dist.all_reduce(buffers.whole)
-    return buffers.whole
-
-
-def _gather(buffers: Buffers) -> Tensor:
-    dist.gather(buffers.part, buffers.parts(), dst=0)
-    return buffers.other
-
-
-def _all_gather(buffers: Buffers) -> Tensor:
-    _ALL_GATHER(buffers.other, buffers.part)
-    return buffers.other
-
-
-def _scatter(buffers: Buffers) -> Tensor:
-    dist.scatter(buffers.part, list(buffers.whole.chunk(buffers.world)) if buffers.rank == 0 else None, src=0)
-    return buffers.part
-
-
-def _reduce_scatter(buffers: Buffers) -> Tensor:
-    _REDUCE_SCATTER(buffers.part, buffers.whole)
-    return buffers.part
-
-
-def _all_to_all(buffers: Buffers) -> Tensor:
-    dist.all_to_all_single(buffers.other, buffers.whole)
-    return buffers.other
-
-
-def _send_recv(buffers: Buffers) -> Tensor:
-    """Send from each rank to the next one around a ring, all at once."""
-    _pass_on(buffers, buffers.whole, buffers.other)
-    return buffers.other
-
-
-def _ring_all_reduce(buffers: Buffers) -> Tensor:
+def _ring_all_reduce(buffers: Buffers) -> None:
     """Sum as all_reduce does, by n - 1 rounds of reduce-scatter and n - 1 of all-gather around a ring.
 
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. Each rank sends
@@ -125,7 +86,6 @@ def _ring_all_reduce(buffers: Buffers) -> Tensor:
             received += arriving
         else:
             _pass_on(buffers, sent, received)
-    return buffers.whole
 
 
 def _pass_on(buffers: Buffers, sent: Tensor, received: Tensor) -> None:
@@ -149,14 +109,21 @@ def _first(expected: Callable[[int, int], list[float]]) -> Callable[[int, int], 
 
 
 COLLECTIVES = {
-    "broadcast": Collective(lambda n: 1, _broadcast, lambda rank, n: [1.0]),
-    "reduce": Collective(lambda n: 1, _reduce, _first(_sum)),
-    "all_reduce": Collective(lambda n: 2 * (n - 1) / n, _all_reduce, _sum),
-    "ring_all_reduce": Collective(lambda n: 2 * (n - 1) / n, _ring_all_reduce, _sum),
-    "gather": Collective(lambda n: (n - 1) / n, _gather, _first(_each)),
-    "all_gather": Collective(lambda n: (n - 1) / n, _all_gather, _each),
-    "scatter": Collective(lambda n: (n - 1) / n, _scatter, lambda rank, n: [1.0]),
-    "reduce_scatter": Collective(lambda n: (n - 1) / n, _reduce_scatter, _sum),
-    "all_to_all": Collective(lambda n: (n - 1) / n, _all_to_all, _each),
-    "send_recv": Collective(lambda n: 1, _send_recv, lambda rank, n: [(rank - 1) % n + 1.0]),
+    "broadcast": Collective(lambda n: 1, lambda b: dist.broadcast(b.whole, src=0), "whole", lambda rank, n: [1.0]),
+    "reduce": Collective(lambda n: 1, lambda b: dist.reduce(b.whole, dst=0), "whole", _first(_sum)),
+    "all_reduce": Collective(lambda n: 2 * (n - 1) / n, lambda b: dist.all_reduce(b.whole), "whole", _sum),
+    "ring_all_reduce": Collective(lambda n: 2 * (n - 1) / n, _ring_all_reduce, "whole", _sum),
+    "gather": Collective(
+        lambda n: (n - 1) / n, lambda b: dist.gather(b.part, b.parts("other"), dst=0), "other", _first(_each)
+    ),
+    "all_gather": Collective(lambda n: (n - 1) / n, lambda b: _ALL_GATHER(b.other, b.part), "other", _each),
+    "scatter": Collective(
+        lambda n: (n - 1) / n, lambda b: dist.scatter(b.part, b.parts("whole"), src=0), "part", lambda rank, n: [1.0]
+    ),
+    "reduce_scatter": Collective(lambda n: (n - 1) / n, lambda b: _REDUCE_SCATTER(b.part, b.whole), "part", _sum),
+    "all_to_all": Collective(lambda n: (n - 1) / n, lambda b: dist.all_to_all_single(b.other, b.whole), "other", _each),
+    # from each rank to the next one around a ring, all at once
+    "send_recv": Collective(
+        lambda n: 1, lambda b: _pass_on(b, b.whole, b.other), "other", lambda rank, n: [(rank - 1) % n + 1.0]
+    ),
 }

@@ -49,7 +49,12 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
     job = replace(job, grad_accum=_micro_batches(job))
     for anatomy, nth in _ranks(plan, job, rank):
         began = time.perf_counter()
-        print(f"\n{_title(job, anatomy, nth, asked)}", flush=True)
+        title = f"dry run: rank {nth} of {job.dims.world_size:,}, {' and '.join(map(str, DEPTHS))}"
+        title += f" of {round(anatomy.stage.layers)} layers"
+        if job.dims.pp > 1:
+            count = f"{job.grad_accum} of {asked}" if job.grad_accum < asked else f"{asked}"
+            title += f", {anatomy.stage.name} stage, {count} micro-batches"
+        print(f"\n{title}", flush=True)
         try:
             few, more = (track(plan, job, nth, depth) for depth in DEPTHS)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -60,15 +65,6 @@ def run(plan: Plan, job: Job, rank: int | None = None) -> int:
     if strategy.keeps_model and strategy.distributed:
         print("Tracked as one process, without DDP, whose gradients are views of its buckets.")
     return 0
-
-
-def _title(job: Job, anatomy: Anatomy, rank: int, micro_batches: int) -> str:
-    layers = round(anatomy.stage.layers)
-    title = f"dry run: rank {rank} of {job.dims.world_size:,}, {' and '.join(map(str, DEPTHS))} of {layers} layers"
-    if job.dims.pp == 1:
-        return title
-    count = f"{job.grad_accum} of {micro_batches}" if job.grad_accum < micro_batches else f"{micro_batches}"
-    return f"{title}, {anatomy.stage.name} stage, {count} micro-batches"
 
 
 def _micro_batches(job: Job) -> int:

@@ -51,7 +51,9 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
         loading.check_base_model(directory, base)
     facts, metrics = evaluate_folder(recipe, folder, arguments.trust_remote_code)
     # the run's own numbers are of its held-out rows, with which other data cannot be compared
-    before = _last_evaluation(directory) if arguments.data is None else {}
+    last = last_record(directory / "metrics.jsonl", METRICS_LINE | {"eval_loss": float}) or {}
+    last = last if arguments.data is None else {}
+    before = {key: value for key, value in last.items() if key == "step" or key.startswith("eval_")}
     source = arguments.data or (recipe.evaluation.path if recipe.evaluation else f"{recipe.data.name}, held out")
     if trained_on:
         print(f"warning: the run trained on {arguments.data}; leave out DATA to evaluate on its held-out rows")
@@ -109,12 +111,6 @@ def _progress_bar() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         shown = bar.add_task("evaluating", total=None)
         yield lambda total: bar.update(shown, total=total, completed=0), lambda: bar.advance(shown)
-
-
-def _last_evaluation(directory: Path) -> dict[str, float]:
-    """Return `step` and the `eval_*` numbers of training's last evaluation; {} if it never evaluated."""
-    record = last_record(directory / "metrics.jsonl", METRICS_LINE | {"eval_loss": float}) or {}
-    return {key: value for key, value in record.items() if key == "step" or key.startswith("eval_")}
 
 
 def _table(metrics: dict[str, float], before: dict[str, float]) -> Iterator[str]:

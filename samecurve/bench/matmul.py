@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -121,24 +121,20 @@ def layers(model: PreTrainedModel) -> list[LayerShapes]:
 
     The model may be on the meta device.
     """
-    names_by_kind: dict[tuple[int, int, bool], list[str]] = {}
-    for name, weight, shape in _linear_weights(model):
-        # without peft's suffixes (q_proj.base_layer, lora_A.default)
-        own_name = [part for part in name.split(".") if part not in ("base_layer", lora.NAME)][-1]
-        names_by_kind.setdefault((*shape, weight.requires_grad), []).append(own_name)
-    return [LayerShapes(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in names_by_kind.items()]
-
-
-def _linear_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor, tuple[int, int]]]:
-    """Yield (name of the module, weight, (inputs, outputs))."""
     from transformers.pytorch_utils import Conv1D
 
+    names_by_kind: dict[tuple, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            yield name, module.weight, (module.in_features, module.out_features)
+            shape = module.in_features, module.out_features
         elif isinstance(module, Conv1D):  # GPT-2's linear layer, whose weight is transposed
-            num_inputs, num_outputs = module.weight.shape
-            yield name, module.weight, (num_inputs, num_outputs)
+            shape = tuple(module.weight.shape)
+        else:
+            continue
+        # without peft's suffixes (q_proj.base_layer, lora_A.default)
+        own_name = [part for part in name.split(".") if part not in ("base_layer", lora.NAME)][-1]
+        names_by_kind.setdefault((*shape, module.weight.requires_grad), []).append(own_name)
+    return [LayerShapes(tuple(dict.fromkeys(names)), len(names), *kind) for kind, names in names_by_kind.items()]
 
 
 def copies(num_bytes: int, device: torch.device, at_least: float) -> dict[str, float]:

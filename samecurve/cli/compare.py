@@ -8,11 +8,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-
-from rich.status import Status
 
 from samecurve.bench import jobs
 from samecurve.bench.jobs import Outcome
@@ -112,14 +109,15 @@ def run_each(
         directory = output / job.name
         arguments = jobs.command(job, recipe, settings, directory)
         with console.status(label) as status:
-            outcome = jobs.run(job, arguments, directory, partial(_show_steps, status, label))
+            outcome = jobs.run(
+                job,
+                arguments,
+                directory,
+                lambda steps, label=label, status=status: status.update(f"{label}: {steps} steps"),
+            )
         outcomes.append(outcome)
         console.print(f"{label}: {outcome.reason or f'{last_step(outcome.directory)} steps'}")
     return outcomes, recipes.load_recipe(recipe, settings).precision
-
-
-def _show_steps(status: Status, label: str, steps: int) -> None:
-    status.update(f"{label}: {steps} steps")
 
 
 def is_same(loss: float, norm: float, tolerance: float) -> bool:

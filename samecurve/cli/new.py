@@ -74,7 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
     values: dict[str, tuple[object, str]] = {"output_dir": (f"runs/{path.stem}", "checkpoints, curves and the model")}
     if model != own:
         values["model.path"] = (model, "replaces the model of the base recipe")
-        values |= _for_pretrained(base)
+        rates = usual_rates(
+            base.get("task"), base.get("adapter", "name") is not None, base.get("optimizer", "name") or "adamw"
+        )
+        if base.get("model", "path") is None and rates:  # the base recipe's was for its small model from scratch
+            values["optimizer.learning_rate"] = float(rates.split()[0]), f"{rates} is usual for a pretrained model"
     values["data.path"] = (data, f"`samecurve inspect {path}` shows its rows and what is trained of them")
     if gpus:
         values["precision"] = ("bf16", "16-bit products; fp16 on GPUs before Ampere")
@@ -107,15 +111,6 @@ def _length(text: str) -> tuple[int, str]:
     if match is None or not int(match[1]):
         raise ConfigurationError(f"--length: found {text}, expected 3 epochs, or 500 steps")
     return int(match[1]), f"{match[2].rstrip('s')}s"
-
-
-def _for_pretrained(base: Document) -> dict[str, tuple[object, str]]:
-    """The values of a base recipe that were for its small model from scratch."""
-    is_adapted = base.get("adapter", "name") is not None
-    rates = usual_rates(base.get("task"), is_adapted, base.get("optimizer", "name") or "adamw")
-    if base.get("model", "path") is not None or not rates:
-        return {}
-    return {"optimizer.learning_rate": (float(rates.split()[0]), f"{rates} is usual for a pretrained model")}
 
 
 def _strategy(base: Document, model: str, gpus: int, gib: float) -> tuple[str, str]:

@@ -44,7 +44,6 @@ from samecurve.planner.cluster import read_cluster
 from samecurve.planner.hardware import canonical, is_unknown
 from samecurve.planner.hardware import shipped as shipped_constants
 from samecurve.planner.inputs import PlanRequest, checkpointing, left_out
-from samecurve.planner.job import Job
 from samecurve.planner.search import Choice
 from samecurve.specs.environment import processor, versions
 from samecurve.storage.atomic import storage_errors
@@ -139,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
     if arguments.why or arguments.strategy:
         rejected = remedies.rejected(choices, exact, whole, bool(arguments.strategy))
         print("\n".join(["\nNot chosen:", *rejected]) if rejected else "", end="\n" if rejected else "")
-    _print_details(order[0], request, arguments)
+    print("".join(f"\n{section}\n" for section in _sections(order[0], request, arguments)), end="")
     failure = None if best else _nothing_fits(first_line, choices, order[0])
     if best and arguments.output:
         typed = emission.Typed(arguments.model, tuple(arguments.overrides))
@@ -243,17 +242,6 @@ def _print_table(choices: Sequence[Choice], arguments: argparse.Namespace) -> No
         print(plan_text.table(few[: arguments.rows or ROWS]))
 
 
-def _print_details(shown: Choice, request: PlanRequest, arguments: argparse.Namespace) -> None:
-    """Print what is asked for beside the table, about the answer or, where nothing fits, what comes nearest."""
-    if not shown.job:
-        return
-    print("".join(f"\n{section}\n" for section in _sections(shown.name, shown.job, request, arguments)), end="")
-    if arguments.ranks:
-        _check_rank(shown, arguments.rank or 0)
-        batch = request.with_memory(shown.job.micro_batch, shown.job.checkpointing).batch
-        print(f"\n{placement.report(batch, shown.job, arguments.rank or 0)}")
-
-
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigurationError for options without effect, naming what each needs, and for those that are missing."""
     given = {name: value for name, value in vars(arguments).items() if value is not False and value not in (None, [])}
@@ -281,15 +269,12 @@ def _option(option: str) -> str:
     return _POSITIONAL.get(option, f"--{option}")
 
 
-def _sections(name: str, job: Job, request: PlanRequest, arguments: argparse.Namespace) -> Iterator[str]:
-    """Generate the sections about a choice: memory, step, and those of --overlap, --ledger, --shapes and --layout.
-
-    Args:
-        name: of the strategy.
-        arguments: of the command, which say what is request.
-    """
+def _sections(shown: Choice, request: PlanRequest, arguments: argparse.Namespace) -> Iterator[str]:
+    """Generate the sections about the answer or, where nothing fits, what comes nearest: what the options ask for."""
+    if not (job := shown.job):
+        return
     tables = [plan_text.anatomy_table(stage) for stage in memory.anatomy(job)]
-    yield "\n".join([f"Memory of {name}; torch_allocated counts the lines above fragmentation:", *tables])
+    yield "\n".join([f"Memory of {shown.name}; torch_allocated counts the lines above fragmentation:", *tables])
     yield plan_text.step_table(step_time.breakdown(job))
     if arguments.overlap:
         rows = [[ratio.axis, f"{ratio.value:.3f}", ratio.verdict, ratio.inputs] for ratio in overlap.ratios(job)]
@@ -302,3 +287,7 @@ def _sections(name: str, job: Job, request: PlanRequest, arguments: argparse.Nam
         yield f"{shape_rules.title(job)}\n{plan_text.aligned(shape_rules.table(job))}\n{complaints}"
     if arguments.layout:
         yield placement.picture(job, request.batch.global_batch_size)
+    if arguments.ranks:
+        _check_rank(shown, arguments.rank or 0)
+        batch = request.with_memory(job.micro_batch, job.checkpointing).batch
+        yield placement.report(batch, job, arguments.rank or 0)
