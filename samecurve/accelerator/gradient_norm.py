@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from samecurve.optim.dtensor import local_gradient
-from samecurve.optim.norms import sum_of_squares
+from samecurve.optim.dtensor import local_gradient, sum_of_squares
 from samecurve.strategy.parallel_dims import DIMENSIONS
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from samecurve.errors import TopologyError
 from samecurve.interfaces.sharded_state import WEIGHT, Master, State
-from samecurve.optim.dtensor import local_gradient, to_local
+from samecurve.optim.dtensor import local_gradient, sum_of_squares, to_local
 from samecurve.optim.expected_update import expected_update
-from samecurve.optim.norms import sum_of_squares
 
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch

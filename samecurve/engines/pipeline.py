@@ -37,8 +37,8 @@ from samecurve.models import compilation, dropout, liger
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pipeline_split import split_layers
 from samecurve.models.weights import load_weights
+from samecurve.optim.dtensor import sum_of_squares
 from samecurve.optim.factory import build_optimizer, state_names
-from samecurve.optim.norms import sum_of_squares
 from samecurve.optim.parameter_groups import parameter_groups, roles_of
 from samecurve.optim.schedule import set_learning_rate
 from samecurve.strategy.parallel_dims import ParallelDims

@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 
 from samecurve.config.schema import Optimizer
 from samecurve.optim.base import GroupOptimizer
-from samecurve.optim.dtensor import all_reduce_sums, local_gradient, shards_of, to_local
-from samecurve.optim.norms import norms
+from samecurve.optim.dtensor import all_reduce_sums, local_gradient, norms, shards_of, to_local
 
 SMALLEST_VARIANCE = torch.finfo(torch.float32).eps
 SMALLEST_RMS = 1e-3

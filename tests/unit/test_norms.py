@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samecurve.optim import adafactor
-from samecurve.optim.norms import norms
+from samecurve.optim.dtensor import norms
 
 
 class Seen(TorchDispatchMode):
