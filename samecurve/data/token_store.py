@@ -41,8 +41,10 @@ _BATCH_CHARACTERS = 1 << 20
 _ENOUGH_BAD_ROWS = 1000  # so many end a run without counting the others
 _LARGE_BYTES = 1 << 30  # larger token files are verified block by block; smaller ones as a whole, in 0.1 s
 PARTS = ("train", "held_out")
-_BESIDE = dict.fromkeys(("trained", "segments"), np.dtype(np.uint8))
-_BESIDE |= {"weights": np.dtype(np.float32), "tags": np.dtype(np.int16)}
+_BESIDE: dict[str, np.dtype] = {
+    **dict.fromkeys(("trained", "segments"), np.dtype(np.uint8)),
+    **{"weights": np.dtype(np.float32), "tags": np.dtype(np.int16)},
+}
 
 
 @dataclass(frozen=True)
