@@ -476,7 +476,7 @@ def rendered(tokenizer, turns: list[dict], **schema) -> list[tuple[str, list[str
     assert [list(one.tokens) for one in (first, *first.more)] == [
         tokenizer(row.text, add_special_tokens=False)["input_ids"] for row in rows
     ]
-    return [(text, [text[start:end] for start, end in spans]) for text, spans in rows]
+    return [(row.text, [row.text[start:end] for start, end in row.spans]) for row in rows]
 
 
 @pytest.mark.parametrize("name", ROWS)
