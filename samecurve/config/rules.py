@@ -172,7 +172,10 @@ def _token_weights(value: Callable[[str], Any]) -> Iterator[Finding]:
     for key, wanted in (("task", "sft"), ("data.train_on", "assistant")):
         if value(key) != wanted:
             yield "data.token_weights", f"found true, which needs {key}: {wanted}, and that is {value(key)}; remove it"
-    if value("loss.implementation") == "liger":
+
+
+def _token_weights_of_liger(value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.token_weights") and value("loss.implementation") == "liger":
         text = "found true, but Liger's kernel has no weights of tokens; set loss.implementation to auto"
         yield "data.token_weights", text
 
@@ -341,7 +344,7 @@ RULES: tuple[Rule, ...] = (
     *(_sorted_and_packed, _not_packed, _nothing_truncated),
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
     *(_class_twice, _known_classes, _messages_without_template, _reasoning),
-    *(_whole_conversations, _problem_type, _token_weights, _template, _template_date),
+    *(_whole_conversations, _problem_type, _token_weights, _token_weights_of_liger, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
     *(
         _epochs,

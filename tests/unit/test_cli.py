@@ -636,7 +636,7 @@ def test_new_asks_five_questions(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
     assert commands.main(["new", "mine"]) == 0
-    assert len(asked) == 5 and asked[0].endswith("reward, sft [lora]: ") and asked[1].endswith("[none]: ")
+    assert len(asked) == 5 and asked[0].endswith("sft, token_classify [lora]: ") and asked[1].endswith("[none]: ")
     recipe = loader.load_recipe("mine.yaml")
     assert (recipe.task, recipe.data.path, recipe.epochs, recipe.precision) == ("sft", "my.jsonl", 3, "bf16")
     assert all("#" in line or line.endswith(":") for line in Path("mine.yaml").read_text().splitlines()[2:])

@@ -304,7 +304,7 @@ CASES = [
     ("completion of messages", {}, [*R, "task=sft", "data.train_on=completion", "data.messages_column=m"], {},
      [("command line", "data.train_on", "completion", "data.messages_column", "assistant", "prompt_column", "completion_column")]),
     ("pretrain's key", {}, [*R, "task=sft", "data.text_column=t"], {},
-     [("command line", "data.text_column", "t", "pretrain, continue_pretrain, classify, mlm", "task", "sft", "remove")]),
+     [("command line", "data.text_column", "t", "pretrain, continue_pretrain, classify, process_reward, mlm", "task", "sft", "remove")]),
     ("another task's data", {}, [*R, "task=sft", "data.path=builtin:python-stdlib"], {},
      [("command line", "data.path", "builtin:python-stdlib", "sft", "builtin:python-functions")]),
     ("columns", {}, [*R, "task=sft", "data.messages_column=m", "data.prompt_column=p"], {},
