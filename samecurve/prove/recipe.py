@@ -12,8 +12,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -42,20 +42,21 @@ _VERIFIED = re.compile(r"^export reloaded by transformers .* differ by at most (
 
 @dataclass
 class Curves:
-    """Losses and gradient norms of steps 1, 2, ..., and the weights after the last one, by name."""
+    """Losses and gradient norms from step `first` on, and the weights after the last one, by name."""
 
     loss: list[float]
     norm: list[float]
     weights: dict[str, Tensor] = field(default_factory=dict)
+    first: int = 1
 
 
 @dataclass
 class Outcome:
-    """Of a training of the twin. rows: by step, from all ranks; curves: from step `first` on; reason: of a failure."""
+    """Of a training of the twin. rows: by step, from all ranks; reason: of a failure; refused: it cannot run here."""
 
+    job: StrategyJob
     directory: Path
     log: Path
-    first: int
     curves: Curves
     rows: dict[int, Counter[str]]
     reason: str = ""
@@ -64,7 +65,7 @@ class Outcome:
 
 @dataclass
 class Verdict:
-    """Of a strategy. largest: relative difference by check; reason: why it does not run; seconds: that it took."""
+    """Of a strategy. largest: relative difference by check, None without one; reason: why it does not run."""
 
     job: StrategyJob
     findings: list[Finding] = field(default_factory=list)
@@ -74,8 +75,13 @@ class Verdict:
     seconds: float = 0.0
 
     @property
-    def passes(self) -> bool:
-        return not self.findings and not self.reason
+    def answer(self) -> str:
+        return "cannot run" if self.refused else "FAIL" if self.findings or self.reason else "PASS"
+
+    def status(self, check: str) -> str:
+        if any(finding.kind == check for finding in self.findings):
+            return "FAIL"
+        return "PASS" if check in self.largest else "not judged"
 
 
 class Proof:
@@ -91,18 +97,18 @@ class Proof:
         self.twin, self.console = twin, TextConsole()
         self.lower: tuple[Curves, Differences] | None = None
         if twin.why_not_looped:
-            text = (
-                f"{twin.why_not_looped}: the plain loop does not compute it; compared with one process of this trainer"
-            )
-            twin.not_judged.append(text)
+            why = "the plain loop does not compute it; compared with one process of this trainer"
+            twin.not_judged.append(f"{twin.why_not_looped}: {why}")
             self.expected = self._alone("reference", MICRO_BATCH)
             other = self._alone("other_rounding", 1)
         else:
-            self.expected = self._loop("weights")
-            other = self._loop("other_rounding", "--other-rounding")
+            loops = {"weights": (), "other_rounding": ("--other-rounding",)}
             if twin.recipe.precision != "fp32":
-                lower = self._loop("lower", "--products", DTYPES[twin.recipe.precision])
-                self.lower = lower, compared(lower, self.expected)
+                loops["lower"] = ("--products", DTYPES[twin.recipe.precision])
+            with self.console.status("plain loop"), ThreadPoolExecutor() as pool:
+                self.expected, other, *lower = pool.map(self._loop, loops, loops.values())
+            if lower:
+                self.lower = lower[0], compared(lower[0], self.expected)
         is_adapter = twin.recipe.adapter.name is not None
         self.start = self.weights_of(twin.folder / ("adapter" if is_adapter else "model"))
         self.rounding = compared(other, self.expected, self.start)
@@ -115,11 +121,10 @@ class Proof:
             return "no weight moves: the learning rate is too small for fp32, or all weights are frozen"
         return ""
 
-    def _loop(self, name: str, *words: str) -> Curves:
+    def _loop(self, name: str, words: Sequence[str]) -> Curves:
         folder = self.twin.folder
         command = [sys.executable, str(folder / "judge.py"), *words, "--weights", str(folder / f"{name}.safetensors")]
-        with self.console.status(f"plain loop: {name}"):
-            done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ConfigurationError(f"{folder / 'judge.py'} failed:\n" + "\n".join(done.stderr.splitlines()[-3:]))
         records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -164,11 +169,32 @@ class Proof:
         first, last = (SAVED + 1 if before else 1), killed or STEPS
         records = [record for record in iterate_metrics(directory) if record and first <= record["step"] <= last]
         losses, norms = ([record.get(key) or math.nan for record in records] for key in ("loss", "grad_norm"))
-        outcome = Outcome(directory, log, first, Curves(losses, norms), _rows_of(rows))
+        outcome = Outcome(job, directory, log, Curves(losses, norms, first=first), _rows_of(rows))
         if len(records) < last - first + 1 or (code and not killed):
             code = exit_code_of(directory, log, code) if code else 0
             outcome.reason, outcome.refused = reason_of(directory, log, code), code == ConfigurationError.exit_code
         return outcome
+
+    def judge(self, jobs: Sequence[StrategyJob]) -> list[Verdict]:
+        """Judge in a ring: each strategy goes on from what the one before it left when it was killed."""
+        verdicts, alive = [], []
+        for job in jobs:
+            verdict, run = self.judge_start(job)
+            verdicts.append(verdict)
+            if not verdict.reason:
+                alive.append((verdict, run))
+            if not verdict.reason and len(alive) > 1:
+                self.judge_resume(verdict, alive[-2][1])
+            if len(verdicts) > 1 or verdict.reason:
+                self._report(verdict)
+        if alive:
+            self.judge_resume(alive[0][0], alive[-1][1])
+            self._report(alive[0][0])
+        return verdicts
+
+    def _report(self, verdict: Verdict) -> None:
+        world = verdict.job.world_size
+        self.console.print(f"{verdict.job.name}, {world} process(es): {verdict.answer}, {verdict.seconds:.0f} s")
 
     def judge_start(self, job: StrategyJob) -> tuple[Verdict, Outcome]:
         """Train from the start until the kill, and a few steps in the recipe's precision."""
@@ -177,61 +203,38 @@ class Proof:
         verdict.reason, verdict.refused = run.reason, run.refused
         if not run.reason:
             self._judge_rows(verdict, run, "rows", "")
-            self._judge_curves(verdict, run, ("loss", "norm"), self.expected, self.rounding, "")
+            _judge_curves(verdict, run.curves, ("loss", "norm"), (self.expected, self.rounding), "")
         if self.lower and not run.reason:
             name = self.twin.recipe.precision
             lower = self.train(job, name, (f"precision={name}",), killed=2)
             if lower.reason:
                 verdict.findings.append(Finding("precision", 1, f"in {name} it ends: {lower.reason}"))
             else:
-                self._judge_curves(verdict, lower, ("precision", "precision"), *self.lower, f"in {name}: ")
+                _judge_curves(verdict, lower.curves, ("precision", "precision"), self.lower, f"in {name}: ")
         verdict.seconds = time.monotonic() - began
         return verdict, run
 
-    def judge_resume(self, verdict: Verdict, before: Outcome, of: StrategyJob) -> None:
+    def judge_resume(self, verdict: Verdict, before: Outcome) -> None:
         """Go on from what another run left when it was killed, under this strategy, to the export."""
-        began, where = time.monotonic(), f"after the kill of {of.name} on {of.world_size}: "
+        began, where = time.monotonic(), f"after the kill of {before.job.name} on {before.job.world_size}: "
         run = self.train(verdict.job, "resumed", before=before.directory)
         if run.reason:
             verdict.findings.append(Finding("resume", SAVED + 1, f"{where}{run.reason}"))
         else:
             self._judge_rows(verdict, run, "resume", where)
-            self._judge_curves(verdict, run, ("resume", "resume"), self.expected, self.rounding, where)
+            _judge_curves(verdict, run.curves, ("resume", "resume"), (self.expected, self.rounding), where)
             self._judge_export(verdict, run)
         verdict.seconds += time.monotonic() - began
 
     def _judge_rows(self, verdict: Verdict, run: Outcome, check: str, where: str) -> None:
         verdict.largest.setdefault(check, 0.0)
-        for step in range(run.first, run.first + len(run.curves.loss)):
+        for step, _ in enumerate(run.curves.loss, run.curves.first):
             rows, expected = run.rows.get(step, Counter()), self.twin.rows[step - 1]
             if rows != expected:
                 lost, more = (expected - rows).total(), (rows - expected).total()
-                text = (
-                    f"{lost} of {expected.total()} rows of the step are not read, {more} are read twice or are others"
-                )
+                text = f"{lost} of {expected.total()} rows of the step are not read, {more} are others or read twice"
                 verdict.findings.append(Finding(check, step, where + text))
                 return
-
-    def _judge_curves(
-        self,
-        verdict: Verdict,
-        run: Outcome,
-        checks: tuple[str, str],
-        expected: Curves,
-        rounding: Differences,
-        where: str,
-    ) -> None:
-        for kind, check in zip(("loss", "norm"), checks, strict=True):
-            reported = False
-            for index, value in enumerate(getattr(run.curves, kind)):
-                step = run.first + index
-                wanted = getattr(expected, kind)[step - 1]
-                away, bound = relative(value, wanted), rounding.bound(kind, step - 1)
-                verdict.largest[check] = max(verdict.largest.get(check) or 0.0, away)
-                if not away <= bound and not reported:
-                    text = f"{where}{kind} {value:.6g}, expected {wanted:.6g}: {away:.1e} away"
-                    verdict.findings.append(Finding(check, step, f"{text}, rounding explains {bound:.1e}"))
-                    reported = True
 
     def _judge_export(self, verdict: Verdict, run: Outcome) -> None:
         """Compare the export, read back, with the reference's weights; the run has compared its logits itself."""
@@ -255,6 +258,23 @@ class Proof:
         if not away <= bound:
             text = f"{away:.1e} of their change since the start away, rounding explains {bound:.1e}"
             verdict.findings.append(Finding("weights", STEPS, text))
+
+
+def _judge_curves(
+    verdict: Verdict, curves: Curves, checks: tuple[str, str], reference: tuple[Curves, Differences], where: str
+) -> None:
+    """Compare losses and norms with a reference's, within its rounding: the first step of each that is off counts."""
+    expected, rounding = reference
+    for kind, check in zip(("loss", "norm"), checks, strict=True):
+        first_off = None
+        for step, value in enumerate(getattr(curves, kind), curves.first):
+            wanted, bound = getattr(expected, kind)[step - 1], rounding.bound(kind, step - 1)
+            away = relative(value, wanted)
+            verdict.largest[check] = max(verdict.largest.get(check) or 0.0, away)
+            if not away <= bound and first_off is None:
+                text = f"{kind} {value:.6g}, expected {wanted:.6g}: {away:.1e} away, rounding explains {bound:.1e}"
+                first_off = Finding(check, step, where + text)
+        verdict.findings += [first_off] if first_off else []
 
 
 def compared(one: Curves, other: Curves, start: dict[str, Tensor] | None = None) -> Differences:
@@ -288,78 +308,54 @@ def _rows_of(folder: Path) -> dict[int, Counter[str]]:
 def run(path: str, given: Sequence[str], jobs: Sequence[StrategyJob], named: bool, output: Path) -> int:
     """Prove, print a table and what was found, write certificate.json and chart.svg. Returns 0 if all strategies pass.
 
-    named: the strategies were asked for by name, so that one which cannot run here is a FAIL.
+    named: the strategies were asked for by name, so that one which cannot run here is a failure.
     """
     with storage_errors(output):
         twin = derive(path, given, output)
         proof = Proof(twin)
         nothing = proof.why_nothing_is_shown()
-        verdicts = [] if nothing else _judge(proof, [_ALONE, *(job for job in jobs if job.path)])
+        verdicts = [] if nothing else proof.judge([_ALONE, *(job for job in jobs if job.path)])
         content = certificate(proof, verdicts, nothing, named)
         write_json(output / "certificate.json", content)
-        points = [*enumerate(proof.expected.loss, 1)]
-        away = [
-            Curve(one.job.name, max((one.largest.get(kind) or 0.0) for kind in ("loss", "resume"))) for one in verdicts
-        ]
-        reference = Curve("one process" if twin.why_not_looped else "a plain loop", 0.0)
+        furthest = [max(verdict.largest.get(kind) or 0.0 for kind in ("loss", "resume")) for verdict in verdicts]
+        curves = [Curve("one process" if twin.why_not_looped else "a plain loop", 0.0)]
+        curves += [Curve(verdict.job.name, away) for verdict, away in zip(verdicts, furthest, strict=True)]
         bound = proof.rounding.bound("loss", STEPS - 1)
-        write_text(output / "chart.svg", chart(points, [reference, *away], Path(path).stem, bound))
+        write_text(output / "chart.svg", chart([*enumerate(proof.expected.loss, 1)], curves, Path(path).stem, bound))
     print()
     for kind, (trained, everything) in twin.trained.items():
         print(f"trained of {kind}: {trained:,} of {everything:,} tokens")
-    for text in twin.problems:
+    for text in [*twin.problems, *([f"nothing can be shown: {nothing}"] if nothing else [])]:
         print(f"FAIL: {text}")
-    if nothing:
-        print(f"FAIL: nothing can be shown: {nothing}")
-    else:
+    if verdicts:
         heads = [*CHECKS[:-1], *([twin.recipe.precision] if proof.lower else [])]
-        print(aligned([["strategy", "processes", *heads, ""], *(_row(one, heads) for one in verdicts)]))
+        rows = [["strategy", "processes", *heads, ""]]
+        for verdict in verdicts:
+            shown = [(verdict.status(check), verdict.largest.get(check)) for check in CHECKS[: len(heads)]]
+            cells = [f"{status} {value:.0e}" if value else status.replace("not judged", "-") for status, value in shown]
+            rows.append([verdict.job.name, str(verdict.job.world_size), *cells, verdict.answer])
+        print(aligned(rows))
     for verdict in verdicts:
-        if verdict.reason:
-            print(f"{verdict.job.name}: {'cannot run here: ' if verdict.refused else ''}{verdict.reason}")
-        for index, finding in enumerate(verdict.findings):
-            print(f"{'  ' if index else f'{verdict.job.name}: '}{finding.kind}, step {finding.step}: {finding.text}")
+        lines = [f"{finding.kind}, step {finding.step}: {finding.text}" for finding in verdict.findings]
+        lines = (
+            [f"cannot run here: {verdict.reason}" if verdict.refused else verdict.reason] if verdict.reason else lines
+        )
+        print(
+            "".join(f"{'  ' if index else f'{verdict.job.name}: '}{line}\n" for index, line in enumerate(lines)), end=""
+        )
     print("".join(f"not judged: {text}\n" for text in twin.not_judged), end="")
+    if content["model_card"]:
+        print(f"for the model card: {content['model_card']}")
     names = ("certificate.json", "chart.svg", *([] if twin.why_not_looped else ["judge.py"]))
     print("  ".join(str(output / name) for name in names))
     return 0 if content["passes"] else 1
 
 
-def _judge(proof: Proof, jobs: Sequence[StrategyJob]) -> list[Verdict]:
-    """Judge in a ring: each strategy goes on from what the one before it left when it was killed."""
-    started = [proof.judge_start(job) for job in jobs]
-    alive = [(verdict, run) for verdict, run in started if not verdict.reason]
-    for index, (verdict, _) in enumerate(alive):
-        before, run = alive[index - 1]
-        proof.judge_resume(verdict, run, before.job)
-    for verdict, _ in started:
-        text = "PASS" if verdict.passes else "cannot run here" if verdict.refused else "FAIL"
-        proof.console.print(
-            f"{verdict.job.name}, {verdict.job.world_size} process(es): {text}, {verdict.seconds:.0f} s"
-        )
-    return [verdict for verdict, _ in started]
-
-
-def _status(verdict: Verdict, check: str) -> str:
-    if any(finding.kind == check for finding in verdict.findings):
-        return "FAIL"
-    return "PASS" if check in verdict.largest else "not judged"
-
-
-def _row(verdict: Verdict, heads: Sequence[str]) -> list[str]:
-    cells = []
-    for check in islice(CHECKS, len(heads)):
-        status, value = _status(verdict, check), verdict.largest.get(check)
-        cells.append(f"{status} {value:.0e}" if value else "-" if status == "not judged" else status)
-    last = "PASS" if verdict.passes else "cannot run" if verdict.refused else "FAIL"
-    return [verdict.job.name, str(verdict.job.world_size), *cells, last]
-
-
 def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str, named: bool) -> dict:
     """Return what was judged, for certificate.json."""
     twin, judged = proof.twin, [verdict for verdict in verdicts if named or not verdict.refused]
-    passes = not nothing and not twin.problems and len(judged) > 1 and all(verdict.passes for verdict in judged)
-    digest = hashlib.sha256(Path(shipped_file(twin.path)).read_bytes()).hexdigest()
+    passes = not nothing and not twin.problems and len(judged) > 1 and {one.answer for one in judged} == {"PASS"}
+    digest, date = hashlib.sha256(Path(shipped_file(twin.path)).read_bytes()).hexdigest(), utc_timestamp()
     names = ", ".join(verdict.job.name for verdict in judged)
     away = max((verdict.largest.get("loss") or 0.0 for verdict in judged), default=0.0)
     what = "one process" if twin.why_not_looped else "a plain loop of transformers and torch"
@@ -371,7 +367,7 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str, named: 
         "sha256": digest,
         "settings": twin.settings,
         "steps": STEPS,
-        "date": utc_timestamp(),
+        "date": date,
         "versions": versions(),
         "passes": passes,
         "shows_nothing": nothing,
@@ -382,10 +378,9 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str, named: 
             {
                 "strategy": verdict.job.name,
                 "processes": verdict.job.world_size,
-                "passes": verdict.passes,
-                "cannot_run": verdict.refused,
+                "answer": verdict.answer,
                 "reason": verdict.reason,
-                "checks": {check: _status(verdict, check) for check in CHECKS},
+                "checks": {check: verdict.status(check) for check in CHECKS},
                 "differences": verdict.largest,
                 "findings": [finding._asdict() for finding in verdict.findings],
                 "seconds": round(verdict.seconds, 1),
@@ -393,5 +388,5 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str, named: 
             for verdict in verdicts
         ],
         "not_judged": [*twin.not_judged, *always],
-        "model_card": f"{line} (`samecurve prove`, {utc_timestamp()[:10]}, sha256 {digest[:12]})." if passes else "",
+        "model_card": f"{line} (`samecurve prove`, {date[:10]}, sha256 {digest[:12]})." if passes else "",
     }

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -103,12 +103,8 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     (folder / "judge.py").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     smaller = [f"batch.sequence_length={min(recipe.batch.sequence_length, LENGTH)}"]
-    data = recipe.data
-    if (
-        data.path is not None
-        and Path(data.path).is_file()
-        and (data.max_samples or MOST_DOCUMENTS + 1) > MOST_DOCUMENTS
-    ):
+    most = recipe.data.max_samples or MOST_DOCUMENTS + 1
+    if recipe.data.path is not None and Path(recipe.data.path).is_file() and most > MOST_DOCUMENTS:
         smaller.append(f"data.max_samples={MOST_DOCUMENTS}")
     started, stand_in = [*given, *smaller], _unreachable(recipe)
     if stand_in:
@@ -133,7 +129,7 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     if not twin.why_not_looped:
         texts = [[text for batch in step for text in texts_of(batch)] for step in steps]
         _write_loop(twin.recipe, texts, folder)
-        _count_trained(twin, task, [text for step in texts for text in step])
+        _judge_trained(twin, _count_trained(twin, task, [text for step in texts for text in step]))
     return twin
 
 
@@ -238,9 +234,8 @@ def _settings(
         "rehearse": False,
     }
     user = [word for word in given if word.partition("=")[0].partition(".")[0] not in blocks]
-    return jobs.shortened(
-        path, [*user, *smaller, *(f"{key}={json.dumps(value)}" for key, value in values.items())], STEPS
-    )
+    own_words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return jobs.shortened(path, [*user, *smaller, *own_words], STEPS)
 
 
 def row_keys(batch: MicroBatch) -> list[str]:
@@ -314,16 +309,25 @@ def _write_loop(recipe: Recipe, texts: list[list[dict[str, list[int]]]], folder:
     shutil.copyfile(Path(__file__).with_name("plain_loop.py"), folder / "judge.py")
 
 
-def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) -> None:
-    """Count the trained tokens of the texts by what they are, and compare them with what the recipe promises."""
+def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) -> Counter[tuple[str | None, bool]]:
+    """Count the tokens of the texts by what they are and whether they are trained."""
     counts, data = Counter[tuple[str | None, bool]](), twin.recipe.data
     if TASKS[twin.recipe.task].chats:
         if data.path is None or data.streaming or not data.chat or data.train_on != "assistant":
             twin.not_judged.append("which tokens are trained: only for data.path with data.train_on=assistant")
-            return
-        known, unknown = _kinds_by_start(twin.recipe, task), 0
+            return counts
+        by_start: dict[tuple[int, ...], list[tuple[Conversation, str]]] = {}
+        selection = sources.Selection.of(twin.recipe, data)
+        source = find.find_conversations(data.path, data.pattern, ChatSchema.of(data), selection)
+        for conversation in islice(source.documents(), 10 * MOST_DOCUMENTS):
+            if (rendered := _rendered(task, twin.recipe, conversation)) is not None:
+                ids = task.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+                by_start.setdefault(tuple(ids[:START]), []).append((conversation, rendered))
+        unknown = 0
         for text in texts:
-            kinds = next((kinds for kinds in known(text["input_ids"]) if kinds), None)
+            ids = text["input_ids"]
+            possible = (_kinds(task, twin.recipe, *pair, ids) for pair in by_start.get(tuple(ids[:START]), ()))
+            kinds = next(filter(None, possible), None)
             unknown += kinds is None
             counts.update(zip(kinds or (), (label != IGNORE_INDEX for label in text["labels"]), strict=False))
         if unknown:
@@ -333,6 +337,11 @@ def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) ->
         for text in texts:  # nothing precedes a causal text's first token
             labels = text["labels"][1:] if "pretrain" in twin.recipe.task else text["labels"]
             counts.update(("the texts", label != IGNORE_INDEX) for label in labels)
+    return counts
+
+
+def _judge_trained(twin: Twin, counts: Counter[tuple[str | None, bool]]) -> None:
+    """Compare the trained tokens with what the recipe promises."""
     must = {"assistant"} | ({"the texts"} if "pretrain" in twin.recipe.task else set())
     for kind in sorted({kind for kind, _ in counts if kind}):
         trained, others = counts[kind, True], counts[kind, False]
@@ -341,19 +350,6 @@ def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) ->
             twin.problems.append(f"{others:,} of {trained + others:,} tokens of {kind} are not trained")
         if kind not in (*must, ENDS, "the texts") and trained:
             twin.problems.append(f"{trained:,} of {trained + others:,} tokens of {kind} are trained")
-
-
-def _kinds_by_start(recipe: Recipe, task: Task) -> Callable[[list[int]], Iterator[list[str | None] | None]]:
-    """Return a function from a text's tokens to what each is, in all conversations that begin with these tokens."""
-    data = recipe.data
-    by_start: dict[tuple[int, ...], list[tuple[Conversation, str]]] = {}
-    assert data.path is not None
-    source = find.find_conversations(data.path, data.pattern, ChatSchema.of(data), sources.Selection.of(recipe, data))
-    for conversation in islice(source.documents(), 10 * MOST_DOCUMENTS):
-        if (text := _rendered(task, recipe, conversation)) is not None:
-            ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
-            by_start.setdefault(tuple(ids[:START]), []).append((conversation, text))
-    return lambda ids: (_kinds(task, recipe, *one, ids) for one in by_start.get(tuple(ids[:START]), ()))
 
 
 def _rendered(task: Task, recipe: Recipe, conversation: Conversation, num_messages: int | None = None) -> str | None:
