@@ -50,6 +50,9 @@ def file(workspace) -> Path:
         text = sentence(f"thing {number} is")
         pair = {"chosen": text, "rejected": sentence(f"nothing {number}")}
         fits = {"anchor": f"what is {number}?", "positive": text}
+        words = text.split()
+        fits |= {"tokens": words, "tags": ["number" if word.isdigit() else word[0] for word in words]}
+        fits |= {"completions": words, "labels": [bool(len(word) % 2) for word in words]}
         rows.append({"prompt": f"say {number}", "completion": text, "text": text, "label": number % 3, **pair, **fits})
     path = workspace.folder / "anything.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -73,6 +76,7 @@ def started(workspace, file: Path, recipe: str, strategy: str | None, verify: st
     command += [str(ROOT / "recipes" / f"{recipe}.yaml"), f"output_dir={directory}", f"data.path={file}"]
     columns = json.loads(file.read_text().partition("\n")[0])
     command += [f"data.ignore_columns=[{','.join(unread(value('task'), columns))}]"]
+    command += ["data.label_column=tags"] if recipe == "token_classify" else []
     command += [*SETTINGS, f"export.verify={verify}", micro, *model, *(["--strategy", str(path)] if path else [])]
     run = workspace.execute(command, directory)
     assert run.returncode == 0, run.output

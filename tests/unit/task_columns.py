@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 ANSWER, PAIR = {"prompt", "completion"}, {"prompt", "chosen", "rejected"}
 READ = {"sft": ANSWER, "distill": ANSWER, "dpo": PAIR, "reward": PAIR, "classify": {"text", "label"}}
+READ |= {"token_classify": {"tokens", "tags"}, "process_reward": {"prompt", "completions", "labels"}}
 READ["embed"] = {"anchor", "positive", "negative"}
 
 
