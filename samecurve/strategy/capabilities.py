@@ -148,18 +148,16 @@ CELLS = (
     # task
     Cell(
         "task",
-        {TENSOR: f"no encoder family has a tensor-parallel plan in {dated('transformers')}"},
+        {
+            TENSOR: f"no encoder family has a tensor-parallel plan in {dated('transformers')}",
+            SCHEDULED: "only decoders can be split into stages, and its model is an encoder",
+        },
         _tasks(lambda spec: not spec.fills_masks),
     ),
     *(
         Cell("task", {CONTEXT: spec.undivided}, refused=(name,), fix="use configs/fsdp.yaml")
         for name, spec in TASKS.items()
         if spec.undivided
-    ),
-    Cell(
-        "task",
-        {SCHEDULED: "only decoders can be split into stages, and its model is an encoder"},
-        _tasks(lambda spec: not spec.fills_masks),
     ),
     Cell(
         "task",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from samecurve.data.datasets.packed_samples import PackedSampleRows, best_fit_de
 from samecurve.data.datasets.preference import AnswerRows, ScoredRows
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.datasets.streaming import MixedStreams, StreamRows
-from samecurve.data.datasets.text import LabelledRows, MaskedRows, Masking
+from samecurve.data.datasets.text import LabelledRows, MaskedRows, Masking, TaggedRows
 from samecurve.data.micro_batch import MicroBatch
 from samecurve.data.token_store import TokenStream
 from samecurve.engines.forward import gaps_of
@@ -339,6 +340,11 @@ def labelled_stream(num_rows: int, segments: str = "none") -> TokenStream:
     return TokenStream(tokens, offsets, "x", marks, second, np.zeros(num_rows, dtype=np.uint8))
 
 
+def tagged_stream(num_rows: int) -> TokenStream:
+    labelled = labelled_stream(num_rows)
+    return replace(labelled, tags=np.zeros(len(labelled.tokens), dtype=np.int16))
+
+
 MASKING = Masking(mask_token=1, vocabulary_size=100, special=(), rate=0.0)
 KINDS = {
     "packed": lambda n, size: PackedRows(stream([*range(3 * n + 1)]), 3, PAD),
@@ -353,6 +359,8 @@ KINDS = {
     "grouped answers": lambda n, size: grouped(AnswerRows)(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
     "scored": lambda n, size: ScoredRows(labelled_stream(n, "pair"), 64, PAD),
     "grouped scored": lambda n, size: grouped(ScoredRows)(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
+    "tagged": lambda n, size: TaggedRows(tagged_stream(n), 64, PAD),
+    "grouped tagged": lambda n, size: grouped(TaggedRows)(tagged_stream(n), 64, PAD, global_batch_size=size),
     "retrieval": lambda n, size: RetrievalRows(labelled_stream(n, "pair"), 64, PAD),
     "grouped retrieval": lambda n, size: grouped(RetrievalRows)(
         labelled_stream(n, "pair"), 64, PAD, global_batch_size=size

@@ -97,8 +97,8 @@ def test_answers_in_the_history_are_trained(tmp_path, train_on):
     trained = train_tokenizer(source, 0.0, 260, markers)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|im_end|>")
     tokenizer.chat_template = chat_encoder_template()
-    ((text, spans),) = chat_encoder.ChatEncoder(tokenizer, source.schema).rows(next(source.documents()))
-    trained = [text[start:end] for start, end in spans]
+    (row,) = chat_encoder.ChatEncoder(tokenizer, source.schema).rows(next(source.documents()))
+    text, trained = row.text, [row.text[start:end] for start, end in row.spans]
     expected = {"assistant": ["b<|im_end|>", "x<|im_end|>"], "completion": ["x<|im_end|>\n"], "all": [text]}
     assert trained == expected[train_on]
 

@@ -303,7 +303,7 @@ CASES = [
     ("recipe: three at once", {"ds_configs/zero3.json": '{"zero_optimization": {"stage": 3}}'}, ["r.yaml", "task=sftt", "compile=regional", "memory.gradient_sync=last_micro_batch", "--strategy", "ds_configs/zero3.json"], T,
      [("command line", "compile", "regional", "ZeRO-3", "off", "configs/fsdp.yaml"),
       ("command line", "memory.gradient_sync", "last_micro_batch", "ZeRO-3", "auto"),
-      ("command line", "task", "sftt", "'pretrain', 'continue_pretrain', 'sft', 'distill', 'dpo', 'reward', 'classify', 'mlm' or 'embed'")]),
+      ("command line", "task", "sftt", "'pretrain', 'continue_pretrain', 'sft', 'distill', 'dpo', 'reward', 'classify', 'token_classify', 'process_reward', 'mlm' or 'embed'")]),
     ("recipe: offloaded lion", {"mine.json": GOOD["ds_configs/zero3_nvme.json"]}, ["r.yaml", "--strategy", "mine.json", "optimizer.name=lion"], T,
      [("command line", "optimizer.name", "lion", "CPU Adam", "adamw", "configs/zero3.yaml")]),
     ("recipe: flat muon", {}, ["r.yaml", "--strategy", "configs/zero2.yaml", "optimizer.name=muon"], T,
