@@ -32,7 +32,7 @@ CausalTask.count = lambda task, labels: int((labels != -100).any())
 import torch
 def drift(module, *_):
     if isinstance(module, torch.nn.Embedding) and module.training:
-        module.weight.data.mul_(1 + 1.2e-7)
+        module.weight.data.mul_(1 + 1e-3)
 torch.nn.modules.module.register_module_forward_hook(drift)
 """,
 }
@@ -119,8 +119,9 @@ def test_a_right_recipe_passes(recipe, capsys):
 def test_a_frozen_weight_that_moves_is_found(recipe, monkeypatch):
     plant("frozen moves", recipe.parent, monkeypatch)
     code, proof = prove(recipe)
-    assert code == 1 and kinds(proof) == {"weights"}
-    assert "frozen weights are not as they were" in proof["strategies"][1]["findings"][0]["text"]
+    found = proof["strategies"][1]["findings"]  # its export is refused, as frozen weights are those of the start there
+    assert code == 1 and [finding["kind"] for finding in found] == ["loss", "norm", "resume"]
+    assert "the exported model was moved here, because it is not the trained one" in found[2]["text"]
 
 
 @pytest.mark.full
