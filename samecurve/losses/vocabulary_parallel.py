@@ -81,11 +81,13 @@ class VocabularyColumns(NamedTuple):
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(dim=-1), target])
         dist.all_reduce(sums, group=self.group)
-        counted = trained.float() if weights is None else torch.where(trained, weights, 0.0)
-        loss = (torch.where(trained, sums[0].log() - sums[1], 0.0) * counted).sum()
+        losses = torch.where(trained, sums[0].log() - sums[1], 0.0)
         gradient = exponentials.div_(sums[0][:, None])
         gradient.scatter_add_(-1, index, -is_own.to(gradient.dtype)[:, None])
-        return loss, torch.where(trained[:, None], gradient, 0.0).mul_(counted[:, None]).to(logits.dtype)
+        gradient = torch.where(trained[:, None], gradient, 0.0)
+        if weights is not None:
+            losses, gradient = losses * weights, gradient.mul_(weights[:, None])
+        return losses.sum(), gradient.to(logits.dtype)
 
 
 def own_part(weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabularyColumns]:
