@@ -47,7 +47,7 @@ NAME = "default"  # peft's name of a model's only adapter
 _SHOWN = 4  # names in a message
 _STORED = "base_model.model."  # peft's prefix of every name in its file
 # peft's task types; there is none for masked language models.
-_TASK_TYPES = {
+TASK_TYPES = {
     "causal_lm": "CAUSAL_LM",
     "sequence_classification": "SEQ_CLS",
     "token_classification": "TOKEN_CLS",
@@ -131,7 +131,7 @@ def _peft_config(model: PreTrainedModel, settings: Adapter, whole: list[str], ti
         "use_dora": settings.dora,
         "fan_in_fan_out": any(isinstance(module, Conv1D) for module in model.modules()),
         "init_lora_weights": False,  # under ZeRO-3 there is nothing to initialize yet; see `initial_matrices`
-        "task_type": _TASK_TYPES.get(kind_of(model)),
+        "task_type": TASK_TYPES.get(kind_of(model)),
     }
     return LoraConfig(**{**stored, **given})
 

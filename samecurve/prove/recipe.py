@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -30,6 +29,7 @@ from samecurve.specs.environment import shipped_file, versions
 from samecurve.specs.precision import DTYPES
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import storage_errors, utc_timestamp, write_json, write_text
+from samecurve.storage.checksums import file_sha256
 from samecurve.storage.jsonl import scan
 from samecurve.storage.terminal import TextConsole, aligned
 from samecurve.strategy.placement import REFERENCE
@@ -333,12 +333,10 @@ def run(path: str, given: Sequence[str], jobs: Sequence[StrategyJob], named: boo
         print(aligned(rows))
     for verdict in verdicts:
         lines = [f"{finding.kind}, step {finding.step}: {finding.text}" for finding in verdict.findings]
-        lines = (
-            [f"cannot run here: {verdict.reason}" if verdict.refused else verdict.reason] if verdict.reason else lines
-        )
-        print(
-            "".join(f"{'  ' if index else f'{verdict.job.name}: '}{line}\n" for index, line in enumerate(lines)), end=""
-        )
+        if verdict.reason:
+            lines = [f"cannot run here: {verdict.reason}" if verdict.refused else verdict.reason]
+        if lines:
+            print(f"{verdict.job.name}: " + "\n  ".join(lines))
     print("".join(f"not judged: {text}\n" for text in twin.not_judged), end="")
     if content["model_card"]:
         print(f"for the model card: {content['model_card']}")
@@ -351,7 +349,7 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str, named: 
     """Return what was judged, for certificate.json."""
     twin, judged = proof.twin, [verdict for verdict in verdicts if named or not verdict.refused]
     passes = not nothing and not twin.problems and len(judged) > 1 and {one.answer for one in judged} == {"PASS"}
-    digest, date = hashlib.sha256(Path(shipped_file(twin.path)).read_bytes()).hexdigest(), utc_timestamp()
+    digest, date = file_sha256(Path(shipped_file(twin.path))), utc_timestamp()
     names = ", ".join(verdict.job.name for verdict in judged)
     away = max((verdict.largest.get("loss") or 0.0 for verdict in judged), default=0.0)
     what = "one process" if twin.why_not_looped else "a plain loop of transformers and torch"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -16,6 +15,7 @@ from samecurve.prove.judge import Differences, Finding, Run, data_findings, find
 from samecurve.prove.process import Watch
 from samecurve.specs.environment import versions
 from samecurve.storage.atomic import utc_timestamp
+from samecurve.storage.checksums import file_sha256
 from samecurve.storage.terminal import TextConsole
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.plan import Strategy
@@ -131,7 +131,7 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str) -> dict
     """Return what was judged, for certificate.json."""
     return {
         "script": str(proof.script),
-        "sha256": hashlib.sha256(proof.script.read_bytes()).hexdigest(),
+        "sha256": file_sha256(proof.script),
         "arguments": proof.arguments,
         "steps": proof.steps,
         "date": utc_timestamp(),

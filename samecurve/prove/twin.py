@@ -30,6 +30,7 @@ from samecurve.data.schemas.conversation import ChatSchema, Conversation
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.models import hf_config
+from samecurve.models.lora import TASK_TYPES
 from samecurve.optim.schedule import learning_rate
 from samecurve.specs.tasks import TASKS
 from samecurve.tasks import registry
@@ -166,7 +167,6 @@ def _write_model(recipe: Recipe, real: Recipe, task: Task, folder: Path) -> None
             from peft import LoraConfig, get_peft_model
 
             asked, targets = real.adapter, real.adapter.target_modules
-            kinds = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}
             lora = LoraConfig(
                 r=asked.rank,
                 lora_alpha=asked.alpha,
@@ -176,7 +176,7 @@ def _write_model(recipe: Recipe, real: Recipe, task: Task, folder: Path) -> None
                 use_rslora=asked.rslora,
                 use_dora=asked.dora,
                 init_lora_weights=False,  # B is not 0, so that A learns from the first step on
-                task_type=kinds.get(task.head.kind),
+                task_type=TASK_TYPES.get(task.head.kind),
             )
             model.name_or_path = str(folder / "model")
             get_peft_model(model, lora).save_pretrained(str(folder / "adapter"))
