@@ -92,6 +92,11 @@ class Predictor(ABC):
         known = [limit for limit in (positions, self.tokenizer.model_max_length) if 0 < limit < 1 << 30]
         return min(known, default=1024)
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the classes."""
+        return loading.class_names(self.model.config)
+
     def predict(self, sources: Sequence[Source]) -> list[dict[str, Any]]:
         """Return one prediction per text, in order. Raises DataError for a text that cannot be read."""
         texts = [self.encode(place, source) for place, source in sources]
@@ -148,10 +153,6 @@ class Classifier(Predictor):
     """Predicts the class of a text or a pair of texts, several classes, a number, or a probability."""
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        return loading.class_names(self.model.config)
-
-    @cached_property
     def encoder(self) -> ExampleEncoder:
         pairs = self.data.text_pair_column is not None
         return ExampleEncoder(self.tokenizer, self.length, self.names, pairs, self._side)
@@ -187,10 +188,6 @@ class Classifier(Predictor):
 
 class WordClassifier(Predictor):
     """Predicts the class of each word of a text, or of each step of a solution."""
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return loading.class_names(self.model.config)
 
     @cached_property
     def encoder(self) -> WordEncoder:

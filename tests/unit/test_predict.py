@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedTokenizerFast,
     pipeline,
 )
@@ -38,6 +39,7 @@ KINDS = {
         {"num_labels": 1, "problem_type": "multi_label_classification"},
     ),
     "regression": ("bert", AutoModelForSequenceClassification, {"num_labels": 1, "problem_type": "regression"}),
+    "words": ("bert", AutoModelForTokenClassification, {"id2label": NAMES}),
     "reward": ("llama", AutoModelForSequenceClassification, {"num_labels": 1}),
     "embed": ("bert", AutoModel, {}),
     "mlm": ("bert", AutoModelForMaskedLM, {}),
@@ -98,6 +100,19 @@ def test_a_class_is_what_transformers_says(folders, capsys):
     one_by_one = predicted(capsys, folders["classify"], *TEXTS, "--batch_size", 1)  # no padding
     for one, together in zip(one_by_one, found, strict=True):
         assert one["probabilities"] == pytest.approx(together["probabilities"], rel=1e-4)
+
+
+def test_a_words_class_is_that_of_its_first_token(folders, capsys):
+    text = "the cat sat on the mat"
+    (answer,) = predicted(capsys, folders["words"], text)
+    words = pipeline("token-classification", model=str(folders["words"]), aggregation_strategy="none")(text)
+    # a word's first byte-level token begins with the space before it
+    starts = [0, *(index for index, letter in enumerate(text) if letter == " ")]
+    first = [min((t for t in words if t["end"] > start), key=lambda t: t["start"]) for start in starts]
+    assert [word["word"] for word in answer["words"]] == text.split()
+    assert [word["label"] for word in answer["words"]] == [token["entity"] for token in first]
+    expected = [token["score"].item() for token in first]
+    assert [word["probability"] for word in answer["words"]] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["multi_label", "relevance", "regression"])
