@@ -43,7 +43,7 @@ def main() -> None:
             from samecurve.engines import factory  # imports torch, which takes seconds
 
             # accelerate.Accelerator(mixed_precision=..., ...), extended in samecurve/accelerator/accelerator.py
-            accelerator = factory.start(plan)
+            accelerator = factory.build_accelerator(plan)
 
             from samecurve.training.startup import open_session  # imports transformers, once all ranks have connected
 
@@ -65,13 +65,13 @@ def train(session) -> None:
     meter, guard, checkpoints = session.meter, session.guard, session.checkpoints
     updates = session.start.updates  # a skipped step does not advance the learning rate schedule
     with session.context.progress as progress, watch.deferred(), session.saving(), session.garbage as garbage:
-        meter.start()
+        meter.restart_clock()
         profiler = session.profiler()
         for step, micro_batches in enumerate(batches, start=session.start.step + 1):
             watch.phase("step", step)
             rate = learning_rate(recipe, updates + 1)
             usual_loss = meter.smoothed_loss
-            checkpoints.whole = None
+            checkpoints.resumable_at = None
             result = engine.step(micro_batches, rate)  # samecurve/engines/accelerated.py
             updates += result.applied
             record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
@@ -83,12 +83,12 @@ def train(session) -> None:
             if step == recipe.steps:
                 guard.check_last(step, updates)
             if guard.compare_replicas(step, engine):
-                meter.start()
+                meter.restart_clock()
             if guard.spiked(step, result, usual_loss, batches):
                 updates = session.roll_back(updates)
             stopping = session.early_stopping.state
             here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor, stopping)
-            checkpoints.whole = here
+            checkpoints.resumable_at = here  # an evaluation adds to its record and its stopping
             if session.validation and due(step, recipe.evaluate.every_steps, recipe.steps):
                 record |= session.evaluate(step)
 
@@ -96,7 +96,7 @@ def train(session) -> None:
             if checkpoints.due(step, is_last) and not guard.is_pending:
                 watch.phase("save", step)
                 accelerator.save_state(position=here, wait=is_last)
-                meter.start()
+                meter.restart_clock()
             record |= checkpoints.finished()
             run.append_metrics(record)
             accelerator.log(meter.scalars(record), step=step)

@@ -85,7 +85,7 @@ class Checkpoints:
     Attributes:
         resumed_from: the checkpoint that `find` selected; None if there is none.
         mirror: learns of each commit; None on other ranks than 0, and without checkpoint.mirror.
-        whole: the position that the engine's state is of; None during a step, whose update may be half done.
+        resumable_at: the position that the engine's state is of; None during a step, whose update may be half done.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Checkpoints:
         self._stall: dict = {}
         self.resumed_from: Path | None = None
         self.mirror: Mirror | None = None
-        self.whole: TrainProgress | None = None
+        self.resumable_at: TrainProgress | None = None
 
     def find(self, resume: str) -> Path | None:
         """Select the checkpoint to resume from, see CheckpointSelector.select."""

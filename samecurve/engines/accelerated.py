@@ -88,14 +88,16 @@ class AcceleratedEngine(ABC):
             with accelerator.accumulate(self.model):  # defers the reduction of gradients where that pays
                 loss, statistics = forward.loss(batch, context)
                 sums.add(loss, statistics)
-                gate = sums.gate() if is_last else 1.0  # nan where the step's loss is not finite: nothing is updated
+                finite = (
+                    sums.nan_unless_finite() if is_last else 1.0
+                )  # nan where the step's loss is not finite: nothing is updated
                 # a sum, divided by the trained tokens (or their weights) of the step: of all micro-batches and ranks
-                accelerator.backward(loss * scale * gate, reduction="sum", num_items=counts.divisor)
-        read, may_rescale = sums.start_read(), self._may_rescale()
+                accelerator.backward(loss * scale * finite, reduction="sum", num_items=counts.divisor)
+        finish_read, may_rescale = sums.start_read(), self._may_rescale()
         self._complete_gradients()
         grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm))
         applied = self._update(grad_norm)
-        read()
+        finish_read()
         mean = sums.loss / counts.divisor
         result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
         if not self.first_step.is_over:

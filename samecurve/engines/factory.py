@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from samecurve.distributed.affinity import affinity_advice, load_advice, read_cpu_binding
-from samecurve.engines.start import start
+from samecurve.engines.start import build_accelerator
 from samecurve.engines.torch_engine import TorchEngine
 from samecurve.engines.verify import verify
 from samecurve.models import fp32_weights
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
 
-__all__ = ["allocator", "build", "busy_advice", "core_advice", "device_name", "start"]
+__all__ = ["allocator", "build", "busy_advice", "build_accelerator", "core_advice", "device_name"]
 
 
 def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task) -> Engine:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from samecurve.strategy.plan import Plan
 
 
-def start(plan: Plan) -> Accelerator:
+def build_accelerator(plan: Plan) -> Accelerator:
     """Create the Accelerator that the plan's strategy needs.
 
     Raises:

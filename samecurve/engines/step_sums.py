@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class StepSums:
     """Sums over the micro-batches and ranks of one step.
 
-    Call `add` for each micro-batch, `gate` once after the last of them, and `start_read` once.
+    Call `add` for each micro-batch, `nan_unless_finite` once after the last of them, and `start_read` once.
 
     Attributes:
         loss, statistics, router: as in StepResult, but the loss is a sum; known after the read.
@@ -40,7 +40,7 @@ class StepSums:
         self._loss += loss.detach()
         self._statistics += statistics
 
-    def gate(self) -> Tensor:
+    def nan_unless_finite(self) -> Tensor:
         """Sum over the ranks and return the factor of the last micro-batch's loss. Collective.
 
         Returns:

@@ -65,7 +65,7 @@ class Machine:
 class Meter:
     """Times the steps and maintains the smoothed loss.
 
-        meter.start()
+        meter.restart_clock()
         for step in ...:
             ...
             record = meter.step(step, result, learning_rate, data_wait_seconds)
@@ -125,7 +125,7 @@ class Meter:
         """The basis of mfu and hfu, for run.json."""
         return stated(self._flops, self.machine.peak)
 
-    def start(self) -> None:
+    def restart_clock(self) -> None:
         self._since = self._clock()
 
     @property
@@ -162,7 +162,7 @@ class Meter:
             trained.
         """
         seconds = self._clock() - self._since
-        self.start()
+        self.restart_clock()
         trained = result.tokens > 0
         if trained:
             self._smooth(result.loss)

@@ -54,7 +54,7 @@ def run(plan: Plan, path: Path) -> int:
 
 
 def _adopt(plan: Plan, path: Path, directory: RunDirectory) -> None:
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     progress = Progress(plan.recipe.steps, 1, enabled=True)
     context = Context(plan, accelerator, directory, UNWATCHED, ControlGroup(), progress)
     context, built, checkpoints = startup.prepare(context)

@@ -126,7 +126,7 @@ def main() -> int:
     try:
         # "torchrun" makes this process watch the rank that started it, and end with it (signals.StopRequest)
         with lifecycle.supervised(run, "torchrun", recipe.watchdog.timeout_seconds) as watch:
-            accelerator = factory.start(plan)
+            accelerator = factory.build_accelerator(plan)
             progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=False)
             context = Context(plan, accelerator, run, watch, ControlGroup(), progress)
             stages = _rehearse(context, assignment.checkpoints)

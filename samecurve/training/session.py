@@ -136,7 +136,7 @@ class Session:
             rank=context.world.rank,
             log=context.progress.log if context.world.is_main else print,
             progress=context.watch.local_progress,
-            restart_clock=self.meter.start,
+            restart_clock=self.meter.restart_clock,
             memory_usage=self.engine.memory_usage,
             unlike=self.engine.describe().dims.pp > 1,
             dims=context.plan.strategy.dims,
@@ -158,7 +158,7 @@ class Session:
                 self.checkpoints.wait()
             raise
         except Exception as error:
-            whole = self.checkpoints.whole
+            whole = self.checkpoints.resumable_at
             known = isinstance(error, SamecurveError) and not isinstance(error, DataError)
             if whole is not None and not (known or self.guard.is_pending):
                 self._save_after(error, whole)
@@ -190,7 +190,7 @@ class Session:
         if position is None:
             return updates
         self.meter.state = position.meter
-        self.meter.start()  # loading belongs to no step's time
+        self.meter.restart_clock()  # loading belongs to no step's time
         return position.updates
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -198,7 +198,7 @@ class Session:
         assert self.validation is not None
         evaluated = self.context.evaluate(self.validation, self.engine, self.built.task, step, self.early_stopping)
         self._write_samples(step)
-        self.meter.start()
+        self.meter.restart_clock()
         return evaluated
 
     def _write_samples(self, step: int) -> None:

@@ -265,7 +265,7 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
             start.step + 1,
             recipe.memory.garbage_collection_steps,
             (recipe.evaluate.every_steps, recipe.checkpoint.every_steps),
-            meter.start,
+            meter.restart_clock,
         ),
         early_stopping=early_stopping,
         wait_advice=WaitAdvice(recipe.data),

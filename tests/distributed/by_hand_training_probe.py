@@ -89,7 +89,7 @@ def main() -> None:
     assert set(SCHEDULE_OF.values()) == SCHEDULES.keys()
     strategies = os.environ["STRATEGIES"].split(",")
     plans = [preflight.plan([*sys.argv[1:], "--strategy", path], os.environ) for path in strategies]
-    accelerator = factory.start(plans[0])
+    accelerator = factory.build_accelerator(plans[0])
     register_optimizer_step_pre_hook(note_gradients)
     for plan in plans:
         (stages if plan.strategy.torch_schedule else replicas)(accelerator, plan)

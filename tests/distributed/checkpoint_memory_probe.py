@@ -30,7 +30,7 @@ OWN = Path("/proc/self")
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(plan.recipe)
     skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)

@@ -23,7 +23,7 @@ def main() -> None:
     folder, *arguments = sys.argv[1:]
     plan = preflight.plan(arguments, os.environ)
     run = RunDirectory(plan.recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(plan.recipe)
     skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     checkpoints = Checkpoints(

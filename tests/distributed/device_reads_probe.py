@@ -24,7 +24,7 @@ from samecurve.tasks import registry
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(plan.recipe)
     step_loss = task.step_loss
 

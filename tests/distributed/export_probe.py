@@ -25,7 +25,7 @@ from samecurve.tasks import registry
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
     recipe, folder = plan.recipe, Path(plan.recipe.output_dir)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(recipe)
     skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     kept, loss = [], task.loss

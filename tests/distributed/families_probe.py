@@ -33,7 +33,7 @@ STEPS = 2
 def main() -> None:
     folder = Path(sys.argv[1])
     plan = preflight.plan(sys.argv[2:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(plan.recipe)
     loss, kept = task.loss, []
     task.loss = lambda logits, labels: kept.append((logits.detach().clone(), labels)) or loss(logits, labels)

@@ -114,7 +114,7 @@ def main() -> None:
         del sys.argv[1]
         deepspeed_introspection.link_masters = lambda engine: None
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     module = sys.modules[type_of_engine(plan)]
     module.FirstStep = Remembered
     task = registry.load_task(plan.recipe)

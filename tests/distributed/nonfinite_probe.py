@@ -32,7 +32,7 @@ class BrokenGradient(torch.autograd.Function):
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(plan.recipe)
     intact, broken = task.loss, {"by": None}
 

@@ -40,7 +40,7 @@ def main() -> None:
     for name, overrides in wanted["optimizers"].items():
         plan = preflight.plan(once([*sys.argv[2:], *overrides, f"output_dir={wanted['folder']}/{name}"]), os.environ)
         if accelerator is None:
-            accelerator = factory.start(plan)
+            accelerator = factory.build_accelerator(plan)
             task = registry.load_task(plan.recipe)
             skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
         found = one(plan, accelerator, task, skeleton, wanted["origin"] and Path(wanted["origin"]) / name)

@@ -31,7 +31,7 @@ STEPS = 3
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(plan.recipe)
     found = {}
     for name, keys in json.loads(os.environ["CASES"]).items():

@@ -35,7 +35,7 @@ def main() -> None:
     plan = preflight.plan(sys.argv[2:], os.environ)
     recipe = plan.recipe
     run = RunDirectory(recipe.output_dir, is_main=os.environ.get("RANK", "0") == "0")
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(recipe)
     skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     world = ControlGroup()

@@ -111,7 +111,7 @@ ERRORS = {
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task, found = registry.load_task(plan.recipe), {}
     for name in os.environ["CASES"].split(","):
         planted = [mock.patch.object(*error) for error in ERRORS[name]]

@@ -14,7 +14,7 @@ from samecurve.strategy import preflight
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     state = accelerator.state
     plugins = [getattr(state, name, None) for name in ("deepspeed_plugin", "fsdp_plugin", "parallelism_config")]
     found = {type(plugin).__name__: _plain(plugin) for plugin in plugins if plugin is not None}

@@ -15,7 +15,7 @@ from samecurve.tasks import registry
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(plan.recipe)
     skeleton = build_skeleton(plan.recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)

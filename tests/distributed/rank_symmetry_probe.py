@@ -69,14 +69,14 @@ def main() -> None:
     cases = json.loads(os.environ["CASES"])
     if cases:
         plan = preflight.plan(sys.argv[1:], os.environ)
-        accelerator = factory.start(plan)
+        accelerator = factory.build_accelerator(plan)
         task = registry.load_task(plan.recipe)
         found = {}
         for name, keys in cases.items():
             recipe = Recipe.model_validate({**plan.recipe.model_dump(), **keys})
             found[name] = measured(accelerator, replace(plan, recipe=recipe), task)
         accelerator.print("CASES " + json.dumps(found))
-        factory.start = lambda plan: accelerator
+        factory.build_accelerator = lambda plan: accelerator
     train.train = watched(train.train)
     train.main()
 

@@ -30,7 +30,7 @@ STEPS = 4
 
 def main() -> None:
     plan = preflight.plan(sys.argv[2:], os.environ)
-    recipe, accelerator, world = plan.recipe, factory.start(plan), ControlGroup()
+    recipe, accelerator, world = plan.recipe, factory.build_accelerator(plan), ControlGroup()
     task = registry.load_task(recipe)
     skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)

@@ -32,7 +32,7 @@ STEPS = 3
 def main() -> None:
     folder, found = Path(sys.argv[1]), {}
     plan = preflight.plan(sys.argv[2:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     task = registry.load_task(plan.recipe)
     for family in FAMILIES:
         for kind in ("sequence", "batch"):

@@ -26,7 +26,7 @@ from samecurve.tasks import registry
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator = factory.start(plan)
+    accelerator = factory.build_accelerator(plan)
     recipe, task = plan.recipe, registry.load_task(plan.recipe)
     task.features, task.statistics, task.loss = features, statistics, loss
     task.by_token = False  # what is asked here is of whole rows, which the chunked head does not see

@@ -26,7 +26,7 @@ from samecurve.tasks import registry
 def main() -> None:
     files = os.environ["STRATEGIES"].split(",")
     plans = [preflight.plan([*sys.argv[1:], "--strategy", each], os.environ) for each in files]
-    accelerator = factory.start(plans[0])  # these strategies differ in nothing that Accelerate sees
+    accelerator = factory.build_accelerator(plans[0])  # these strategies differ in nothing that Accelerate sees
     task, found = registry.load_task(plans[0].recipe), {}
     for file, plan in zip(files, plans, strict=True):
         found[Path(file).stem] = trained(accelerator, plan, task)

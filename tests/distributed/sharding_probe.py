@@ -45,7 +45,7 @@ class Collectives(TorchDispatchMode):
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator, recipe = factory.start(plan), plan.recipe
+    accelerator, recipe = factory.build_accelerator(plan), plan.recipe
     task = registry.load_task(recipe)
     skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)

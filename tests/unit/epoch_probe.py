@@ -77,7 +77,7 @@ def main() -> None:
             recipe["model"] = recipe["tokenizer"] = {"path": str(models["student"])}
             recipe |= {"distill": {"teacher": str(models["teacher"])}} if task == "distill" else {}
             plan = preflight.plan([write(folder, recipe)], os.environ)
-            accelerator = accelerator or factory.start(plan)  # one for all
+            accelerator = accelerator or factory.build_accelerator(plan)  # one for all
             num_trained, steps, ours = train(plan, accelerator)
             everything = [list(range(num_rows))] * num_steps
             plain = Plain(task, models, rows).train(everything if batch_size == num_rows and task != PACKED else steps)

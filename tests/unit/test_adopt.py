@@ -73,7 +73,9 @@ class Here:
         AcceleratorState._reset_state(reset_partial_state=True)
         plan = self.plan(*overrides)
         run = RunDirectory(plan.recipe.output_dir, resume="auto")
-        return Context(plan, factory.start(plan), run, adoption.UNWATCHED, ControlGroup(), Progress(1, 1, False))
+        return Context(
+            plan, factory.build_accelerator(plan), run, adoption.UNWATCHED, ControlGroup(), Progress(1, 1, False)
+        )
 
     def adopt(self, path: Path, *overrides: str) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 from samecurve.config.schema import Recipe
 from samecurve.distributed.control_group import TIMEOUT
-from samecurve.engines.start import start
+from samecurve.engines.start import build_accelerator
 from samecurve.strategy.plan import Strategy
 
 strategy = Strategy("ddp", distributed=True, launcher="accelerate")
@@ -21,7 +21,7 @@ recipe = SimpleNamespace(
     model=SimpleNamespace(kernels="torch"), loss=SimpleNamespace(implementation="auto"),
     profile=SimpleNamespace(steps=None), logging=SimpleNamespace(trackers=()),
 )
-accelerator = start(SimpleNamespace(strategy=strategy, recipe=recipe))
+accelerator = build_accelerator(SimpleNamespace(strategy=strategy, recipe=recipe))
 later = dist.new_group()  # as DeepSpeed's and HSDP's, without a timeout
 for group in (dist.group.WORLD, later):
     found = group._get_backend(torch.device("cpu")).options._timeout

@@ -195,7 +195,7 @@ def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path, monkeypatc
 )
 def test_an_error_between_steps_saves_first(engine, make, error, whole, is_pending, saves, monkeypatch):
     checkpoints, lines = make(), []
-    checkpoints.whole = TrainProgress(step=3, updates=3, samples=24) if whole else None
+    checkpoints.resumable_at = TrainProgress(step=3, updates=3, samples=24) if whole else None
     context = SimpleNamespace(
         world=ControlGroup(),
         progress=SimpleNamespace(log=lines.append),

@@ -104,7 +104,7 @@ def test_a_resumed_run_measures_its_own_seconds():
     second = meter(clock)
     second.state = first.state
     clock.now += 70.0  # the model is built and the checkpoint read
-    second.start()
+    second.restart_clock()
     clock.now += 2.0
     record = second.step(2, result(loss=2.0), 1e-3, 32, 0.5)
     assert {key: record[key] for key in ("step_seconds", "tokens_per_second", "mfu", "hfu", "data_wait_fraction")} == (
@@ -132,7 +132,7 @@ def test_evaluation_is_not_a_steps_time():
         seconds.append(measured.step(step, result(), 1e-3, 16, 0.0)["step_seconds"])
         if step == 2:
             clock.now += 50.0
-            measured.start()
+            measured.restart_clock()
     assert seconds == [2.0, 4.0, 3.0]
 
 

@@ -1,10 +1,9 @@
 """How many threads a process of a CPU run has."""
 
-from importlib import import_module
-
 import pytest
 
-start = import_module("samecurve.engines.start")  # samecurve.engines.factory has a function of that name
+from samecurve.engines import start
+
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
 
 

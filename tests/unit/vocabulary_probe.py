@@ -23,7 +23,7 @@ VOCABULARY = 128_256
 
 def main() -> None:
     plan = preflight.plan(sys.argv[1:], os.environ)
-    accelerator, recipe = factory.start(plan), plan.recipe
+    accelerator, recipe = factory.build_accelerator(plan), plan.recipe
     task = registry.load_task(recipe)
     skeleton = build_skeleton(recipe, VOCABULARY, task.special_tokens)
     engine = factory.build(accelerator, plan, skeleton, task)
