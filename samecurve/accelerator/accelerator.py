@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
-from samecurve.accelerator import cpu_bridge, fsdp, launch_env, sync_batch_norm
+from samecurve.accelerator import cpu_bridge, fsdp, launch_env
 from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
@@ -116,7 +116,7 @@ class Accelerator(PreparedData, Trackers, States):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """See Accelerate. Warns of layers that compute something else on another number of processes."""
         for model in (part for part in args if isinstance(part, nn.Module)):
-            sync_batch_norm.install(model, self.device)
+            cpu_bridge.install_sync_batch_norm(model, self.device)
             if self.num_processes > 1 and self.is_main_process and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
             if self.deepspeed_plugin is not None:

@@ -2,7 +2,7 @@
 
 A command's module has `add_arguments(parser)` and `run(arguments)`. The module does not import torch, so that help and
 argument errors appear at once. Work that needs torch is in a module of a lower layer; `run` returns a `Subcommand` that
-names it. A command with subcommands (bench) is a package of them.
+names it. The commands of `bench` are modules of the package cli/bench.
 """
 
 from __future__ import annotations
@@ -49,6 +49,13 @@ COMMANDS = {
     "merge": "merge an adapter into its base model, and check that the result is the same",
     "new": "write a recipe from the answers to five questions",
     "path": "print where a shipped recipe or strategy is",
+}
+BENCH_COMMANDS = {
+    "matmul": "measure matrix multiplications and memory copies of this device",
+    "collectives": "measure time and bandwidth of collectives by message size",
+    "memory": "measure what a process holds beside its tensors",
+    "dataloader": "measure rows per second by number of workers, and find how many are enough",
+    "step": "measure a recipe's step with each performance option on and off",
 }
 
 
@@ -103,11 +110,10 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
         hint = f"python {TRAIN} RECIPE trains" if command == "train" else hint
         parser.error(f"no command {command}; {hint}")
-    module = importlib.import_module(f".{command}", package)
     program = f"{program} {command}"
-    if hasattr(module, "__path__"):  # a package, which has subcommands
-        commands = importlib.import_module(f"{module.__name__}.commands").COMMANDS
-        return _dispatch(program, module.__name__, commands, argv[1:])
+    if command == "bench":
+        return _dispatch(program, f"{package}.bench", BENCH_COMMANDS, argv[1:])
+    module = importlib.import_module(f".{command}", package)
     for argument in argv[1:]:
         if re.match(r"[a-z0-9]+://", argument):  # Path would make "s3:/" of it; key=URL is for the recipe
             raise ConfigurationError(

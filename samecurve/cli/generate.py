@@ -33,4 +33,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Subcommand:
     options = generation.GenerationOptions(arguments.max_new_tokens, arguments.temperature)
     generation.find_generative_model(arguments.run)  # raises where there is none, before torch is loaded
-    return Subcommand("samecurve.inference.sample", (arguments, options))
+    return Subcommand("samecurve.inference.generator", (arguments, options))

@@ -30,7 +30,7 @@ from transformers.integrations.sdpa_attention import create_position_bias_mask, 
 
 from samecurve.distributed import rng_state
 from samecurve.errors import ConfigurationError
-from samecurve.models import forwards, routers
+from samecurve.models import routers
 from samecurve.models.dropout_bits import keep_mask, keys_of, moved, uniform
 from samecurve.specs.model_families import families
 
@@ -276,7 +276,7 @@ def install(
     # transformers' own function where no place is set: models without dropout, and other models of this process
     AttentionInterface.register("sdpa", sdpa_with_dropout)
     for name, module in modules:
-        source = forwards.source(type(module))
+        source = routers.forward_source(type(module))
         by_interface = model.config._attn_implementation == "sdpa" and "attention_interface(" in source
         # a bound: XLM's forward calls dropout functions after each of its layers
         num_layers = max([1, *(len(child) for child in module.children() if isinstance(child, nn.ModuleList))])
@@ -284,7 +284,7 @@ def install(
         if by_interface:
             vars(module)["dropout_place"] = places[0]
         if _FUNCTION.search(source) or (_ATTENTION.search(source) and not by_interface):
-            module.forward = forwards.under(partial(_ByFunction, places), module.forward)
+            module.forward = routers.under(partial(_ByFunction, places), module.forward)
     return keys
 
 

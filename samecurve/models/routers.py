@@ -5,19 +5,19 @@ The noise is drawn as dropout is: it depends on the row and the step, not on the
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn, rand_like
 from torch.overrides import TorchFunctionMode
 
 from samecurve.errors import ConfigurationError
-from samecurve.models import forwards
 from samecurve.models.flops import num_experts
 from samecurve.specs.model_families import families
 
@@ -197,6 +197,27 @@ def install_noise(model: PreTrainedModel, add_place: Callable[[str], NoiseSource
             "not allow; set it to 0 and keep router_jitter_noise"
         )
     for name, module in model.named_modules():
-        if _NOISY.search(forwards.source(type(module))):
+        if _NOISY.search(forward_source(type(module))):
             places = [add_place(f"{name}:noise {call}") for call in range(_MOST_DRAWS)]
-            module.forward = forwards.under(partial(KeyedNoise, places), module.forward)
+            module.forward = under(partial(KeyedNoise, places), module.forward)
+
+
+@cache  # a model has few classes and many modules
+def forward_source(module_class: type[nn.Module]) -> str:
+    """Return the source code of a class's forward; "" for torch's own classes and where there is none."""
+    if module_class.__module__.startswith("torch."):  # nn.Dropout calls F.dropout, but is replaced as a module
+        return ""
+    try:
+        return inspect.getsource(module_class.forward)
+    except (OSError, TypeError):
+        return ""
+
+
+def under(mode: Callable[[], TorchFunctionMode], forward: Callable) -> Callable:
+    """Wrap a forward: each call runs under a new mode."""
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        with mode():
+            return forward(*args, **kwargs)
+
+    return changed

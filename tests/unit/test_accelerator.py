@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import samecurve
 from samecurve.accelerator import accelerator as module
-from samecurve.accelerator import sync_batch_norm
+from samecurve.accelerator import cpu_bridge
 from samecurve.errors import ConfigurationError
 
 ROWS = torch.arange(44.0).reshape(11, 4).sin()
@@ -113,10 +113,10 @@ def test_automatic_values_of_deepspeed_need_no_transformers_model():
 @pytest.mark.parametrize("shape", [(6, 3), (5, 3, 4), (2, 3, 4, 4)])
 def test_batch_norm_over_processes_on_a_cpu(shape, monkeypatch):
     """Two processes with the same rows: each normalizes as BatchNorm does over both."""
-    monkeypatch.setattr(sync_batch_norm, "all_reduce", lambda values, group: 2 * values)
-    monkeypatch.setattr(sync_batch_norm, "dist", Mock(group=Mock(WORLD=None)))
+    monkeypatch.setattr(cpu_bridge, "all_reduce", lambda values, group: 2 * values)
+    monkeypatch.setattr(cpu_bridge, "dist", Mock(group=Mock(WORLD=None)))
     mine, theirs = nn.SyncBatchNorm(3), (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3)
-    sync_batch_norm.install(mine, torch.device("cpu"))
+    cpu_bridge.install_sync_batch_norm(mine, torch.device("cpu"))
     assert not isinstance(mine, nn.SyncBatchNorm)  # which DDP would refuse
     torch.manual_seed(0)
     values, weight = torch.randn(shape, requires_grad=True), torch.randn(shape)

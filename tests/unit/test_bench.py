@@ -62,10 +62,10 @@ def test_commands_of_a_command_are_listed():
         "cli.main(['bench', '--help'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    from samecurve.cli.bench.commands import COMMANDS
+    from samecurve.cli.commands import BENCH_COMMANDS
 
-    assert set(COMMANDS) == {"matmul", "collectives", "memory", "dataloader", "step"}
-    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+    assert set(BENCH_COMMANDS) == {"matmul", "collectives", "memory", "dataloader", "step"}
+    assert all(f"\n  {name} " in done.stdout for name in BENCH_COMMANDS)
     assert "no.yaml: cannot be read" in done.stderr
 
 
