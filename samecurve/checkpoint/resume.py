@@ -192,8 +192,7 @@ def state_problems(folder: Path) -> list[str]:
 # Recipe keys that may not change. The contents of model and data are compared directly (interfaces/task.py), so
 # their paths may change.
 FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding")
-_BEFORE_THE_KEY = {"bf16_rounding": "stochastic"}  # the value in effect for checkpoints older than the key
-UNKNOWN = "unknown then"  # of a key that the checkpoint is older than
+UNKNOWN = "unknown then"  # of a key that the checkpoint does not have
 # Recipe keys that change the rows.
 _OF_ROWS = ("data.", "tokenizer.", "batch.sequence_length", "batch.global_batch_size")
 # Recipe keys whose changes are not logged.
@@ -210,7 +209,7 @@ def refusals(saved: dict, now: dict) -> list[str]:
         saved: the content of the checkpoint's state.json: `recipe`, `model`, `data`, `step`, ...
         now: the same facts about the current run.
     """
-    recipe_changes = list(_differences(_with_every_key(saved["recipe"]), _with_every_key(now["recipe"])))
+    recipe_changes = list(_differences(saved["recipe"], now["recipe"]))
     reasons = [text for key, text in recipe_changes if key in FIXED]
     reasons += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
     of_rows = [text for key, text in recipe_changes if key.startswith(_OF_ROWS) and key not in SILENT]
@@ -231,8 +230,7 @@ def refusals(saved: dict, now: dict) -> list[str]:
     elif was.get("weights") != is_now.get("weights"):
         text = "are not those that the run's frozen parameters have; give the folder of the initial weights"
         reasons.append(f"model.path: the weights of {path} {text}")
-    # a checkpoint that is older than this key cannot be compared
-    if "reference" in saved and saved["reference"] != now["reference"]:
+    if saved.get("reference") != now.get("reference"):
         reasons.append(
             "model.path: the run's loss uses its initial weights as reference, and these weights differ from "
             "them; give the folder of the initial weights"
@@ -274,10 +272,6 @@ def changes(saved: dict, now: dict) -> list[str]:
     for key in sorted((saved["model"].keys() | now["model"].keys()) - common):
         allowed.append(f"model.{key}: known to only one of the two versions of transformers")
     return allowed
-
-
-def _with_every_key(recipe: dict) -> dict:
-    return recipe | {"optimizer": _BEFORE_THE_KEY | recipe.get("optimizer", {})}
 
 
 def _shared(before: dict, after: dict) -> tuple[dict, dict]:

@@ -77,15 +77,12 @@ class Steps:
 
         Args:
             start: position at which the session begins.
-            history: `history` of the session before, from its checkpoint; {} if unknown.
+            history: `history` of the session before, from its checkpoint; None for a new run.
         """
-        named = {key.removeprefix(_HISTORY): rows for key, rows in (history or {}).items() if key.startswith(_HISTORY)}
-        steps = None
-        # Old checkpoints have no history. Steps of one row reproduce the order in which their rows were read.
-        first = [(0, 1 if start else size)]
-        for since, rows in sorted((int(since), rows) for since, rows in named.items()) or first:
-            steps = cls(rows, since, steps)
-        assert steps is not None  # the loop ran at least once
+        steps = cls(size)
+        sizes = {int(key.removeprefix(_HISTORY)): n for key, n in (history or {}).items() if key.startswith(_HISTORY)}
+        for index, (since, rows) in enumerate(sorted(sizes.items())):
+            steps = cls(rows, since, steps if index else None)
         if steps.size == size and (start - steps.since) % size == 0:
             return steps
         # a session that began at `start` has read nothing, and is left out

@@ -161,13 +161,3 @@ def test_any_sizes_in_any_sessions_that_are_asked_in_any_order(seed):
         bounds += range(start + size, int(positions[-1]) + 2, size)
         start, history = bounds[-1], steps.history
     check_steps(np.array(read), num_rows, bounds)
-
-
-def test_a_session_from_before_the_sizes_were_kept():
-    """It read every epoch in the order of `rows_at`, and so do steps of one row."""
-    assert Steps.of(8, 40, {}) == Steps(8, 40, Steps(1))
-    assert Steps.of(8, 44, {"block": 3}) == Steps(8, 44, Steps(1))
-    read = rows_at(np.arange(44), 30, 7).tolist()
-    read += rows_in_steps(np.arange(44, 44 + 8 * 20), 30, 7, Steps.of(8, 44, {})).tolist()
-    assert all(sorted(read[start : start + 30]) == list(range(30)) for start in range(0, 180, 30))
-    assert Steps.of(8, 44, {}).bounds(44) == Steps.of(8, 44, {}).bounds(51) == (44, 52)

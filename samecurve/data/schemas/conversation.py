@@ -118,8 +118,7 @@ class ConversationSource(sources.TableSource):
     def identity(self) -> str:
         # of rows with such a label, data.bad_rows=drop leaves out others
         given = [column for column in VERDICTS if column in self.selection.ignore_columns]
-        settings = {key: value for key, value in asdict(self.schema).items() if key != "weighted" or value}
-        return json.dumps(settings, sort_keys=True) + "".join(given)
+        return json.dumps(asdict(self.schema), sort_keys=True) + "".join(given)
 
     def columns_read(self, row: dict) -> tuple[str, ...]:
         return columns_read(row, self.schema)
