@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from samecurve.bench import printing, timing
-from samecurve.bench.timing import interleaved, operand, precision_of, seconds_of
+from samecurve.bench.timing import interleaved, precision_of, seconds_of
 from samecurve.models import lora
-from samecurve.models.matmul_speed import PRODUCTS, Shape, products
+from samecurve.models.matmul_speed import PRODUCTS, Shape, matmul_runs
 from samecurve.models.skeleton import build_skeleton
 from samecurve.specs.precision import MATMUL_PRECISIONS
 from samecurve.tasks import registry
@@ -68,23 +68,9 @@ def square(size: int, precision: str, device: torch.device, at_least: float) -> 
     Args:
         size: rows and columns of both matrices.
     """
+    shape = Shape(size, size, size)
     with precision_of(precision) as dtype:
-        inputs, weight = (operand(size, size, dtype=dtype, device=device) for _ in range(2))
-        return 2 * size**3 / seconds_of(lambda: inputs @ weight.T, at_least) / 1e12
-
-
-def linear(
-    num_tokens: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """Make the multiplications that train a linear layer, by name: forward and both gradients.
-
-    The inputs are (num_tokens, num_inputs), the weight (num_outputs, num_inputs). Each multiplication costs
-    2 x num_tokens x num_inputs x num_outputs FLOPs.
-    """
-    inputs = operand(num_tokens, num_inputs, dtype=dtype, device=device)
-    weight = operand(num_outputs, num_inputs, dtype=dtype, device=device)
-    gradient = operand(num_tokens, num_outputs, dtype=dtype, device=device)
-    return products(inputs, weight, gradient)
+        return shape.flops / seconds_of(matmul_runs(device, dtype, shape)["forward"], at_least) / 1e12
 
 
 def layer_rates(shape: Shape, precision: str, device: torch.device, at_least: float) -> dict[str, float]:
@@ -97,18 +83,18 @@ def layer_rates(shape: Shape, precision: str, device: torch.device, at_least: fl
         Rate by name: forward, input_gradient, weight_gradient.
     """
     with precision_of(precision) as dtype:
-        runs = linear(shape.num_tokens, shape.num_inputs, shape.num_outputs, dtype, device)
+        runs = matmul_runs(device, dtype, shape)
         return {name: shape.flops / seconds_of(run, at_least) / 1e12 for name, run in runs.items()}
 
 
 def layer_time(layer: LayerShapes, num_tokens: int, precision: str, device: torch.device, at_least: float) -> LayerTime:
+    shape = Shape(num_tokens, layer.num_inputs, layer.num_outputs)
     with precision_of(precision) as dtype:
-        runs = linear(num_tokens, layer.num_inputs, layer.num_outputs, dtype, device)
+        runs = matmul_runs(device, dtype, shape)
         if not layer.trained:
             del runs["weight_gradient"]
         seconds = interleaved(runs, ROUNDS, at_least / ROUNDS)
-    flops = 2 * len(runs) * num_tokens * layer.num_inputs * layer.num_outputs
-    return LayerTime(layer, **seconds, tflops=flops / sum(seconds.values()) / 1e12)
+    return LayerTime(layer, **seconds, tflops=len(runs) * shape.flops / sum(seconds.values()) / 1e12)
 
 
 def tokens_per_second(times: list[LayerTime], num_tokens: int) -> float:

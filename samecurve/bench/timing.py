@@ -72,11 +72,6 @@ def precision_of(name: str) -> Iterator[torch.dtype]:
         torch.set_float32_matmul_precision(before)
 
 
-def operand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make a random matrix: with zeros or ones, a GPU draws less power and is faster than in training."""
-    return torch.randn(*shape, device=device).to(dtype)
-
-
 def describe_environment(device: torch.device) -> Environment:
     """Describe hardware, versions and date, without which measured numbers mean little."""
     return {

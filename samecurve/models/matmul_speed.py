@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -53,20 +53,6 @@ class Shape:
         return Shape(*(min(limit, size) for size in (self.num_tokens, self.num_inputs, self.num_outputs)))
 
 
-def products(
-    inputs: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return the three matrix multiplications of a linear layer's training step, in autograd's layouts.
-
-    Args:
-        inputs: (tokens, inputs).
-        weight: (outputs, inputs).
-        gradient: (tokens, outputs).
-    """
-    runs = (lambda: inputs @ weight.T, lambda: gradient @ weight, lambda: gradient.T @ inputs)
-    return dict(zip(PRODUCTS, runs, strict=True))
-
-
 def training_seconds(
     device: torch.device, precisions: Sequence[str], shape: Shape, seconds: float = TRAINING_SECONDS
 ) -> tuple[Shape, dict[str, float]]:
@@ -95,9 +81,7 @@ def _training_seconds(
     _warm_up(device, precisions)
     while True:
         part = shape.capped(limit)
-        runs = {
-            (precision, name): run for precision in precisions for name, run in matmul_runs(device, precision, part)
-        }
+        runs = _runs(device, precisions, part)
         times = _fastest(runs, device)
         # sides of twice the length mean eight times the work
         if part == shape or time.perf_counter() + 8 * ROUNDS * sum(times.values()) > end:
@@ -122,9 +106,7 @@ def _peak(device: torch.device, precisions: Sequence[str], seconds: float) -> tu
     tried = {(precision, name) for precision in precisions for name in PRODUCTS}
     while True:
         square = Shape(size, size, size)
-        runs = {
-            (precision, name): run for precision in precisions for name, run in matmul_runs(device, precision, square)
-        }
+        runs = _runs(device, precisions, square)
         times = _fastest({key: run for key, run in runs.items() if key in tried}, device)
         (precision, _), least = min(times.items(), key=lambda item: item[1])
         best = max(best, (square.flops / least / 1e12, precision))
@@ -222,27 +204,37 @@ def _fix(recipe: Recipe, precision: str) -> str:
     return f"Set {in_recipe} in the recipe, or add {in_command} to the command"
 
 
-def matmul_runs(device: torch.device, precision: str, shape: Shape) -> Iterable[tuple[str, Callable[[], torch.Tensor]]]:
-    """Return the products by name, with random matrices: with constants a GPU draws less power and is faster.
+def matmul_runs(device: torch.device, dtype: torch.dtype, shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return the three matrix multiplications of a linear layer's training step, by name, in autograd's layouts.
 
-    They have a generator of their own; the default one would advance on this rank only.
+    The matrices are random: with constants a GPU draws less power and is faster. They have a generator of their own;
+    the default one would advance on this rank only.
     """
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=torch_dtype(precision), device=device, generator=generator)
+        return torch.randn(size, dtype=dtype, device=device, generator=generator)
 
     tokens, inputs, outputs = shape.num_tokens, shape.num_inputs, shape.num_outputs
-    return products(drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)).items()
+    rows, weight, gradient = drawn(tokens, inputs), drawn(outputs, inputs), drawn(tokens, outputs)
+    runs = (lambda: rows @ weight.T, lambda: gradient @ weight, lambda: gradient.T @ rows)
+    return dict(zip(PRODUCTS, runs, strict=True))
+
+
+def _runs(
+    device: torch.device, precisions: Sequence[str], shape: Shape
+) -> dict[tuple[str, str], Callable[[], torch.Tensor]]:
+    """Return the runs of all precisions, by precision and product."""
+    made = {precision: matmul_runs(device, torch_dtype(precision), shape) for precision in precisions}
+    return {(precision, name): run for precision, runs in made.items() for name, run in runs.items()}
 
 
 def _warm_up(device: torch.device, precisions: Sequence[str]) -> None:
     """Run each product once, to keep startup costs of threads and libraries out of the measurement."""
-    for precision in precisions:
-        for _, run in matmul_runs(device, precision, Shape(16, 16, 16)):
-            seconds_of_call(run, device)
+    for run in _runs(device, precisions, Shape(16, 16, 16)).values():
+        seconds_of_call(run, device)
 
 
 def seconds_of_call(run: Callable[[], object], device: torch.device) -> float:

@@ -75,10 +75,6 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
 def one_of(*choices: Any) -> ValueRule:
     shown = ", ".join(str(choice) for choice in choices)
     # True == 1 for Python, so that `stage: true` would pass for stage 1
@@ -105,7 +101,9 @@ NOT_NEGATIVE = ValueRule("a number of at least 0", lambda value: _number(value) 
 FRACTION = ValueRule("a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1)
 PORT = ValueRule("a port from 0 to 65535", lambda value: _whole(value) and 0 <= value < 2**16)
 TEXT = ValueRule("text", lambda value: isinstance(value, str) and value != "")
-TEXTS = ValueRule("a list of strings", _texts)
+TEXTS = ValueRule(
+    "a list of strings", lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value)
+)
 GPU_IDS = ValueRule('"all" or comma-separated numbers', lambda value: isinstance(value, str) or NATURAL.accepts(value))
 DTYPE = one_of("fp32", "bf16", "fp16")
 
@@ -113,25 +111,19 @@ DTYPE = one_of("fp32", "bf16", "fp16")
 ACCUMULATION = "batch.global_batch_size / batch.micro_batch_size"
 
 
-def whole_number(value: Any) -> tuple:
-    """Values of a recipe key that counts something, see `RecipeOwned.values`."""
-    if not COUNT.accepts(value):
-        raise ValueError(f"expected {COUNT.expected}")
-    return (int(value),)
+def read_as(rule: ValueRule, convert: Callable[[Any], Any] = lambda value: value) -> Callable[[Any], tuple]:
+    """Return a reader of a file's value as a recipe key's, see `RecipeOwned.values`. Raises ValueError by the rule."""
+
+    def read(value: Any) -> tuple:
+        if not rule.accepts(value):
+            raise ValueError(f"expected {rule.expected}")
+        return (convert(value),)
+
+    return read
 
 
-def number(value: Any) -> tuple:
-    """Values of a recipe key that is a number, see `RecipeOwned.values`."""
-    if not NUMBER.accepts(value):
-        raise ValueError(f"expected {NUMBER.expected}")
-    return (value,)
-
-
-def clipping(value: Any) -> tuple:
-    """Values of optimizer.max_grad_norm. DeepSpeed's 0 clips nothing, as a norm does that no gradient reaches."""
-    if not NOT_NEGATIVE.accepts(value):
-        raise ValueError(f"expected {NOT_NEGATIVE.expected}")
-    return (float(value) or 1e9,)
+whole_number, number = read_as(COUNT, int), read_as(NUMBER)
+clipping = read_as(NOT_NEGATIVE, lambda norm: float(norm) or 1e9)  # DeepSpeed's 0 clips nothing, as no gradient's norm
 
 
 def _mixed_precision(value: Any) -> tuple:

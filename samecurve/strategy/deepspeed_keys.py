@@ -31,6 +31,7 @@ from samecurve.strategy.accelerate_keys import (
     only,
     optional,
     or_auto,
+    read_as,
     whole_number,
 )
 
@@ -99,18 +100,6 @@ _PARTITION = ValueRule('"parameters", "uniform" or "type:" with a regular expres
 _SCALE_POWER = ValueRule("an integer from 0 to 127", lambda value: NATURAL.accepts(value) and value < 128)
 
 
-def _dtype(value: Any) -> tuple:
-    if not DTYPE.accepts(value):
-        raise ValueError(f"expected {DTYPE.expected}")
-    return (value,)
-
-
-def _natural(value: Any) -> tuple:
-    if not NATURAL.accepts(value):
-        raise ValueError(f"expected {NATURAL.expected}")
-    return (int(value),)
-
-
 def _names(known: dict[str, str], others: str) -> Callable[[Any], tuple]:
     """Values of a recipe key that names one of several: the file's names, in small letters, and the recipe's."""
 
@@ -120,12 +109,6 @@ def _names(known: dict[str, str], others: str) -> Callable[[Any], tuple]:
         return (known[value.lower()],)
 
     return read
-
-
-def _warmup_type(value: Any) -> tuple:
-    if value not in ("linear", "log"):
-        raise ValueError('expected "linear" or "log"')
-    return (value,)
 
 
 _NO_OTHER = "which would change what is trained, and only {} are built; remove the block, or use one of them"
@@ -165,13 +148,13 @@ SCHEDULER: Table = {
     ),
     "params": {
         "total_num_steps": RecipeOwned("steps", auto=True, values=whole_number),
-        "warmup_num_steps": RecipeOwned("schedule.warmup_steps", auto=True, values=_natural),
+        "warmup_num_steps": RecipeOwned("schedule.warmup_steps", auto=True, values=read_as(NATURAL, int)),
         "warmup_max_lr": RecipeOwned("optimizer.learning_rate", auto=True, values=number),
         "cos_min_ratio": RecipeOwned("schedule.min_lr_ratio", auto=True, values=number),
         "warmup_min_lr": Rejected("warm-up begins at 0; set it to 0, or remove it", (None, 0, 0.0, "auto")),
         "warmup_min_ratio": Rejected("warm-up begins at 0; set it to 0, or remove it", (None, 0, 0.0, "auto")),
         "last_batch_iteration": Rejected("a run counts its steps itself; remove it", (None, -1)),
-        "warmup_type": RecipeOwned("schedule.warmup_type", values=_warmup_type),
+        "warmup_type": RecipeOwned("schedule.warmup_type", values=read_as(one_of("linear", "log"))),
     },
 }
 
@@ -333,8 +316,8 @@ DEEPSPEED: Table = {
     "communication_data_type": DTYPE,
     "data_types": {
         "grad_accum_dtype": DTYPE,
-        "param_dtype": RecipeOwned("precision", values=_dtype),
-        "buffer_dtype": RecipeOwned("precision", values=_dtype),
+        "param_dtype": RecipeOwned("precision", values=read_as(DTYPE)),
+        "buffer_dtype": RecipeOwned("precision", values=read_as(DTYPE)),
         "keep_in_fp32_modules": or_auto(TEXTS),
     },
     "prescale_gradients": BOOLEAN,

@@ -22,7 +22,7 @@ from samecurve.config import loader as recipe
 from samecurve.config.schema import Adapter
 from samecurve.data import batches
 from samecurve.errors import ConfigurationError
-from samecurve.models import lora
+from samecurve.models import lora, matmul_speed
 from samecurve.specs.precision import MATMUL_PRECISIONS
 from samecurve.strategy.resolve import read_files
 
@@ -279,9 +279,9 @@ def test_rates_by_hand(monkeypatch):
 
 
 def test_the_three_multiplications_are_those_of_autograd():
-    runs = matmul.linear(5, 3, 4, torch.float64, CPU)
+    runs = matmul_speed.matmul_runs(CPU, torch.float64, matmul_speed.Shape(5, 3, 4))
     cells = dict(zip(runs["forward"].__code__.co_freevars, runs["forward"].__closure__, strict=True))
-    inputs, weight = (cells[name].cell_contents.requires_grad_() for name in ("inputs", "weight"))
+    inputs, weight = (cells[name].cell_contents.requires_grad_() for name in ("rows", "weight"))
     gradient = runs["input_gradient"].__closure__[0].cell_contents
     runs["forward"]().backward(gradient)
     assert torch.equal(inputs.grad, runs["input_gradient"]())

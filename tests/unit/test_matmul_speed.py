@@ -136,8 +136,8 @@ def test_the_best_product_is_the_peak(monkeypatch):
 def test_operands_are_random_and_leave_the_default_generator_alone():
     """With constants a GPU draws less power, so that the peak would be one that training cannot reach."""
     before = torch.get_rng_state()
-    forward, *_ = (run for _, run in matmul_speed.matmul_runs(CPU, "fp32", matmul_speed.Shape(64, 64, 64)))
-    assert forward().std() > 1
+    runs = matmul_speed.matmul_runs(CPU, torch.float32, matmul_speed.Shape(64, 64, 64))
+    assert runs["forward"]().std() > 1
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -145,12 +145,13 @@ CODE = """
 import json, torch
 from types import SimpleNamespace
 from samecurve.models import flops, matmul_speed
+from samecurve.specs.precision import torch_dtype
 
 device = torch.device("cpu")
 shape = matmul_speed.Shape(256, 256, 512)
 rates = {}
 for precision in ("fp32", "bf16"):
-    for name, run in matmul_speed.matmul_runs(device, precision, shape):
+    for name, run in matmul_speed.matmul_runs(device, torch_dtype(precision), shape).items():
         seconds = min(matmul_speed.seconds_of_call(run, device) for _ in range(4))
         rates[f"{precision} {name}"] = shape.flops / seconds / 1e12
 peaks = {precision: flops.device_peak(device, precision).tflops for precision in ("fp32", "bf16", "fp16")}
