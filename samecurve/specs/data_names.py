@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 # the hub's own revisions, such as refs/pr/1, contain slashes
 _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?")
@@ -39,6 +40,22 @@ STEPS = "builtin:python-steps"  # for process_reward
 def is_import_path(value: object) -> bool:
     """Whether a recipe's value names a class or function of the user's own: `my_package.my_module:Name`."""
     return isinstance(value, str) and _IMPORT_PATH.fullmatch(value) is not None
+
+
+Spec = TypeVar("Spec")
+
+
+class ByName(dict[str, Spec]):
+    """Facts by name. An import path is no key, and has the facts of a class of the user's own."""
+
+    def __init__(self, rows: Mapping[str, Spec], own: Spec):
+        super().__init__(rows)
+        self._own = own
+
+    def __missing__(self, name: str) -> Spec:
+        if is_import_path(name):
+            return self._own
+        raise KeyError(name)
 
 
 def is_hub_name(path: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from samecurve.specs.data_names import is_import_path
+from samecurve.specs.data_names import ByName
 
 
 class OptimizerSpec(NamedTuple):
@@ -58,16 +58,7 @@ _BY_NAME = {
 OWN_OPTIMIZER = OptimizerSpec("samecurve.optim.own:build", ("exp_avg", "exp_avg_sq"), ("options",), None)
 
 
-class _Optimizers(dict[str, OptimizerSpec]):
-    """Optimizers by name. An import path is no key of it, and has the facts of OWN_OPTIMIZER."""
-
-    def __missing__(self, name: str) -> OptimizerSpec:
-        if is_import_path(name):
-            return OWN_OPTIMIZER
-        raise KeyError(name)
-
-
-OPTIMIZERS = _Optimizers(_BY_NAME)
+OPTIMIZERS = ByName(_BY_NAME, OWN_OPTIMIZER)
 
 # type checkers refuse a computed Literal, by which pydantic checks the recipe
 if TYPE_CHECKING:

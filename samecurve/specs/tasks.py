@@ -17,7 +17,7 @@ from samecurve.specs.data_names import (
     PREFERENCES,
     STEPS,
     WORDS,
-    is_import_path,
+    ByName,
 )
 
 
@@ -238,16 +238,7 @@ _BY_NAME = {
 OWN_TASK = TaskSpec(BUILTIN, ("data.text_column", "data.mixture", "data.truncation"), metrics=("eval_loss",))
 
 
-class _Tasks(dict[str, TaskSpec]):
-    """Tasks by name. An import path is no key of it, and has the facts of OWN_TASK."""
-
-    def __missing__(self, name: str) -> TaskSpec:
-        if is_import_path(name):
-            return OWN_TASK
-        raise KeyError(name)
-
-
-TASKS = _Tasks(_BY_NAME)
+TASKS = ByName(_BY_NAME, OWN_TASK)
 
 # type checkers refuse a computed Literal, by which pydantic checks the recipe
 if TYPE_CHECKING:
