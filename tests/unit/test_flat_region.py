@@ -27,7 +27,7 @@ def random_region(rng: random.Random, rows: int, columns: int) -> Region:
     return Region(row * columns + column, end - column, last - row, columns)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_overlaps_are_what_both_have(seed):
     rng = random.Random(seed)
     rows, columns = rng.choice([4, 8, 7]), rng.randint(2, 9)

@@ -64,7 +64,7 @@ def test_the_most_turns_in_a_step_are_what_the_worst_step_takes(seed):
         assert worst <= turns.most(source, size) <= worst + (len(weights) > 2), (weights, size, source)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_weights_keep_their_proportions_everywhere(seed):
     """In any window each source has its share up to twice the bound of a prefix, and its count goes up one by one."""
     draw = random.Random(seed)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_data import all_rows, in_order
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -49,14 +50,6 @@ def random_stream(num_samples: int, longest: int, seed: int = 0) -> TokenStream:
     marks = (rng.random(lengths.sum()) < 0.4).astype(np.uint8)
     tokens = rng.integers(0, 1000, lengths.sum()).astype(np.uint16)
     return TokenStream(tokens, np.cumsum([0, *lengths]), "x", marks)
-
-
-def all_rows(rows):
-    return rows[np.arange(len(rows))]
-
-
-def in_order(arrays):
-    return arrays.inputs["input_ids"], arrays.inputs["position_ids"], arrays.labels
 
 
 def test_packed_samples_by_hand():

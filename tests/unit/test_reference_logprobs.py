@@ -90,8 +90,9 @@ def test_what_is_not_finite_is_told_and_not_kept(tmp_path):
     assert not list(tmp_path.glob("references/*"))
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["log_probabilities.npy", "files.json"])
+@pytest.mark.parametrize(
+    ("name", "damage"), [*(("log_probabilities.npy", damage) for damage in DAMAGES), ("files.json", "cut")]
+)
 def test_a_damaged_file_is_computed_again(name, damage, tmp_path, capsys):
     rows = AnswerRows(stream(*PAIRS), 8, 0)
     expected = give(rows, Ranks(rows, 1), tmp_path).tolist()

@@ -11,6 +11,7 @@ import tempfile
 import time
 import tracemalloc
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pyarrow.parquet
@@ -144,9 +145,13 @@ def zstd(data: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-8"])
-@pytest.mark.parametrize("kind", ROWS)
+ENCODINGS = ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-8"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoding", "suffix"),
+    [*product(ROWS, ENCODINGS, [""]), *product(ROWS, ["utf-16-le"], [".gz", ".zst"])],
+)
 def test_a_marked_encoding_is_read(tmp_path, kind, encoding, suffix):
     data = ("\ufeff" + ROWS[kind]).encode(encoding)
     file = tmp_path / f"a.{kind}{suffix}"
@@ -284,161 +289,79 @@ def test_python_itself():
     assert 300 < len(source.files) < 1200
 
 
-def missing(tmp_path):
-    return {"name": str(tmp_path / "nothing")}
-
-
-def empty_folder(tmp_path):
-    return {"name": str(tmp_path)}
-
-
-def no_usable_file(tmp_path):
-    (tmp_path / "a.png").write_text("")
-    return {"name": str(tmp_path)}
-
-
-def no_match(tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    return {"name": str(tmp_path), "pattern": "*.rst"}
-
-
-def mixed(tmp_path):
-    (tmp_path / "README.md").write_text("about the data")
-    jsonl(tmp_path / "a.jsonl", "x")
-    return {"name": str(tmp_path)}
-
-
-def latin1_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nf\xfcr\n")
-    return {"name": str(tmp_path)}
-
-
-def latin1_jsonl(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": "f\xfcr"}\n')
-    return {"name": str(tmp_path)}
-
-
-def broken_jsonl(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"text": y}\n')
-    return {"name": str(tmp_path)}
-
-
-def missing_column(tmp_path):
-    parquet(tmp_path / "a.parquet", texts=["a"], id=[1])
-    return {"name": str(tmp_path)}
-
-
-def missing_column_in_the_second_file(tmp_path):
-    jsonl(tmp_path / "a.jsonl", "x")
-    jsonl(tmp_path / "b.jsonl", "x", column="txt")
-    return {"name": str(tmp_path)}
-
-
-def missing_in_a_row(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"id": 1}\n')
-    return {"name": str(tmp_path)}
-
-
-def null_for_text(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": null}\n')
-    return {"name": str(tmp_path)}
-
-
-def list_for_row(tmp_path):
-    (tmp_path / "a.jsonl").write_text('["x"]\n')
-    return {"name": str(tmp_path)}
-
-
-def half_a_character(path):
-    (path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "ab \\ud83d"}\n')
-    return {"name": str(path / "a.jsonl")}
-
-
-def broken_gzip(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(b"not gzip")
-    return {"name": str(tmp_path / "a.jsonl.gz")}
-
-
-def number_for_text(tmp_path):
-    parquet(tmp_path / "a.parquet", text=[1, 2])
-    return {"name": str(tmp_path)}
-
-
-def no_pattern(tmp_path):
-    return {"name": str(tmp_path), "pattern": "**.jsonl"}
-
-
-def broken_parquet(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    return {"name": str(tmp_path)}
-
-
-ERRORS = [
-    (missing, ("T/nothing", "data.path", "does not exist", "a file, a folder, or builtin:python-stdlib")),
-    (empty_folder, ("T", "folder is empty", "data.path")),
-    (
-        no_usable_file,
-        ("T", "1 files", "text", "table", ".png", "set data.pattern"),
-    ),
-    (no_pattern, ("T", "data.pattern='**.jsonl' is no pattern within the folder", "**/*.jsonl")),
-    (no_match, ("T", "no file", "data.pattern='*.rst'", "**/*.ext")),
-    (
-        mixed,
+NOT_UTF_8 = ("0xfc", "UTF-8", "invalid start byte", "`file NAME` guesses", "iconv -f ENCODING -t UTF-8", "data.pattern")
+# What is in the folder T, by the name of the file: text in Latin 1, or the columns of a parquet file; and the message.
+ERRORS = {
+    "empty folder": ({}, ("T", "folder is empty", "data.path")),
+    "no usable file": ({"a.png": ""}, ("T", "1 files", "text", "table", ".png", "set data.pattern")),
+    "mixed": (
+        {"README.md": "about the data", "a.jsonl": '{"text": "x"}\n'},
         ("T", "1 table files (a.jsonl, ...)", "1 text files (README.md, ...)", "data.pattern='**/*.jsonl'"),
     ),
-    (
-        latin1_text,
-        (
-            "T/a.txt:3",
-            "byte 9",
-            "0xfc",
-            "UTF-8",
-            "invalid start byte",
-            "`file NAME` guesses",
-            "iconv -f ENCODING -t UTF-8",
-            "data.pattern",
-        ),
+    "latin 1 text": ({"a.txt": "one\ntwo\nf\xfcr\n"}, ("T/a.txt:3", "byte 9", *NOT_UTF_8)),
+    "latin 1 jsonl": ({"a.jsonl": '{"text": "x"}\n{"text": "f\xfcr"}\n'}, ("T/a.jsonl:2", "byte 25", *NOT_UTF_8)),
+    "broken jsonl": (
+        {"a.jsonl": '{"text": "x"}\n\n{"text": y}\n'},
+        ("T/a.jsonl:3", "JSON at column 10", "Expecting value", "correct or remove the line"),
     ),
-    (
-        latin1_jsonl,
-        (
-            "T/a.jsonl:2",
-            "byte 25",
-            "0xfc",
-            "UTF-8",
-            "invalid start byte",
-            "`file NAME` guesses",
-            "iconv -f ENCODING -t UTF-8",
-            "data.pattern",
-        ),
+    "missing column": (
+        {"a.parquet": {"texts": ["a"], "id": [1]}},
+        ("T/a.parquet: row 1", "no column 'text'", "found: texts, id", "set data.text_column"),
     ),
-    (broken_jsonl, ("T/a.jsonl:3", "JSON at column 10", "Expecting value", "correct or remove the line")),
-    (missing_column, ("T/a.parquet: row 1", "no column 'text'", "found: texts, id", "set data.text_column")),
-    (
-        missing_column_in_the_second_file,
+    "missing column in the second file": (
+        {"a.jsonl": '{"text": "x"}\n', "b.jsonl": '{"txt": "x"}\n'},
         ("T/b.jsonl:1", "no column 'text'", "found: txt", "set data.text_column"),
     ),
-    (
-        missing_in_a_row,
+    "missing in a row": (
+        {"a.jsonl": '{"text": "x"}\n{"id": 1}\n'},
         ("T/a.jsonl:2", "no column 'text'", "found: id", "set data.text_column", "remove rows without text"),
     ),
-    (null_for_text, ("T/a.jsonl:1", "'text'", "None", "not text", "correct or remove the row")),
-    (list_for_row, ("T/a.jsonl:1", "['x']", "JSON object", '{"column": ...}')),
-    (
-        half_a_character,
+    "null": (
+        {"a.jsonl": '{"text": null}\n'},
+        ("T/a.jsonl:1", "'text'", "None", "not text", "correct or remove the row"),
+    ),
+    "list": ({"a.jsonl": '["x"]\n'}, ("T/a.jsonl:1", "['x']", "JSON object", '{"column": ...}')),
+    "half a character": (
+        {"a.jsonl": '{"text": "\\ud83d\\ude00"}\n{"text": "ab \\ud83d"}\n'},
         ("T/a.jsonl:2", "'text'", "lone surrogate", "'\\ud83d'", "character 3", "correct or remove the row"),
     ),
-    (broken_gzip, ("T/a.jsonl.gz", "could not be read")),
-    (number_for_text, ("T/a.parquet: row 1", "'text'", "1", "not text", "correct or remove the row")),
-    (broken_parquet, ("T/a.parquet", "row 0", "complete")),
-]
+    "broken gzip": ({"a.jsonl.gz": "not gzip"}, ("T/a.jsonl.gz", "could not be read")),
+    "number": (
+        {"a.parquet": {"text": [1, 2]}},
+        ("T/a.parquet: row 1", "'text'", "1", "not text", "correct or remove the row"),
+    ),
+    "broken parquet": ({"a.parquet": "not parquet"}, ("T/a.parquet", "row 0", "complete")),
+}
 
 
-@pytest.mark.parametrize(("prepare", "row"), ERRORS, ids=[case[0].__name__ for case in ERRORS])
-def test_errors_name_the_place_and_the_fix(tmp_path, prepare, row):
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_the_place_and_the_fix(tmp_path, case):
+    files, row = ERRORS[case]
+    for name, content in files.items():
+        if isinstance(content, str):
+            (tmp_path / name).write_bytes(content.encode("latin-1"))
+        else:
+            parquet(tmp_path / name, **content)
+    refuse(tmp_path, str(tmp_path), None, row)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "row"),
+    [
+        ("nothing", None, ("T/nothing", "data.path", "does not exist", "a file, a folder, or builtin:python-stdlib")),
+        ("", "**.jsonl", ("T", "data.pattern='**.jsonl' is no pattern within the folder", "**/*.jsonl")),
+        ("", "*.rst", ("T", "no file", "data.pattern='*.rst'", "**/*.ext")),
+    ],
+)
+def test_paths_and_patterns_that_name_nothing(tmp_path, name, pattern, row):
+    (tmp_path / "a.txt").write_text("")
+    refuse(tmp_path, str(tmp_path / name), pattern, row)
+
+
+def refuse(folder: Path, name: str, pattern: str | None, row: tuple[str, ...]) -> None:
     with pytest.raises(DataError) as caught:
-        list(sources.find_source(**prepare(tmp_path)).documents())
-    check_message(str(caught.value).replace(str(tmp_path), "T"), *row)
+        list(sources.find_source(name, pattern).documents())
+    check_message(str(caught.value).replace(str(folder), "T"), *row)
 
 
 def test_fingerprint_is_of_the_content(tmp_path):

@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,7 @@ def outputs(kind: str):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-@pytest.mark.parametrize("kind", ["closed", "full", "gone", "ascii"])
-@pytest.mark.parametrize("command", commands.COMMANDS)
+@pytest.mark.parametrize(("command", "kind"), [*zip(commands.COMMANDS, cycle(["closed", "full", "gone", "ascii"]))])
 def test_no_output_changes_the_exit_code_of_a_command(command, kind, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, outputs(kind))

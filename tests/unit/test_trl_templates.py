@@ -6,7 +6,6 @@ SAMECURVE_TRL names, and it runs in a process of its own.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 from chat_templates import END_OF_TURN, FAMILIES, make_tokenizer, save_models
 from test_conversations import jsonl, make_recipe
+from test_trl_preferences import check, found
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from samecurve.tasks import registry
@@ -208,10 +208,6 @@ def family(request, tmp_path_factory) -> tuple[str, Path]:
     return name, folder
 
 
-def found(folder: Path) -> dict:
-    return json.loads((folder / "found.json").read_text())
-
-
 def load(folder: Path, file: str = "rows", task: str = "dpo", length: int = 512, marked: bool = False, **sections):
     recipe = make_recipe(
         folder,
@@ -329,11 +325,3 @@ def batch(task) -> tuple[dict, dict]:
     labels = torch.from_numpy(arrays.labels)
     inputs = {key: torch.from_numpy(value).flatten(0, 1) for key, value in arrays.inputs.items()}
     return inputs, {"labels": labels.flatten(0, 1) if labels.dim() > 1 else labels}
-
-
-def check(folder: Path, name: str, model, loss) -> None:
-    loss.backward()
-    norm = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None).sqrt()
-    expected_loss, expected_norm = found(folder)["losses"][name]
-    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
-    assert norm.item() == pytest.approx(expected_norm, rel=1e-5)
