@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ VARIABLES = (
     "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
     "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
+LIMITS = {"memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE}
 _SMI_FIELDS = "index,name,memory.total,memory.used,driver_version,pci.bus_id"
 
 
@@ -129,7 +130,7 @@ def facts(folders: Mapping[str, Path], environ: Mapping[str, str] = os.environ) 
         route=addresses.get(network.source_address(environ.get("MASTER_ADDR", "")), ""),
         speeds={name: speed for name, speed in speeds.items() if speed > 0},  # -1 where the driver does not know it
         variables={name: environ[name] for name in VARIABLES if name in environ},
-        limits=_limits(),
+        limits={name: resource.getrlimit(number)[0] for name, number in LIMITS.items()},
         shm_bytes=_free_bytes(Path("/dev/shm")),
         folders=[_folder(purpose, path) for purpose, path in folders.items()],
         time=time.time(),
@@ -159,15 +160,6 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def _limits() -> dict[str, int]:
-    if sys.platform == "win32":
-        return {}
-    import resource
-
-    names = {"memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE}
-    return {name: resource.getrlimit(number)[0] for name, number in names.items()}
 
 
 def _free_bytes(path: Path) -> int:

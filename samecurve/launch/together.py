@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGUSR2") if hasattr(signal, name)
-)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 GRACE_SECONDS = 30.0  # between the first failure and the end by force, as torchrun has it
 _POLL_SECONDS = 0.05
 

@@ -18,8 +18,7 @@ from types import TracebackType
 import psutil
 
 # Schedulers send SIGUSR1 some time before the job's end (sbatch --signal), a closing terminal sends SIGHUP.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name))
-SHOW = getattr(signal, "SIGUSR2", None)
+SIGNALS, SHOW = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP), signal.SIGUSR2
 LAUNCHER_ENDED = "the launcher ended"
 POLL_SECONDS = 1.0
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
@@ -66,13 +65,11 @@ class StopRequest:
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Handlers that do nothing, because for an ignored signal Python writes no byte, and child processes would
         # inherit SIG_IGN.
-        for number in (*SIGNALS, SHOW) if SHOW else SIGNALS:
+        for number in (*SIGNALS, SHOW):
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup or in a background job: keep that
                 self._handlers[number] = signal.signal(number, lambda *_: None)
-        if SHOW:
-            signal.siginterrupt(SHOW, False)  # SIGUSR2 must not interrupt a system call of the run
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._restore)  # otherwise a child's signals would reach this process
+        signal.siginterrupt(SHOW, False)  # SIGUSR2 must not interrupt a system call of the run
+        os.register_at_fork(after_in_child=self._restore)  # otherwise a child's signals would reach this process
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -216,8 +216,7 @@ class Stacks:
         This works even while the main thread runs C code and holds the GIL. The other threads are left out: they keep
         running, and reading their frames without the GIL sometimes crashes (once in 500 to 1,500 times, Python 3.11).
         """
-        if hasattr(faulthandler, "register"):  # not on Windows
-            faulthandler.register(signal.SIGVTALRM, file=self._descriptor, all_threads=False, chain=True)
+        faulthandler.register(signal.SIGVTALRM, file=self._descriptor, all_threads=False, chain=True)
 
     def open(self) -> None:
         if self._stream is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -19,11 +20,6 @@ import psutil
 
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage.records import COUNT, read_record
-
-try:
-    import fcntl
-except ImportError:  # on Windows there is no flock
-    fcntl = None
 
 # among them NFS without lockd (ENOLCK) and Lustre mounted without -o flock (ENOSYS)
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -56,8 +52,6 @@ def lock_folder(path: Path, patience_seconds: float = 0.0, log: Callable[[str], 
     stream = open(path / ".lock", "a")
     while True:
         try:
-            if fcntl is None:
-                raise OSError(errno.ENOSYS, "no flock")
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return stream
         except BlockingIOError:

@@ -111,8 +111,6 @@ class LocalFileSystem:
         self._busy()
 
     def sync_folder(self, folder: Path) -> None:
-        if os.name == "nt":  # Windows cannot flush a handle of a folder
-            return
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

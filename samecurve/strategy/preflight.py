@@ -72,7 +72,7 @@ def prepare_builds(strategy: Strategy, environ: Mapping[str, str] = os.environ) 
     op_build_locks.py).
     """
     needed = operators(strategy)
-    if needed and os.name == "posix":
+    if needed:
         supervise_builds()
     # async_io's builder loads pin_memory first (deepspeed/ops/op_builder/async_io.py, 0.19)
     if needed and environ.get("LOCAL_RANK", "0") == "0":

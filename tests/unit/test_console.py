@@ -1,7 +1,6 @@
 import contextlib
 import io
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -258,7 +257,6 @@ def test_the_run_goes_on_when_the_pipe_is_broken():
         stream.close()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
 def test_the_run_goes_on_when_the_terminal_is_gone():
     import pty
 
