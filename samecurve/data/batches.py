@@ -119,10 +119,10 @@ class StepBatches:
         """Split `_whole` into micro-batches, as many as the rank with most rows has."""
         rank, size = self.shard
         if not self.batch.rows_per_rank(size)[rank]:
-            whole = whole.without_labels(1)
+            whole = whole.first_without_labels()
         micro_batches = whole.split(self.batch.micro_batch_size)
         missing = self.batch.accumulation_steps(size) - len(micro_batches)
-        micro_batches += whole.without_labels(1).split(1) * missing
+        micro_batches += whole.first_without_labels().split(1) * missing
         return micro_batches if self._count is None else [self._examined(batch, self._count) for batch in micro_batches]
 
     @staticmethod

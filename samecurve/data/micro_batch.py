@@ -151,14 +151,11 @@ class MicroBatch:
         parts = zip(inputs, targets, places, strict=True)
         return [MicroBatch(own_inputs, own_targets, self.step, own) for own_inputs, own_targets, own in parts]
 
-    def without_labels(self, num_rows: int) -> MicroBatch:
-        """Copy the first `num_rows` rows with labels that train nothing, not yet examined.
-
-        The first axis must be the rows.
-        """
-        inputs, targets = ({name: t[:num_rows] for name, t in part.items()} for part in (self.inputs, self.targets))
+    def first_without_labels(self) -> MicroBatch:
+        """Copy the first row with labels that train nothing, not yet examined. The first axis must be the rows."""
+        inputs, targets = ({name: t[:1] for name, t in part.items()} for part in (self.inputs, self.targets))
         targets["labels"] = torch.full_like(targets["labels"], IGNORE_INDEX)
-        places = None if self.places is None else self.places[:num_rows]
+        places = None if self.places is None else self.places[:1]
         return replace(self, inputs=inputs, targets=targets, places=places, facts=None)
 
     def padded(self, num_rows: int, padded_rows: int) -> MicroBatch:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,8 @@ def read_cpu_binding(threads: int, nodes: Path = NODES) -> CpuBinding | None:
     if not hasattr(os, "sched_getaffinity"):
         return None
     cores = frozenset(os.sched_getaffinity(0))
-    return CpuBinding(machine(), socket.gethostname(), cores, threads, tuple(_nodes(nodes)))
+    of_nodes = filter(None, map(_parse_cores, sorted(nodes.glob("node[0-9]*/cpulist"))))
+    return CpuBinding(machine(), socket.gethostname(), cores, threads, tuple(of_nodes))
 
 
 def numa_node(bus: str, devices: Path = PCI_DEVICES) -> int:
@@ -133,10 +134,6 @@ def _crowded(local: Sequence[CpuBinding]) -> str:
         f"{len(local)} processes on {local[0].host} compute with {threads} threads in all on {cores} cores, so they "
         f"wait for each other; start them with OMP_NUM_THREADS={max(1, cores // len(local))}"
     )
-
-
-def _nodes(folder: Path) -> Iterator[frozenset[int]]:
-    return filter(None, map(_parse_cores, sorted(folder.glob("node[0-9]*/cpulist"))))
 
 
 def _parse_cores(path: Path) -> frozenset[int]:

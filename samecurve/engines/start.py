@@ -59,7 +59,11 @@ def build_accelerator(plan: Plan) -> Accelerator:
         # engines set the number of steps
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[
-            _process_group(plan),
+            InitProcessGroupKwargs(
+                backend=cpu_bridge.backend(strategy),
+                init_method=network.rendezvous() if strategy.distributed else None,
+                timeout=control_group.TIMEOUT,
+            ),
             AutocastKwargs(enabled=not computes_in_copies(plan)),
             # Buffers are the same on every rank (models/weights.py), and broadcasting them would be a collective before
             # each forward pass. Without views of its buckets DDP would store each gradient twice.
@@ -70,7 +74,8 @@ def build_accelerator(plan: Plan) -> Accelerator:
         **plugins(plan),
     )
     if accelerator.device.type == "cuda":
-        bind_to_gpu(_pci_bus(accelerator.device))
+        gpu = torch.cuda.get_device_properties(accelerator.device)
+        bind_to_gpu(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
     set_seed(recipe.seed, device_specific=True)  # not read by initial weights, row order or dropout masks
     accelerator.scaler = None  # fp16's loss scale goes by the global norm, see LossScale
     if cpu_bridge.needed():
@@ -86,17 +91,6 @@ def build_accelerator(plan: Plan) -> Accelerator:
     liger.check_device(recipe, accelerator.device)
     cudnn.configure(recipe, accelerator.device)
     return accelerator
-
-
-def _pci_bus(device: torch.device) -> str:
-    gpu = torch.cuda.get_device_properties(device)
-    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-
-
-def _process_group(plan: Plan) -> InitProcessGroupKwargs:
-    method = network.rendezvous() if plan.strategy.distributed else None
-    backend = cpu_bridge.backend(plan.strategy)
-    return InitProcessGroupKwargs(backend=backend, init_method=method, timeout=control_group.TIMEOUT)
 
 
 def computes_in_copies(plan: Plan) -> bool:

@@ -1,7 +1,8 @@
-"""Starts a target on its hosts and waits: `python -m samecurve launch --start`."""
+"""Starts a target on its hosts and waits: `python -m samecurve launch --start`; and a host's part of it behind ssh."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -9,15 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from samecurve.errors import ConfigurationError, SamecurveError, TopologyError
-from samecurve.launch import here, scripts, ssh, together
+from samecurve.launch import scripts, ssh, together
 from samecurve.launch.target import Target
 from samecurve.launch.together import StartedProcess
 from samecurve.specs.environment import INSTALL
+from samecurve.storage import terminal
 from samecurve.storage.atomic import storage_errors
 
 _APPLY = ["kubectl", "apply", "-f", "-"]
@@ -41,7 +44,7 @@ def run(launcher: str, target: Target) -> int:
     starts = scripts.starts(launcher, target)
     away = [host for host, _ in starts if host and not ssh.is_here(host)]
     _check(launcher, target, away)
-    environment = dict(os.environ, PATH=here.own_path(dict(os.environ)))
+    environment = dict(os.environ, PATH=own_path(dict(os.environ)))
     if launcher == "deepspeed":  # it reads its hosts, and the variables that it passes on, from files
         folder = Path(target.folder)
         with storage_errors(folder):
@@ -55,8 +58,8 @@ def run(launcher: str, target: Target) -> int:
 
 
 def _over_ssh(host: str, words: list[str]) -> StartedProcess:
-    """Start `here` on the host, which starts the words. ssh itself passes no signals on."""
-    text = f"cd {shlex.quote(str(ssh.ROOT))} && exec {shlex.quote(sys.executable)} -m samecurve.launch.here"
+    """Start `main` on the host, which starts the words. ssh itself passes no signals on."""
+    text = f"cd {shlex.quote(str(ssh.ROOT))} && exec {shlex.quote(sys.executable)} -m samecurve.launch.start"
     # a session of its own: Ctrl-C in the terminal would end ssh, and with it the connection
     process = subprocess.Popen(ssh.command(host, text), stdin=subprocess.PIPE, text=True, start_new_session=True)
     channel = process.stdin
@@ -66,7 +69,8 @@ def _over_ssh(host: str, words: list[str]) -> StartedProcess:
         channel.write(line)
         channel.flush()
 
-    send_line(here.order(words, ssh.forwarded()))
+    # variables may hold access tokens, and every user of a host can read the command lines of its processes
+    send_line(json.dumps({"words": words, "environment": ssh.forwarded()}) + "\n")
     return StartedProcess(process, lambda number: send_line(f"{signal.Signals(number).name}\n"))
 
 
@@ -100,7 +104,7 @@ def _programs(launcher: str, target: Target) -> Iterator[tuple[type[SamecurveErr
                 text = "deepspeed gives this path to the other hosts' shells without quotes"
                 yield ConfigurationError, f"{path}: {text}; move it to one without spaces, or use another launcher"
     for name, fix in wanted.items():
-        if not shutil.which(name, path=here.own_path(dict(os.environ))):
+        if not shutil.which(name, path=own_path(dict(os.environ))):
             yield ConfigurationError, f"{name}: not found; {fix}"
 
 
@@ -124,3 +128,42 @@ def _port_in_use(target: Target) -> bool:
             text = f"{head}: no answer in {ssh.REACH_SECONDS:.0f} s when asked for its port; try ssh {head} true"
             raise TopologyError(text) from None
     return subprocess.run(words).returncode == 1
+
+
+def own_path(environment: dict[str, str]) -> str:
+    """Return PATH with this Python's folder first, where pip has put the launchers."""
+    return os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+
+
+def main() -> int:
+    """Start one host's part of a job that was started on another one: `python -m samecurve.launch.start` behind ssh.
+
+    The first line of standard input says what to start. Later lines are names of signals. Its end, which also comes
+    when the connection is lost, is SIGTERM: the run saves and ends.
+
+    Returns:
+        The exit code; 127 if the program is missing.
+    """
+    terminal.set_up()
+    order = json.loads(sys.stdin.readline())
+    environment = {**os.environ, **order["environment"]}
+    environment["PATH"] = own_path(environment)
+    words = order["words"]
+    program = shutil.which(words[0], path=environment["PATH"])
+    if program is None:
+        print(f"{words[0]}: not found on {os.uname().nodename}; {INSTALL} there", file=sys.stderr)
+        return 127  # the shell's code for a missing command
+    member = together.start([program, *words[1:]], environment)
+    # a daemon, because nothing ends its wait for a line when the member has ended
+    threading.Thread(target=_pass_on, args=(member.process,), daemon=True).start()
+    return together.wait([member])
+
+
+def _pass_on(process: subprocess.Popen) -> None:
+    for line in sys.stdin:
+        process.send_signal(signal.Signals[line.strip()])
+    process.send_signal(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from samecurve.errors import ConfigurationError, TopologyError
-from samecurve.launch import here
 from samecurve.strategy.launchers import OWN_PROCESSES
 from samecurve.strategy.resolve import resolve_plan
 
@@ -93,11 +93,16 @@ def test_a_signal_reaches_every_rank_once(number, script):
     assert (done.returncode, output.splitlines()) == (75, [f"told {number.name}"] * 3)
 
 
+def order(words: list[str], environment: dict[str, str]) -> str:
+    """The first line of standard input that starts a host's part of a job."""
+    return json.dumps({"words": words, "environment": environment}) + "\n"
+
+
 def far_side(script: list[str]) -> subprocess.Popen:
     """The process that ssh starts on another host, here with one rank of the script behind it."""
-    far = start([sys.executable, "-m", "samecurve.launch.here"])
+    far = start([sys.executable, "-m", "samecurve.launch.start"])
     assert far.stdin and far.stdout
-    far.stdin.write(here.order(script, {OWN_PROCESSES: "1", "RANK": "0", "LOCAL_RANK": "0", **WORLD}))
+    far.stdin.write(order(script, {OWN_PROCESSES: "1", "RANK": "0", "LOCAL_RANK": "0", **WORLD}))
     far.stdin.flush()
     assert far.stdout.readline() == "rank 0 0 1 1 5\n" and far.stdout.readline() == "waits\n"
     return far
@@ -125,8 +130,8 @@ def test_a_signal_goes_through_the_connection(script):
 
 def test_a_launcher_that_a_host_lacks():
     far = subprocess.run(
-        [sys.executable, "-m", "samecurve.launch.here"],
-        input=here.order(["no-such-launcher"], {}),
+        [sys.executable, "-m", "samecurve.launch.start"],
+        input=order(["no-such-launcher"], {}),
         cwd=ROOT,
         capture_output=True,
         text=True,
