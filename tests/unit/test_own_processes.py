@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.launch.start import _over_ssh
 from samecurve.strategy.launchers import OWN_PROCESSES
 from samecurve.strategy.resolve import resolve_plan
 
@@ -128,16 +129,18 @@ def test_a_signal_goes_through_the_connection(script):
     assert far.communicate()[0] == "told SIGINT\n"
 
 
-def test_a_launcher_that_a_host_lacks():
-    far = subprocess.run(
-        [sys.executable, "-m", "samecurve.launch.start"],
-        input=order(["no-such-launcher"], {}),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert far.returncode == 127 and "no-such-launcher: not found on" in far.stderr
+@pytest.mark.parametrize(("words", "code"), [(["sh", "-c", "echo $SAMECURVE_X > $SAMECURVE_Y"], 0), (["no-such"], 127)])
+def test_words_and_variables_go_over_ssh(words, code, tmp_path, monkeypatch, capfd):
+    (tmp_path / "ssh").write_text('#!/bin/sh\nfor last; do :; done\nexec env -u SAMECURVE_X sh -c "$last"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SAMECURVE_X", "a secret")
+    monkeypatch.setenv("SAMECURVE_Y", str(tmp_path / "said"))
+    assert _over_ssh("far", words).process.wait(30) == code
+    if code:
+        assert "no-such: not found on" in capfd.readouterr().err
+    else:
+        assert (tmp_path / "said").read_text() == "a secret\n"
 
 
 # the plan of the process that starts ranks, and of a rank
