@@ -5,6 +5,7 @@ An engine runs whole optimizer steps. Its methods are collective unless their do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from samecurve.errors import DataError
 from samecurve.strategy.parallel_dims import DIMENSIONS, ParallelDims
 
 if TYPE_CHECKING:
@@ -152,6 +154,15 @@ class EvalResult:
     tokens: int
     statistics: tuple[float, ...] = ()
     features: Tensor | None = None
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))  # exp(710) overflows a float
+
+    def check(self, expected: int, units: str) -> None:
+        """Raise DataError unless as many rows, pairs or tokens were evaluated as the validation data have."""
+        if self.tokens != expected:
+            raise DataError(f"{self.tokens} validation {units} were evaluated, but the data have {expected}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

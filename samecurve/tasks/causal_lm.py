@@ -56,13 +56,10 @@ class CausalTask(splits.LoadedTask[Rows]):
 
         Bits per byte are comparable between tokenizers of different vocabularies.
         """
-        if result.tokens != self.eval_rows.num_targets:
-            raise DataError(
-                f"{result.tokens} validation tokens were evaluated, but the data have {self.eval_rows.num_targets}"
-            )
+        result.check(self.eval_rows.num_targets, "tokens")
         return {
             "eval_loss": result.loss,
-            "eval_perplexity": math.exp(min(result.loss, 700.0)),  # exp(710) overflows a float.
+            "eval_perplexity": result.perplexity,
             "eval_bits_per_byte": result.loss * result.tokens / math.log(2) / self._num_eval_bytes,
             "eval_tokens": result.tokens,
         }

@@ -145,8 +145,7 @@ class ScoresTask(ClassifyTask):
         the mean over the classes that are the label or prediction of a row. A class is predicted above 0.5.
         """
         num_rows, sums = len(self.eval_rows), np.array(result.statistics)
-        if result.tokens != num_rows:
-            raise DataError(f"{result.tokens} validation rows were evaluated, but the data have {num_rows}")
+        result.check(num_rows, "rows")
         metrics = {"eval_loss": result.loss, "eval_rows": num_rows}
         if self.problem_type == "regression":
             x, y, xx, yy, xy, distance = sums / num_rows

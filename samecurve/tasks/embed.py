@@ -14,7 +14,6 @@ from samecurve.data import sources, token_store, tokenizer
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.find import find_matches
 from samecurve.data.schemas import retrieval
-from samecurve.errors import DataError
 from samecurve.losses import contrastive
 from samecurve.losses.cross_entropy import count_trained
 from samecurve.models.hf_config import Head
@@ -83,8 +82,7 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
             eval_mrr_at_10: mean reciprocal rank of the positive among them; 0 for ranks above 10.
             eval_rows: number of rows.
         """
-        if result.tokens != len(self.eval_rows):
-            raise DataError(f"{result.tokens} validation rows were evaluated, but the data have {len(self.eval_rows)}")
+        result.check(len(self.eval_rows), "rows")
         assert result.features is not None  # as the task has a `context`
         # padding rows come last
         embeddings = self._embeddings(result.features[: result.tokens], self.eval_rows)

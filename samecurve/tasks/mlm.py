@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,14 +41,10 @@ class MaskedTask(splits.LoadedTask[MaskedRows]):
 
         eval_accuracy is the fraction of masked tokens that are predicted correctly.
         """
-        if result.tokens != self.eval_rows.num_targets:
-            raise DataError(
-                f"{result.tokens} masked tokens were evaluated, but the validation rows have "
-                f"{self.eval_rows.num_targets}"
-            )
+        result.check(self.eval_rows.num_targets, "tokens")
         return {
             "eval_loss": result.loss,
-            "eval_perplexity": math.exp(min(result.loss, 700.0)),  # exp(710) overflows a float.
+            "eval_perplexity": result.perplexity,
             "eval_accuracy": result.statistics[0] / max(result.tokens, 1),
             "eval_tokens": result.tokens,
         }

@@ -15,7 +15,6 @@ from samecurve.data import sources, token_store, tokenizer
 from samecurve.data.datasets.preference import PairRows
 from samecurve.data.find import find_pairs
 from samecurve.data.schemas import preference
-from samecurve.errors import DataError
 from samecurve.tasks import splits
 
 if TYPE_CHECKING:
@@ -54,8 +53,7 @@ class PairTask(splits.LoadedTask[PairsType], Generic[PairsType]):
             eval_rewards_chosen, eval_rewards_rejected, eval_margin: mean rewards, and their mean difference.
             eval_pairs: number of pairs.
         """
-        if result.tokens != len(self.eval_rows):
-            raise DataError(f"{result.tokens} validation pairs were evaluated, but the data have {len(self.eval_rows)}")
+        result.check(len(self.eval_rows), "pairs")
         means = {f"eval_{name}": value for name, value in _reward_means(result.statistics, result.tokens).items()}
         return {"eval_loss": result.loss, **means, "eval_pairs": result.tokens}
 

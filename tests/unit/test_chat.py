@@ -305,7 +305,6 @@ def test_identity_holds_whatever_changes_tokens_or_marks(make):
     assert ChatEncoder(make(), ChatSchema()).identity == encoders[0].identity
 
 
-WITH_TOOLS = {"messages": TURNS, "tools": json.dumps([{"name": "f"}])}
 TOOL_CALL = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
 STRICT = "{{ raise_exception('roles must alternate') }}"
 HEADLESS = UNMARKED.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "")
