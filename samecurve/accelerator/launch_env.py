@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from samecurve.distributed import network
+
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
 
@@ -80,7 +82,9 @@ def export_launch_env(strategy: Strategy, environ: Mapping[str, str] = os.enviro
 def set_world_of_one(environ: Mapping[str, str] = os.environ) -> None:
     """Set the variables of a launcher for a process without one."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if "MASTER_PORT" not in environ else {}
+    alone |= (
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(network.free_port())} if "MASTER_PORT" not in environ else {}
+    )
     for key, value in alone.items():
         os.environ.setdefault(key, value)
 
@@ -107,11 +111,3 @@ def rejoin_after_restart(backend: str | None, timeout: timedelta, environ: Mappi
         world_size=world_size,
         timeout=timeout,
     )
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -66,6 +66,13 @@ def _spans_hosts(environ: Mapping[str, str]) -> bool:
     return world > int(next((environ[name] for name in _LOCAL_SIZES if name in environ), world))
 
 
+def free_port() -> int:
+    """Return a port of this machine at which nobody listens; another program could take it before it is used."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def is_loopback(address: str) -> bool:
     """Whether every host that is given this address reaches itself: all processes are on one machine then."""
     try:

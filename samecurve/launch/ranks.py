@@ -8,11 +8,11 @@ Unlike torchrun's, their store listens on 127.0.0.1 alone where the ranks connec
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from samecurve.distributed import network
 from samecurve.launch import together
 from samecurve.strategy.launchers import OWN_PROCESSES
 
@@ -33,12 +33,8 @@ def run(num_processes: int, words: Sequence[str], own: Mapping[str, str] = {}) -
 
 def environments(num_processes: int) -> list[dict[str, str]]:
     """Return the variables of each rank on this machine, as a launcher would set them."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        # released before rank 0 listens there: another program could take it in between
-        port = listener.getsockname()[1]
-    size = str(num_processes)
-    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    size, port = str(num_processes), str(network.free_port())
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
     return [{**os.environ, **world, **rank} for rank in ranks]
 
