@@ -1,0 +1,189 @@
+"""LLaMA-Factory: `llamafactory-cli train FILE`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from samecurve.config.trainers import arguments
+from samecurve.config.trainers.translation import NoEffect, NoEqual, Rule, Settings, Trainer
+from samecurve.errors import ConfigurationError
+
+STAGES = {"pt": "continue_pretrain", "sft": "sft", "dpo": "dpo", "rm": "reward"}
+LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto_pair": "kto"}
+# the columns of dataset_info.json, and the recipe's keys of them
+COLUMNS = {"messages": "data.messages_column", "chosen": "data.chosen_column", "rejected": "data.rejected_column"}
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
+
+
+def task(settings: Settings) -> str:
+    stage = settings.get("stage", "sft")
+    if stage not in STAGES:
+        raise ConfigurationError(f"stage: found {stage}, which has no task here; {', '.join(STAGES)} have one")
+    kind = settings.get("finetuning_type", "lora")
+    if kind not in ("lora", "full"):
+        raise ConfigurationError(f"finetuning_type: found {kind}, which is not built here; lora and full are")
+    return STAGES[stage]
+
+
+def defaults(settings: Settings) -> dict[str, Any]:
+    given = arguments.DEFAULTS | {"cutoff_len": 2048, "packing": settings.get("stage") == "pt"}
+    given |= {"disable_gradient_checkpointing": False}
+    given |= {"train_on_prompt": False} if settings.get("stage", "sft") == "sft" else {}
+    if settings.get("finetuning_type", "lora") == "full":
+        return given
+    rank = int(settings.get("lora_rank") or 8)
+    return given | {"lora_rank": rank, "lora_alpha": 2 * rank, "lora_target": "all"}
+
+
+def adapter(key: str, kind: Any) -> Any:
+    def rule(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
+        is_lora = settings.get("finetuning_type", "lora") == "lora"
+        return {key: kind(value)} if is_lora and value is not None else NoEffect("without finetuning_type: lora")
+
+    return rule
+
+
+def data_set(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
+    """Look the names up in dataset_dir/dataset_info.json."""
+    names = arguments.comma_list(value)
+    path = Path(str(settings.get("dataset_dir", "data")), "dataset_info.json")
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return NoEqual(f"data.path: {path} is not here, which says where {', '.join(names)} is")
+    if missing := [name for name in names if name not in table]:
+        return NoEqual(f"data.path: {path} has no {missing[0]}")
+    parts = [source(table[name], path.parent) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    keys = {"data.path": "path", "data.config": "config", "data.split": "split", "data.max_samples": "max_samples"}
+    keys |= {f"data.{name}_column": f"{name}_column" for name in ("text", "messages", "prompt", "completion")}
+    rows = [{keys[key]: part[key] for key in part if key in keys} | {"weight": 1.0} for part in parts]
+    return {"data.mixture": rows}
+
+
+def source(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The recipe's keys of one entry."""
+    here = entry.get("hf_hub_url") or entry.get("ms_hub_url") or str(folder / entry.get("file_name", ""))
+    values = {"data.path": here}
+    values |= {"data.config": entry["subset"]} if entry.get("subset") else {}
+    values |= {"data.split": entry["split"]} if entry.get("split", "train") != "train" else {}
+    values |= {"data.max_samples": entry["num_samples"]} if entry.get("num_samples") else {}
+    columns = entry.get("columns", {})
+    values |= {COLUMNS[name]: column for name, column in columns.items() if name in COLUMNS and column != name}
+    # of alpaca's columns the usual names are recognized; a plain text has one
+    own = {name: column for name, column in columns.items() if name in ALPACA and column != ALPACA[name]}
+    if own.keys() == {"prompt"}:
+        values["data.text_column"] = own["prompt"]
+    elif own.keys() >= {"prompt", "response"}:
+        values |= {"data.prompt_column": own["prompt"], "data.completion_column": own["response"]}
+    return values
+
+
+def held_out(value: Any, settings: Settings) -> dict[str, Any] | NoEffect | NoEqual:
+    if not arguments.number(value or 0):
+        return NoEffect("off")
+    if arguments.number(value) < 1:
+        return {"data.validation_fraction": arguments.number(value)}
+    return NoEqual("data.validation_fraction, a share of the rows")
+
+
+def preference_loss(value: Any, settings: Settings) -> dict[str, Any] | NoEffect | NoEqual:
+    if settings.get("stage") != "dpo":
+        return NoEffect("of stage: dpo")
+    return {"dpo.loss": LOSSES[value]} if value in LOSSES else NoEqual(f"dpo.loss: one of {', '.join(LOSSES.values())}")
+
+
+def packing(value: Any, settings: Settings) -> dict[str, Any]:
+    """Documents of a row never attend to each other here, as with neat_packing."""
+    return {"data.packing": arguments.flag(settings.get("packing")) or arguments.flag(settings.get("neat_packing"))}
+
+
+def evaluation_rows(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
+    answer = data_set(value, settings) if value else {}
+    if isinstance(answer, dict) and "data.path" in answer:
+        return {"evaluate.path": answer["data.path"]}
+    return NoEqual("evaluate.path: one data set")
+
+
+RULES: dict[str, Rule] = arguments.RULES | {
+    "stage": NoEffect("the task"),
+    "finetuning_type": lambda value, settings: {"adapter.name": "lora"} if value == "lora" else {},
+    "dataset": data_set,
+    "dataset_dir": NoEffect("read with dataset"),
+    "eval_dataset": evaluation_rows,
+    "template": NoEffect("the tokenizer's own chat template; `samecurve inspect` shows the tokens"),
+    "enable_thinking": lambda value, settings: {
+        "data.chat_template_kwargs": {"enable_thinking": arguments.flag(value)}
+    },
+    "default_system": NoEqual("a system message in the rows"),
+    "cutoff_len": lambda value, settings: {"batch.sequence_length": int(value)},
+    "max_samples": lambda value, settings: {"data.max_samples": int(value)} if value else NoEffect("off"),
+    "val_size": held_out,
+    "packing": packing,
+    "neat_packing": packing,
+    "streaming": arguments.if_on({"data.streaming": True}),
+    "buffer_size": NoEffect("of a stream that is shuffled by data.streaming"),
+    "mix_strategy": lambda value, _: NoEffect("data.mixture") if value == "concat" else NoEqual("data.mixture"),
+    "interleave_probs": NoEqual("data.mixture's weights"),
+    "train_on_prompt": lambda value, _: {"data.train_on": "all" if arguments.flag(value) else "assistant"},
+    "mask_history": NoEqual("`train: false` in the turns that are not trained"),
+    "disable_gradient_checkpointing": lambda value, _: {
+        "memory.activation_checkpointing": "none" if arguments.flag(value) else "full"
+    },
+    "flash_attn": arguments.ATTENTION,
+    "enable_liger_kernel": arguments.if_on({"model.kernels": "liger", "loss.implementation": "liger"}),
+    "pure_bf16": arguments.if_on({"precision": "bf16", "optimizer.name": "adamw_bf16"}),
+    "use_muon": arguments.if_on({"optimizer.name": "muon"}),
+    "model_revision": "model.revision",
+    "adapter_name_or_path": adapter("adapter.path", str),
+    "lora_rank": adapter("adapter.rank", int),
+    "lora_alpha": adapter("adapter.alpha", int),
+    "lora_dropout": adapter("adapter.dropout", float),
+    "lora_target": adapter(
+        "adapter.target_modules", lambda value: "all-linear" if value == "all" else arguments.comma_list(value)
+    ),
+    "additional_target": adapter("adapter.modules_to_save", arguments.comma_list),
+    "loraplus_lr_ratio": adapter("adapter.loraplus_lr_ratio", float),
+    "use_rslora": adapter("adapter.rslora", arguments.flag),
+    "use_dora": adapter("adapter.dora", arguments.flag),
+    "create_new_adapter": NoEqual("adapter.path goes on with the adapter"),
+    "quantization_bit": lambda value, _: (
+        {"adapter.quantization": f"{value}bit"}
+        if int(value or 0) in (4, 8)
+        else NoEqual("adapter.quantization: 4bit, 8bit")
+    ),
+    "quantization_method": lambda value, _: NoEffect("always") if value in ("bnb", "bitsandbytes") else NoEqual("bnb"),
+    "quantization_type": lambda value, _: NoEffect("always") if value == "nf4" else NoEqual("NF4"),
+    "double_quantization": NoEqual("adapter.quantization: 4bit"),
+    "pref_beta": lambda value, settings: (
+        {"dpo.beta": arguments.number(value)} if settings.get("stage") == "dpo" else NoEffect("of stage: dpo")
+    ),
+    "pref_loss": preference_loss,
+    "pref_ftx": NoEqual("dpo.loss: orpo, which has the answer's likelihood in it"),
+    "dpo_label_smoothing": lambda value, _: {"dpo.label_smoothing": arguments.number(value)},
+    "simpo_gamma": lambda value, _: {"dpo.gamma": arguments.number(value)},
+    "resize_vocab": NoEffect("the embedding grows where the tokenizer has more tokens"),
+    "upcast_layernorm": NoEffect("weights are trained in fp32"),
+    "rope_scaling": NoEqual("model.overrides: rope_parameters"),
+    "moe_aux_loss_coef": NoEqual("model.router_loss, and the config's router_aux_loss_coef by model.overrides"),
+    "compute_accuracy": NoEffect("eval_perplexity; a classifier has eval_accuracy"),
+    "predict_with_generate": NoEqual("evaluate.samples"),
+    "tokenized_path": NoEffect("rows are cached by their content"),
+    "use_unsloth": NoEqual("model.kernels: liger"),
+}
+for _key in ("image_max_pixels", "video_max_pixels", "video_fps", "video_maxlen", "freeze_vision_tower"):
+    RULES[_key] = NoEffect("texts alone are trained, and towers stay frozen")
+RULES["freeze_multi_modal_projector"] = RULES["freeze_vision_tower"]
+for _key in (
+    "use_fast_tokenizer",
+    "preprocessing_batch_size",
+    "infer_backend",
+    "cache_dir",
+    "hf_hub_token",
+    "print_param_status",
+):
+    RULES[_key] = arguments.MACHINE
+TRAINER = Trainer("LLaMA-Factory", RULES, defaults, task)
