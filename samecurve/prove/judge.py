@@ -141,19 +141,17 @@ def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
             text = f"{repeated} of {rows.total()} rows are read twice, as {repeated} others are not"
         else:
             text = f"{(rows - expected).total()} of {rows.total()} rows are others than in one process"
-        yield Finding("rows", step + 1, text + _hint_of_rows(run, natural, step))
+            hint = (
+                "the order depends on the number of processes (a generator with a seed, or use_seedable_sampler=True)"
+            )
+            text += "" if step else f"; {hint}"
+        yield Finding("rows", step + 1, text)
         break
     for step, (rates, expected) in enumerate(zip(run.rates, natural.rates, strict=False)):
         if len(rates) != len(expected) or any(relative(*pair) > LEAST for pair in zip(rates, expected, strict=True)):
             text = f"{_numbers(rates)}, in one process {_numbers(expected)}: its schedule counts batches"
             yield Finding("learning rate", step + 1, text)
             break
-
-
-def _hint_of_rows(run: Run, natural: Run, step: int) -> str:
-    if run.rows(step).total() == natural.rows(step).total() and not step:
-        return "; the order depends on the number of processes (a generator with a seed, or use_seedable_sampler=True)"
-    return ""
 
 
 def findings(

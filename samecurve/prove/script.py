@@ -67,12 +67,9 @@ class Proof:
         folder.mkdir(parents=True)
         watch = replace(watch, folder=str(folder.resolve()), steps=self.steps, strategy=job.path and str(job.path))
         (folder / "watch.json").write_text(json.dumps(asdict(watch)), encoding="utf-8")
-        ranks = ["-m", "samecurve.launch.ranks", str(job.world_size)] if job.path else []
-        words = [*ranks, "-m", "samecurve.prove.process", str(folder / "watch.json"), str(self.script)]
         log = folder / "output.log"
-        with log.open("w", encoding="utf-8") as stream, self._console.status(f"{job.name}: running"):
-            with processes([sys.executable, *words, *self.arguments], stream, job.world_size) as process:
-                code = process.wait()
+        with self._console.status(f"{job.name}: running"):
+            code = self.start(job, [str(folder / "watch.json"), str(self.script), *self.arguments], log)
         run = Run.read(job.name, folder)
         if len(run) == self.steps and len(run.ranks) == job.world_size:
             self._console.print(f"{job.name}: {self.steps} steps on {job.world_size} process(es)")
@@ -81,6 +78,13 @@ class Proof:
         reason = f"{ended} after {len(run)} of {self.steps} steps{_last_line(log)}, see {log}"
         self._console.print(f"{job.name}: {reason}")
         raise _Incomplete(reason)
+
+    def start(self, job: StrategyJob, words: Sequence[str], log: Path) -> int:
+        """Run prove.process with these words in the job's processes. Returns the exit code."""
+        ranks = ["-m", "samecurve.launch.ranks", str(job.world_size)] if job.path else []
+        command = [sys.executable, *ranks, "-m", "samecurve.prove.process", *words]
+        with log.open("w", encoding="utf-8") as stream, processes(command, stream, job.world_size) as process:
+            return process.wait()
 
     def judge(self, job: StrategyJob) -> Verdict:
         """Run under a strategy, and in one process with the same rows and rates where the script's own differ."""
@@ -102,7 +106,8 @@ class Proof:
             return Verdict(job, (), Differences(), str(error))
         differences = Differences.between(run, self._reference)
         seen = findings(run, _sharding(job), self._reference, differences, self._rounding)
-        return Verdict(job, (*data_findings(run, natural), *seen), differences)
+        first = sorted(seen, key=lambda finding: finding.step)  # what is wrong in a step changes the loss of the next
+        return Verdict(job, (*data_findings(run, natural), *first), differences)
 
 
 def check(jobs: Sequence[StrategyJob]) -> None:

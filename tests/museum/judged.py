@@ -1,0 +1,126 @@
+"""What `prove` says of each exhibit, and of its right counterpart.
+
+    python -m tests.museum.judged [--again] [NAME ...]
+
+Results go to benchmarks/museum.json one by one; those that are there for the same script and judge are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+from samecurve.bench.jobs import StrategyJob, jobs
+from samecurve.errors import ConfigurationError
+from samecurve.launch.ranks import environments
+from samecurve.prove import process, script
+from samecurve.prove.judge import why_nothing_is_shown
+from samecurve.specs.environment import ROOT, versions
+from samecurve.storage.atomic import utc_timestamp, write_json
+from tests.distributed import forked
+from tests.museum.exhibit import Exhibit
+from tests.museum.exhibits import EXHIBITS
+
+RESULTS = ROOT / "benchmarks" / "museum.json"
+SECONDS = 120.0  # of one run of a script
+
+
+class Proof(script.Proof):
+    """In processes that are forked from one that has imported the libraries."""
+
+    def start(self, job: StrategyJob, words: list[str], log: Path) -> int:
+        variables = ("PATH", "HOME", "TMPDIR")
+        environment = {name: os.environ[name] for name in variables if name in os.environ}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        world = job.world_size if job.path else 0
+        port = int(environments(1)[0]["MASTER_PORT"])
+        done = forked.run(Path(process.__file__), words, world, port, environment, SECONDS)
+        log.write_text(done.stdout, encoding="utf-8")
+        return done.returncode
+
+
+def judge(exhibit: Exhibit, is_wrong: bool, folder: Path) -> list[tuple[str, str]]:
+    """Return kind and text of the findings; () of a script that passes."""
+    path = folder / f"{exhibit.script}.py"
+    path.write_text(exhibit.source(is_wrong), encoding="utf-8")
+    try:
+        proof = Proof(path, exhibit.arguments, exhibit.steps, folder / "proof")
+    except ConfigurationError as error:
+        return [("ended", str(error))]
+    if nothing := why_nothing_is_shown(proof.own):
+        return [("nothing shown", nothing)]
+    verdict = proof.judge(*jobs([exhibit.strategy], 2))
+    return [("ended", verdict.reason)] if verdict.reason else [(seen.kind, seen.text) for seen in verdict.findings]
+
+
+def result_of(exhibit: Exhibit, is_wrong: bool) -> dict:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        seen = judge(exhibit, is_wrong, Path(folder))
+    kind, text = seen[0] if seen else ("", "")
+    return {
+        "kind": kind,
+        "text": text,
+        "others": [kind for kind, _ in seen[1:]],
+        "as_expected": kind == exhibit.kind and exhibit.text in text if is_wrong else not seen,
+        "seconds": round(time.monotonic() - started, 1),
+        "sha256": _hash(exhibit, is_wrong),
+    }
+
+
+def _hash(exhibit: Exhibit, is_wrong: bool) -> str:
+    asked = (exhibit.source(is_wrong), exhibit.strategy, exhibit.arguments, exhibit.steps)
+    asked += (exhibit.kind, exhibit.text) if is_wrong else ()
+    return hashlib.sha256(repr((asked, _judge_hash())).encode()).hexdigest()[:16]
+
+
+@cache
+def _judge_hash() -> str:
+    files = sorted((ROOT / "samecurve" / "prove").glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--again", action="store_true", help="judge also what has a result")
+    arguments = parser.parse_args()
+    results = (
+        json.loads(arguments.results.read_text(encoding="utf-8")) if arguments.results.exists() else {"exhibits": {}}
+    )
+    for exhibit in EXHIBITS:
+        if arguments.names and exhibit.name not in arguments.names:
+            continue
+        of_both = results["exhibits"].setdefault(exhibit.name, {})
+        for variant, is_wrong in (("right", False), ("wrong", True)):
+            known = of_both.get(variant, {})
+            if known.get("sha256") == _hash(exhibit, is_wrong) and not arguments.again:
+                continue
+            twin = next(
+                (
+                    other["right"]
+                    for other in results["exhibits"].values()
+                    if not is_wrong and other.get("right", {}).get("sha256") == _hash(exhibit, is_wrong)
+                ),
+                None,
+            )
+            of_both[variant] = result = twin or result_of(exhibit, is_wrong)
+            mark = "ok" if result["as_expected"] else "NOT AS EXPECTED"
+            print(f"{exhibit.name}, {variant}: {mark}: {result['kind']}: {result['text']} ({result['seconds']} s)")
+            results |= {"date": utc_timestamp()[:10], "versions": versions(), "cores": os.cpu_count()}
+            write_json(arguments.results, results)
+    both = [results["exhibits"].get(exhibit.name, {}) for exhibit in EXHIBITS]
+    caught = sum(bool(of_both.get("wrong", {}).get("as_expected")) for of_both in both)
+    alarms = sum(not of_both.get("right", {}).get("as_expected", True) for of_both in both)
+    print(f"{caught} of {len(EXHIBITS)} caught in the right place, {alarms} false alarms")
+
+
+if __name__ == "__main__":
+    main()
