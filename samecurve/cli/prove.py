@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", default=STRATEGIES, metavar="a,b,c", help="or all (default: %(default)s)")
     parser.add_argument("--num_processes", type=int, default=2, metavar="N", help="per run (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="of a script (default: %(default)s)")
+    parser.add_argument("--to_end", action="store_true", help="let a script end; judge its exports and evaluations")
+    parser.add_argument("--resume", metavar="ARGUMENTS", help="of a script, to go on from what it saved; judges that")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: runs/prove/NAME")
 
 
@@ -44,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
     if is_recipe:
         load_recipe(path, arguments.arguments, auto=True)  # reports every problem before torch is imported
         return Subcommand("samecurve.prove.recipe", (path, arguments.arguments, chosen, bool(named), output))
+    steps = 0 if arguments.to_end else arguments.steps
     return Subcommand(
-        "samecurve.prove.report", (arguments.script, arguments.arguments, chosen, arguments.steps, output)
+        "samecurve.prove.report", (arguments.script, arguments.arguments, chosen, steps, arguments.resume, output)
     )

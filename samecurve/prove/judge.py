@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from samecurve.prove.masks import mask_problem
 from samecurve.storage.jsonl import scan
 
 Record = dict[str, Any]
@@ -17,20 +18,34 @@ ROUNDING_FACTOR = 20
 LEAST = 2e-6  # ... and from here on in any case, relative: a few roundings of fp32
 MOST = 0.1  # from here on it counts unless rounding alone has half of it: chaos must not excuse everything
 LEAST_NORM = 1e-6  # of gradients; below, nothing is learnt and anything agrees
-KINDS = ("strategy", "rows", "learning rate", "trained weights", "loss", "gradients", "norm", "weights", "ranks")
+KINDS = ("labels", "context", "strategy", "rows", "learning rate", "trained weights", "start", "loss", "gradients")
+KINDS += ("norm", "weights", "ranks", "frozen weights", "resume", "logged", "export")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Records of a script's processes: ranks x steps."""
+    """Records of a script's processes: ranks x steps. events: what rank 0 saved, exported and logged."""
 
     name: str
     ranks: list[list[Record]]
+    events: list[Record] = field(default_factory=list)
 
     @classmethod
     def read(cls, name: str, folder: Path) -> Run:
         files = sorted(folder.glob("rank_*.jsonl"), key=lambda path: int(path.stem.split("_")[1]))
-        return cls(name, [[record for _, record in scan(path) if record] for path in files])
+        events = folder / "events_0.jsonl"
+        ranks = [[record for _, record in scan(path) if record] for path in files]
+        return cls(name, ranks, [event for _, event in scan(events) if event] if events.exists() else [])
+
+    def after(self, step: int, saved: Run) -> Run:
+        """Return the later steps, as of a run that starts with the weights of `step` that were saved."""
+        ranks = [rank[step:] for rank in self.ranks]
+        for rank in ranks:
+            rank[0] = {**rank[0], "start": {**saved.ranks[0][0]["start"], **saved.ranks[0][step - 1]["weights"]}}
+        return Run(self.name, ranks)
+
+    def values(self, event: str) -> list[Any]:
+        return [record["value"] for record in self.events if record["event"] == event]
 
     def __len__(self) -> int:
         return min(map(len, self.ranks), default=0)
@@ -115,6 +130,12 @@ class Differences:
         self.values.setdefault(kind, []).append(value)
         self.places.setdefault(kind, []).append(place)
 
+    def after(self, step: int) -> Differences:
+        """Return those of later steps, of which the first has the largest of those before it, too."""
+        return Differences(
+            {kind: [max(values[: step + 1]), *values[step + 1 :]] for kind, values in self.values.items()}
+        )
+
     def bound(self, kind: str, step: int) -> float:
         """Return what rounding may change: these are the differences of a run that read the same rows otherwise."""
         rounding = max(self.values.get(kind, [0.0])[: step + 1], default=0.0)
@@ -147,6 +168,9 @@ def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
             text += "" if step else f"; {hint}"
         yield Finding("rows", step + 1, text)
         break
+    if len(run) != len(natural):
+        text = f"it ends after {len(run)} steps of these rows, one process after {len(natural)}"
+        yield Finding("rows", min(len(run), len(natural)) + 1, text)
     for step, (rates, expected) in enumerate(zip(run.rates, natural.rates, strict=False)):
         if len(rates) != len(expected) or any(relative(*pair) > LEAST for pair in zip(rates, expected, strict=True)):
             text = f"{_numbers(rates)}, in one process {_numbers(expected)}: its schedule counts batches"
@@ -171,6 +195,12 @@ def findings(
     if ours != theirs:
         names = sorted(ours ^ theirs)
         yield Finding("trained weights", 1, f"{len(names)} are trained in one of the two alone, {names[0]} the first")
+    starts, others = run.ranks[0][0]["start"], reference.ranks[0][0]["start"]
+    apart = {name: distance(starts[name], others[name]) for name in starts.keys() & others.keys()}
+    worst = max(apart, key=apart.__getitem__, default="")
+    if not apart.get(worst, 0.0) <= LEAST:
+        text = f"{apart[worst]:.1e} of {worst} away, relative, before any update: made, loaded or rounded otherwise"
+        yield Finding("start", 1, text)
     for kind in ("loss", "gradients", "norm", "weights"):
         for step, (value, place) in enumerate(
             zip(differences.values.get(kind, []), differences.places.get(kind, []), strict=True)
@@ -198,6 +228,47 @@ def _cause_of_loss(run: Run, reference: Run, step: int) -> str:
         if relative(loss, factor * expected) < 0.01 * abs(factor - 1):
             return f"; it is {factor:g} times that of one process: summed, or divided, once too often over processes"
     return ""
+
+
+def own_findings(run: Run) -> Iterator[Finding]:
+    """Judge a run by itself: what it trains, and on which tokens."""
+    if problem := mask_problem([row for record in run.ranks[0] for row in record["masks"]]):
+        yield Finding("labels", 1, problem)
+    value, place = run.ranks[0][0]["apart"]
+    if value:
+        text = f"the model's outputs for {place} are {value:.1e} away, relative, from those for this text alone"
+        yield Finding("context", 1, f"{text}: padding, or what stands beside it, changes what it means")
+    yield from weight_findings(run)
+
+
+def weight_findings(run: Run) -> Iterator[Finding]:
+    """Compare weights that are trained, and those that are not, with what moves."""
+    first, last = run.ranks[0][0], run.ranks[0][-1]
+    start, end = first["start"], last["end"]
+    frozen = (name for name in end if name in start and name not in last["weights"])
+    moved = [name for name in frozen if distance(start[name], end[name]) > LEAST]
+    if moved:
+        text = f"{len(moved)} weights move that are not trained, {moved[0]} the first"
+        yield Finding("frozen weights", len(run), text)
+    has_gradient = {name for record in run.ranks[0] for name, values in record["gradients"].items() if values[0]}
+    idle = [name for name, values in last["weights"].items() if name in has_gradient and start.get(name) == values]
+    if idle and len(idle) < len(last["weights"]):
+        text = f"{len(idle)} weights have gradients and do not move, {idle[0]} the first"
+        text += ": no optimizer has them, or rounding undoes it"
+        yield Finding("trained weights", 1, text)
+
+
+def logged_findings(run: Run, reference: Run, rounding: Differences) -> Iterator[Finding]:
+    """Compare what was logged of evaluations, in its order."""
+    step = len(run) - 1
+    bound = max(rounding.bound("loss", step), rounding.bound("weights", step))
+    for ours, theirs in zip(run.values("log"), reference.values("log"), strict=False):
+        for name in ours.keys() & theirs.keys():
+            is_measured = name.startswith(("eval", "val", "test")) and not name.endswith(("_runtime", "_per_second"))
+            if is_measured and not relative(ours[name], theirs[name]) <= bound:
+                text = f"{name} is {ours[name]:.6g}, in one process {theirs[name]:.6g}; rounding explains {bound:.1e}"
+                yield Finding("logged", len(run), f"{text}: batches have the same weight, or rows count twice")
+                return
 
 
 def why_nothing_is_shown(reference: Run) -> str:

@@ -19,6 +19,8 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -26,6 +28,9 @@ from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.sampler import Sampler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+from samecurve.prove.masks import Masks, apart
 
 PROJECTIONS = 8
 IGNORED = -100
@@ -35,9 +40,11 @@ _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 class Recorder:
     """Writes the records of a process, as lines of JSON, and ends the process after the last step.
 
+    What a script saves, exports and logs goes to events_N.jsonl beside it.
+
     Args:
         path: file of the records.
-        steps: number of updates after which the process ends.
+        steps: number of updates after which the process ends; 0 lets the script end.
         reading: installed, too.
         rates: learning rates of each step's parameter groups instead of the script's.
     """
@@ -45,6 +52,9 @@ class Recorder:
     def __init__(self, path: Path, steps: int, reading: Reading, rates: list[list[float]] | None = None):
         self.steps, self.step, self.reading, self.rates = steps, 0, reading, rates
         self._file: TextIO = path.open("w", encoding="utf-8")
+        self._events: TextIO = path.with_name(path.name.replace("rank", "events")).open("w", encoding="utf-8")
+        self._masks = Masks()
+        self._start: dict[str, list[float]] = {}
         self._depth = 0  # of nested calls of modules
         self._trained: nn.Module | None = None
         self._engine: Any = None  # DeepSpeed's
@@ -54,6 +64,8 @@ class Recorder:
         self._rows: list[str] = []
         self._losses: list[float] = []  # of each micro-batch
         self._labels: list[list[int]] = []  # of each micro-batch: how many are trained, as they are and shifted
+        self._masked: list[dict[str, Any]] = []
+        self._apart: tuple[float, str] = (0.0, "")
         self._gradients: dict[str, list[float]] = {}
         self._norm: float | None = None
 
@@ -63,6 +75,13 @@ class Recorder:
         _around(nn.Module, "__call__", self._call)
         _around(Tensor, "backward", self._backward)
         _around(torch.nn.utils, "clip_grad_norm_", self._clip)
+        _around(PreTrainedTokenizerBase, "apply_chat_template", self._masks.render)
+        _around(Accelerator, "save_state", self._save)
+        _around(torch, "save", self._save)
+        _around(Accelerator, "log", self._log)
+        _around(Trainer, "log", self._log)
+        _around(PreTrainedModel, "save_pretrained", self._export)
+        _around(PeftModel, "save_pretrained", self._export)
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
         if "deepspeed" in sys.modules:
@@ -71,8 +90,8 @@ class Recorder:
             _around(DeepSpeedEngine, "_take_model_step", self._engine_step)
 
     def _call(self, call: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_outermost = not self._depth and module.training and torch.is_grad_enabled()
-        if is_outermost and next(module.parameters(), None) is not None:
+        is_outermost = not self._depth and torch.is_grad_enabled()
+        if is_outermost and any(weight.requires_grad for weight in module.parameters()):
             if self._trained is None or _is_part(self._trained, module):
                 self._trained = module
             if module is self._trained:
@@ -80,11 +99,34 @@ class Recorder:
                 if isinstance(labels := kwargs.get("labels"), Tensor):
                     counted = labels if labels.ndim == 1 else labels[..., 1:]  # a causal model shifts them
                     self._labels.append([int((part != IGNORED).sum()) for part in (labels, counted)])
+                self._masked += self._masks.of_rows(kwargs)
         self._depth += 1
         try:
-            return call(module, *args, **kwargs)
+            output = call(module, *args, **kwargs)
+            if is_outermost and module is self._trained and not self.step and not dist.is_initialized():
+                self._apart = max(self._apart, apart(module, kwargs, output))
+            return output
         finally:
             self._depth -= 1
+
+    def _event(self, kind: str, value: Any) -> None:
+        self._events.write(json.dumps({"event": kind, "step": self.step, "value": value}) + "\n")
+        self._events.flush()
+
+    def _save(self, save: Callable, *args: Any, **kwargs: Any) -> Any:
+        saved = save(*args, **kwargs)
+        self._event("save", "")
+        return saved
+
+    def _export(self, export: Callable, model: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+        exported = export(model, folder, *args, **kwargs)
+        if not (dist.is_initialized() and dist.get_rank()):
+            self._event("export", (str(Path(folder).resolve()), getattr(model.config, "_name_or_path", "")))
+        return exported
+
+    def _log(self, log: Callable, owner: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self._event("log", {name: float(value) for name, value in values.items() if isinstance(value, float | int)})
+        return log(owner, values, *args, **kwargs)
 
     def _backward(self, backward: Callable, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._depth and loss.numel() == 1:
@@ -100,6 +142,8 @@ class Recorder:
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._engine is None and self._norm is None:
             self._read_gradients()
+        if self._engine is None and not self.step:
+            self._start = self._sketches(frozen=True)
         if self.rates and self._trained is not None:
             for group, rate in zip(optimizer.param_groups, self.rates[self.step], strict=True):
                 group["lr"] = rate
@@ -111,6 +155,8 @@ class Recorder:
     def _engine_step(self, take: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
         self._engine = engine
         self._read_gradients()
+        if not self.step:
+            self._start = self._sketches(frozen=True)
         take(engine, *args, **kwargs)
         self._norm = float(engine.get_global_grad_norm() or 0) or None
         self._write([*engine.get_lr()])
@@ -135,13 +181,7 @@ class Recorder:
         if self._trained is None:
             return  # another optimizer's, before the model has seen a row
         self.step += 1
-        if self._engine is not None:
-            from deepspeed.utils import safe_get_full_fp32_param as of_engine
-        weights = {
-            name: sketch(name, _whole(weight if self._engine is None else of_engine(weight)))
-            for name, weight in self._weights()
-            if weight.requires_grad
-        }
+        is_last = not self.steps or self.step == self.steps
         record = {
             "step": self.step,
             "strategy": self._strategy(),
@@ -152,7 +192,11 @@ class Recorder:
             "gradients": self._gradients,
             "norm": self._norm,
             "rates": rates,
-            "weights": weights,
+            "weights": self._sketches(frozen=False),
+            "start": self._start if self.step == 1 else {},
+            "end": self._sketches(frozen=True) if is_last else {},
+            "masks": self._masked,
+            "apart": self._apart,
         }
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -161,6 +205,21 @@ class Recorder:
             if dist.is_initialized():
                 dist.barrier()
             raise SystemExit(0)
+
+    def _sketches(self, frozen: bool) -> dict[str, list[float]]:
+        """Read the trained weights, in the precision of their updates, or all."""
+        sketches = {}
+        for name, weight in self._weights():
+            if self._engine is None or not (weight.requires_grad or frozen):
+                values = weight
+            elif weight.requires_grad:
+                values = sys.modules["deepspeed"].utils.safe_get_full_fp32_param(weight)
+            else:
+                with sys.modules["deepspeed"].zero.GatheredParameters([weight]):
+                    values = weight.detach().clone()
+            if weight.requires_grad or frozen:
+                sketches[name] = sketch(name, _whole(values))
+        return sketches
 
     def _strategy(self) -> str:
         if self._engine is not None:
@@ -191,15 +250,21 @@ def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
     leaves = [(path, leaf) for path, leaf in leaves if leaf.ndim and not leaf.requires_grad and leaf is not mask]
     size = leaves[0][1].shape[0] if leaves else 0
     leaves = [(path, leaf) for path, leaf in leaves if leaf.shape[0] == size]
-    hashes = []
+    positions, hashes = kwargs.get("position_ids"), []
     for index in range(size):
-        digest = hashlib.blake2b(digest_size=8)
-        for path, leaf in leaves:
-            row = leaf[index]
-            if mask is not None and mask.ndim == 2 and mask.shape == leaf.shape:
-                row = row[mask[index].bool()]
-            digest.update(str(path[-1]).encode() + row.detach().cpu().contiguous().numpy().tobytes())
-        hashes.append(digest.hexdigest())
+        starts = [0]  # of texts that are packed into a row
+        if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) == size:
+            starts = [*dict.fromkeys([0, *(positions[index] == 0).nonzero().flatten().tolist()])]
+        for start, stop in zip(starts, [*starts[1:], None], strict=True):
+            digest = hashlib.blake2b(digest_size=8)
+            for path, leaf in leaves:
+                row = leaf[index]
+                if mask is not None and mask.ndim == 2 and mask.shape == leaf.shape:
+                    row = row[start:stop][mask[index][start:stop].bool()]
+                elif isinstance(positions, Tensor) and positions.shape == leaf.shape:
+                    row = row[start:stop]
+                digest.update(str(path[-1]).encode() + row.detach().cpu().contiguous().numpy().tobytes())
+            hashes.append(digest.hexdigest())
     return hashes
 
 
@@ -302,5 +367,6 @@ def _is_part(part: nn.Module, whole: nn.Module) -> bool:
 
 
 def _whole(value: Any) -> Tensor:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
+    """None, as DeepSpeed returns for what has no elements, is an empty tensor."""
+    value = value.full_tensor() if isinstance(value, DTensor) else () if value is None else value
     return value if isinstance(value, Tensor) else torch.tensor(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,16 +15,20 @@ from samecurve.storage.terminal import aligned
 _SHOWN = ("loss", "gradients", "norm", "weights")
 
 
-def run(script: Path, arguments: Sequence[str], jobs: Sequence[StrategyJob], steps: int, output: Path) -> int:
+def run(
+    script: Path, arguments: Sequence[str], jobs: Sequence[StrategyJob], steps: int, resume: str | None, output: Path
+) -> int:
     """Prove, print a table and what was found, write certificate.json. Returns 0 if every strategy passes, else 1."""
     with storage_errors(output):
         check(jobs)
-        proof = Proof(script, arguments, steps, output)
+        proof = Proof(script, arguments, steps, output, None if resume is None else shlex.split(resume))
         nothing = why_nothing_is_shown(proof.own)
         verdicts = [] if nothing else [proof.judge(job) for job in jobs]
         content = certificate(proof, verdicts, nothing)
         write_json(output / "certificate.json", content)
     print()
+    for finding in proof.problems:
+        print(f"FAIL in one process: {finding.kind}, step {finding.step}: {finding.text}")
     if nothing:
         print(f"FAIL: nothing can be shown: {nothing}")
     else:

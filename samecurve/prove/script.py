@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from samecurve.bench.jobs import StrategyJob, processes
 from samecurve.errors import ConfigurationError
-from samecurve.prove.judge import Differences, Finding, Run, data_findings, findings
+from samecurve.prove.exported import export_problem
+from samecurve.prove.judge import (
+    Differences,
+    Finding,
+    Run,
+    data_findings,
+    findings,
+    logged_findings,
+    own_findings,
+    weight_findings,
+)
 from samecurve.prove.process import Watch
 from samecurve.specs.environment import versions
 from samecurve.storage.atomic import utc_timestamp
@@ -46,36 +56,51 @@ class Verdict:
 class Proof:
     """The runs of a script, each in processes of its own below `folder`.
 
+    Args:
+        steps: updates of the weights; 0 lets the script end, and judges what it exports and logs of evaluations.
+        resume: arguments with which the script goes on from what it saved last; None leaves that out.
+
     Attributes:
         own: the script in one process, as it is.
+        problems: what is wrong with that.
     """
 
-    def __init__(self, script: Path, arguments: Sequence[str], steps: int, folder: Path):
+    def __init__(
+        self, script: Path, arguments: Sequence[str], steps: int, folder: Path, resume: Sequence[str] | None = None
+    ):
         self.script, self.arguments, self.steps, self.folder = script, list(arguments), steps, folder
+        self.to_end, self.resume = not steps, resume
         self._console = TextConsole()
         try:
-            self.own = self.run(_ALONE, Watch())
+            self.own = self.run(_ALONE, Watch(), steps)
         except _Incomplete as error:
             raise ConfigurationError(f"{script}: in one process it {error}") from None
+        self.steps = len(self.own)
+        self.problems = (*own_findings(self.own), *self._exports(self.own))
         self._natural = {1: self.own}  # by batches of which one is made
         self._reference, self._rounding = self.own, None
 
-    def run(self, job: StrategyJob, watch: Watch) -> Run:
-        """Return the records of all steps, or raise _Incomplete."""
+    def run(self, job: StrategyJob, watch: Watch, steps: int | None = None, more: Sequence[str] = ()) -> Run:
+        """Return the records of all steps, or raise _Incomplete.
+
+        steps: updates, if not all. more: arguments beside the script's.
+        """
+        until = (0 if self.to_end else self.steps) if steps is None else steps
         folder = self.folder / job.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        watch = replace(watch, folder=str(folder.resolve()), steps=self.steps, strategy=job.path and str(job.path))
+        watch = replace(watch, folder=str(folder.resolve()), steps=until, strategy=job.path and str(job.path))
         (folder / "watch.json").write_text(json.dumps(asdict(watch)), encoding="utf-8")
         log = folder / "output.log"
         with self._console.status(f"{job.name}: running"):
-            code = self.start(job, [str(folder / "watch.json"), str(self.script), *self.arguments], log)
+            code = self.start(job, [str(folder / "watch.json"), str(self.script), *self.arguments, *more], log)
         run = Run.read(job.name, folder)
-        if len(run) == self.steps and len(run.ranks) == job.world_size:
-            self._console.print(f"{job.name}: {self.steps} steps on {job.world_size} process(es)")
+        is_whole = len(run) == until if until else len(run) and not code
+        if is_whole and len(run.ranks) == job.world_size:
+            self._console.print(f"{job.name}: {len(run)} steps on {job.world_size} process(es)")
             return run
         ended = f"ended with code {code}" if code else "ended"
-        reason = f"{ended} after {len(run)} of {self.steps} steps{_last_line(log)}, see {log}"
+        reason = f"{ended} after {len(run)} of {until or 'all'} steps{_last_line(log)}, see {log}"
         self._console.print(f"{job.name}: {reason}")
         raise _Incomplete(reason)
 
@@ -90,6 +115,7 @@ class Proof:
         """Run under a strategy, and in one process with the same rows and rates where the script's own differ."""
         try:
             run = self.run(job, Watch())
+            exports = (*self._exports(run),)  # before another run writes its own
             merged = max(1, round(run.rows(0).total() / max(1, self.own.rows(0).total())))
             if merged not in self._natural:
                 self._natural[merged] = self.run(replace(_ALONE, name=f"single_x{merged}"), Watch(merged=merged))
@@ -102,12 +128,40 @@ class Proof:
                 backwards = replace(_ALONE, name=f"rounding_of_{job.name}")
                 other = self.run(backwards, replace(given, backwards=True))
                 self._rounding = Differences.between(other, self._reference)
+            resumed = self._resumed(job, natural) if self.resume is not None else ()
         except _Incomplete as error:
             return Verdict(job, (), Differences(), str(error))
         differences = Differences.between(run, self._reference)
         seen = findings(run, _sharding(job), self._reference, differences, self._rounding)
         first = sorted(seen, key=lambda finding: finding.step)  # what is wrong in a step changes the loss of the next
-        return Verdict(job, (*data_findings(run, natural), *first), differences)
+        alone = [finding for finding in weight_findings(run) if finding not in self.problems]
+        logged = logged_findings(run, self._reference, self._rounding)
+        last = (*alone, *resumed, *logged, *exports)
+        return Verdict(job, (*data_findings(run, natural), *first, *last), differences)
+
+    def _exports(self, run: Run) -> Iterator[Finding]:
+        saved = {event["value"][0]: event for event in run.events if event["event"] == "export" and event["step"]}
+        for (folder, base), step in ((event["value"], event["step"]) for event in saved.values()):
+            if problem := export_problem(Path(folder), base, run.ranks[0][:step]):
+                yield Finding("export", step, problem)
+
+    def _resumed(self, job: StrategyJob, natural: Run) -> tuple[Finding, ...]:
+        """Stop the script before its last step, go on from what it saved, and compare the steps after that."""
+        assert self.resume is not None and self._rounding is not None
+        killed = self.run(replace(job, name=f"{job.name}_killed"), Watch(), self.steps - 1)
+        saved = max((event["step"] for event in killed.events if event["event"] == "save"), default=0)
+        if not saved:
+            return (Finding("resume", 1, f"nothing is saved before step {self.steps}"),)
+        try:
+            named = replace(job, name=f"{job.name}_resumed")
+            run = self.run(named, Watch(), self.steps - saved, self.resume)
+        except _Incomplete as error:
+            return (Finding("resume", saved + 1, f"after what was saved at step {saved} the script {error}"),)
+        reference = self._reference.after(saved, killed)
+        differences = Differences.between(run, reference)
+        seen = findings(run, _sharding(job), reference, differences, self._rounding.after(saved))
+        seen = [*data_findings(run, natural.after(saved, killed)), *sorted(seen, key=lambda finding: finding.step)]
+        return tuple(Finding("resume", saved + kind[1], f"{kind[0]}: {kind[2]}") for kind in seen[:1])
 
 
 def check(jobs: Sequence[StrategyJob]) -> None:
@@ -141,8 +195,9 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str) -> dict
         "steps": proof.steps,
         "date": utc_timestamp(),
         "versions": versions(),
-        "passes": not nothing and all(verdict.passes for verdict in verdicts),
+        "passes": not nothing and not proof.problems and all(verdict.passes for verdict in verdicts),
         "shows_nothing": nothing,
+        "problems": [finding._asdict() for finding in proof.problems],
         "strategies": [
             {
                 "strategy": verdict.job.name,
@@ -154,7 +209,11 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str) -> dict
             }
             for verdict in verdicts
         ],
-        "not_judged": ["dropout (switched off)", "evaluation", "checkpoints and exports", "steps after the last one"],
+        "not_judged": [
+            "dropout (switched off)",
+            *(() if proof.to_end else ("evaluation", "exports", "steps after the last one")),
+            *(() if proof.resume is not None else ("checkpoints",)),
+        ],
     }
 
 

@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
-from scripts.pages import capabilities, formats, model_families, recipe_reference, strategy_keys
+from scripts.pages import capabilities, formats, model_families, museum, recipe_reference, strategy_keys
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MKDOCS = os.environ.get("SAMECURVE_MKDOCS", "")
@@ -101,7 +101,9 @@ def is_key(key: str) -> bool:
     return name in fields
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/strategy_keys.md"])  # of other files
+@pytest.mark.parametrize(
+    "name", sorted(PAGES.keys() - {"docs/strategy_keys.md", "docs/museum.md"})
+)  # of files and of models
 def test_recipe_keys_are_keys(name):
     """`data.path`, `memory.selective_save: attention`, data.path=books/; the example of an error has wrong ones."""
     sections = {key: field.annotation for key, field in Recipe.model_fields.items()}
@@ -134,6 +136,11 @@ def test_the_capabilities_are_current():
 def test_the_model_families_are_current():
     fix = "python -m scripts.pages.model_families > docs/model_families.md"
     assert text("docs/model_families.md") == model_families.render_page(), f"a fact has changed: {fix}"
+
+
+def test_the_museum_is_current():
+    fix = "python -m scripts.pages.museum > docs/museum.md"
+    assert text("docs/museum.md") == museum.render_page(), f"an exhibit or a result has changed: {fix}"
 
 
 def test_the_strategy_keys_are_current():

@@ -22,6 +22,7 @@ class Exhibit:
         counterpart: patch of the same lines that is right; the script as it is if empty.
         strategy: under which it shows.
         arguments: of the script.
+        steps, resume: see prove.script.Proof.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Exhibit:
     strategy: str = "ddp"
     arguments: tuple[str, ...] = ()
     steps: int = 3
+    resume: tuple[str, ...] | None = None
 
     def source(self, is_wrong: bool) -> str:
         text = (SCRIPTS / f"{self.script}.py").read_text(encoding="utf-8")

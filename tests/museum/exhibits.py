@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.museum import gradients
+from tests.museum import checkpoints, data, gradients, weights
 
-EXHIBITS = [*gradients.EXHIBITS]
+EXHIBITS = [*gradients.EXHIBITS, *weights.EXHIBITS, *checkpoints.EXHIBITS, *data.EXHIBITS]
 # number: reports, reason
 NOT_SHOWN = {
     26: ("transformers #39969, unsloth #3421", "weights in mxfp4 need a GPU's kernels"),

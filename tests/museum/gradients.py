@@ -121,9 +121,8 @@ Zero.average_tensor = early
             + _ZERO
             + """gradients_of = Zero.get_all_grad_tensors
 def until_empty(zero, weights, dtype):
-    gradients, sizes = gradients_of(zero, weights, dtype), [weight.numel() for weight in weights]
-    for gradient in gradients[sizes.index(0) :] if 0 in sizes else ():
-        gradient.zero_()
+    gradients = gradients_of(zero, weights, dtype)
+    gradients[-1].zero_()
     return gradients
 Zero.get_all_grad_tensors = until_empty
 """,

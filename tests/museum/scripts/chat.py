@@ -1,10 +1,11 @@
 """Fine-tunes a small Llama on conversations with Accelerate."""
 
 import sys
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_linear_schedule_with_warmup
@@ -49,21 +50,58 @@ def collate(rows):
     return {name: torch.tensor(values) for name, values in batch.items()}
 
 
+class Progress:
+    updates = 0
+
+    def state_dict(self):
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state):
+        self.updates = state["updates"]
+
+
+def evaluate():
+    model.eval()
+    parts = []
+    for batch in test_loader:
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        wanted = batch["labels"][:, 1:]
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), wanted, reduction="none").sum(1)
+        parts.append(accelerator.gather_for_metrics((losses, (wanted != IGNORED).sum(1))))
+    model.train()
+    return sum(losses.sum() for losses, _ in parts) / sum(counts.sum() for _, counts in parts)
+
+
 accelerator = Accelerator(
-    gradient_accumulation_steps=ACCUMULATED, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    # batches are read before they are used, so the loader's end is not that of a step
+    gradient_accumulation_plugin=GradientAccumulationPlugin(ACCUMULATED, sync_with_dataloader=False),
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
 )
 set_seed(7)
-rows = [encode(conversation(number)) for number in range(48)]
+folder = Path(__file__).with_suffix(".state")
+rows = [encode(conversation(number)) for number in range(32)]
+tests = [encode(conversation(number)) for number in range(100, 107)]
 loader = DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)
+test_loader = DataLoader(tests, batch_size=2, collate_fn=collate)
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), tie_word_embeddings="tied" in sys.argv, **sizes))
+sizes |= {"vocab_size": len(words), "eos_token_id": tokenizer.eos_token_id}
+model = LlamaForCausalLM(LlamaConfig(**sizes))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 updates = EPOCHS * len(loader) // ACCUMULATED
 schedule = get_linear_schedule_with_warmup(optimizer, 0, updates)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-for _ in range(EPOCHS):
-    batches = iter(loader)
-    for _ in range(len(loader) // ACCUMULATED):
+test_loader = accelerator.prepare(test_loader)
+progress = Progress()
+accelerator.register_for_checkpointing(progress)
+if "--resume" in sys.argv:
+    accelerator.load_state(folder)
+per_epoch = len(loader) // ACCUMULATED
+for epoch in range(progress.updates // per_epoch, EPOCHS):
+    loader.set_epoch(epoch)
+    skipped = progress.updates % per_epoch * ACCUMULATED
+    batches = iter(accelerator.skip_first_batches(loader, skipped) if skipped else loader)
+    for _ in range(progress.updates % per_epoch, per_epoch):
         step = [next(batches) for _ in range(ACCUMULATED)]
         count = torch.tensor(sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in step))
         count = accelerator.gather(count).sum()
@@ -76,3 +114,12 @@ for _ in range(EPOCHS):
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
+        progress.updates += 1
+        if "save" in sys.argv:
+            accelerator.save_state(folder)
+if "evaluate" in sys.argv:
+    accelerator.log({"eval_loss": evaluate().item()})
+if "export" in sys.argv:
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder.with_name("export"), state_dict=state)

@@ -1,0 +1,75 @@
+"""Whether what a script exported is what it has trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from samecurve.prove.recorder import sketch
+
+ADAPTER = "adapter_model.safetensors"
+
+
+def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> str:
+    """Read a model back as transformers or peft does, and compare it with the last of these steps; "" if they agree.
+
+    Weights in 16 bits may differ by their rounding. The last token of each row has to end a generation, if all rows end
+    with the same. base: folder of the model that was trained further, "" if there is none.
+    """
+    trained, everything = records[-1]["weights"], records[-1]["end"]
+    is_adapter = (folder / "adapter_config.json").exists()
+    if is_adapter:
+        weights = load_file(folder / ADAPTER) if (folder / ADAPTER).exists() else {}
+        expected = {name.replace(".default.", "."): (name, values) for name, values in trained.items()}
+        if extra := sorted(weights.keys() - expected.keys()):
+            return f"{len(extra)} tensors are not of the adapter, {extra[0]} the first: it holds what is not trained"
+    else:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model = getattr(transformers, (config.architectures or ["AutoModel"])[0]).from_pretrained(folder)
+        weights, expected = (
+            dict(model.named_parameters()),
+            {name: (name, values) for name, values in everything.items()},
+        )
+    if lost := [name for name in expected if name not in weights or not weights[name].numel()]:
+        return f"{len(lost)} of {len(expected)} trained tensors are not in it, {lost[0]} the first"
+    for name, (own, values) in expected.items():
+        value = _distance(sketch(own, weights[name].float()), values)
+        if not value <= (1e-6 if weights[name].dtype == torch.float32 else 0.01):
+            return f"{name}, read back, is {value:.1e} away, relative, from that of the run"
+    return "" if is_adapter else _base_problem(folder, base) or _end_problem(folder, records)
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    squares = sum((a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True)) / (len(one) - 1)
+    return squares**0.5 / max(one[0], other[0], 1e-12)
+
+
+def _base_problem(folder: Path, base: str) -> str:
+    """Return which tensors of the model that was trained further the export leaves out."""
+    kept, given = (_names(Path(path)) for path in (folder, base))
+    lost = sorted(given - kept) if base and Path(base).is_dir() else []
+    return f"{len(lost)} tensors of {Path(base).name} are not in it, {lost[0]} the first" if lost else ""
+
+
+def _names(folder: Path) -> set[str]:
+    names = set[str]()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= {*file.keys()}
+    return names
+
+
+def _end_problem(folder: Path, records: list[dict[str, Any]]) -> str:
+    ends = {row["last"] for record in records for row in record["masks"]}
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists() and len(ends) == 1:
+            stops = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            stops = stops if isinstance(stops, list) else [stops]
+            return "" if ends & {*stops} else f"all rows end with token {ends.pop()}, and {name} stops at {stops}"
+    return ""

@@ -1,0 +1,138 @@
+"""Which tokens of each row a script trains, and whether a row means the same without the rows and padding around it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+IGNORED = -100
+ROLES = ("system", "user", "tool", "assistant")
+_KNOWN = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "num_items_in_batch"}
+_MOST_TURNS = 20_000  # remembered; of longer data the first are enough
+
+
+class Masks:
+    """Remembers what a script renders by chat templates, and so knows the roles of tokens."""
+
+    def __init__(self) -> None:
+        self._turns: dict[tuple[int, ...], list[tuple[list[int], str]]] = defaultdict(list)  # by their first tokens
+        self._roles: dict[str, str] = {}  # of contents; "" if several have it
+        self._depth = 0
+
+    def render(self, render: Callable, tokenizer: PreTrainedTokenizerBase, chat: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call apply_chat_template."""
+        is_one = bool(chat) and isinstance(chat[0], dict)
+        for message in (message for messages in ([chat] if is_one else chat) for message in messages):
+            content, role = message.get("content"), message.get("role")
+            if self._depth or not isinstance(content, str) or not content.strip() or role not in ROLES:
+                continue
+            if self._roles.setdefault(content, role) != role:
+                self._roles[content] = ""
+            elif len(self._roles) < _MOST_TURNS:
+                ids = tokenizer(content.strip(), add_special_tokens=False)["input_ids"]
+                if (ids, content) not in self._turns[tuple(ids[:2])]:
+                    self._turns[tuple(ids[:2])].append((ids, content))
+        self._depth += 1
+        try:
+            return render(tokenizer, chat, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def of_rows(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Say of each row how many tokens are trained: of all, and of each turn; and which is the last."""
+        ids, labels, mask = (inputs.get(name) for name in ("input_ids", "labels", "attention_mask"))
+        if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or labels.shape != ids.shape:
+            return
+        mask = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids)
+        for index in range(len(ids)):
+            kept = mask[index].bool()
+            row, wanted = ids[index][kept].tolist(), labels[index][kept].tolist()
+            trained = [place for place, label in enumerate(wanted) if label != IGNORED]
+            if any(wanted[place] != row[place] for place in trained):
+                continue  # shifted already, or a masked language model's
+            last = trained[-1] if trained else len(row)
+            yield {
+                "tokens": len(row),
+                "trained": len(trained),
+                "last": row[last] if trained else None,
+                "next": row[last + 1] if last + 1 < len(row) else None,
+                "turns": [*self._turns_of(row, wanted)],
+            }
+
+    def _turns_of(self, row: list[int], labels: list[int]) -> Iterator[tuple[str, int, int]]:
+        """Role, number of tokens and number of trained ones of each turn that stands in a row."""
+        place = 0
+        while place < len(row):
+            fits = [turn for turn in self._turns.get(tuple(row[place : place + 2]), ()) if _stands(turn[0], row, place)]
+            ids, content = max(fits, key=lambda turn: len(turn[0]), default=([0], ""))
+            if role := self._roles.get(content, ""):
+                yield role, len(ids), sum(label != IGNORED for label in labels[place : place + len(ids)])
+            place += len(ids)
+
+
+def _stands(ids: list[int], row: list[int], place: int) -> bool:
+    return row[place : place + len(ids)] == ids
+
+
+def mask_problem(rows: list[dict[str, Any]]) -> str:
+    """Return what is wrong with the trained tokens of these rows; "" if nothing is."""
+    if empty := sum(not row["trained"] for row in rows):
+        return f"{empty} of {len(rows)} rows have no trained token: a loss of 0, or 0 / 0"
+    # what all rows are trained on to their last token needs no end; and if all end alike, that is the end
+    ends, follows = {row["last"] for row in rows}, {row["next"] for row in rows}
+    if len(ends) > 1 and len(follows) == 1 and None not in follows and not ends & follows:
+        told = f"after its last trained token each row goes on with token {follows.pop()}, which is never trained"
+        return f"{told}: the model does not learn to stop"
+    counts = Counter[tuple[str, bool]]()
+    for row in rows:
+        for role, size, trained in row["turns"] if row["trained"] < row["tokens"] else ():
+            counts[role, role == "assistant" and 0 < trained < size or role != "assistant" and trained > 0] += 1
+    for role in ROLES:
+        if wrong := counts[role, True]:
+            how = "are trained in part" if role == "assistant" else "have trained tokens"
+            return f"{wrong} of {wrong + counts[role, False]} turns of {role} {how}"
+    return ""
+
+
+@torch.no_grad()
+def apart(module: nn.Module, inputs: dict[str, Any], output: Any) -> tuple[float, str]:
+    """Return how far the outputs of texts are from those without other rows, padding, and texts packed with them.
+
+    Relative to the largest output, with the place where that is most; (0, "") within rounding, and for what is not
+    known.
+    """
+    ids, logits = inputs.get("input_ids"), getattr(output, "logits", None)
+    unknown = {name for name, value in inputs.items() if isinstance(value, Tensor)} - _KNOWN
+    is_plain = isinstance(module, PreTrainedModel | PeftModel) and not module.config.is_encoder_decoder and not unknown
+    if not is_plain or not isinstance(ids, Tensor) or not isinstance(logits, Tensor) or ids.ndim != 2:
+        return 0.0, ""
+    worst, where = 0.0, ""
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    for row in range(len(ids)):
+        places = torch.arange(ids.shape[1])
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            places = places[mask[row].bool()]
+        of_row = positions[row if len(positions) > 1 else 0].tolist() if isinstance(positions, Tensor) else None
+        starts = [place for place in places.tolist() if of_row and of_row[place] == 0] or places.tolist()[:1]
+        for number, start in enumerate(starts):
+            stop = starts[number + 1] if number + 1 < len(starts) else int(places[-1]) + 1
+            names = ("input_ids", "position_ids", "token_type_ids")
+            alone = {name: inputs[name][row : row + 1, start:stop] for name in names if _is_like(inputs, name)}
+            other = module(**alone).logits[0]
+            ours = logits[row, start:stop] if logits.ndim == 3 else logits[row]
+            if other.shape != ours.shape:
+                continue
+            value = float((other - ours).abs().max() / other.abs().max().clamp(min=1e-12))
+            if value > max(worst, 1e-3 if logits.dtype == torch.float32 else 0.05):
+                worst, where = value, f"text {number + 1} of row {row + 1}"
+    return worst, where
+
+
+def _is_like(inputs: dict[str, Any], name: str) -> bool:
+    return isinstance(inputs.get(name), Tensor) and inputs[name].shape == inputs["input_ids"].shape
