@@ -21,6 +21,7 @@ DEFAULTS = {
     "save_steps": 500,
 }
 LENGTH = NoEffect("max_steps counts")
+NO_WARMUP = NoEffect("a constant rate has no warm-up; constant_with_warmup has")
 OPTIMIZERS = {"adamw": "adamw", "adafactor": "adafactor", "sgd": "sgd", "lion": "lion", "muon": "muon"}
 SCHEDULES = {
     "linear": ("linear", 0.0),
@@ -62,20 +63,30 @@ def schedule(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     name, least = SCHEDULES[value]
     options = mapping(settings.get("lr_scheduler_kwargs"))
     values: dict[str, Any] = {"schedule.name": name, "schedule.delay_steps": 1}
+    if value == "constant":  # transformers' constant schedule has no warm-up
+        return values | {"schedule.warmup_steps": 0}
     if least is not None:
-        rate = options.get("min_lr", 0) / number(settings["learning_rate"])
+        rate = options.get("min_lr", 0) / number(settings.get("learning_rate") or 1)
         values["schedule.min_lr_ratio"] = number(options.get("min_lr_rate", options.get("min_lr_ratio", rate)))
     return values | ({"schedule.decay_steps": int(options.get("num_decay_steps", 0))} if name == "wsd" else {})
 
 
+def _has_no_warmup(settings: Settings) -> bool:
+    return settings.get("lr_scheduler_type", settings.get("lr_scheduler")) == "constant"
+
+
 def warmup_steps(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
     """A number below 1 is a share of the steps."""
+    if _has_no_warmup(settings):
+        return NO_WARMUP
     if not number(value) and settings.get("warmup_ratio"):
         return NoEffect("warmup_ratio counts")
     return {"schedule.warmup_ratio": number(value)} if 0 < number(value) < 1 else {"schedule.warmup_steps": int(value)}
 
 
 def warmup_ratio(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
+    if _has_no_warmup(settings):
+        return NO_WARMUP
     if number(settings.get("warmup_steps") or 0):
         return NoEffect("warmup_steps counts")
     return {"schedule.warmup_ratio": number(value)}

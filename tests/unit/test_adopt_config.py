@@ -1,0 +1,241 @@
+"""Configurations of TRL, LLaMA-Factory, axolotl and ms-swift, which `adopt --config` turns into recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from samecurve.cli import commands
+from samecurve.config import loader
+from samecurve.config.schema import Recipe
+from samecurve.config.trainers import arguments, files
+from samecurve.config.trainers.translation import NoEqual, translate
+from samecurve.optim.schedule import learning_rate
+from samecurve.specs.environment import ROOT
+
+TRL = """
+model_name_or_path: base
+dataset_name: rows.jsonl
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-3
+num_train_epochs: 2
+assistant_only_loss: true
+use_peft: true
+lora_r: 4
+lora_target_modules: [q_proj, k_proj]
+report_to: none
+neftune_noise_alpha: 5
+packin: true
+"""
+LLAMA_FACTORY = """
+stage: sft
+finetuning_type: lora
+model_name_or_path: base
+trust_remote_code: true
+dataset: mine
+dataset_dir: .
+template: qwen
+cutoff_len: 64
+lora_rank: 8
+lora_target: all
+overwrite_cache: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 20
+resume_from_checkpoint: null
+deepspeed: ds.json
+"""
+AXOLOTL = """
+base_model: base
+datasets:
+  - path: rows.jsonl
+    type: chat_template
+    field_messages: messages
+val_set_size: 0.2
+sequence_len: 64
+sample_packing: true
+adapter: qlora
+load_in_4bit: true
+lora_r: 16
+lora_alpha: 32
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+gradient_checkpointing: true
+flash_attention: true
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+wandb_project:
+special_tokens:
+  pad_token: "<pad>"
+"""
+SWIFT = """
+nproc_per_node=2
+CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=$nproc_per_node \\
+swift sft \\
+    --model base \\
+    --tuner_type lora \\
+    --dataset 'rows.jsonl#20' \\
+    --torch_dtype bfloat16 \\
+    --per_device_train_batch_size 2 \\
+    --gradient_accumulation_steps $(expr 16 / $nproc_per_node) \\
+    --learning_rate 1e-4 \\
+    --max_length 64 \\
+    --deepspeed zero2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300
+    )
+    LlamaForCausalLM(config).save_pretrained("base")
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    Path("dataset_info.json").write_text(json.dumps({"mine": {"file_name": "rows.jsonl", "formatting": "sharegpt"}}))
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    return tmp_path
+
+
+def adopted(text: str, name: str, capsys, *options: str) -> tuple[Recipe, str]:
+    Path(name).write_text(text)
+    code = commands.main(["adopt", "--config", name, "--output", "recipe.yaml", *options])
+    printed = capsys.readouterr()
+    assert code == 0, printed
+    return loader.load_recipe("recipe.yaml"), printed.out
+
+
+def test_of_trl(folder, capsys):
+    recipe, printed = adopted(TRL, "sft.yaml", capsys, "--num_processes", "4")
+    assert (recipe.task, recipe.epochs, recipe.precision, recipe.data.train_on) == ("sft", 2, "bf16", "assistant")
+    assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size, recipe.batch.sequence_length) == (
+        32,
+        4,
+        1024,
+    )
+    assert (recipe.adapter.rank, recipe.adapter.alpha, recipe.adapter.dropout) == (4, 32, 0.05)
+    assert [*recipe.adapter.target_modules] == ["q_proj", "k_proj"]
+    # what the file does not say is TRL's default, not the recipe's
+    assert (recipe.optimizer.betas, recipe.optimizer.weight_decay) == ((0.9, 0.999), 0.0)
+    assert (recipe.schedule.name, recipe.schedule.min_lr_ratio, recipe.data.packing) == ("linear", 0.0, False)
+    assert recipe.memory.activation_checkpointing == "full"
+    lines = [line for line in printed.splitlines() if line.startswith("NO EQUAL")]
+    assert ["neftune_noise_alpha" in lines[0], "packin; " in lines[1], "packing is" in lines[1]] == [True] * 3
+    assert "neftune_noise_alpha" in Path("recipe.yaml").read_text()
+    assert "train.py recipe.yaml --strategy ddp --num_processes 4" in printed
+
+
+def test_of_llama_factory(folder, capsys):
+    recipe, printed = adopted(LLAMA_FACTORY, "llama3_lora_sft.yaml", capsys)
+    assert recipe.data.path == "rows.jsonl" and recipe.data.validation_fraction == 0.1
+    assert (recipe.adapter.rank, recipe.adapter.alpha, recipe.adapter.target_modules) == (8, 16, "all-linear")
+    assert (recipe.batch.global_batch_size, recipe.batch.sequence_length) == (8, 64)
+    assert (recipe.schedule.name, recipe.schedule.warmup_ratio, recipe.evaluate.every_steps) == ("cosine", 0.1, 20)
+    assert not recipe.model.trust_remote_code  # a file that was downloaded does not decide that its code runs
+    assert "template (the tokenizer's own chat template" in printed and "resume_from_checkpoint" in printed
+    assert "--strategy ds.json" in printed and "NO EQUAL" not in printed
+
+
+def test_of_axolotl(folder, capsys):
+    recipe, printed = adopted(AXOLOTL, "qlora.yml", capsys)
+    assert (recipe.adapter.quantization, recipe.adapter.rank, recipe.optimizer.name) == ("4bit", 16, "adamw_8bit")
+    assert (recipe.data.packing, recipe.data.validation_fraction, recipe.data.train_on) == (True, 0.2, "assistant")
+    assert (recipe.evaluate.every_epochs, recipe.checkpoint.every_epochs, recipe.epochs) == (0.25, 1.0, 3)
+    assert recipe.batch.global_batch_size == 8 and "NO EQUAL" not in printed
+
+
+def test_of_a_script_of_ms_swift(folder, capsys):
+    recipe, printed = adopted(SWIFT, "train.sh", capsys)
+    assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size) == (32, 2)  # 2 rows, 8 times, 2 processes
+    assert (recipe.data.path, recipe.data.max_samples) == ("rows.jsonl", 20)
+    assert (recipe.optimizer.weight_decay, recipe.optimizer.betas[1]) == (0.1, 0.95)
+    assert "--strategy zero2 --num_processes 2" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "stage: kto\nmodel_name_or_path: x", "stage: found kto"),
+        ("a.yaml", "a: 1", "no key of TRL, LLaMA-Factory, axolotl or ms-swift"),
+        ("a.yaml", "- 1", "found no keys"),
+        ("a.yaml", "a: [", "not YAML"),
+        ("a.sh", "echo 1", "has no command of trl"),
+        ("a.sh", "swift rlhf --rlhf_type grpo --model x", "rlhf_type: found grpo"),
+        ("a.sh", "llamafactory-cli train b.yaml", "its command reads b.yaml, which is not here"),
+        ("a.yaml", "base_model: x\nmicro_batch_size: many", "micro_batch_size: found many"),
+    ],
+)
+def test_mistakes(folder, capsys, name, text, said):
+    Path(name).write_text(text)
+    assert commands.main(["adopt", "--config", name, "--output", "recipe.yaml"]) == 2
+    assert said in capsys.readouterr().err and not Path("recipe.yaml").exists()
+
+
+def test_nothing_is_overwritten(folder, capsys):
+    Path("sft.yaml").write_text(TRL)
+    assert commands.main(["adopt", "--config", "sft.yaml"]) == 2
+    assert "exists already" in capsys.readouterr().err and Path("sft.yaml").read_text() == TRL
+
+
+def test_every_argument_of_the_installed_transformers_is_known():
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} - arguments.RULES.keys() == set()
+
+
+def test_what_is_named_in_the_tables_is_a_key_of_recipes():
+    reference = (ROOT / "docs" / "recipe_reference.md").read_text()
+    named = {rule for trainer in files.TRAINERS.values() for rule in trainer.rules.values() if isinstance(rule, str)}
+    assert len(named) > 10 and [key for key in named if f"| `{key}` |" not in reference] == []
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine", "constant", "constant_with_warmup"])
+def test_the_default_optimizer_and_schedule_are_those_of_transformers(folder, scheduler):
+    """Of a training with its defaults: rates, and what AdamW is made with."""
+    given = {"lr_scheduler_type": scheduler, "warmup_steps": 2, "max_steps": 7, "model_name_or_path": "base"}
+    made = translate(files.TRAINERS["trl"], given | {"method": "sft", "learning_rate": 1e-3}).values
+    set_seed(0)
+    trainer = Trainer(
+        model=LlamaForCausalLM.from_pretrained("base"),
+        args=TrainingArguments(
+            output_dir="x", use_cpu=True, learning_rate=1e-3, max_steps=7, warmup_steps=2, lr_scheduler_type=scheduler
+        ),
+    )
+    trainer.create_optimizer_and_scheduler(7)
+    group = trainer.optimizer.param_groups[0]
+    assert (made["optimizer.betas"], made["optimizer.weight_decay"]) == ([*group["betas"]], group["weight_decay"])
+    text = {"steps": 7, "output_dir": "x", "model": {"path": "base"}, "data": {"path": "rows.jsonl", "packing": False}}
+    text["schedule"] = {key.partition(".")[2]: value for key, value in made.items() if key.startswith("schedule.")}
+    text["optimizer"] = {"learning_rate": made["optimizer.learning_rate"]}
+    Path("schedule.yaml").write_text(yaml.safe_dump(text | {"task": "sft"}))
+    recipe = loader.load_recipe("schedule.yaml")
+    for step in range(1, 8):
+        assert learning_rate(recipe, step) == pytest.approx(trainer.lr_scheduler.get_last_lr()[0], abs=1e-12)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+
+
+def test_a_key_without_an_equal_that_is_off_has_no_effect():
+    rules = arguments.RULES
+    assert isinstance(rules["neftune_noise_alpha"], NoEqual)
+    made = translate(files.TRAINERS["trl"], {"neftune_noise_alpha": None, "label_smoothing_factor": 0.0})
+    assert not made.no_equal and {*made.no_effect} == {"neftune_noise_alpha", "label_smoothing_factor"}
