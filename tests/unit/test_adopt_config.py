@@ -183,7 +183,7 @@ def test_of_a_script_of_ms_swift(folder, capsys):
         ("a.sh", "echo 1", "has no command of trl"),
         ("a.sh", "swift rlhf --rlhf_type grpo --model x", "rlhf_type: found grpo"),
         ("a.sh", "llamafactory-cli train b.yaml", "its command reads b.yaml, which is not here"),
-        ("a.yaml", "base_model: x\nmicro_batch_size: many", "micro_batch_size: found many"),
+        ("a.yaml", "base_model: x\nsequence_len: many", "sequence_len: found many"),
     ],
 )
 def test_mistakes(folder, capsys, name, text, said):
