@@ -158,17 +158,21 @@ def set_aside(directory: Path) -> None:
 
 
 @contextmanager
-def processes(arguments: Sequence[str], stream: IO | None, world_size: int) -> Iterator[subprocess.Popen]:
+def processes(
+    arguments: Sequence[str], stream: IO | int | None, world_size: int, stdin: int | None = None
+) -> Iterator[subprocess.Popen]:
     """Start a job in a process group of its own, which ends when this process ends by Ctrl-C, SIGTERM or an error.
 
-    stream: receives the job's output; None for this process's standard output.
+    Args:
+        stream: receives the job's output; None for this process's standard output.
+        stdin: as subprocess.Popen has it, and so may `stream` be.
     """
     # torchrun would give each process 1 thread; the user's own value wins
     environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ}
     # SIGTERM would otherwise end this process without `finally`, and leave the job behind
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = subprocess.Popen(
-        arguments, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        arguments, stdin=stdin, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
     try:
         yield process

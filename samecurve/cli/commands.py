@@ -31,6 +31,7 @@ COMMANDS = {
     "inspect": "show the training data of a recipe, token by token, without a model",
     "compare": "run the same short job under each strategy and compare the curves",
     "prove": "show that a training script trains the same under each strategy, or where it does not",
+    "bisect": "find the step, module, rank and line where a training under a strategy, or a changed one, parts",
     "doctor": "look for what would stop a run on this machine or cluster",
     "rehearse": "try the longest batch, an evaluation, a checkpoint and an export of a run",
     "plan": "predict memory and step time of a job under each strategy, without a GPU",

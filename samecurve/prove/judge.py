@@ -138,8 +138,12 @@ class Differences:
 
     def bound(self, kind: str, step: int) -> float:
         """Return what rounding may change: these are the differences of a run that read the same rows otherwise."""
-        rounding = max(self.values.get(kind, [0.0])[: step + 1], default=0.0)
-        return LEAST + min(ROUNDING_FACTOR * rounding, max(MOST, 2 * rounding))
+        return bound(max(self.values.get(kind, [0.0])[: step + 1], default=0.0))
+
+
+def bound(rounding: float) -> float:
+    """Return from where a relative difference counts, given that of the same rows in another order."""
+    return LEAST + min(ROUNDING_FACTOR * rounding, max(MOST, 2 * rounding))
 
 
 def distance(one: Sequence[float], other: Sequence[float], least: float = 0.0) -> float:

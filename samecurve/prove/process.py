@@ -1,30 +1,42 @@
-"""One process of a training script under observation.
+"""Processes of a training script under observation, forked from one that has imported the libraries once.
 
-    python -m samecurve.prove.process FILE SCRIPT [ARGUMENTS ...]
+    python -m samecurve.prove.process
 
-The script sees what `accelerate launch` with the strategy's file would give it, on a CPU. FILE has a Watch as JSON.
+Each line of stdin is a request, [number of processes, log, a Watch, script, arguments ...] as JSON; each line of stdout
+the exit code. The script sees what `accelerate launch` with the strategy's file would give it, on a CPU.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import random
 import runpy
+import signal
 import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from samecurve.accelerator import cpu_bridge, launch_env
-from samecurve.errors import StorageError
+from samecurve.launch.ranks import environments
 from samecurve.prove.recorder import Reading, Recorder
-from samecurve.storage.records import read_record
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.resolve import describe_strategy, read_files
+
+# what scripts import, and what takes them seconds
+_LIBRARIES = ("transformers.trainer", "deepspeed", "peft", "trl")
 
 
 @dataclass(frozen=True)
@@ -33,26 +45,83 @@ class Watch:
 
     Attributes:
         folder: of the records, `rank_N.jsonl`.
-        steps: updates of the weights.
+        steps: updates of the weights; 0 lets the script end.
         strategy: an Accelerate YAML; None for a single process without a launcher.
         merged: batches of the script that become one; 1 leaves them alone.
         backwards: whether the rows of each batch are read in the opposite order.
         replay: rows of each batch, in place of the script's.
         rates: learning rates of each update, in place of the script's.
+        detailed: the step that is recorded module by module; 0 for none.
     """
 
     folder: str = ""
-    steps: int = 1
+    steps: int = 0
     strategy: str | None = None
     merged: int = 1
     backwards: bool = False
     replay: list[list[int]] | None = None
     rates: list[list[float]] | None = None
+    detailed: int = 0
 
 
 def main() -> None:
-    watch = Watch(**read_record(Path(sys.argv[1])).require(StorageError, "run prove again"))
-    script, *arguments = sys.argv[2:]
+    answers = os.fdopen(os.dup(1), "w")
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    for name in _LIBRARIES:
+        with suppress(ImportError, OSError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        world_size, log, *words = json.loads(line)
+        print(_run(world_size, log, *words), file=answers, flush=True)
+
+
+def _run(world_size: int, log: str, watch: dict[str, Any], *words: str) -> int:
+    """Run a script in processes of their own, and end all when one fails, whose exit code is returned."""
+    ranks = environments(world_size) if watch["strategy"] is not None else [dict(os.environ)]
+    running = {_fork(environment, log, Watch(**watch), words) for environment in ranks}
+    failure = 0
+    while running:
+        process, status = os.wait()
+        running.discard(process)
+        if status and not failure:
+            failure = abs(os.waitstatus_to_exitcode(status))
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return failure
+
+
+def _fork(environment: dict[str, str], log: str, watch: Watch, words: Sequence[str]) -> int:
+    """Return the number of the new process, which ends in here."""
+    process = os.fork()
+    if process:
+        return process
+    code: Any = 1
+    try:
+        stream = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        for number in (1, 2):
+            os.dup2(stream, number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.clear()
+        os.environ.update(environment)
+        random.seed()  # forks would draw the same where a script forgets its seed
+        numpy.random.seed()
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(environment.get("WORLD_SIZE", "1"))))
+        observe(watch, *words)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def observe(watch: Watch, script: str, *arguments: str) -> None:
+    """Run a script in this process, a rank of a world that the environment describes."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if watch.strategy is not None:
         strategy = describe_strategy(read_files(watch.strategy), Launch("torchrun", world))
@@ -66,7 +135,7 @@ def main() -> None:
         dist.init_process_group = lambda *_, **__: None  # a script's own finds the group made
     reading = Reading(watch.merged, watch.backwards, watch.replay)
     reading.install()
-    Recorder(Path(watch.folder, f"rank_{rank}.jsonl"), watch.steps, reading, watch.rates).install()
+    Recorder(Path(watch.folder, f"rank_{rank}.jsonl"), watch.steps, reading, watch.rates, watch.detailed).install()
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")

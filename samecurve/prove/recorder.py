@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import islice
@@ -24,15 +23,15 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.sampler import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from samecurve.prove.masks import Masks, apart
+from samecurve.prove.modules import Modules, sketch
 
-PROJECTIONS = 8
 IGNORED = -100
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -47,10 +46,14 @@ class Recorder:
         steps: number of updates after which the process ends; 0 lets the script end.
         reading: installed, too.
         rates: learning rates of each step's parameter groups instead of the script's.
+        detailed: the step that is recorded module by module; 0 for none.
     """
 
-    def __init__(self, path: Path, steps: int, reading: Reading, rates: list[list[float]] | None = None):
-        self.steps, self.step, self.reading, self.rates = steps, 0, reading, rates
+    def __init__(
+        self, path: Path, steps: int, reading: Reading, rates: list[list[float]] | None = None, detailed: int = 0
+    ):
+        self.steps, self.step, self.reading, self.rates, self.detailed = steps, 0, reading, rates, detailed
+        self._modules = Modules()
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._events: TextIO = path.with_name(path.name.replace("rank", "events")).open("w", encoding="utf-8")
         self._masks = Masks()
@@ -95,19 +98,25 @@ class Recorder:
             if self._trained is None or _is_part(self._trained, module):
                 self._trained = module
             if module is self._trained:
-                self._rows += rows_of(args, kwargs)
+                rows = rows_of(args, kwargs)
+                self._rows += rows
+                if self.step + 1 == self.detailed:
+                    self._engine = module if hasattr(module, "zero_optimization_stage") else self._engine
+                    self._modules.begin(rows, kwargs.get("attention_mask"), self._named_modules(), self._whole_weights)
                 if isinstance(labels := kwargs.get("labels"), Tensor):
                     counted = labels if labels.ndim == 1 else labels[..., 1:]  # a causal model shifts them
                     self._labels.append([int((part != IGNORED).sum()) for part in (labels, counted)])
                 self._masked += self._masks.of_rows(kwargs)
         self._depth += 1
         try:
-            output = call(module, *args, **kwargs)
+            output = self._modules.call(call, module, args, kwargs)
             if is_outermost and module is self._trained and not self.step and not dist.is_initialized():
                 self._apart = max(self._apart, apart(module, kwargs, output))
             return output
         finally:
             self._depth -= 1
+            if not self._depth:
+                self._modules.end_forward()
 
     def _event(self, kind: str, value: Any) -> None:
         self._events.write(json.dumps({"event": kind, "step": self.step, "value": value}) + "\n")
@@ -131,12 +140,14 @@ class Recorder:
     def _backward(self, backward: Callable, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._depth and loss.numel() == 1:
             self._losses.append(loss.item())
+            self._modules.see("backward")
         return backward(loss, *args, **kwargs)
 
     def _clip(self, clip: Callable, *args: Any, **kwargs: Any) -> Any:
         self._read_gradients()
         norm = clip(*args, **kwargs)
         self._norm = _whole(norm).item()
+        self._modules.see("norm")
         return norm
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -164,9 +175,21 @@ class Recorder:
     def _weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self._trained is not None:
             for name, weight in self._trained.named_parameters():
-                for wrapper in _WRAPPERS:
-                    name = name.replace(wrapper, "")
-                yield name, weight
+                yield _unwrapped(name), weight
+
+    def _named_modules(self) -> dict[int, str]:
+        """Name modules by id; a wrapper has the name of what it wraps."""
+        assert self._trained is not None
+        return {id(module): _unwrapped(f"{name}.")[:-1] for name, module in self._trained.named_modules()}
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        if self._engine is not None:
+            from deepspeed.utils import safe_get_full_fp32_param as of_engine
+        return {
+            name: _whole(weight if self._engine is None else of_engine(weight)).detach()
+            for name, weight in self._weights()
+            if weight.requires_grad
+        }
 
     def _read_gradients(self) -> None:
         if self._engine is not None:
@@ -181,6 +204,7 @@ class Recorder:
         if self._trained is None:
             return  # another optimizer's, before the model has seen a row
         self.step += 1
+        weights = self._whole_weights()
         is_last = not self.steps or self.step == self.steps
         record = {
             "step": self.step,
@@ -192,12 +216,15 @@ class Recorder:
             "gradients": self._gradients,
             "norm": self._norm,
             "rates": rates,
-            "weights": self._sketches(frozen=False),
+            "weights": {name: sketch(name, weight) for name, weight in weights.items()},
             "start": self._start if self.step == 1 else {},
             "end": self._sketches(frozen=True) if is_last else {},
             "masks": self._masked,
             "apart": self._apart,
         }
+        if self.step == self.detailed:
+            self._modules.see("update")
+            record |= self._modules.record(weights)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         self._clear()
@@ -231,20 +258,11 @@ class Recorder:
         return "ddp" if is_ddp else "single"
 
 
-def sketch(name: str, values: Tensor) -> list[float]:
-    """Return (1 + PROJECTIONS) numbers by which tensors of one name are compared: norm and random projections.
-
-    The difference of two tensors' projections has the size of the norm of their difference, on average
-    (Johnson and Lindenstrauss): places count, and not only sizes.
-    """
-    values = values.detach().double().flatten()
-    bits = torch.randint(256, (len(values),), generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-    signs = ((bits >> torch.arange(PROJECTIONS).unsqueeze(1)) & 1).double() * 2 - 1
-    return [values.norm().item(), *(signs @ values).tolist()]
-
-
 def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """Hash each row of a model's inputs: tensors whose first size is the batch's. Padding does not count."""
+    """Hash each row of a model's inputs, tensors whose first size is the batch's, as "name:hash ..." of them.
+
+    Padding does not count.
+    """
     mask = kwargs.get("attention_mask")
     leaves = [(path, leaf) for path, leaf in tree_flatten_with_path((args, kwargs))[0] if isinstance(leaf, Tensor)]
     leaves = [(path, leaf) for path, leaf in leaves if leaf.ndim and not leaf.requires_grad and leaf is not mask]
@@ -256,15 +274,17 @@ def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
         if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) == size:
             starts = [*dict.fromkeys([0, *(positions[index] == 0).nonzero().flatten().tolist()])]
         for start, stop in zip(starts, [*starts[1:], None], strict=True):
-            digest = hashlib.blake2b(digest_size=8)
+            parts = []
             for path, leaf in leaves:
                 row = leaf[index]
                 if mask is not None and mask.ndim == 2 and mask.shape == leaf.shape:
                     row = row[start:stop][mask[index][start:stop].bool()]
                 elif isinstance(positions, Tensor) and positions.shape == leaf.shape:
                     row = row[start:stop]
-                digest.update(str(path[-1]).encode() + row.detach().cpu().contiguous().numpy().tobytes())
-            hashes.append(digest.hexdigest())
+                digest = hashlib.blake2b(row.detach().cpu().contiguous().numpy().tobytes(), digest_size=6)
+                name = keystr(path[1:]).strip("[]'")
+                parts.append(f"{name}:{digest.hexdigest()}")
+            hashes.append(" ".join(parts))
     return hashes
 
 
@@ -360,6 +380,12 @@ def _around(owner: Any, name: str, wrapper: Callable) -> None:
         return wrapper(original, *args, **kwargs)
 
     setattr(owner, name, called)
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _is_part(part: nn.Module, whole: nn.Module) -> bool:

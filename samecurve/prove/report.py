@@ -8,7 +8,7 @@ from pathlib import Path
 
 from samecurve.bench.jobs import StrategyJob
 from samecurve.prove.judge import why_nothing_is_shown
-from samecurve.prove.script import Proof, Verdict, certificate, check
+from samecurve.prove.script import Processes, Proof, Verdict, certificate, check
 from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.terminal import aligned
 
@@ -19,9 +19,10 @@ def run(
     script: Path, arguments: Sequence[str], jobs: Sequence[StrategyJob], steps: int, resume: str | None, output: Path
 ) -> int:
     """Prove, print a table and what was found, write certificate.json. Returns 0 if every strategy passes, else 1."""
-    with storage_errors(output):
-        check(jobs)
-        proof = Proof(script, arguments, steps, output, None if resume is None else shlex.split(resume))
+    check(jobs)
+    with storage_errors(output), Processes() as processes:
+        more = None if resume is None else shlex.split(resume)
+        proof = Proof(processes, script, arguments, steps, output, resume=more)
         nothing = why_nothing_is_shown(proof.own)
         verdicts = [] if nothing else [proof.judge(job) for job in jobs]
         content = certificate(proof, verdicts, nothing)

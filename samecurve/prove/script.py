@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from samecurve.bench.jobs import StrategyJob, processes
-from samecurve.errors import ConfigurationError
+from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.prove.exported import export_problem
 from samecurve.prove.judge import (
     Differences,
@@ -32,25 +34,58 @@ from samecurve.strategy.plan import Strategy
 from samecurve.strategy.resolve import describe_strategy, read_files
 
 
-class _Incomplete(Exception):
+class Incomplete(Exception):
     """A run did not reach its last step."""
 
 
-_ALONE = StrategyJob("single", None, 1)
+ALONE = StrategyJob("single", None, 1)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a strategy. reason: why its run did not reach the last step; "" if it did."""
+    """Of a strategy, or of a changed script.
+
+    Attributes:
+        reason: why its run did not reach the last step; "" if it did.
+        run: its records.
+        given: how one process reads the same rows at the same rates.
+    """
 
     job: StrategyJob
     findings: tuple[Finding, ...]
     differences: Differences
     reason: str = ""
+    run: Run = field(default_factory=lambda: Run("", []))
+    given: Watch = field(default_factory=Watch)
 
     @property
     def passes(self) -> bool:
         return not self.reason and not self.findings
+
+
+class Processes:
+    """Runs scripts in processes of their own; imports of libraries take time once."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Processes:
+        words = [sys.executable, "-m", "samecurve.prove.process"]
+        self._starter = self._stack.enter_context(processes(words, subprocess.PIPE, 1, subprocess.PIPE))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def run(self, request: list) -> int:
+        """Return the exit code. request: see samecurve.prove.process."""
+        assert self._starter.stdin is not None and self._starter.stdout is not None
+        self._starter.stdin.write(json.dumps(request).encode() + b"\n")
+        self._starter.stdin.flush()
+        for line in self._starter.stdout:
+            if line.strip().isdigit():  # packages print lines of their own while they are imported
+                return int(line)
+        raise SamecurveError("the process that starts the script's was killed; there may be too little memory")
 
 
 class Proof:
@@ -61,75 +96,79 @@ class Proof:
         resume: arguments with which the script goes on from what it saved last; None leaves that out.
 
     Attributes:
-        own: the script in one process, as it is.
+        own: the script in one process, as it is; with `against`, that script.
         problems: what is wrong with that.
+        natural: the same by the number of batches of which one is made.
     """
 
     def __init__(
-        self, script: Path, arguments: Sequence[str], steps: int, folder: Path, resume: Sequence[str] | None = None
+        self,
+        processes: Processes,
+        script: Path,
+        arguments: Sequence[str],
+        steps: int,
+        folder: Path,
+        against: Path | None = None,
+        resume: Sequence[str] | None = None,
     ):
+        self._processes = processes
         self.script, self.arguments, self.steps, self.folder = script, list(arguments), steps, folder
-        self.to_end, self.resume = not steps, resume
+        self.against, self.resume, self.to_end = against or script, resume, not steps
         self._console = TextConsole()
         try:
-            self.own = self.run(_ALONE, Watch(), steps)
-        except _Incomplete as error:
-            raise ConfigurationError(f"{script}: in one process it {error}") from None
+            self.own = self.run(ALONE, Watch(), self.against)
+        except Incomplete as error:
+            raise ConfigurationError(f"{self.against}: in one process it {error}") from None
         self.steps = len(self.own)
         self.problems = (*own_findings(self.own), *self._exports(self.own))
-        self._natural = {1: self.own}  # by batches of which one is made
+        self.natural = {1: self.own}
         self._reference, self._rounding = self.own, None
 
-    def run(self, job: StrategyJob, watch: Watch, steps: int | None = None, more: Sequence[str] = ()) -> Run:
-        """Return the records of all steps, or raise _Incomplete.
+    def run(self, job: StrategyJob, watch: Watch, script: Path, more: Sequence[str] = ()) -> Run:
+        """Return the records of all steps, or raise Incomplete.
 
-        steps: updates, if not all. more: arguments beside the script's.
+        watch: with the number of updates, if not all of them. more: arguments beside the script's.
         """
-        until = (0 if self.to_end else self.steps) if steps is None else steps
         folder = self.folder / job.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        watch = replace(watch, folder=str(folder.resolve()), steps=until, strategy=job.path and str(job.path))
-        (folder / "watch.json").write_text(json.dumps(asdict(watch)), encoding="utf-8")
+        steps = watch.detailed or watch.steps or (0 if self.to_end else self.steps)
+        watch = replace(watch, folder=str(folder.resolve()), steps=steps, strategy=job.path and str(job.path))
         log = folder / "output.log"
+        words = [job.world_size, str(log), asdict(watch), str(script), *self.arguments, *more]
         with self._console.status(f"{job.name}: running"):
-            code = self.start(job, [str(folder / "watch.json"), str(self.script), *self.arguments, *more], log)
+            code = self._processes.run(words)
         run = Run.read(job.name, folder)
-        is_whole = len(run) == until if until else len(run) and not code
+        is_whole = len(run) == steps if steps else len(run) and not code
         if is_whole and len(run.ranks) == job.world_size:
             self._console.print(f"{job.name}: {len(run)} steps on {job.world_size} process(es)")
             return run
         ended = f"ended with code {code}" if code else "ended"
-        reason = f"{ended} after {len(run)} of {until or 'all'} steps{_last_line(log)}, see {log}"
+        reason = f"{ended} after {len(run)} of {steps or 'all'} steps{_last_line(log)}, see {log}"
         self._console.print(f"{job.name}: {reason}")
-        raise _Incomplete(reason)
-
-    def start(self, job: StrategyJob, words: Sequence[str], log: Path) -> int:
-        """Run prove.process with these words in the job's processes. Returns the exit code."""
-        ranks = ["-m", "samecurve.launch.ranks", str(job.world_size)] if job.path else []
-        command = [sys.executable, *ranks, "-m", "samecurve.prove.process", *words]
-        with log.open("w", encoding="utf-8") as stream, processes(command, stream, job.world_size) as process:
-            return process.wait()
+        raise Incomplete(reason)
 
     def judge(self, job: StrategyJob) -> Verdict:
         """Run under a strategy, and in one process with the same rows and rates where the script's own differ."""
         try:
-            run = self.run(job, Watch())
+            run = self.run(job, Watch(), self.script)
             exports = (*self._exports(run),)  # before another run writes its own
             merged = max(1, round(run.rows(0).total() / max(1, self.own.rows(0).total())))
-            if merged not in self._natural:
-                self._natural[merged] = self.run(replace(_ALONE, name=f"single_x{merged}"), Watch(merged=merged))
-            natural, given = self._natural[merged], Watch(merged=merged, replay=run.indices, rates=run.rates)
+            if merged not in self.natural:
+                self.natural[merged] = self.run(
+                    replace(ALONE, name=f"single_x{merged}"), Watch(merged=merged), self.against
+                )
+            natural, given = self.natural[merged], Watch(merged=merged, replay=run.indices, rates=run.rates)
             if not self._reference.reads_as(run):
                 self._reference, self._rounding = natural, None
             if not self._reference.reads_as(run):
-                self._reference = self.run(replace(_ALONE, name=f"reference_of_{job.name}"), given)
+                self._reference = self.run(replace(ALONE, name=f"reference_of_{job.name}"), given, self.against)
             if self._rounding is None:
-                backwards = replace(_ALONE, name=f"rounding_of_{job.name}")
-                other = self.run(backwards, replace(given, backwards=True))
+                backwards = replace(ALONE, name=f"rounding_of_{job.name}")
+                other = self.run(backwards, replace(given, backwards=True), self.against)
                 self._rounding = Differences.between(other, self._reference)
             resumed = self._resumed(job, natural) if self.resume is not None else ()
-        except _Incomplete as error:
+        except Incomplete as error:
             return Verdict(job, (), Differences(), str(error))
         differences = Differences.between(run, self._reference)
         seen = findings(run, _sharding(job), self._reference, differences, self._rounding)
@@ -137,7 +176,7 @@ class Proof:
         alone = [finding for finding in weight_findings(run) if finding not in self.problems]
         logged = logged_findings(run, self._reference, self._rounding)
         last = (*alone, *resumed, *logged, *exports)
-        return Verdict(job, (*data_findings(run, natural), *first, *last), differences)
+        return Verdict(job, (*data_findings(run, natural), *first, *last), differences, run=run, given=given)
 
     def _exports(self, run: Run) -> Iterator[Finding]:
         saved = {event["value"][0]: event for event in run.events if event["event"] == "export" and event["step"]}
@@ -148,14 +187,14 @@ class Proof:
     def _resumed(self, job: StrategyJob, natural: Run) -> tuple[Finding, ...]:
         """Stop the script before its last step, go on from what it saved, and compare the steps after that."""
         assert self.resume is not None and self._rounding is not None
-        killed = self.run(replace(job, name=f"{job.name}_killed"), Watch(), self.steps - 1)
+        killed = self.run(replace(job, name=f"{job.name}_killed"), Watch(steps=self.steps - 1), self.script)
         saved = max((event["step"] for event in killed.events if event["event"] == "save"), default=0)
         if not saved:
             return (Finding("resume", 1, f"nothing is saved before step {self.steps}"),)
         try:
             named = replace(job, name=f"{job.name}_resumed")
-            run = self.run(named, Watch(), self.steps - saved, self.resume)
-        except _Incomplete as error:
+            run = self.run(named, Watch(steps=self.steps - saved), self.script, self.resume)
+        except Incomplete as error:
             return (Finding("resume", saved + 1, f"after what was saved at step {saved} the script {error}"),)
         reference = self._reference.after(saved, killed)
         differences = Differences.between(run, reference)
@@ -182,6 +221,8 @@ def _described(job: StrategyJob) -> Strategy:
 
 def _sharding(job: StrategyJob) -> str:
     """Name the strategy as Recorder does what it sees."""
+    if job.path is None:
+        return ALONE.name
     sharding = _described(job).sharding
     return "ddp" if sharding == "none" else sharding
 

@@ -18,6 +18,7 @@ KEPT = {
     "data/known_templates.py:_proved": "a stranger's template: one that cannot render a probe has no variant",
     "models/weight_conversion.py:groups": "keeps the reason, with which the model's folder is refused",
     "optim/adamw_bf16.py:compiled_update_agrees": "warns with the reason, and the plain update is used",
+    "prove/process.py:_fork": "prints the traceback into the log of the run, and ends with 1",
     "run/lifecycle.py:exit_code": "prints the traceback and ends with 1",
     "metrics/profiling/recorder.py:_write": "says it; a profile is no reason to end a run",
     "training/rehearsal_process.py:main": "prints the traceback and ends with 1",

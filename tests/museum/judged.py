@@ -16,41 +16,24 @@ import tempfile
 import time
 from pathlib import Path
 
-from samecurve.bench.jobs import StrategyJob, jobs
+from samecurve.bench.jobs import jobs
 from samecurve.errors import ConfigurationError
-from samecurve.launch.ranks import environments
-from samecurve.prove import process, script
 from samecurve.prove.judge import why_nothing_is_shown
+from samecurve.prove.script import Processes, Proof
 from samecurve.specs.environment import ROOT, versions
 from samecurve.storage.atomic import utc_timestamp, write_json
-from tests.distributed import forked
 from tests.museum.exhibit import Exhibit
 from tests.museum.exhibits import EXHIBITS
 
 RESULTS = ROOT / "benchmarks" / "museum.json"
-SECONDS = 300.0  # of one run of a script
 
 
-class Proof(script.Proof):
-    """In processes that are forked from one that has imported the libraries."""
-
-    def start(self, job: StrategyJob, words: list[str], log: Path) -> int:
-        variables = ("PATH", "HOME", "TMPDIR")
-        environment = {name: os.environ[name] for name in variables if name in os.environ}
-        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        world = job.world_size if job.path else 0
-        port = int(environments(1)[0]["MASTER_PORT"])
-        done = forked.run(Path(process.__file__), words, world, port, environment, SECONDS)
-        log.write_text(done.stdout, encoding="utf-8")
-        return done.returncode
-
-
-def judge(exhibit: Exhibit, is_wrong: bool, folder: Path) -> list[tuple[str, str]]:
+def judge(processes: Processes, exhibit: Exhibit, is_wrong: bool, folder: Path) -> list[tuple[str, str]]:
     """Return kind and text of the findings; () of a script that passes."""
     path = folder / f"{exhibit.script}.py"
     path.write_text(exhibit.source(is_wrong), encoding="utf-8")
     try:
-        proof = Proof(path, exhibit.arguments, exhibit.steps, folder / "proof", exhibit.resume)
+        proof = Proof(processes, path, exhibit.arguments, exhibit.steps, folder / "proof", resume=exhibit.resume)
     except ConfigurationError as error:
         return [("ended", str(error))]
     if nothing := why_nothing_is_shown(proof.own):
@@ -64,8 +47,8 @@ def judge(exhibit: Exhibit, is_wrong: bool, folder: Path) -> list[tuple[str, str
 
 def result_of(exhibit: Exhibit, is_wrong: bool) -> dict:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        seen = judge(exhibit, is_wrong, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, Processes() as processes:
+        seen = judge(processes, exhibit, is_wrong, Path(folder))
     kind, text = seen[0] if seen else ("", "")
     return {
         "kind": kind,

@@ -69,6 +69,10 @@ def step(
         "norm": norm,
         "rates": [*rates],
         "weights": {"first": [1.0] * 9, "second": [weight] * 9},
+        "start": {},
+        "end": {},
+        "masks": [],
+        "apart": (0.0, ""),
     }
 
 
