@@ -53,8 +53,12 @@ ROOMS_OF_STRATEGIES = {
     "planner": "predicts memory and time of a step under each strategy and its stack",
 }
 _PACKAGE = "the version of a package that is installed"
+_KEY = "a key of other trainers' files"
 _LAUNCHER = "a launcher has this name, too"
 STRATEGIES_ELSEWHERE = {
+    "config.trainers.arguments": ("deepspeed fsdp", _KEY),
+    "config.trainers.axolotl": ("deepspeed fsdp", _KEY),
+    "config.trainers.files": ("ddp deepspeed fsdp zero", "finds the strategy of another trainer's file"),
     "cli.new": ("ddp fsdp", "suggests the one of the two that fits"),
     "bench.dry_run": ("backend deepspeed", "says what was left out, and which strategies are refused"),
     "bench.fake_rank": ("fsdp", "builds one rank of a strategy without the other ranks"),

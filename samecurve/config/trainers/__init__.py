@@ -1,0 +1,1 @@
+"""Configurations of other trainers, and the recipes that they become."""
