@@ -71,6 +71,20 @@ def _length(batch: Any) -> int | None:
     return next((length for part in parts if (length := _length(part)) is not None), None)
 
 
+def _cut_to_rows(values: Tensor, loader: PreparedLoader) -> Tensor:
+    """Return one value for each row that this process has of the batch. See gather_for_metrics."""
+    batches, rank = loader.batches, loader.batches.shard[0]
+    rows, size = loader.part.rows[rank], batches.batch_size
+    if not values.ndim or len(values) in (1, rows, _length(loader.part.batch)):
+        return values
+    if size and len(values) in (size, batches.rows(size)[rank]):
+        return values[:rows]
+    raise ConfigurationError(
+        f"gather_for_metrics: {len(values)} values for {rows} rows; give a tensor of shape (rows, ...), such as "
+        "loss.repeat(len(batch)), or take `gather` for values that are not of rows"
+    )
+
+
 class PreparedData(accelerate.Accelerator):
     """The part of samecurve.Accelerator that prepares data loaders, and gathers what is computed of their batches.
 
@@ -192,9 +206,13 @@ class PreparedData(accelerate.Accelerator):
         """Gather values per row from all processes: each row of the data set once, in the order of the loader.
 
         Args:
-            input_data: nested containers of tensors whose first dimension is this process's part of the batch, or a
-                list of objects, one per row.
+            input_data: nested containers of tensors, or a list of objects, one per row. The first dimension of a tensor
+                is this process's part of the batch, or one value for the process. A tensor as long as a whole batch
+                (`loss.repeat(batch_size)`) is cut to the process's rows.
             use_gather_object: gather tensors of different shapes as objects.
+
+        Raises:
+            ConfigurationError: a tensor has another length. On all ranks.
         """
         loader = self.gradient_state.active_dataloader
         if not isinstance(loader, PreparedLoader):
@@ -207,9 +225,14 @@ class PreparedData(accelerate.Accelerator):
         if use_gather_object:
             own = counted[self.process_index]
             return gather_object(input_data if own or isinstance(input_data, Mapping) else input_data[:0])
-        if self.num_processes == 1:
-            return input_data
-        return self._gather_rows(input_data, counted)
+        values, problem = input_data, ""
+        try:
+            values = recursively_apply(lambda tensor: _cut_to_rows(tensor, loader), input_data)
+        except ConfigurationError as error:
+            problem = str(error)
+        if problem := self._control.conclude(problem, max):
+            raise ConfigurationError(problem)
+        return values if self.num_processes == 1 else self._gather_rows(values, counted)
 
     def _gather_rows(self, values: Any, counted: list[bool]) -> Any:
         """Concatenate the rows of the processes that count, which may be differently many."""

@@ -31,11 +31,15 @@ def probe(accelerator: PreparedData) -> dict:
             if accelerator.sync_gradients:
                 result["steps"].append(accelerator.units.step)
     held_out = accelerator.prepare_data_loader(DataLoader(Numbers(11), batch_size=4))
+    repeated: tuple[list, list] = [], []
     for batch in held_out:
+        for losses, length in zip(repeated, (4, 4 // accelerator.num_processes), strict=True):
+            losses.append(accelerator.gather_for_metrics(batch.float().mean().repeat(length)))
         result["gathered"] += accelerator.gather_for_metrics(batch).tolist()
         result["objects"] += accelerator.gather_for_metrics([str(row) for row in batch.tolist()])
         pair = accelerator.gather_for_metrics({"x": (2 * batch[:, None],), "y": batch})
         result["nested"] += torch.cat([pair["x"][0], pair["y"][:, None]], dim=1).tolist()
+    result["repeated"] = [torch.cat(losses).mean().item() for losses in repeated]
     result["objects"] = [int(text) for text in result["objects"]]
     custom = accelerator.prepare_data_loader(DataLoader(Numbers(8), batch_sampler=Groups()))
     result["custom"] = [accelerator.gather_for_metrics(batch).tolist() for batch in custom]

@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from samecurve.accelerator.prepared_data import PreparedData, count_units
 from samecurve.accelerator.prepared_loader import Units
+from samecurve.errors import ConfigurationError
 
 PROBE = Path(__file__).with_name("prepared_data_probe.py")
 
@@ -325,6 +326,30 @@ def test_what_accelerate_prepares_alone_is_named(loader, config, reason, caplog)
     assert len(list(owner.skip_first_batches(prepared, 1))) == len(list(prepared)) - 1
 
 
+def test_a_loss_repeated_for_a_whole_batch_counts_each_row_once():
+    """As transformers' run_clm_no_trainer.py does it, on Accelerate's own class and here."""
+    means = []
+    for kind in (PreparedData, accelerate.Accelerator):
+        owner = accelerator(kind=kind)
+        loader = owner.prepare_data_loader(LOADERS["shuffled"]())
+        losses = [owner.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader]
+        assert [len(part) for part in losses] == [4, 4, 3]
+        means.append(torch.cat(losses).mean().item())
+    assert means == [pytest.approx(5.0)] * 2
+
+
+@pytest.mark.parametrize(("length", "refused"), [(8, True), (2, True), (3, False), (4, False), (1, False), (0, True)])
+def test_values_of_no_rows_are_refused(length, refused):
+    owner = accelerator()
+    for _ in owner.prepare_data_loader(LOADERS["shuffled"]()):  # the last batch has 3 rows of 4
+        pass_on = owner.gradient_state.end_of_dataloader
+        if pass_on and refused:
+            with pytest.raises(ConfigurationError, match=f"{length} values for 3 rows"):
+                owner.gather_for_metrics({"losses": torch.ones(length)})
+        elif pass_on:
+            assert len(owner.gather_for_metrics(torch.ones(length))) == min(length, 3)
+
+
 CAUSAL = SimpleNamespace(loss_type="ForCausalLM", config=SimpleNamespace())
 LABELS = torch.tensor([[1, 2, -100], [-100, 4, 5]])
 
@@ -380,6 +405,7 @@ def test_processes_share_units_and_gather_each_row_once(processes, tmp_path):
         assert rank["train"] == one_process
         assert rank["steps"] == [4 + 4, 3]  # rows of two batches, and of the epoch's last one
         assert rank["gathered"] == rank["objects"] == list(range(11))
+        assert rank["repeated"] == [pytest.approx(5.0)] * 2
         assert rank["nested"] == [[2 * number, number] for number in range(11)]
         assert rank["custom"] == ranks[0]["custom"]
         assert rank["seed"] == ranks[0]["seed"]
