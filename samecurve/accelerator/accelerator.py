@@ -122,7 +122,7 @@ class Accelerator(PreparedData, Trackers, States):
             if self.deepspeed_plugin is not None:
                 if any(isinstance(part, torch.optim.Optimizer | DummyOptim) for part in args):
                     self.deepspeed_engine_wrapped = None  # `backward` is of the model that is trained
-                _fill_auto(self.deepspeed_plugin, model, args, self.num_processes)
+                _complete_deepspeed(self.deepspeed_plugin, model, args, self.num_processes)
         prepared = super().prepare(*args, device_placement=device_placement)
         if self.distributed_type != DistributedType.DEEPSPEED:
             return prepared
@@ -302,9 +302,11 @@ def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
     return defaults | kwargs | {"kwargs_handlers": handlers}
 
 
-def _fill_auto(plugin: DeepSpeedPlugin, model: nn.Module, prepared: tuple, num_processes: int) -> None:
-    """Replace "auto" values of a DeepSpeed file for which Accelerate wants what a script need not have."""
+def _complete_deepspeed(plugin: DeepSpeedPlugin, model: nn.Module, prepared: tuple, num_processes: int) -> None:
+    """Set values of a DeepSpeed file for which Accelerate wants what a script need not have."""
     config = plugin.deepspeed_config
+    if config.get("zero_optimization", {}).get("stage") == 3:  # else get_state_dict and save_model fail after training
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if plugin.is_auto("train_micro_batch_size_per_gpu"):  # which DeepSpeed only reports
         sizes = [part.batch_size or 1 for part in prepared if isinstance(part, DataLoader)]
         config["train_micro_batch_size_per_gpu"] = max(1, min(sizes, default=1) // num_processes)

@@ -104,9 +104,13 @@ def test_automatic_values_of_deepspeed_need_no_transformers_model():
     zero = {"stage": 3, "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": 5}
     automatic = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
     plugin = DeepSpeedPlugin(hf_ds_config={**automatic, "zero_optimization": zero})
-    module._fill_auto(plugin, model(), (rows(),), num_processes=4)
+    module._complete_deepspeed(plugin, model(), (rows(),), num_processes=4)
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 1  # 3 rows on 4 processes
-    assert plugin.deepspeed_config["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 5}
+    assert plugin.deepspeed_config["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 5,
+        "stage3_gather_16bit_weights_on_model_save": True,  # of get_state_dict and save_model
+    }
     assert plugin.deepspeed_config["gradient_clipping"] == 0.0  # Accelerate would clip to 1.0
 
 
