@@ -33,6 +33,7 @@ from samecurve.accelerator import cpu_bridge, fsdp, launch_env
 from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
+from samecurve.accelerator.prepared_state import warn_of_unsaved_states
 from samecurve.accelerator.states import States
 from samecurve.accelerator.trackers import Trackers
 from samecurve.errors import ConfigurationError
@@ -81,11 +82,11 @@ class Accelerator(PreparedData, Trackers, States):
         super().__init__(**(given if dims else _for_script(given)))
         if (world := dist.group.WORLD) is not None:
             _WORLDS.append(world)
-        self.count = count
+        self.count, self._is_script = count, dims is None
         self.mesh = Mesh(dims or self._script_dims(), self.process_index, self.device)
         if self.autocast_handler is not None and not self.autocast_handler.enabled:
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
-        if dims is None:
+        if self._is_script:
             self._refuse_what_is_not_exact()
             if self.is_fsdp2 and own_policy is None:
                 dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)
@@ -114,7 +115,13 @@ class Accelerator(PreparedData, Trackers, States):
         return ParallelDims(**{"dp_shard" if shards else "dp_replicate": self.num_processes})
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """See Accelerate. Warns of layers that compute something else on another number of processes."""
+        """See Accelerate. Warns of layers that compute something else on another number of processes.
+
+        Warns after the first step of an optimizer whose states `save_state` cannot keep.
+        """
+        for part in args if self._is_script else ():
+            if isinstance(part, torch.optim.Optimizer) and hasattr(part, "_optimizer_step_post_hooks"):
+                warn_of_unsaved_states(part, self.is_main_process)  # not of one that is prepared already
         for model in (part for part in args if isinstance(part, nn.Module)):
             cpu_bridge.install_sync_batch_norm(model, self.device)
             if self.num_processes > 1 and self.is_main_process and (warning := _unequal_layers(model)):

@@ -6,6 +6,7 @@ ones too, and all persistent buffers. What an optimizer keeps is read off the li
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -27,6 +28,51 @@ from samecurve.interfaces.sharded_state import WEIGHT, Kinds, ShardRange, State,
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # of which the file's fp32 keeps every value
+
+
+def describe_states(optimizer: torch.optim.Optimizer, tensor: Tensor, name: str, shape: torch.Size) -> dict:
+    """Describe an optimizer's states of a parameter, kept under `tensor`; see PreparedState.record.
+
+    Raises:
+        CheckpointError: a state that checkpoints cannot hold.
+    """
+    kinds, scalars = [], {}
+    for key, value in (optimizer.state.get(tensor) or {}).items():
+        is_tensor = isinstance(value, Tensor)
+        if value is None:
+            continue
+        if is_tensor and key != "step" and value.shape == tensor.shape and value.dtype in _EXACT:
+            kinds.append(key)
+        elif isinstance(number := value.item() if is_tensor and value.numel() == 1 else value, (int, float)):
+            scalars[key] = [number, str(value.dtype).removeprefix("torch.") if is_tensor else ""]
+        else:
+            what = f"{value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
+            raise CheckpointError(
+                f"{type(optimizer).__name__}: the state {key} of {name} is {what}; save_state keeps numbers and "
+                f"tensors of the parameter's shape, {tuple(shape)}, which every strategy can divide: take an optimizer "
+                "such as AdamW"
+            )
+    return {"kinds": kinds, "scalars": scalars}
+
+
+def warn_of_unsaved_states(optimizer: torch.optim.Optimizer, is_main: bool) -> None:
+    """Warn after the optimizer's first step, and not at a save hours later, of states that cannot be saved."""
+    waiting = True
+
+    def check(*_: Any) -> None:
+        nonlocal waiting
+        if not waiting:
+            return
+        waiting = False
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            try:
+                describe_states(optimizer, parameter, "a parameter", parameter.shape)
+            except CheckpointError as error:
+                if is_main:
+                    warnings.warn(f"save_state will fail. {error}", stacklevel=3)
+                return
+
+    optimizer.register_step_post_hook(check)
 
 
 class PreparedState:
@@ -64,7 +110,7 @@ class PreparedState:
         if len(engines) > 1:
             raise CheckpointError("save_state and load_state know one model under DeepSpeed, as prepare does")
         self._find_slots()
-        self.states = {name: self._live(name) for name in self._slots}
+        self.states = {name: describe_states(*slot, name, self.shapes[name]) for name, slot in self._slots.items()}
         self.kinds: Kinds = {}
         self._parts = self._build_parts()
         for part in self._parts:
@@ -116,26 +162,6 @@ class PreparedState:
         if groups is None:
             raise CheckpointError(f"{type(zero).__name__}: save_state does not know this optimizer of DeepSpeed")
         return [(group, base["params"][0]) for group, base in zip(groups, zero.optimizer.param_groups, strict=True)]
-
-    def _live(self, name: str) -> dict:
-        """Describe an optimizer's state of a parameter, see `record`."""
-        optimizer, tensor = self._slots[name]
-        kinds, scalars = [], {}
-        for key, value in (optimizer.state.get(tensor) or {}).items():
-            is_tensor = isinstance(value, Tensor)
-            if value is None:
-                continue
-            if is_tensor and key != "step" and value.shape == tensor.shape and value.dtype in _EXACT:
-                kinds.append(key)
-            elif isinstance(number := value.item() if is_tensor and value.numel() == 1 else value, (int, float)):
-                scalars[key] = [number, str(value.dtype).removeprefix("torch.") if is_tensor else ""]
-            else:
-                what = f"{value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
-                raise CheckpointError(
-                    f"{type(optimizer).__name__}: the state {key} of {name} is {what}; save_state keeps numbers and "
-                    f"tensors of the parameter's shape, {tuple(self.shapes[name])}, which every strategy can divide"
-                )
-        return {"kinds": kinds, "scalars": scalars}
 
     def record(self) -> dict[str, dict]:
         """Return for each trained parameter "kinds", the names of its optimizer states that have its shape, and

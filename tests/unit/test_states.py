@@ -116,6 +116,30 @@ def test_a_loaded_run_goes_on_bit_for_bit(optimizer, tmp_path):
         assert other.optimizer.param_groups[1]["lr"] == 0.0005
 
 
+@pytest.mark.parametrize(
+    ("kind", "state"), [(torch.optim.Adafactor, "row_var"), (torch.optim.LBFGS, "al"), (torch.optim.AdamW, "")]
+)
+def test_what_an_optimizer_cannot_save_is_said_at_its_first_step(kind, state, tmp_path, recwarn):
+    accelerator = samecurve.Accelerator()
+    model = nn.Linear(3, 4)
+    model, optimizer = accelerator.prepare(model, kind(model.parameters()))
+
+    def closure():
+        loss = model(torch.ones(2, 3)).square().mean()
+        accelerator.backward(loss)
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    said = [str(warning.message) for warning in recwarn if "save_state will fail" in str(warning.message)]
+    assert len(said) == bool(state) and all(f"{kind.__name__}: the state {state} " in line for line in said)
+    if state:
+        with pytest.raises(CheckpointError, match=f"the state {state} of"):
+            accelerator.save_state(tmp_path / "state")
+    else:
+        accelerator.save_state(tmp_path / "state")
+
+
 def test_a_state_before_the_first_step_forgets_the_later_one(tmp_path):
     script = Script()
     script.accelerator.save_state(tmp_path / "state")
