@@ -27,6 +27,8 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DummyOptim  # 
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
 from samecurve.accelerator import cpu_bridge, fsdp, launch_env
@@ -122,9 +124,10 @@ class Accelerator(PreparedData, Trackers, States):
         for part in args if self._is_script else ():
             if isinstance(part, torch.optim.Optimizer) and hasattr(part, "_optimizer_step_post_hooks"):
                 warn_of_unsaved_states(part, self.is_main_process)  # not of one that is prepared already
+        warned = self._is_script and self.num_processes > 1 and self.is_main_process
         for model in (part for part in args if isinstance(part, nn.Module)):
             cpu_bridge.install_sync_batch_norm(model, self.device)
-            if self.num_processes > 1 and self.is_main_process and (warning := _unequal_layers(model)):
+            if warned and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
             if self.deepspeed_plugin is not None:
                 if any(isinstance(part, torch.optim.Optimizer | DummyOptim) for part in args):
@@ -326,9 +329,22 @@ def _complete_deepspeed(plugin: DeepSpeedPlugin, model: nn.Module, prepared: tup
 
 
 def _unequal_layers(model: nn.Module) -> str:
-    """Name the layers whose result depends on which rows a process has; "" without any."""
-    norms = [name for name, part in model.named_modules() if type(part) in _BATCH_NORMS and part.training]
-    drops = [name for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]
+    """Name the layers whose result depends on which rows a process has; "" without any.
+
+    A model of from_pretrained is in eval mode until its loop begins. Layers are left out that are in eval mode within a
+    model in train mode, and those of a frozen model in eval mode.
+    """
+    if not model.training and not any(parameter.requires_grad for parameter in model.parameters()):
+        return ""
+    layers = {
+        name or type(part).__name__: part for name, part in model.named_modules() if part.training >= model.training
+    }
+    norms = [
+        name
+        for name, part in layers.items()
+        if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm | cpu_bridge.SyncBatchNorm)
+    ]
+    drops = [name for name, part in layers.items() if _is_random(part)]
     lines = []
     if norms:
         lines.append(
@@ -337,10 +353,17 @@ def _unequal_layers(model: nn.Module) -> str:
         )
     if drops:
         lines.append(
-            f"{drops[0]} and {len(drops) - 1} other Dropout layers draw from a generator of each process: p=0 makes "
-            "curves equal"
+            f"{drops[0]} and {len(drops) - 1} other layers with dropout draw from a generator of each process: p=0 "
+            "makes curves equal"
         )
     return "the curve will depend on the number of processes: " + "; ".join(lines) if lines else ""
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+def _is_random(layer: nn.Module) -> bool:
+    """Say whether a layer draws numbers when it is trained: by its class, or an attribute such as attention_dropout."""
+    if isinstance(layer, _DropoutNd):
+        return layer.p > 0
+    if isinstance(layer, nn.RReLU):
+        return layer.lower < layer.upper
+    # torch's LSTM and MultiheadAttention, DropPath, and layers of transformers that call functional.dropout
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(layer).items())

@@ -118,10 +118,10 @@ def install_sync_batch_norm(model: nn.Module, device: torch.device) -> None:
         return
     for part in model.modules():
         if type(part) is nn.SyncBatchNorm:
-            part.__class__ = _SyncBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
+            part.__class__ = SyncBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """SyncBatchNorm over gloo; no subclass of torch's, of which DDP takes none on a CPU."""
 
     process_group: Any

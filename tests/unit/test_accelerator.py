@@ -12,6 +12,7 @@ from accelerate.utils import AutocastKwargs, DeepSpeedPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaModel
 
 import samecurve
 from samecurve.accelerator import accelerator as module
@@ -134,19 +135,51 @@ def test_batch_norm_over_processes_on_a_cpu(shape, monkeypatch):
     torch.testing.assert_close(mine.eval()(values), theirs.eval()(values))
 
 
-@pytest.mark.parametrize(
-    ("layer", "said"),
-    [
-        (nn.BatchNorm1d(4), "convert_sync_batchnorm"),
-        (nn.Dropout(0.1), "p=0 makes curves equal"),
-        (nn.Dropout(0.0), ""),
-        (nn.SyncBatchNorm(4), ""),
-        (nn.BatchNorm1d(4).eval(), ""),
-    ],
-)
+class OwnBatchNorm(nn.BatchNorm2d):
+    pass
+
+
+def on_gloo() -> nn.Module:
+    cpu_bridge.install_sync_batch_norm(layer := nn.SyncBatchNorm(4), torch.device("cpu"))
+    return layer
+
+
+def llama(dropout: float) -> nn.Module:
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    return LlamaModel(LlamaConfig(**sizes, num_hidden_layers=1, attention_dropout=dropout))
+
+
+SYNC, ZERO = "convert_sync_batchnorm", "p=0 makes curves equal"
+LAYERS = [
+    (lambda: nn.BatchNorm1d(4), SYNC),
+    (lambda: OwnBatchNorm(4), SYNC),
+    (lambda: nn.LazyBatchNorm2d(affine=False), SYNC),
+    (lambda: nn.SyncBatchNorm(4), ""),
+    (on_gloo, ""),
+    (lambda: nn.Dropout(0.1), ZERO),
+    (lambda: nn.Dropout(0.0), ""),
+    (lambda: nn.Dropout2d(0.1), ZERO),
+    (lambda: nn.AlphaDropout(0.1), ZERO),
+    (lambda: nn.LSTM(4, 4, 2, dropout=0.1), ZERO),
+    (lambda: nn.LSTM(4, 4, 2), ""),
+    (lambda: nn.MultiheadAttention(4, 2, dropout=0.1), ZERO),
+    (nn.RReLU, ZERO),
+    (lambda: llama(0.1), ZERO),  # it calls functional.dropout
+    (lambda: llama(0.0), ""),
+]
+
+
+@pytest.mark.parametrize(("layer", "said"), LAYERS)
 def test_layers_that_depend_on_the_processes_are_named(layer, said):
-    warning = module._unequal_layers(nn.Sequential(nn.Linear(4, 4), layer))
+    model = nn.Sequential(nn.Linear(4, 4), layer())
+    warning = module._unequal_layers(model)
     assert said in warning and bool(said) == bool(warning)
+    # a model of from_pretrained is in eval mode when it is prepared; its loop trains it
+    assert module._unequal_layers(model.eval()) == warning
+    assert not module._unequal_layers(model.requires_grad_(False))
+    # a part that stays in eval mode
+    model.train()[1].eval()
+    assert not module._unequal_layers(model)
 
 
 def test_a_data_set_of_tuples_counts_rows():
