@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
@@ -52,6 +52,14 @@ def count_units(batch: Any, model: Any = None, rows: int | None = None) -> int:
             "a batch without tensors cannot be counted: give Accelerator(count=...) a function that returns the number "
             "of units (rows, tokens) that your loss is a mean over"
         )
+    # Not counted as labels: another batch, or another process's part of this one, may have no -100
+    if any(not tensor.is_floating_point() and (tensor == IGNORE_INDEX).any() for tensor in _tensors(batch)):
+        logger.warning_once(
+            f'a batch without "labels" has {IGNORE_INDEX} in an integer tensor, and its rows are counted. If your loss '
+            f"is a mean over labels other than {IGNORE_INDEX}, the curve will depend on the number of processes. Name "
+            'the tensor "labels", or count them: '
+            f"Accelerator(count=lambda batch: int((batch[1] != {IGNORE_INDEX}).sum()))"
+        )
     return rows
 
 
@@ -63,12 +71,19 @@ def _predicts_next(model: Any) -> bool:
     return kind in _SHIFTED_LOSSES or (kind is None and type(model).__name__.endswith("LMHeadModel"))
 
 
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers, but for scalars."""
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            yield batch
+        return
+    for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():
+        yield from _tensors(part)
+
+
 def _length(batch: Any) -> int | None:
     """Return the length of the first tensor in nested containers; None without one."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((length for part in parts if (length := _length(part)) is not None), None)
+    return next((len(tensor) for tensor in _tensors(batch)), None)
 
 
 def _cut_to_rows(values: Tensor, loader: PreparedLoader) -> Tensor:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
+from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import (
@@ -375,6 +376,23 @@ LABELS = torch.tensor([[1, 2, -100], [-100, 4, 5]])
 )
 def test_units_of_a_batch(batch, model, expected):
     assert count_units(batch, model) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "warned"),
+    [
+        ((LABELS.abs(), LABELS), True),
+        ({"input_ids": LABELS.abs(), "target": LABELS}, True),
+        ({"input_ids": LABELS.abs(), "labels": LABELS}, False),
+        ((LABELS.float(), LABELS.abs()), False),
+    ],
+)
+def test_labels_that_are_not_counted_are_said(batch, warned, caplog):
+    owner = accelerator()
+    MultiProcessAdapter.warning_once.cache_clear()
+    owner.count_units(batch)
+    owner.count_units(batch)
+    assert caplog.text.count("a batch without") == int(warned)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "GPT2ForTokenClassification", "T5ForConditionalGeneration"])
