@@ -322,8 +322,11 @@ def _is_there(folder: Path) -> bool:
 
 def _refuse_accelerates_own(folder: Path) -> None:
     if not (folder / manifest.MARKER).exists() and any(folder.glob("random_states_*.pkl")):
-        way = f"python -m samecurve adopt {folder}"
-        raise CheckpointError(f"{folder}: written by Accelerate's own save_state, which this command reads: {way}")
+        raise CheckpointError(
+            f"{folder}: written by Accelerate's own save_state. Read it once under the strategy that wrote it, by "
+            f"accelerate.Accelerator.load_state(accelerator, {str(folder)!r}), and save it by save_state. A run of "
+            "train.py goes on from it by python -m samecurve adopt"
+        )
 
 
 def _keep_others(final: Path, folder: Path) -> None:

@@ -320,7 +320,7 @@ def test_another_model_is_refused_with_its_differences(tmp_path):
 def test_folders_of_others_say_who_reads_them(tmp_path, capsys):
     Script(kind=accelerate.Accelerator).accelerator.save_state(str(tmp_path / "stock"))
     script = Script()
-    with pytest.raises(CheckpointError, match=r"python -m samecurve adopt .*stock"):
+    with pytest.raises(CheckpointError, match=r"accelerate\.Accelerator\.load_state\(accelerator, '.*/stock'\)"):
         script.accelerator.load_state(tmp_path / "stock")
     with pytest.raises(ValueError, match="folder does not exist"):
         script.accelerator.load_state(tmp_path / "nowhere")
@@ -328,6 +328,20 @@ def test_folders_of_others_say_who_reads_them(tmp_path, capsys):
         script.accelerator.load_state()
     script.accelerator.save_state(tmp_path / "state", exclude_frozen_parameters=True)
     assert "without effect: exclude_frozen_parameters" in capsys.readouterr().out
+
+
+def test_a_state_of_accelerate_goes_on_here(tmp_path):
+    stock, script, again = Script(kind=accelerate.Accelerator), Script(seed=9), Script(seed=8)
+    for part in (stock, script, again):
+        part.accelerator._custom_objects.clear()  # Accelerate unpickles them by torch.load, with their own classes
+    stock.train(3)
+    stock.accelerator.save_state(str(tmp_path / "stock"))
+    expected = stock.train(3)
+    accelerate.Accelerator.load_state(script.accelerator, str(tmp_path / "stock"))
+    script.accelerator.save_state(tmp_path / "state")
+    equal((*script.train(3)[:2], expected[2]), expected)
+    again.accelerator.load_state(tmp_path / "state")
+    equal((*again.train(3)[:2], expected[2]), expected)
 
 
 def test_hooks_write_into_the_folder_and_read_from_it(tmp_path):
