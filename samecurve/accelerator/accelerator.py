@@ -22,6 +22,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
+    convert_outputs_to_fp32,
 )
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DummyOptim  # not in utils without DeepSpeed
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
@@ -130,9 +131,7 @@ class Accelerator(PreparedData, Trackers, States):
             if warned and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
             if self.deepspeed_plugin is not None:
-                if any(isinstance(part, torch.optim.Optimizer | DummyOptim) for part in args):
-                    self.deepspeed_engine_wrapped = None  # `backward` is of the model that is trained
-                _complete_deepspeed(self.deepspeed_plugin, model, args, self.num_processes)
+                self._begin_deepspeed(model, args)
         prepared = super().prepare(*args, device_placement=device_placement)
         if self.distributed_type != DistributedType.DEEPSPEED:
             return prepared
@@ -140,6 +139,14 @@ class Accelerator(PreparedData, Trackers, States):
             if isinstance(part, DeepSpeedOptimizerWrapper):
                 part.__class__, part.take_step = _DeepSpeedOptimizer, self._take_deepspeed_step  # pyright: ignore
         return prepared
+
+    def _begin_deepspeed(self, model: nn.Module, prepared: tuple) -> None:
+        if any(isinstance(part, torch.optim.Optimizer | DummyOptim) for part in prepared):
+            self.deepspeed_engine_wrapped = None  # `backward` is of the model that is trained
+        _complete_deepspeed(cast(DeepSpeedPlugin, self.deepspeed_plugin), model, prepared, self.num_processes)
+        if self._is_script and self.mixed_precision in ("bf16", "fp16"):  # a script's loss is fp32, as after autocast
+            whole: Any = model
+            whole._original_forward, whole.forward = model.forward, convert_outputs_to_fp32(model.forward)
 
     def prepare_model(
         self,

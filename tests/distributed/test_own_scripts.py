@@ -22,8 +22,9 @@ STEPS, EPOCHS = 15, 3
 
 @pytest.fixture(scope="module")
 def train(workspace):
-    def start(script: str, strategy: str, world: int, folder: Path, killed_at: int = 0) -> Run:
+    def start(script: str, strategy: str, world: int, folder: Path, killed_at: int = 0, precision: str = "") -> Run:
         words = [f"examples/{script}.py", "--project_dir", str(folder)]
+        words += ["--mixed_precision", precision] if precision else []
         if killed_at:
             words = ["tests/distributed/killed_script.py", str(killed_at), *words]
         launcher, path = ("accelerate", workspace.strategy(strategy)) if world > 1 else ("fork", None)
@@ -68,6 +69,17 @@ def test_curve_of_two_processes_is_that_of_one(train, alone, tmp_path, script, s
     assert_ended(run)
     assert printed(run) == pytest.approx(alone(script), rel=1e-5)
     assert "the curve will depend" not in run.output
+
+
+@pytest.mark.parametrize("strategy", ["zero2", long("zero3")[0]])
+def test_losses_of_the_script_are_fp32_in_bf16(train, tmp_path, strategy):
+    """DeepSpeed returns logits in bf16, of which a mean is rounded to 1 in 256."""
+    losses = []
+    for name, world in (("single", 1), (strategy, 2)):
+        run = train("nlp", name, world, tmp_path / name, precision="bf16")
+        assert_ended(run)
+        losses.append([value for name, value in printed(run).items() if "eval_loss" in name])
+    assert len(losses[0]) == EPOCHS and losses[1] == pytest.approx(losses[0], rel=5e-4)
 
 
 @pytest.mark.parametrize(
