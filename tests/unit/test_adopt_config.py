@@ -176,7 +176,8 @@ def test_of_a_script_of_ms_swift(folder, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yaml", "stage: kto\nmodel_name_or_path: x", "stage: found kto"),
+        ("a.yaml", "stage: kto\nmodel_name_or_path: x\ndataset: y", "stage: found kto"),
+        ("a.yaml", "model_name_or_path: x\ntemplate: qwen\nexport_dir: y", "dataset: missing"),
         ("a.yaml", "a: 1", "no key of TRL, LLaMA-Factory, axolotl or ms-swift"),
         ("a.yaml", "- 1", "found no keys"),
         ("a.yaml", "a: [", "not YAML"),

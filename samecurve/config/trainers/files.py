@@ -17,7 +17,10 @@ from samecurve.errors import ConfigurationError
 TRAINERS = {"trl": trl.TRAINER, "llama-factory": llama_factory.TRAINER, "axolotl": axolotl.TRAINER}
 TRAINERS |= {"ms-swift": swift.TRAINER}
 # a key of each that the others do not have; TRL's names are transformers' own and come last
-MARKS = {"axolotl": {"base_model"}, "llama-factory": {"stage", "finetuning_type", "cutoff_len"}}
+MARKS = {
+    "axolotl": {"base_model"},
+    "llama-factory": {"stage", "finetuning_type", "cutoff_len", "template", "export_dir"},
+}
 MARKS |= {"ms-swift": {"tuner_type", "train_type", "rlhf_type"}, "trl": {"model_name_or_path"}}
 _COMMANDS = {"llamafactory-cli": "llama-factory", "axolotl": "axolotl", "swift": "ms-swift", "trl": "trl"}
 _METHODS = ("sft", "dpo", "orpo", "cpo", "kto", "grpo", "rloo", "gkd", "ppo", "prm", "reward")

@@ -18,6 +18,10 @@ ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "syst
 
 
 def task(settings: Settings) -> str:
+    if "model" in settings:
+        raise ConfigurationError("model: a key of LLaMA-Factory's v1, which is not read; give a file of its stages")
+    if "dataset" not in settings:
+        raise ConfigurationError("dataset: missing; the file is one for inference or an export, and trains nothing")
     stage = settings.get("stage", "sft")
     if stage not in STAGES:
         raise ConfigurationError(f"stage: found {stage}, which has no task here; {', '.join(STAGES)} have one")
