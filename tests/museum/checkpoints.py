@@ -40,10 +40,12 @@ scaler = Scaler()
 """,
 }
 _BASE = """from safetensors.torch import save_file
-base = folder.with_name(f"base{accelerator.process_index}")
-model.save_pretrained(base)
-state = {name: value.clone() for name, value in model.state_dict().items()} | MORE
-save_file(state, base / "model.safetensors", {"format": "pt"})
+base = folder.with_name("base")
+if accelerator.is_main_process:  # transformers writes no config.json on another one
+    model.save_pretrained(base)
+    state = {name: value.clone() for name, value in model.state_dict().items()} | MORE
+    save_file(state, base / "model.safetensors", {"format": "pt"})
+accelerator.wait_for_everyone()
 model = LlamaForCausalLM.from_pretrained(base)
 """
 
