@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", metavar="NAME", help="TRL, ms-swift: sft, dpo, ...; default: by the file's name, sft"
     )
-    parser.add_argument("--num_processes", type=int, help="devices that the configuration was meant for; default 1")
+    parser.add_argument(
+        "--num_processes", type=int, metavar="N", help="devices that the configuration was meant for; default 1"
+    )
     parser.add_argument("--output", metavar="FILE", type=Path, help="default: the configuration's name here, .yaml")
 
 

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a training script of any trainer")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of the script, after --")
     pair = parser.add_mutually_exclusive_group(required=True)
-    pair.add_argument("--strategy", metavar="NAME", help="in configs/, or a file: compare it with one process")
+    pair.add_argument("--strategy", metavar="STRATEGY", help="in configs/, or a file: compare it with one process")
     pair.add_argument(
         "--against", type=Path, metavar="SCRIPT", help="compare one process of it, such as an older version"
     )

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_processes", type=int, default=2, metavar="N", help="per run (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="of a script (default: %(default)s)")
     parser.add_argument("--to_end", action="store_true", help="let a script end; judge its exports and evaluations")
-    parser.add_argument("--resume", metavar="ARGUMENTS", help="of a script, to go on from what it saved; judges that")
+    parser.add_argument(
+        "--resume_with", metavar="ARGUMENTS", help="of a script, to go on from what it saved; judges that"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: runs/prove/NAME")
 
 
@@ -48,5 +50,5 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
         return Subcommand("samecurve.prove.recipe", (path, arguments.arguments, chosen, bool(named), output))
     steps = 0 if arguments.to_end else arguments.steps
     return Subcommand(
-        "samecurve.prove.report", (arguments.script, arguments.arguments, chosen, steps, arguments.resume, output)
+        "samecurve.prove.report", (arguments.script, arguments.arguments, chosen, steps, arguments.resume_with, output)
     )
