@@ -146,6 +146,18 @@ def test_of_trl(folder, capsys):
     assert "train.py recipe.yaml --strategy ddp --num_processes 4" in printed
 
 
+def test_a_prompt_of_trl_that_is_text_gets_no_template(folder, capsys):
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    recipe, _ = adopted(TRL, "sft.yaml", capsys)
+    assert not recipe.data.chat and recipe.data.path == "rows.jsonl"
+
+
+def test_text_of_trl_is_continued(folder, capsys):
+    Path("rows.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    recipe, _ = adopted(TRL, "sft.yaml", capsys)
+    assert recipe.task == "continue_pretrain" and not recipe.data.packing
+
+
 def test_of_llama_factory(folder, capsys):
     recipe, printed = adopted(LLAMA_FACTORY, "llama3_lora_sft.yaml", capsys)
     assert recipe.data.path == "rows.jsonl" and recipe.data.validation_fraction == 0.1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from samecurve.config.trainers import arguments
@@ -19,7 +22,8 @@ def task(settings: Settings) -> str:
             f"trl {method} has no task here; those of sft, dpo, orpo, cpo, reward and prm have one"
             + (". Pairs train with dpo.loss: kto, rows of completion and label do not" if method == "kto" else "")
         )
-    return METHODS[method]
+    is_text = method == "sft" and settings.get("dataset_text_field", "text") in (row := first_row(settings))
+    return "continue_pretrain" if is_text and not {"messages", "prompt"} & row.keys() else METHODS[method]
 
 
 def defaults(settings: Settings) -> dict[str, Any]:
@@ -30,7 +34,7 @@ def defaults(settings: Settings) -> dict[str, Any]:
     given |= {"gradient_checkpointing": True}
     given |= {} if arguments.flag(settings.get("fp16")) or "bf16" in settings else {"bf16": True}
     given |= {"packing": False} if method == "sft" else {}
-    given |= {"train_on": None} if method == "sft" else {}
+    given |= {"train_on": None} if METHODS[method] in ("sft", "dpo") else {}
     # peft's own choice for most families, where no modules are named
     adapted = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
     return given | (adapted if lora(settings) else {})
@@ -64,14 +68,31 @@ def loss(value: Any, settings: Settings) -> dict[str, Any] | NoEffect | NoEqual:
     return {"dpo.loss": LOSSES[name]} if name in LOSSES else NoEqual(f"dpo.loss: one of {', '.join(LOSSES.values())}")
 
 
+def first_row(settings: Settings) -> dict[str, Any]:
+    """The first row of a .jsonl that is here, {} of other data: it says what kind of rows TRL would find."""
+    path = Path(str(settings.get("dataset_name") or settings.get("dataset_path")))
+    row = None
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open(encoding="utf-8") as file, suppress(ValueError):
+            row = json.loads(file.readline())
+    return row if isinstance(row, dict) else {}
+
+
+def data_set(value: Any, settings: Settings) -> dict[str, Any]:
+    """TRL renders no chat template around a prompt and a completion that are text."""
+    row = first_row(settings)
+    is_text = isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
+    return {"data.path": value} | ({"data.chat": False} if is_text else {})
+
+
 def dataset_split(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     return {"data.split": value} if str(value).isidentifier() else NoEqual("data.split and data.max_samples")
 
 
 RULES: dict[str, Rule] = arguments.RULES | {
     "method": NoEffect("the task"),
-    "dataset_name": "data.path",
-    "dataset_path": "data.path",
+    "dataset_name": data_set,
+    "dataset_path": data_set,
     "dataset_config": "data.config",
     "dataset_train_split": dataset_split,
     "dataset_test_split": lambda value, settings: (
@@ -101,7 +122,7 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "beta": lambda value, settings: {"dpo.beta": arguments.number(value)},
     "loss_type": loss,
     "loss_weights": NoEqual("dpo.loss: one loss"),
-    "label_smoothing": lambda value, settings: {"dpo.label_smoothing": arguments.number(value)},
+    "label_smoothing": NoEffect("TRL's sigmoid loss does not use it; dpo.label_smoothing would"),
     "simpo_gamma": lambda value, settings: {"dpo.gamma": arguments.number(value)},
     "precompute_ref_log_probs": NoEffect("always, and cached"),
     "center_rewards_coefficient": lambda value, settings: {
