@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from samecurve.prove.recorder import sketch
+from samecurve.prove.modules import sketch
+from samecurve.storage.records import read_record
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -68,8 +68,9 @@ def _names(folder: Path) -> set[str]:
 def _end_problem(folder: Path, records: list[dict[str, Any]]) -> str:
     ends = {row["last"] for record in records for row in record["masks"]}
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists() and len(ends) == 1:
-            stops = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        settings = read_record(folder / name).value
+        if settings is not None and len(ends) == 1:
+            stops = settings.get("eos_token_id")
             stops = stops if isinstance(stops, list) else [stops]
             return "" if ends & {*stops} else f"all rows end with token {ends.pop()}, and {name} stops at {stops}"
     return ""

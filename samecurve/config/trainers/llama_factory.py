@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from samecurve.config.trainers import arguments
 from samecurve.config.trainers.translation import NoEffect, NoEqual, Rule, Settings, Trainer
 from samecurve.errors import ConfigurationError
+from samecurve.storage.records import read_record
 
 STAGES = {"pt": "continue_pretrain", "sft": "sft", "dpo": "dpo", "rm": "reward"}
 LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto_pair": "kto"}
@@ -53,9 +53,8 @@ def data_set(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     """Look the names up in dataset_dir/dataset_info.json."""
     names = arguments.comma_list(value)
     path = Path(str(settings.get("dataset_dir", "data")), "dataset_info.json")
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    table = read_record(path).value
+    if table is None:
         return NoEqual(f"data.path: {path} is not here, which says where {', '.join(names)} is")
     if missing := [name for name in names if name not in table]:
         return NoEqual(f"data.path: {path} has no {missing[0]}")
