@@ -10,6 +10,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from samecurve.prove.judge import distance
 from samecurve.prove.modules import sketch
 from samecurve.storage.records import read_record
 
@@ -39,15 +40,10 @@ def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> st
     if lost := [name for name in expected if name not in weights or not weights[name].numel()]:
         return f"{len(lost)} of {len(expected)} trained tensors are not in it, {lost[0]} the first"
     for name, (own, values) in expected.items():
-        value = _distance(sketch(own, weights[name].float()), values)
+        value = distance(sketch(own, weights[name].float()), values, 1e-12)
         if not value <= (1e-6 if weights[name].dtype == torch.float32 else 0.01):
             return f"{name}, read back, is {value:.1e} away, relative, from that of the run"
     return "" if is_adapter else _base_problem(folder, base) or _end_problem(folder, records)
-
-
-def _distance(one: list[float], other: list[float]) -> float:
-    squares = sum((a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True)) / (len(one) - 1)
-    return squares**0.5 / max(one[0], other[0], 1e-12)
 
 
 def _base_problem(folder: Path, base: str) -> str:

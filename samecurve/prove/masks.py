@@ -11,7 +11,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-IGNORED = -100
+from samecurve.losses.cross_entropy import IGNORE_INDEX
+
 ROLES = ("system", "user", "tool", "assistant")
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "num_items_in_batch"}
 _MOST_TURNS = 20_000  # remembered; of longer data the first are enough
@@ -53,7 +54,7 @@ class Masks:
         for index in range(len(ids)):
             kept = mask[index].bool()
             row, wanted = ids[index][kept].tolist(), labels[index][kept].tolist()
-            trained = [place for place, label in enumerate(wanted) if label != IGNORED]
+            trained = [place for place, label in enumerate(wanted) if label != IGNORE_INDEX]
             if any(wanted[place] != row[place] for place in trained):
                 continue  # shifted already, or a masked language model's
             last = trained[-1] if trained else len(row)
@@ -72,7 +73,7 @@ class Masks:
             fits = [turn for turn in self._turns.get(tuple(row[place : place + 2]), ()) if _stands(turn[0], row, place)]
             ids, content = max(fits, key=lambda turn: len(turn[0]), default=([0], ""))
             if role := self._roles.get(content, ""):
-                yield role, len(ids), sum(label != IGNORED for label in labels[place : place + len(ids)])
+                yield role, len(ids), sum(label != IGNORE_INDEX for label in labels[place : place + len(ids)])
             place += len(ids)
 
 

@@ -29,10 +29,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.sampler import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.prove.masks import Masks, apart
 from samecurve.prove.modules import Modules, sketch
 
-IGNORED = -100
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -105,7 +105,7 @@ class Recorder:
                     self._modules.begin(rows, kwargs.get("attention_mask"), self._named_modules(), self._whole_weights)
                 if isinstance(labels := kwargs.get("labels"), Tensor):
                     counted = labels if labels.ndim == 1 else labels[..., 1:]  # a causal model shifts them
-                    self._labels.append([int((part != IGNORED).sum()) for part in (labels, counted)])
+                    self._labels.append([int((part != IGNORE_INDEX).sum()) for part in (labels, counted)])
                 self._masked += self._masks.of_rows(kwargs)
         self._depth += 1
         try:
