@@ -25,7 +25,7 @@ from harness import RECIPE, ROOT
 
 import samecurve.cli.commands as cli
 import train
-from samecurve.inference import merge_lora, predictions, sample  # noqa: F401 - before the forks
+from samecurve.inference import generation, merge_lora, predictions  # noqa: F401 - before the forks
 from samecurve.run import lifecycle
 from samecurve.training import startup  # noqa: F401 - as above
 
