@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
-from scripts.pages import capabilities, formats, model_families, museum, recipe_reference, strategy_keys
+from scripts.pages import capabilities, formats, measurements, model_families, museum, recipe_reference, strategy_keys
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MKDOCS = os.environ.get("SAMECURVE_MKDOCS", "")
@@ -146,6 +146,27 @@ def test_the_museum_is_current():
 def test_the_strategy_keys_are_current():
     fix = "python -m scripts.pages.strategy_keys > docs/strategy_keys.md"
     assert text("docs/strategy_keys.md") == f"{strategy_keys.render_page()}\n", f"a table has changed: {fix}"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no history")
+def test_the_ages_of_the_measurements_are_current():
+    page = text("docs/benchmarks.md")
+    assert page == measurements.with_table(page), "run python -m scripts.pages.measurements"
+    assert {Path(row.path).name for row in measurements.MEASURED} >= {
+        path.name for path in (ROOT / "benchmarks").glob("*.md")
+    }
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no history")
+def test_an_old_page_is_seen():
+    def same(words: str) -> str:
+        return measurements.origin(f"On 2026-11-28 at commit {words}.", ("engines",))[2]
+
+    log = ["git", "log", "-1", "--format=%h", "--abbrev=8"]
+    today = subprocess.check_output(log, cwd=ROOT, text=True).strip()
+    old = subprocess.check_output([*log, "--skip=1", "--", "samecurve/engines"], cwd=ROOT, text=True).strip()
+    assert [same(today), same(old), same(f"{today} and {old}")] == ["yes", "no", "no"]
+    assert {same(f"{today}-dirty"), same("0a0a0a0a"), same("")} == {"not known"}
 
 
 class Grown(Section):

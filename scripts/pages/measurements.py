@@ -1,0 +1,170 @@
+"""Write the table of docs/benchmarks.md: `python -m scripts.pages.measurements`.
+
+It says of which commit each published page is, and if what the page measures is another today.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.markdown import table
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks.md"
+HEADING = "## Published measurements\n"
+COMMIT = re.compile(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,8}\b(-dirty)?")
+DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+
+_STEP = ("engines", "losses", "optim", "strategy", "training")
+
+
+class Measured(NamedTuple):
+    """A page and the rooms of the package whose work its numbers are."""
+
+    path: str
+    measures: str
+    made_by: str
+    rooms: tuple[str, ...]
+
+
+MEASURED = (
+    Measured(
+        "benchmarks/compare.md",
+        "curves of all strategies",
+        "`python -m samecurve compare recipes/quickstart.yaml --num_processes 2`",
+        _STEP,
+    ),
+    Measured(
+        "docs/equal_curves.md",
+        "differences of every recipe's curve under every strategy from one process",
+        "`scripts/compare_recipes.py`",
+        (*_STEP, "tasks"),
+    ),
+    Measured(
+        "docs/museum.md",
+        "what `prove` finds in replanted reports of wrong training",
+        "`python -m tests.museum.judged`",
+        ("prove",),
+    ),
+    Measured(
+        "benchmarks/speed.md",
+        "a step against `transformers.Trainer` and a bare loop on the same rows, and against TRL on a random choice of"
+        " the same samples",
+        "`scripts/bench_speed.py`",
+        (*_STEP, "models"),
+    ),
+    Measured(
+        "benchmarks/kernels.md",
+        "`compile`, attention, chunked loss",
+        "`scripts/bench_options.py kernels`",
+        (*_STEP, "models"),
+    ),
+    Measured(
+        "benchmarks/activations.md",
+        "kinds of activation checkpointing",
+        "`scripts/bench_options.py activations`",
+        ("engines", "models"),
+    ),
+    Measured(
+        "benchmarks/bf16.md",
+        "bytes that bf16 training keeps, before and after",
+        "`scripts/bench_bf16.py`",
+        ("engines", "models"),
+    ),
+    Measured("benchmarks/sharding.md", "keys of ZeRO-3 and FSDP", "`scripts/bench_options.py sharding`", ("engines",)),
+    Measured(
+        "benchmarks/checkpoint.md",
+        "the cost of a checkpoint",
+        "`scripts/bench_checkpoint.py`",
+        ("checkpoint", "storage"),
+    ),
+    Measured(
+        "benchmarks/planner.md",
+        "predictions of [`plan`](planning.md) for published runs that its constants were not fitted to",
+        "`scripts/fit_planner.py benchmarks/planner/runs.csv --page`",
+        ("planner",),
+    ),
+    Measured(
+        "benchmarks/long_rows.md",
+        "memory of a row of 131,072 tokens under context parallelism, and the plan's",
+        "by hand",
+        ("engines", "losses", "planner"),
+    ),
+    Measured(
+        "benchmarks/long_runs.md",
+        "a resume, reports and a comparison of runs of up to 10^6 steps",
+        "`scripts/bench_long_runs.py`",
+        ("metrics", "reports", "run"),
+    ),
+    Measured(
+        "benchmarks/scale.md",
+        "bytes of a step, a save and a resume outside the engine, by number of ranks",
+        "`scripts/bench_scale.py`",
+        ("checkpoint", "distributed", "training"),
+    ),
+    Measured(
+        "benchmarks/accelerate_script.md",
+        "the curve of a script for Accelerate on 1, 2 and 4 processes, with its class and with `samecurve.Accelerator`",
+        "`python -m benchmarks.accelerate_script.compare`",
+        ("accelerator",),
+    ),
+    Measured(
+        "benchmarks/strategy_files.md",
+        "how many strategy files of public repositories run unchanged",
+        "`python -m benchmarks.strategy_files FOLDER`",
+        ("strategy", "config"),
+    ),
+    Measured(
+        "benchmarks/reliability.md",
+        "injected faults, and stock loops under the same faults",
+        "`scripts/reliability.py`",
+        ("checkpoint", "storage", "run", "training"),
+    ),
+)
+
+
+def render_table() -> str:
+    """Return a row for each page."""
+    rows = []
+    for page in MEASURED:
+        link = page.path.removeprefix("docs/") if page.path.startswith("docs/") else f"../{page.path}"
+        rows.append(
+            [
+                f"[`{Path(page.path).name}`]({link})",
+                page.measures,
+                page.made_by,
+                *origin((ROOT / page.path).read_text("utf-8"), page.rooms),
+            ]
+        )
+    return table(["page", "measures", "made by", "on", "at", "today's code"], rows)
+
+
+def origin(text: str, rooms: tuple[str, ...]) -> tuple[str, str, str]:
+    """Return the newest date, the commits that a page names, and "yes" if its rooms are those of all of them."""
+    commits = list(dict.fromkeys(match[0] for match in COMMIT.finditer(text)))
+    several = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
+    if not commits or not all(_git("merge-base", "--is-ancestor", commit, "HEAD") for commit in commits):
+        same = "not known"
+    else:
+        paths = [f"samecurve/{room}" for room in rooms]
+        same = "yes" if all(_git("diff", "--quiet", commit, "--", *paths) for commit in commits) else "no"
+    return max(DATE.findall(text), default=""), "".join(commits[:1]) + several, same
+
+
+def _git(*words: str) -> bool:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def with_table(page: str) -> str:
+    """Return docs/benchmarks.md with its table of today."""
+    before, after = page.split(HEADING)
+    rest = after[after.index("\n\n", after.index("| page")) :]
+    introduction = after[: after.index("| page")]
+    return f"{before}{HEADING}{introduction}{render_table()}{rest}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text("utf-8")), encoding="utf-8")
