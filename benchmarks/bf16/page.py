@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import date
 
 from benchmarks.bf16.counts import SHAPE, TOKENS, frozen_bytes, kept_bytes, random_states
+from benchmarks.machine import commit
 from benchmarks.markdown import table
 from samecurve.specs.environment import version
 
@@ -20,8 +21,8 @@ def page() -> str:
     shape = ", ".join(f"{key} {value}" for key, value in SHAPE.items())
     return f"""# What bf16 training keeps and copies
 
-Counted on {date.today()} by `python scripts/bench_bf16.py` on a CPU; torch {version("torch")}, transformers \
-{version("transformers")}.
+Counted on {date.today()} at {commit("benchmarks/bf16.md")} by `python scripts/bench_bf16.py` on a CPU;
+torch {version("torch")}, transformers {version("transformers")}.
 A Llama ({shape}) passes one row of {TOKENS} tokens forward and backward. The letters are those of
 [GPUs](../docs/gpu.md). Before B1: autocast over fp32 weights; after: bf16 copies of them. Before B12:
 `torch.utils.checkpoint` as it is, with all layers recomputed.

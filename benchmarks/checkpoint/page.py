@@ -7,6 +7,7 @@ import platform
 from datetime import date
 
 from benchmarks.checkpoint.runs import FILE_MIB, PAIRS
+from benchmarks.machine import commit
 from samecurve.specs.environment import versions
 
 
@@ -20,8 +21,8 @@ def report(hashed: tuple[float, float], saves: list[dict]) -> str:
     listed = ", ".join(f"{name} {version}" for name, version in found.items())
     return f"""# What a checkpoint costs
 
-Measured on {date.today()} by `python scripts/bench_checkpoint.py`: {os.cpu_count()} cores ({platform.machine()}),
-no GPU, gloo, a local disk; {listed}.
+Measured on {date.today()} at {commit("benchmarks/checkpoint.md")} by `python scripts/bench_checkpoint.py`:
+{os.cpu_count()} cores ({platform.machine()}), no GPU, gloo, a local disk; {listed}.
 
 A rank's file of {FILE_MIB} MiB with its sha256 is written at {hashed[0]:,.0f} MiB/s, in {hashed[1]:.2f} times the time
 that it takes without (median of {PAIRS} pairs in turn).

@@ -19,9 +19,9 @@ Forty public reports of wrong or lost training, planted again by a few lines in 
 the cause has; of its counterpart, where these lines are right, `prove` must find nothing.
 
 **{caught} of 40 are caught in the right place. {alarms} of {clean} counterparts gave an alarm**; they are {different}
-different scripts. {missing} reports are [not shown](#not-shown). Measured on {date} on {cores} cores without a GPU,
-with torch {torch}, transformers {transformers}, accelerate {accelerate}, deepspeed {deepspeed}. The plants
-are close to the reports' causes, and yet plants: a report's own code may fail in further ways.
+different scripts. {missing} reports are [not shown](#not-shown). Measured until {date}{at}
+on {cores} cores without a GPU, with torch {torch}, transformers {transformers}, accelerate {accelerate}, deepspeed
+{deepspeed}. The plants are close to the reports' causes, and yet plants: a report's own code may fail in further ways.
 
 `python -m tests.museum.judged` judges them anew, and `python -m tests.museum.judged "mean of means"` one of them.
 """
@@ -32,6 +32,7 @@ def render_page() -> str:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     of_both = [results["exhibits"].get(exhibit.name, {}) for exhibit in EXHIBITS]
     right = [both["right"] for both in of_both if "right" in both]
+    commits = sorted({result["commit"] for both in of_both for result in both.values() if "commit" in result})
     facts = {
         "caught": sum(both.get("wrong", {}).get("as_expected", False) for both in of_both),
         "alarms": sum(not result["as_expected"] for result in right),
@@ -39,6 +40,7 @@ def render_page() -> str:
         "different": len({result["sha256"] for result in right}),
         "missing": len(NOT_SHOWN),
         "date": results["date"],
+        "at": f" at {', '.join(commits)}" if commits else "",
         "cores": results["cores"],
         **results["versions"],
     }

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.machine import commit
 from samecurve.bench.jobs import jobs
 from samecurve.errors import ConfigurationError
 from samecurve.prove.judge import why_nothing_is_shown
@@ -90,6 +91,7 @@ def main() -> None:
             of_both[variant] = result = judged[asked]
             mark = "ok" if result["as_expected"] else "NOT AS EXPECTED"
             print(f"{exhibit.name}, {variant}: {mark}: {result['kind']}: {result['text']} ({result['seconds']} s)")
+            result["commit"] = commit("benchmarks/museum.json", "docs/museum.md")
             results |= {"date": utc_timestamp()[:10], "versions": versions(), "cores": os.cpu_count()}
             write_json(arguments.results, results)
     both = [results["exhibits"].get(exhibit.name, {}) for exhibit in EXHIBITS]
