@@ -73,6 +73,13 @@ def _smoothing(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "dpo.label_smoothing", text
 
 
+def _weights(value: Callable[[str], Any]) -> Iterator[Finding]:
+    for key in ("dpo.desirable_weight", "dpo.undesirable_weight"):
+        if value("dpo.loss") != "kto" and value(key) != 1:
+            text = f"found {value(key):g}, but only kto weighs answers and dpo.loss is {value('dpo.loss')}; set it to 1"
+            yield key, text
+
+
 def _one_answer(value: Callable[[str], Any]) -> Iterator[Finding]:
     if value("data.chosen_column") == value("data.rejected_column"):
         text = f"found {value('data.rejected_column')}, which data.chosen_column also names; use different columns"
@@ -118,7 +125,7 @@ RULES = (
     *(partial(_refused, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.refuses)),
     *(_task_options, _one_positive, _negatives, *_NEGATIVE_TOO, _teacher),
     *(_not_by_token, _unscaled),
-    *(_margin, _smoothing, _one_answer),
+    *(_margin, _smoothing, _weights, _one_answer),
 )
 
 

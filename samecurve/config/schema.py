@@ -264,6 +264,10 @@ class Dpo(Section):
     """`sigmoid` only: the probability that the two answers of a pair are swapped."""
     gamma: float | None = Field(default=None, ge=0)
     """`simpo` only, and required there: the target reward margin."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """`kto` only: the weight of the good answers' losses."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """`kto` only: the weight of the bad answers' losses."""
 
     @property
     def has_reference(self) -> bool:

@@ -44,17 +44,22 @@ def find_conversations(
 
 
 def find_pairs(
-    name: str, pattern: str | None, schema: PairSchema, selection: sources.Selection = sources.WHOLE
+    name: str,
+    pattern: str | None,
+    schema: PairSchema,
+    selection: sources.Selection = sources.WHOLE,
+    kind: type[PairSource] = PairSource,
 ) -> PairSource:
     """Find the preference pairs of `data.path`. Raises as `sources.find_source` does.
 
     Args:
         pattern: glob within a folder or a repository of the hub, None for all data files.
+        kind: how the rows of tables are read.
     """
     if name == PREFERENCES:
         return PreferenceSource(name, sources.builtin_files())
     files = sources.find_source(name, pattern, selection=selection).files
-    return PairSource(name, files, schema=schema, selection=selection)
+    return kind(name, files, schema=schema, selection=selection)
 
 
 def find_examples(

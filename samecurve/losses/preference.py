@@ -1,7 +1,7 @@
 """Losses on preference pairs.
 
 Log-probabilities are those of whole answers in nats: (pairs, 2), fp32, with the chosen answer first. Every loss returns
-one number per pair; a step's loss is the sum over pairs, divided once by their global count.
+one number per pair, or per answer (KTO); a step's loss is their sum, divided once by their global count.
 """
 
 from __future__ import annotations
@@ -37,16 +37,13 @@ def sequence_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     return -losses.view(labels.shape).sum(dim=-1)
 
 
-def pair_losses(
-    settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference: Tensor | None, drift: Tensor | None
-) -> Tensor:
+def pair_losses(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference: Tensor | None) -> Tensor:
     """Compute the loss `settings.loss` of each pair.
 
     Args:
         log_probabilities: (pairs, 2), of the answers under the trained model.
         lengths: (pairs, 2), number of trained tokens of each answer.
-        reference: (pairs, 2), log-probabilities under the reference model; needed by sigmoid, ipo and kto.
-        drift: (pairs, 2), reference point of each answer for kto (see `kto_drift`).
+        reference: (pairs, 2), log-probabilities under the reference model; needed by sigmoid and ipo.
 
     Returns:
         (pairs,).
@@ -67,11 +64,6 @@ def pair_losses(
         # does not.
         means = ratios / lengths
         return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square()
-    if settings.loss == "kto":
-        # arXiv:2402.01306, equation 8, with equally many good and bad answers; mean over a pair's two answers
-        assert drift is not None
-        chosen, rejected = (ratios - drift).unbind(dim=1)
-        return (1 - torch.sigmoid(beta * torch.stack([chosen, -rejected], dim=1))).mean(dim=1)
     # DPO, arXiv:2305.18290, equation 7; the smoothing is the probability of a wrong label (conservative DPO)
     scaled, smoothing = beta * (ratios[:, 0] - ratios[:, 1]), settings.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
@@ -89,14 +81,25 @@ def rewards(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, reference
     return settings.beta * (log_probabilities - reference)
 
 
-def kto_drift(ratios: Tensor) -> Tensor:
-    """Estimate the model's divergence from the reference, (pairs, 2), from the log-ratios (pairs, 2) of a batch.
+def kto_losses(settings: Dpo, ratios: Tensor, drift: Tensor, is_good: Tensor) -> Tensor:
+    """Compute KTO's loss of each answer (arXiv:2402.01306, equation 8), (answers,).
 
-    KTO's z_ref (arXiv:2402.01306, section 4.1) is computed over answers paired with other prompts, which costs another
-    forward pass. For pairs the KTO report uses the other half of the batch instead, as TRL's loss `kto_pair` did:
-    chosen answers are compared with the mean of the rejected ones and vice versa, each mean clamped at 0.
+    Args:
+        ratios: (answers,), log-probabilities minus those under the reference model.
+        drift: (answers,), the reference point: how far the model is from the reference model, see `kto_drift`.
+        is_good: (answers,).
     """
-    return ratios.mean(dim=0).clamp(min=0).flip(0).expand_as(ratios)
+    gains = settings.beta * (ratios - drift)
+    good, bad = 1 - torch.sigmoid(gains), 1 - torch.sigmoid(-gains)
+    return torch.where(is_good > 0, settings.desirable_weight * good, settings.undesirable_weight * bad)
+
+
+def kto_drift(ratios: Tensor) -> Tensor:
+    """Estimate the model's divergence from the reference (z_ref) by log-ratios (answers,) of wrong answers.
+
+    It is their mean over the global batch, not below 0, and the same for all: (answers,).
+    """
+    return ratios.mean(dim=0).clamp(min=0).expand_as(ratios)
 
 
 def _orpo(settings: Dpo, mean: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from rich.text import Text
 from samecurve.config.schema import Recipe
 from samecurve.data.datasets.base import PackedRows, Rows, SampleRows, TruncatedRows, truncate
 from samecurve.data.datasets.packed_samples import PackedSampleRows
-from samecurve.data.datasets.preference import PairRows
+from samecurve.data.datasets.preference import JudgedRows, PairRows
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.datasets.text import LabelledRows, TaggedRows, TextRows
 from samecurve.errors import DataError
@@ -123,7 +123,7 @@ def _roles(rows: Rows) -> tuple[str, ...]:
 
 def _texts(rows: Rows) -> Rows:
     """Split rows of several texts into one row per text; other rows are returned unchanged."""
-    if isinstance(rows, PairRows):
+    if isinstance(rows, PairRows | JudgedRows):
         return rows.answers()
     return rows.texts() if isinstance(rows, RetrievalRows) else rows
 

@@ -33,7 +33,7 @@ from samecurve.storage.jsonl import scan
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MOST_RUNS = len(NAMES)
 # Perplexity follows from the loss, and counts do not change.
-NO_CURVES = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_rows", "eval_pairs")
+NO_CURVES = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_rows", "eval_pairs", "eval_answers")
 FROM_ZERO = Scale(from_zero=True)
 MOST_SAMPLES = 6
 _STYLE = """

@@ -144,7 +144,10 @@ _BY_NAME = {
     ),
     "dpo": TaskSpec(
         PREFERENCES,
-        (*_PREFERENCES, "data.train_on", "dpo.loss", "dpo.beta", "dpo.label_smoothing", "dpo.gamma"),
+        (
+            *(*_PREFERENCES, "data.train_on", "dpo.loss", "dpo.beta", "dpo.label_smoothing", "dpo.gamma"),
+            *("dpo.desirable_weight", "dpo.undesirable_weight"),
+        ),
         {
             "data.train_on": (
                 "all",

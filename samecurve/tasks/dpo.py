@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from samecurve.data.datasets.preference import AnswerRows
+from samecurve.data.datasets.preference import AnswerRows, JudgedRows
+from samecurve.data.schemas.judged import JudgedEncoder, JudgedSource
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.losses.preference import kto_drift, pair_losses, rewards, sequence_log_probabilities
+from samecurve.losses.preference import kto_drift, kto_losses, pair_losses, rewards, sequence_log_probabilities
 from samecurve.models.hf_config import Head
 from samecurve.tasks import pairwise
 from samecurve.tasks import reference_logprobs as references
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     from samecurve.interfaces.task import InitialState
 
 SumParts = Callable[[Tensor], Tensor]  # see Task
+AnswersType = TypeVar("AnswersType", bound=AnswerRows | JudgedRows, covariant=True)
 
 
 @dataclass
-class DpoTask(pairwise.PairTask[AnswerRows]):
+class DpoTask(pairwise.PairTask[AnswersType]):
     """Preference optimisation with one of the pairwise losses of `dpo.loss`.
 
     Losses that need a reference model take the target `reference`, (pairs, 2): the log-probability of each answer under
@@ -49,9 +52,9 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
             return
         model = references.model_key(start.recipe, start.skeleton, self)
         if not start.validation_only:
-            references.provide_reference(self.train, "training", start, model)
+            references.provide_reference(self.train, f"training {self.counts}", start, model)
         if self.validation is not None:
-            references.provide_reference(self.validation, "validation", start, model)
+            references.provide_reference(self.validation, f"validation {self.counts}", start, model)
 
     def loss(self, logits: Tensor, labels: Tensor, **targets: Any) -> Tensor:
         return self.step_loss(logits, labels, **targets)[0]
@@ -61,13 +64,12 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
         logits: Tensor,
         labels: Tensor,
         reference: Tensor | None = None,
-        drift: Tensor | None = None,
         sum_parts: SumParts | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Loss and rewards share one pass over the logits: a second one would need their memory again.
         log_probabilities, lengths = _of_answers(logits, labels, sum_parts)
         counted = (lengths > 0).all(dim=-1)
-        losses = pair_losses(self.settings, log_probabilities, lengths, reference, drift)
+        losses = pair_losses(self.settings, log_probabilities, lengths, reference)
         of_answers = rewards(self.settings, log_probabilities.detach(), lengths, reference)
         return losses.masked_fill(~counted, 0.0).sum(), pairwise.reward_sums(of_answers, counted)
 
@@ -85,29 +87,65 @@ class DpoTask(pairwise.PairTask[AnswerRows]):
         return (labels != IGNORE_INDEX).any(dim=-1).view(-1, 2).all(dim=-1)
 
 
-class KtoTask(DpoTask):
-    """KTO on pairs, whose loss depends on other rows of the global batch (in an evaluation, on all pairs).
+class KtoTask(DpoTask[JudgedRows]):
+    """KTO: makes good answers likelier and bad ones less likely, without pairs; of a pair each answer is a row.
 
-    The log-ratio of a chosen answer is compared with the mean over the rejected answers and vice versa, see kto_drift.
+    An answer's log-ratio to the reference is compared with `drift`, which depends on all rows of the global batch (in
+    an evaluation, on all rows): see JudgedRows and kto_drift.
     """
 
+    counts = "answers"
+    num_step_statistics = 4
+
+    def step_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        reference: Tensor | None = None,
+        sum_parts: SumParts | None = None,
+        **of_rows: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        log_probabilities, lengths = _of_answers(logits, labels, sum_parts)
+        assert reference is not None  # as kto has a reference
+        return self._sums((log_probabilities - reference)[:, 0], (lengths > 0).all(dim=-1), **of_rows)
+
+    def _sums(self, ratios: Tensor, counted: Tensor, drift: Tensor, is_good: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the sums of good and bad rewards, of good answers and of those on the right side."""
+        losses, kept = kto_losses(self.settings, ratios, drift, is_good), ratios.detach()
+        good, bad = counted & (is_good > 0), counted & (is_good == 0)
+        rewards_of = (self.settings.beta * kept.double().masked_fill(~which, 0.0).sum() for which in (good, bad))
+        right = counted & ((kept > drift) == (is_good > 0))
+        statistics = torch.stack([*rewards_of, good.sum().double(), right.sum().double()])
+        return losses.masked_fill(~counted, 0.0).sum(), statistics
+
+    def features(self, logits: Tensor, labels: Tensor, is_good: Tensor | None = None, **targets: Any) -> Tensor:
+        return super().features(logits, labels, **targets)
+
     def context(self, features: Tensor) -> dict[str, Tensor]:
-        return {"drift": kto_drift(features)}
+        return {"drift": kto_drift(features[:, 1])}
+
+    def means(self, statistics: Sequence[float], num_pairs: int) -> dict[str, float]:
+        chosen, rejected, num_good, right = statistics
+        counts = [count or math.nan for count in (num_good, num_pairs - num_good)]
+        return pairwise.reward_metrics(chosen / counts[0], rejected / counts[1], right / num_pairs)
 
     def metrics(self, result: EvalResult) -> dict[str, float]:
         assert result.features is not None  # as the task has a `context`
-        # Padding rows come last. The features have the reference subtracted already, and kto's loss reads no lengths.
-        ratios = result.features[: len(self.eval_rows)]
-        losses = pair_losses(self.settings, ratios, torch.ones(()), torch.zeros(()), kto_drift(ratios))
-        everyone = torch.ones(len(ratios), dtype=torch.bool)
-        statistics = tuple(pairwise.reward_sums(self.settings.beta * ratios, everyone).tolist())
-        return super().metrics(EvalResult(losses.mean().item(), result.tokens, statistics))
+        # Padding rows come last. The features have the reference subtracted already.
+        features = result.features[: len(self.eval_rows)]
+        is_good = torch.from_numpy(self.eval_rows.is_good).to(features.device)
+        everyone = torch.ones_like(is_good)
+        total, statistics = self._sums(features[:, 0], everyone, is_good=is_good, **self.context(features))
+        mean = total.item() / len(features)
+        return super().metrics(EvalResult(mean, result.tokens, tuple(statistics.tolist())))
 
 
-def load_task(recipe: Recipe) -> DpoTask:
+def load_task(recipe: Recipe) -> DpoTask[Any]:
     """Load the task. Raises as `pairwise.load_pairs` does."""
-    make = KtoTask if recipe.dpo.loss == "kto" else DpoTask
-    return make(*pairwise.load_pairs(recipe, AnswerRows, "eos"), recipe.dpo)
+    if recipe.dpo.loss == "kto":
+        loaded = pairwise.load_pairs(recipe, JudgedRows, "eos", JudgedSource, JudgedEncoder)
+        return KtoTask(*loaded, recipe.dpo)
+    return DpoTask(*pairwise.load_pairs(recipe, AnswerRows, "eos"), recipe.dpo)
 
 
 def _of_answers(logits: Tensor, labels: Tensor, sum_parts: SumParts | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samecurve.data import sources, token_store, tokenizer
-from samecurve.data.datasets.preference import PairRows
+from samecurve.data.datasets.preference import JudgedRows, PairRows
 from samecurve.data.find import find_pairs
 from samecurve.data.schemas import preference
 from samecurve.tasks import splits
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data, Recipe
     from samecurve.interfaces.engine import EvalResult, StepResult
 
-PairsType = TypeVar("PairsType", bound=PairRows, covariant=True)
+PairsType = TypeVar("PairsType", bound=PairRows | JudgedRows, covariant=True)
 
 
 @dataclass
@@ -53,27 +53,26 @@ class PairTask(splits.LoadedTask[PairsType], Generic[PairsType]):
             eval_rewards_chosen, eval_rewards_rejected, eval_margin: mean rewards, and their mean difference.
             eval_pairs: number of pairs.
         """
-        result.check(len(self.eval_rows), "pairs")
-        means = {f"eval_{name}": value for name, value in _reward_means(result.statistics, result.tokens).items()}
-        return {"eval_loss": result.loss, **means, "eval_pairs": result.tokens}
+        result.check(len(self.eval_rows), self.counts)
+        means = {f"eval_{name}": value for name, value in self.means(result.statistics, result.tokens).items()}
+        return {"eval_loss": result.loss, **means, f"eval_{self.counts}": result.tokens}
 
     def step_metrics(self, result: StepResult) -> dict[str, float | None]:
         """Return the same reward metrics for the step's pairs, under the weights before the step's update."""
         sums = result.statistics or [math.nan] * self.num_step_statistics  # () if nothing was trained
-        return {**_reward_means(sums, max(result.tokens, 1))}
+        return {**self.means(sums, max(result.tokens, 1))}
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "sequences_per_row": 2}
 
+    def means(self, statistics: Sequence[float], num_pairs: int) -> dict[str, float]:
+        """Return the reward metrics of these `statistics`."""
+        chosen, rejected, right = (total / num_pairs for total in statistics)
+        return reward_metrics(chosen, rejected, right)
 
-def _reward_means(statistics: Sequence[float], num_pairs: int) -> dict[str, float]:
-    chosen, rejected, right = (total / num_pairs for total in statistics)
-    return {
-        "rewards_chosen": chosen,
-        "rewards_rejected": rejected,
-        "margin": chosen - rejected,
-        "accuracy": right,
-    }
+
+def reward_metrics(chosen: float, rejected: float, right: float) -> dict[str, float]:
+    return {"rewards_chosen": chosen, "rewards_rejected": rejected, "margin": chosen - rejected, "accuracy": right}
 
 
 def reward_sums(rewards: Tensor, counted: Tensor) -> Tensor:
@@ -88,9 +87,18 @@ def reward_sums(rewards: Tensor, counted: Tensor) -> Tensor:
 
 
 def load_pairs(
-    recipe: Recipe, kind: type[PairsType], padding: Literal["eos", "pad"]
+    recipe: Recipe,
+    kind: type[PairsType],
+    padding: Literal["eos", "pad"],
+    source: type[preference.PairSource] = preference.PairSource,
+    encoder: type[preference.PairEncoder] = preference.PairEncoder,
 ) -> tuple[PreTrainedTokenizerFast, splits.Splits[PairsType]]:
-    """Load the tokenizer and the rows, of a class, of a task on preference pairs. `padding`: token of the padding.
+    """Load the tokenizer and the rows, of a class, of a task on preferences.
+
+    Args:
+        padding: token of the padding.
+        source: how rows of tables are read.
+        encoder: how they become tokens.
 
     Raises:
         DataError: for a tokenizer without a chat template, or without a padding token if it pads; see also
@@ -99,7 +107,7 @@ def load_pairs(
     schema = preference.PairSchema.of(recipe.data)
 
     def find_source(data: Data) -> sources.DataSource:
-        return find_pairs(splits.path_of(data), data.pattern, schema, sources.Selection.of(recipe, data))
+        return find_pairs(splits.path_of(data), data.pattern, schema, sources.Selection.of(recipe, data), source)
 
     chat_tokenizer = tokenizer.load_tokenizer(recipe, find_source)
     if padding == "pad":
@@ -109,5 +117,5 @@ def load_pairs(
         token = splits.token_id(chat_tokenizer, padding)
         return splits.padded_rows(recipe, kind, stream, token, recipe.data.truncation)
 
-    encoder = preference.PairEncoder(chat_tokenizer, schema, recipe.data.train_on, recipe.tokenizer.template_date)
-    return chat_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows)
+    encodes = encoder(chat_tokenizer, schema, recipe.data.train_on, recipe.tokenizer.template_date)
+    return chat_tokenizer, splits.load_splits(recipe, encodes, find_source, make_rows)

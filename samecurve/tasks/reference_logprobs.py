@@ -1,4 +1,4 @@
-"""Reference log-probabilities of preference pairs under the initial model, computed once and cached.
+"""Reference log-probabilities of preferences under the initial model, computed once and cached.
 
 The live engine computes them before its first step. So the model is sharded as for training, and no second copy is
 needed. With a new adapter the reference is the base model, because such an adapter adds nothing (its second matrix is
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe
-    from samecurve.data.datasets.preference import AnswerRows
+    from samecurve.data.datasets.preference import AnswerRows, JudgedRows
     from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.task import InitialState, Task
 
@@ -38,7 +38,7 @@ _MICRO_BATCHES = 16  # gathered in one call
 _FILE = "log_probabilities.npy"
 
 
-def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: str) -> None:
+def provide_reference(rows: AnswerRows | JudgedRows, split: str, start: InitialState, model: str) -> None:
     """Set `rows.reference` from the cache, or compute it now. Collective: every rank calls it.
 
     `model` is the cache key of the model, see `model_key`; `split` names the rows in messages.
@@ -52,7 +52,7 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
     target = cache_folder(recipe.data.cache_dir) / "references" / key
     # each machine may have a cache of its own, and to compute the values takes all ranks
     if not world.conclude(is_whole(target), all):
-        title, began = f"reference log-probabilities of {len(rows):,} {split} pairs", time.perf_counter()
+        title, began = f"reference log-probabilities of {len(rows):,} {split}", time.perf_counter()
         parts: list[float] = []
 
         def line() -> str:
@@ -63,7 +63,7 @@ def provide_reference(rows: AnswerRows, split: str, start: InitialState, model: 
         num_broken = int((~np.isfinite(values)).any(axis=1).sum())
         if num_broken:
             raise NumericError(
-                f"under the initial model, the log-probabilities of {num_broken} of {len(values)} {split} pairs are "
+                f"under the initial model, the log-probabilities of {num_broken} of {len(values)} {split} are "
                 "not finite; use another precision, or other weights in model.path"
             )
 
@@ -92,7 +92,9 @@ def model_key(recipe: Recipe, skeleton: PreTrainedModel, task: Task) -> str:
     return digest(architecture, recipe.seed, {name: versions()[name] for name in ("torch", "transformers")})
 
 
-def compute_log_probabilities(rows: AnswerRows, start: InitialState, advance: Callable[[float], object]) -> np.ndarray:
+def compute_log_probabilities(
+    rows: AnswerRows | JudgedRows, start: InitialState, advance: Callable[[float], object]
+) -> np.ndarray:
     """Compute the log-probabilities of all answers: (rows, 2) fp32, the same on every rank.
 
     `advance` is called with each fraction that is done.

@@ -10,8 +10,9 @@ _HEAD = """# Formats of rows
 <!-- Written by `python -m scripts.pages.formats` from specs/row_formats.py. Do not edit. -->
 
 A row's columns say its format. The header and `inspect` name it: `rows        alpaca: instruction, input, output`.
-`data.format` chooses where a row fits several formats, and the keys `data.messages_column`, `data.prompt_column` and so
-on read columns by other names. [Data](data.md#columns) says what happens to columns that are not read.
+KTO (`task=dpo dpo.loss=kto`) reads preferences, and conversations with a column `label` or `kto_tag`. `data.format`
+chooses where a row fits several formats, and the keys `data.messages_column`, `data.prompt_column` and so on read
+columns by other names. [Data](data.md#columns) says what happens to columns that are not read.
 """
 _FOOT = f"""## Further columns and keys
 

@@ -9,7 +9,7 @@ import torch
 
 from samecurve.config.schema import Dpo, Reward
 from samecurve.interfaces.engine import EvalResult
-from samecurve.losses.preference import kto_drift, pair_losses, rewards, sequence_log_probabilities
+from samecurve.losses.preference import kto_drift, kto_losses, pair_losses, rewards, sequence_log_probabilities
 from samecurve.tasks.dpo import DpoTask, KtoTask
 from samecurve.tasks.reward import RewardTask
 from samecurve.tasks.splits import Splits
@@ -23,9 +23,8 @@ def sigmoid(x: float) -> float:
 
 
 def loss_of(**settings) -> float:
-    drift = torch.tensor([[0.25, 0.5]])
     found = pair_losses(
-        Dpo(**settings), torch.tensor([[CHOSEN, REJECTED]]), torch.tensor(LENGTHS), torch.tensor(REFERENCE), drift
+        Dpo(**settings), torch.tensor([[CHOSEN, REJECTED]]), torch.tensor(LENGTHS), torch.tensor(REFERENCE)
     )
     assert found.shape == (1,)
     return found.item()
@@ -43,7 +42,6 @@ def log_odds(x: float) -> float:
         ({"beta": 0.5, "label_smoothing": 0.1}, -0.9 * math.log(sigmoid(1)) - 0.1 * math.log(sigmoid(-1))),
         # per token 1 / 4 and -1 / 2; the target is 1 / (2 * 0.5)
         ({"loss": "ipo", "beta": 0.5}, (0.75 - 1) ** 2),
-        ({"loss": "kto", "beta": 0.5}, (2 - sigmoid(0.5 * (1 - 0.25)) - sigmoid(0.5 * (0.5 + 1))) / 2),
         # per token -1 / 2 and -3
         ({"loss": "simpo", "beta": 2.0, "gamma": 1.0}, -math.log(sigmoid(2 * 2.5 - 1))),
         ({"loss": "orpo", "beta": 0.3}, 0.5 - 0.3 * math.log(sigmoid(log_odds(-0.5) - log_odds(-3.0)))),
@@ -65,14 +63,14 @@ def test_rewards_by_hand():
 
 def test_an_answer_that_is_certain_has_finite_odds_and_gradients():
     values = torch.tensor([[0.0, -1e-9], [-1e-4, -50.0]], requires_grad=True)
-    pair_losses(Dpo(loss="orpo"), values, torch.ones(2, 2), None, None).sum().backward()
+    pair_losses(Dpo(loss="orpo"), values, torch.ones(2, 2), None).sum().backward()
     assert torch.isfinite(values.grad).all()
 
 
 def test_the_odds_keep_their_digits_on_both_sides_of_log_2():
     values = torch.tensor([[-1e-5, -0.5], [-0.7, -30.0]], dtype=torch.float64)
     expected = [math.log(math.exp(x) / -math.expm1(x)) for x in values.flatten().tolist()]
-    found = pair_losses(Dpo(loss="orpo", beta=1.0), values, torch.ones(2, 2), None, None)
+    found = pair_losses(Dpo(loss="orpo", beta=1.0), values, torch.ones(2, 2), None)
     for index in range(2):
         by_hand = -values[index, 0].item() - math.log(sigmoid(expected[2 * index] - expected[2 * index + 1]))
         assert found[index].item() == pytest.approx(by_hand, rel=1e-9)
@@ -85,9 +83,13 @@ def test_sequences_are_summed_over_their_trained_tokens():
     assert found.dtype == torch.float32 and found.tolist() == [pytest.approx(math.log(0.8 * 0.6), abs=5e-3), 0.0]
 
 
-def test_the_drift_of_one_half_is_the_other_halfs_mean_and_never_below_0():
-    drift = kto_drift(torch.tensor([[1.0, -3.0], [3.0, 1.0]]))
-    assert drift.tolist() == [[0.0, 2.0], [0.0, 2.0]]  # means 2 and -1
+def test_ktos_loss_by_hand():
+    settings = Dpo(loss="kto", beta=0.5, desirable_weight=2.0, undesirable_weight=0.75)
+    drift = kto_drift(torch.tensor([1.0, -0.5]))
+    found = kto_losses(settings, torch.tensor([1.0, -1.0]), drift, torch.tensor([1, 0]))
+    assert drift.tolist() == [0.25, 0.25]
+    assert found.tolist() == pytest.approx([2 * (1 - sigmoid(0.5 * 0.75)), 0.75 * (1 - sigmoid(0.5 * 1.25))])
+    assert kto_drift(torch.tensor([1.0, -3.0])).tolist() == [0.0, 0.0]
 
 
 def batch(num_pairs: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -123,6 +125,7 @@ EVERY = [{}, {"loss": "ipo"}, {"loss": "kto"}, {"loss": "orpo"}, {"loss": "simpo
 def test_the_sum_over_a_batch_does_not_depend_on_how_it_is_cut(settings):
     """Also of the gradient; what fills up is nothing, and the context is that of the whole batch."""
     task, values = task_of(**settings), batch(4)
+    values |= {"is_good": torch.arange(4) % 3} if settings.get("loss") == "kto" else {}
     features = task.features(**values)
     context = task.context(features) if settings.get("loss") == "kto" else {}
     whole = {**values, **context}

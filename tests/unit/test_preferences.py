@@ -236,7 +236,7 @@ CASES = {
     "no role": (row(chosen=[{"content": "x"}]), {}, (HERE, "chosen[0]", "'role'", "found: 'content'", "add it")),
     "empty message": (row(rejected=answer(" ")), {}, (HERE, "rejected[0].content", "empty", "fill or remove the row")),
     "weight": (row(chosen=[*answer("x"), PROMPT[0], {**answer("y")[0], "weight": 0}]), {}, (HERE, "'chosen'", "weight 0", "whole answers", "remove the weight or the row")),
-    "unpaired": (bare(prompt="a", completion="b", label=True), {}, (HERE, "'chosen' and 'rejected'", "found: prompt, completion, label", "unpaired", "dpo.loss=kto")),
+    "unpaired": (bare(prompt="a", completion="b", label=True), {}, (HERE, "'chosen' and 'rejected'", "found: prompt, completion, label", "task=dpo dpo.loss=kto", "bad_rows=drop")),
     "no such column": (text(json.dumps({"prompt": "a", "choosen": "b", "rejected": "c"})), {}, ("T/a.jsonl:1", "'chosen'", "found: prompt, choosen, rejected", "did you mean data.chosen_column=choosen")),
     "two columns": (bare(prompt="a", good="b", bad="c"), {}, (HERE, "'chosen' and 'rejected'", "found: prompt, good, bad", "add it, or remove the row")),
     "named prompt": (text(LINE), {"prompt_column": "question"}, ("T/a.jsonl:1", "'question'", "found: prompt, chosen, rejected", "name the columns with data.prompt_column")),

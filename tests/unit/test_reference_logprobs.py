@@ -49,7 +49,7 @@ def give(rows, engine, cache, model=MODEL, precision="fp32"):
     batch = SimpleNamespace(micro_batch_size=2)
     recipe = SimpleNamespace(data=SimpleNamespace(cache_dir=str(cache)), precision=precision, batch=batch)
     start = InitialState(engine, recipe, None, ControlGroup(), lambda: None)
-    reference_logprobs.provide_reference(rows, "training", start, model)
+    reference_logprobs.provide_reference(rows, "training pairs", start, model)
     return np.asarray(rows.reference)
 
 

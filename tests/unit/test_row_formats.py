@@ -313,12 +313,12 @@ BAD_PREFERENCES = {
         "not two objects with a different 'rank'",
     ),
     "two formats": ({"chosen": "g", "rejected": "w", "question": "q", "instruction": "i"}, "data.format=alpaca-prefer"),
-    "unpaired": ({"prompt": "q", "completion": "g", "label": True}, "unpaired rows"),
+    "unpaired": ({"prompt": "q", "completion": "g", "label": True}, "dpo.loss=kto"),
     "LLaMA-Factory's unpaired": (
         {"messages": [Q, GOOD], "label": True},
         "task=sft data.bad_rows=drop",
     ),
-    "its other name": ({"messages": [Q, GOOD], "kto_tag": False}, "unpaired rows"),
+    "its other name": ({"messages": [Q, GOOD], "kto_tag": False}, "dpo.loss=kto"),
 }
 
 

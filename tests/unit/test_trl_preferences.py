@@ -69,18 +69,16 @@ examples, inputs = dpo("sigmoid", loss_type=["sigmoid"])
 dpo("ipo", loss_type=["ipo"])
 found["tokens"] = [[[row["prompt_ids"], row[f"{which}_ids"]] for which in ("chosen", "rejected")] for row in examples]
 
-settings = KTOConfig(beta=0.3, **common)
-unpaired = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in rows]
-trainer = KTOTrainer(causal("policy"), causal("reference"), settings, train_dataset=Dataset.from_list(unpaired),
-                     processing_class=tokenizer)
-halves = {key: value.chunk(2) for key, value in inputs.items()}
-total = 0.0
-for own, other in ((0, 1), (1, 0)):  # each half's KL term is taken over the other one
-    batch = {key: value[own] for key, value in halves.items()}
-    batch |= {f"KL_{key}": value[other] for key, value in halves.items()}
-    batch["label"] = torch.full((len(rows),), own == 0)
-    total = total + trainer._compute_loss(trainer.model, batch, False) / 2
-keep("kto", trainer.model, total)
+unpaired = [json.loads(line) for line in open(f"{folder}/unpaired.jsonl")]
+answers = [{"prompt": row["prompt"], "completion": row[which], "label": which == "chosen"}
+           for row in rows for which in ("chosen", "rejected")]
+for name, examples in ("kto", unpaired), ("kto of pairs", answers):
+    settings = KTOConfig(beta=0.3, desirable_weight=1.25, undesirable_weight=0.5, **common,
+                         per_device_train_batch_size=len(examples), train_sampling_strategy="sequential")
+    trainer = KTOTrainer(causal("policy"), causal("reference"), settings, train_dataset=Dataset.from_list(examples),
+                         processing_class=tokenizer)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    keep(name, trainer.model, trainer._compute_loss(trainer.model, batch, False))
 
 
 def bare(kind, **values):
@@ -134,6 +132,12 @@ def rows() -> list[dict]:
     return [{"prompt": f"{say().strip()}?", "chosen": say(), "rejected": say()} for _ in range(NUM_PAIRS)]
 
 
+def unpaired() -> list[dict]:
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": nth % 3 > 0} for nth, row in enumerate(rows())
+    ]
+
+
 def unprompted(vocabulary_size: int) -> dict[str, list]:
     """Answers of different lengths to an empty prompt: TRL's ORPO trains the tokens of prompts, too."""
     draw = random.Random(3)
@@ -143,12 +147,12 @@ def unprompted(vocabulary_size: int) -> dict[str, list]:
     return {"input_ids": ids, "attention_mask": masks, "completion_mask": [[0] + line[1:] for line in masks]}
 
 
-def load(folder: Path, task: str = "dpo", **settings):
+def load(folder: Path, task: str = "dpo", file: str = "rows", **settings):
     recipe = make_recipe(
         folder,
-        folder / "rows.jsonl",
+        folder / f"{file}.jsonl",
         data={"chat": False, "packing": False},
-        tokenizer={"vocabulary_size": 300},
+        tokenizer={"vocabulary_size": 300} if file == "rows" else {"path": str(folder), "vocabulary_size": None},
         **({task: settings} if settings else {}),
     )
     return registry.load_task(recipe.model_copy(update={"task": task}))
@@ -161,6 +165,7 @@ def folder(tmp_path_factory) -> Path:
         pytest.skip("SAMECURVE_TRL names no folder that trl is installed in")
     folder = tmp_path_factory.mktemp("trl")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    (folder / "unpaired.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired()))
     tokenizer = load(folder).tokenizer
     tokenizer.save_pretrained(folder)
     (folder / "unprompted.json").write_text(json.dumps(unprompted(len(tokenizer))))
@@ -200,11 +205,13 @@ def test_tokens_and_what_is_trained_of_them(folder):
             assert scored["input_ids"][index, which][kept].tolist() == ids
 
 
+KTO = {"loss": "kto", "beta": 0.3, "desirable_weight": 1.25, "undesirable_weight": 0.5}
 CASES = {
     "sigmoid": {"beta": 0.3},
     "smoothed": {"beta": 0.3, "label_smoothing": 0.1},
     "ipo": {"loss": "ipo", "beta": 0.3},
-    "kto": {"loss": "kto", "beta": 0.3},
+    "kto": KTO | {"file": "unpaired"},
+    "kto of pairs": KTO,
     "orpo": {"loss": "orpo", "beta": 0.3},
     "simpo": {"loss": "simpo", "beta": 2.0, "gamma": 0.7},
 }
@@ -231,7 +238,7 @@ def test_loss_and_gradient_on_the_same_batch(name, chunked, folder):
             targets["reference"] = task.features(outputs(reference), **targets)
         if name == "smoothed":  # CPO knows no reference
             targets["reference"] = torch.zeros_like(targets["reference"])
-        if name == "kto":
+        if task.settings.loss == "kto":
             with torch.no_grad():
                 targets |= task.context(task.features(outputs(policy), **targets))
     check(folder, name, policy, task.loss(outputs(policy), **targets) / task.count(**targets))
@@ -248,10 +255,10 @@ def test_reward_loss_and_gradient_on_the_same_batch(name, settings, folder):
 
 def batch(task, unprompted: Path | None) -> tuple[dict, dict]:
     if unprompted is None:
-        arrays = task.train[np.arange(NUM_PAIRS)]
-        inputs, labels = arrays.inputs, arrays.labels
-        flat = {key: torch.from_numpy(value).flatten(0, 1) for key, value in inputs.items()}
-        return flat, {"labels": torch.from_numpy(labels).flatten(0, 1)}
+        arrays = task.train[np.arange(len(task.train))]
+        flat = {key: torch.from_numpy(value).flatten(0, 1) for key, value in arrays.inputs.items()}
+        targets = {key: torch.from_numpy(value) for key, value in arrays.targets.items()}
+        return flat, targets | {"labels": targets["labels"].flatten(0, 1)}
     values = json.loads((unprompted / "unprompted.json").read_text())
     # TRL has all chosen ones first
     ids, masks = (

@@ -98,18 +98,18 @@ found["cut"] = [longest + extra, tokens(DataCollatorForPreference(tokenizer.pad_
 trainer = dpo("odd")
 found["odd"] = tokens(trainer.data_collator(list(trainer.train_dataset)))
 
-unpaired = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in read("rows")]
-trainer = KTOTrainer(causal("policy"), causal("reference"), KTOConfig(beta=0.3, **common),
-                     train_dataset=Dataset.from_list(unpaired), processing_class=tokenizer)
-for train_on, inputs in batches.items():
-    halves, total = {key: value.chunk(2) for key, value in inputs.items()}, 0.0
-    for own, other in ((0, 1), (1, 0)):  # each half's KL term is taken over the other one
-        batch = {key: value[own] for key, value in halves.items()}
-        batch |= {f"KL_{key}": value[other] for key, value in halves.items()}
-        batch["label"] = torch.full((len(unpaired),), own == 0)
-        total = total + trainer._compute_loss(trainer.model, batch, False) / 2
-    total.backward()
-    keep(f"kto {train_on}", trainer.model, total)
+answers = [{"prompt": row["prompt"], "completion": row[which], "label": which == "chosen"}
+           for row in read("rows") for which in ("chosen", "rejected")]
+settings = KTOConfig(beta=0.3, per_device_train_batch_size=len(answers), train_sampling_strategy="sequential", **common)
+trainer = KTOTrainer(causal("policy"), causal("reference"), settings, train_dataset=Dataset.from_list(answers),
+                     processing_class=tokenizer)
+whole = trainer.data_collator(list(trainer.train_dataset))
+wrong = {f"KL_{key}": value for key, value in ended({
+    key: whole[f"KL_{key}"] for key in ("input_ids", "attention_mask", "completion_mask")}).items()}
+for train_on, batch in ("completion", whole), ("assistant", ended(whole) | wrong):
+    loss = trainer._compute_loss(trainer.model, batch, False)
+    loss.backward()
+    keep(f"kto {train_on}", trainer.model, loss)
 
 
 def bare(kind, **values):
@@ -321,7 +321,8 @@ def test_sft_tokens_loss_and_gradient(train_on, family):
 
 
 def batch(task) -> tuple[dict, dict]:
-    arrays = task.train[np.arange(NUM_PAIRS)]
-    labels = torch.from_numpy(arrays.labels)
+    arrays = task.train[np.arange(len(task.train))]
     inputs = {key: torch.from_numpy(value).flatten(0, 1) for key, value in arrays.inputs.items()}
-    return inputs, {"labels": labels.flatten(0, 1) if labels.dim() > 1 else labels}
+    targets = {key: torch.from_numpy(value) for key, value in arrays.targets.items()}
+    labels = targets["labels"]
+    return inputs, targets | {"labels": labels.flatten(0, 1) if labels.dim() > 1 else labels}

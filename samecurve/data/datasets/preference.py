@@ -1,10 +1,10 @@
-"""Rows of preference pairs: two sequences each, the chosen answer first."""
+"""Rows of preferences: two sequences each, of a pair the chosen answer first."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from samecurve.data.datasets.base import DocumentRows, RowArrays, TruncatedRows, causal_arrays, range_sums
+from samecurve.data.datasets.base import DocumentRows, RowArrays, TruncatedRows, causal_arrays, range_sums, truncate
 from samecurve.data.token_store import TokenStream
 from samecurve.specs.data_names import Truncation
 
@@ -75,6 +75,64 @@ class AnswerRows(PairRows):
         # Positions of the padding continue, as in PackedRows.
         positions = np.broadcast_to(np.arange(self.sequence_length), places.shape).copy()
         arrays = causal_arrays(self._take(places, exists), positions, self._targets(places + 1, exists))
+        if self.reference is not None:
+            arrays.targets["reference"] = np.asarray(self.reference[indices])
+        return arrays
+
+
+class JudgedRows(TruncatedRows):
+    """Rows of one answer each with its verdict (KTO). Arrays are (rows, 2, sequence_length), those of AnswerRows.
+
+    The first sequence is prompt and answer of a document. The second is its prompt and the answer of the document
+    before it (of the first document the last one's): a wrong answer, by which KTO measures how far the model is from
+    the reference. TRL takes the same one within each device's batch; here it does not depend on batches. Documents are
+    left out if truncation leaves no trained token.
+
+    Attributes:
+        reference: as in AnswerRows.
+        is_good: (rows,) bool.
+        sizes: length of the longer sequence of each row.
+    """
+
+    ahead = 1
+    targets_are_tokens = False
+    reference: np.ndarray | None = None
+
+    def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int, truncation: Truncation = "right"):
+        super().__init__(stream, sequence_length, padding_token, truncation)
+        assert stream.trained is not None and stream.labels is not None  # JudgedEncoder is masked and labelled
+        starts, stops = np.asarray(stream.offsets[:-1]), np.asarray(stream.offsets[1:])
+        trained = np.append(np.flatnonzero(stream.trained), len(stream.trained))
+        prompts = np.minimum(trained[np.searchsorted(trained, starts)], stops) - starts
+        skipped, kept = (counts[:, 0] for counts in self._truncate((stops - starts)[:, None]))
+        firsts = np.minimum(starts + skipped + 1, stops)  # the first token of a sequence cannot be a target
+        is_kept = range_sums(stream.trained, firsts, np.maximum(firsts, starts + skipped + kept)) > 0
+        self.num_dropped = int((~is_kept).sum())
+        self.is_good = np.asarray(stream.labels)[is_kept] > 0
+        starts, stops, prompts = starts[is_kept], stops[is_kept], prompts[is_kept]
+        before = np.roll(np.arange(len(starts)), 1)
+        answers = np.stack([starts + prompts, (starts + prompts)[before]], axis=1)
+        lengths = prompts[:, None] + np.stack([stops, stops[before]], axis=1) - answers
+        self._skipped, kept = truncate(lengths, self.limit, "right" if truncation == "drop" else truncation)
+        self._starts, self._prompts, self._answers, self._sizes = starts, prompts, answers, kept - self.ahead
+        self.sizes = self._sizes.max(axis=1, initial=0)
+
+    def num_inputs(self, indices: np.ndarray) -> int:
+        return int(self._sizes[indices].sum())
+
+    def answers(self) -> DocumentRows:
+        """Return rows of one answer each."""
+        return DocumentRows(self.stream, self.sequence_length, self.padding_token, self.truncation)
+
+    def __getitem__(self, indices: np.ndarray) -> RowArrays:
+        steps = np.arange(self.sequence_length + 1) + self._skipped[indices][..., None]
+        prompts, starts = self._prompts[indices][:, None, None], self._starts[indices][:, None, None]
+        places = np.where(steps < prompts, starts + steps, self._answers[indices][..., None] + steps - prompts)
+        exists = np.arange(self.sequence_length) < self._sizes[indices][..., None]
+        positions = np.broadcast_to(np.arange(self.sequence_length), exists.shape).copy()
+        labels = self._targets(places[..., 1:], exists)
+        arrays = causal_arrays(self._take(places[..., :-1], exists), positions, labels)
+        arrays.targets["is_good"] = self.is_good[indices].astype(np.int64)
         if self.reference is not None:
             arrays.targets["reference"] = np.asarray(self.reference[indices])
         return arrays

@@ -162,7 +162,7 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
         # Some data sets repeat the prompt in front of both answers.
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     for column, answer in zip(names, (chosen, rejected), strict=True):
-        _check_answer(place, column, answer)
+        check_answer(place, column, answer)
     prompt = with_system(place, row, prompt) if schema.chat else prompt
     tools = tools_of(place, row["input"] if known.reader == "openai" else row, known.wraps_tools)
     about = len(prompt), tools, template_kwargs(place, row)
@@ -244,13 +244,12 @@ def _split(
 
 
 _UNPAIRED = (
-    "unpaired rows (an answer and its label, as for TRL's and LLaMA-Factory's KTO) are not supported: write the better "
-    "and the worse answer of each prompt as chosen and rejected, also for dpo.loss=kto, or train on the good answers "
-    "alone with task=sft data.bad_rows=drop"
+    "rows of an answer and its label, as for TRL's and LLaMA-Factory's KTO, train with task=dpo dpo.loss=kto; task=sft "
+    "data.bad_rows=drop trains on the good answers alone"
 )
 
 
-def _check_answer(place: str, column: str, answer: Turns) -> None:
+def check_answer(place: str, column: str, answer: Turns) -> None:
     if not answer or not any(message["content"].strip() or message.get("tool_calls") for message in answer):
         raise DataError(f"{place}: {column!r} has no answer after the prompt; add it or remove the row")
     weights = [message.get("weight", 1) for message in answer]
