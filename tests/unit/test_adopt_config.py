@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from samecurve.cli import commands
 from samecurve.config import loader
-from samecurve.config.schema import Recipe
+from samecurve.config.schema import Dpo, Recipe
 from samecurve.config.trainers import arguments, files
 from samecurve.config.trainers.translation import NoEqual, translate
 from samecurve.optim.schedule import learning_rate
@@ -104,6 +104,9 @@ swift sft \\
 """
 
 
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -185,16 +188,43 @@ def test_of_a_script_of_ms_swift(folder, capsys):
     assert "--strategy zero2 --num_processes 2" in printed
 
 
+KTO = {"loss": "kto", "desirable_weight": 1.5}
+OF_TRL = "--model_name_or_path base --dataset_name rows.jsonl"
+OF_FACTORY = "\nmodel_name_or_path: base\ndataset: mine\ndataset_dir: .\ntemplate: qwen"
+OF_AXOLOTL = "\nbase_model: base\nsequence_len: 64\ndatasets: [{path: rows.jsonl, type: chat_template}]"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "dpo"),
+    [
+        ("a.sh", f"trl orpo --beta 0.2 {OF_TRL}", {"loss": "orpo", "beta": 0.2}),
+        ("a.sh", f"trl cpo --loss_type simpo --cpo_alpha 0 {OF_TRL}", {"loss": "simpo", "gamma": 0.5}),
+        ("a.sh", f"trl dpo --loss_type ipo {OF_TRL}", {"loss": "ipo"}),
+        ("a.sh", f"trl kto --desirable_weight 1.5 {OF_TRL}", KTO),
+        ("a.sh", "swift rlhf --rlhf_type kto --desirable_weight 1.5 --model base --dataset rows.jsonl", KTO),
+        ("a.yaml", f"stage: kto\nkto_chosen_weight: 1.5{OF_FACTORY}", KTO),
+        ("a.yaml", f"rl: kto\nkto_desirable_weight: 1.5{OF_AXOLOTL}", KTO),
+    ],
+)
+def test_preference_losses(folder, capsys, name, text, dpo):
+    """Of a method that is another loss of the task dpo here, such as orpo, the loss is translated, too."""
+    answer = {"prompt": "a", "completion": "b", "label": True}
+    Path("rows.jsonl").write_text(json.dumps(answer if dpo is KTO else PAIR) + "\n")
+    recipe, printed = adopted(text, name, capsys)
+    assert recipe.dpo.model_dump() == {**Dpo().model_dump(), **dpo} and "NO EQUAL" not in printed
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yaml", "stage: kto\nmodel_name_or_path: x\ndataset: y", "stage: found kto"),
+        ("a.yaml", "stage: ppo\nmodel_name_or_path: x\ndataset: y", "stage: found ppo"),
         ("a.yaml", "model_name_or_path: x\ntemplate: qwen\nexport_dir: y", "dataset: missing"),
         ("a.yaml", "a: 1", "no key of TRL, LLaMA-Factory, axolotl or ms-swift"),
         ("a.yaml", "- 1", "found no keys"),
         ("a.yaml", "a: [", "not YAML"),
         ("a.sh", "echo 1", "has no command of trl"),
         ("a.sh", "swift rlhf --rlhf_type grpo --model x", "rlhf_type: found grpo"),
+        ("a.sh", "trl cpo --model_name_or_path x --dataset_name rows.jsonl", "trl cpo: its own loss"),
         ("a.sh", "llamafactory-cli train b.yaml", "its command reads b.yaml, which is not here"),
         ("a.yaml", "base_model: x\nsequence_len: many", "sequence_len: found many"),
     ],

@@ -8,7 +8,7 @@ from samecurve.config.trainers import arguments
 from samecurve.config.trainers.translation import NoEffect, NoEqual, Rule, Settings, Trainer
 from samecurve.errors import ConfigurationError
 
-PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 PLAIN = ("completion", "pretrain")
 
 
@@ -158,6 +158,8 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "rl": lambda value, _: {"dpo.loss": PREFERENCES[value]} if value else NoEffect("off"),
     "rl_beta": lambda value, _: {"dpo.beta": arguments.number(value)},
     "dpo_beta": lambda value, _: {"dpo.beta": arguments.number(value)},
+    "kto_desirable_weight": "dpo.desirable_weight",
+    "kto_undesirable_weight": "dpo.undesirable_weight",
     "orpo_alpha": lambda value, _: {"dpo.beta": arguments.number(value)},
     "reward_model": NoEffect("the task"),
     "process_reward_model": NoEffect("the task"),

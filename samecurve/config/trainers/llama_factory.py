@@ -10,8 +10,8 @@ from samecurve.config.trainers.translation import NoEffect, NoEqual, Rule, Setti
 from samecurve.errors import ConfigurationError
 from samecurve.storage.records import read_record
 
-STAGES = {"pt": "continue_pretrain", "sft": "sft", "dpo": "dpo", "rm": "reward"}
-LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto_pair": "kto"}
+STAGES = {"pt": "continue_pretrain", "sft": "sft", "dpo": "dpo", "kto": "dpo", "rm": "reward"}
+LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 # the columns of dataset_info.json, and the recipe's keys of them
 COLUMNS = {"messages": "data.messages_column", "chosen": "data.chosen_column", "rejected": "data.rejected_column"}
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
@@ -112,7 +112,9 @@ def evaluation_rows(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
 
 
 RULES: dict[str, Rule] = arguments.RULES | {
-    "stage": NoEffect("the task"),
+    "stage": lambda value, _: {"dpo.loss": "kto"} if value == "kto" else NoEffect("the task"),
+    "kto_chosen_weight": "dpo.desirable_weight",
+    "kto_rejected_weight": "dpo.undesirable_weight",
     "finetuning_type": lambda value, settings: {"adapter.name": "lora"} if value == "lora" else {},
     "dataset": data_set,
     "dataset_dir": NoEffect("read with dataset"),
@@ -162,7 +164,7 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "quantization_type": lambda value, _: NoEffect("always") if value == "nf4" else NoEqual("NF4"),
     "double_quantization": NoEqual("adapter.quantization: 4bit"),
     "pref_beta": lambda value, settings: (
-        {"dpo.beta": arguments.number(value)} if settings.get("stage") == "dpo" else NoEffect("of stage: dpo")
+        {"dpo.beta": arguments.number(value)} if settings.get("stage") in ("dpo", "kto") else NoEffect("of a pair")
     ),
     "pref_loss": preference_loss,
     "pref_ftx": NoEqual("dpo.loss: orpo, which has the answer's likelihood in it"),

@@ -9,7 +9,7 @@ from samecurve.config.trainers.translation import NoEffect, NoEqual, Rule, Setti
 from samecurve.errors import ConfigurationError
 
 METHODS = {"sft": "sft", "pt": "continue_pretrain", "rlhf": "dpo"}
-PREFERENCES = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo"}
+PREFERENCES = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 HEADS = {"causal_lm": "sft", "seq_cls": "classify", "embedding": "embed"}
 
 
@@ -24,7 +24,9 @@ def task(settings: Settings) -> str:
             "rlhf_type: found gkd on answers of the student; lmbda 0, on those of the data, is built"
         )
     if kind and kind not in PREFERENCES:
-        raise ConfigurationError(f"rlhf_type: found {kind}, which has no task here; dpo, orpo, simpo and rm have one")
+        raise ConfigurationError(
+            f"rlhf_type: found {kind}, which has no task here; {', '.join(PREFERENCES)}, rm have one"
+        )
     head = str(settings.get("task_type", "causal_lm"))
     if head not in HEADS:
         raise ConfigurationError(f"task_type: found {head}, which has no task here; {', '.join(HEADS)} have one")
@@ -162,6 +164,8 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "loss_type": lambda value, settings: (
         trl.loss(value, settings) if task(settings) == "dpo" else NoEqual("the usual loss of the task")
     ),
+    "desirable_weight": "dpo.desirable_weight",
+    "undesirable_weight": "dpo.undesirable_weight",
     "rpo_alpha": NoEqual("dpo.loss: orpo, which has the answer's likelihood in it"),
     "teacher_model": "distill.teacher",
     "temperature": lambda value, settings: (

@@ -11,17 +11,17 @@ from samecurve.config.trainers import arguments
 from samecurve.config.trainers.translation import NoEffect, NoEqual, Rule, Settings, Trainer
 from samecurve.errors import ConfigurationError
 
-METHODS = {"sft": "sft", "dpo": "dpo", "orpo": "dpo", "cpo": "dpo", "reward": "reward", "prm": "process_reward"}
-LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "simpo": "simpo", "kto_pair": "kto"}
+PREFERENCES = ("dpo", "orpo", "cpo", "kto")
+METHODS = {"sft": "sft", **dict.fromkeys(PREFERENCES, "dpo"), "reward": "reward", "prm": "process_reward"}
+LOSSES = {"dpo": ("sigmoid", "ipo"), "cpo": ("simpo",), "kto": ("kto",), "orpo": ()}
 
 
 def task(settings: Settings) -> str:
     method = settings.get("method", "sft")
     if method not in METHODS:
-        raise ConfigurationError(
-            f"trl {method} has no task here; those of sft, dpo, orpo, cpo, reward and prm have one"
-            + (". Pairs train with dpo.loss: kto, rows of completion and label do not" if method == "kto" else "")
-        )
+        raise ConfigurationError(f"trl {method} has no task here; those of {', '.join(METHODS)} have one")
+    if method == "cpo" and settings.get("loss_type") != "simpo":
+        raise ConfigurationError("trl cpo: its own loss is not built here; loss_type: simpo is, and trl dpo")
     is_text = method == "sft" and settings.get("dataset_text_field", "text") in (row := first_row(settings))
     return "continue_pretrain" if is_text and not {"messages", "prompt"} & row.keys() else METHODS[method]
 
@@ -34,6 +34,7 @@ def defaults(settings: Settings) -> dict[str, Any]:
     given |= {"gradient_checkpointing": True}
     given |= {} if arguments.flag(settings.get("fp16")) or "bf16" in settings else {"bf16": True}
     given |= {"packing": False} if method == "sft" else {}
+    given |= {"cpo_alpha": 1.0, "simpo_gamma": 0.5} if method == "cpo" else {}
     given |= {"train_on": None} if METHODS[method] in ("sft", "dpo") else {}
     # peft's own choice for most families, where no modules are named
     adapted = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
@@ -61,11 +62,22 @@ def train_on(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
 
 
 def loss(value: Any, settings: Settings) -> dict[str, Any] | NoEffect | NoEqual:
-    method = settings.get("method", "sft")
+    method = settings.get("rlhf_type", settings.get("method", "sft"))  # the former in ms-swift
     name = value[0] if isinstance(value, list) and len(value) == 1 else value
     if method == "sft":
         return NoEffect("the usual one") if name in ("nll", "chunked_nll") else NoEqual("the likelihood of the tokens")
-    return {"dpo.loss": LOSSES[name]} if name in LOSSES else NoEqual(f"dpo.loss: one of {', '.join(LOSSES.values())}")
+    if name in LOSSES.get(method, ()):
+        return {"dpo.loss": name}
+    return NoEqual(f"dpo.loss: {' or '.join(LOSSES.get(method) or LOSSES['dpo'])}")
+
+
+def margin(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
+    return {"dpo.gamma": arguments.number(value)} if settings.get("loss_type") == "simpo" else NoEffect("of simpo")
+
+
+def likelihood(value: Any, settings: Settings) -> NoEffect | NoEqual:
+    near = "dpo.loss: orpo, which has the answer's likelihood in it"
+    return NoEqual(near) if arguments.number(value) else NoEffect("off")
 
 
 def first_row(settings: Settings) -> dict[str, Any]:
@@ -90,7 +102,7 @@ def dataset_split(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
 
 
 RULES: dict[str, Rule] = arguments.RULES | {
-    "method": NoEffect("the task"),
+    "method": lambda value, _: {"dpo.loss": value} if value in ("orpo", "kto") else NoEffect("the task"),
     "dataset_name": data_set,
     "dataset_path": data_set,
     "dataset_config": "data.config",
@@ -123,7 +135,10 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "loss_type": loss,
     "loss_weights": NoEqual("dpo.loss: one loss"),
     "label_smoothing": NoEffect("TRL's sigmoid loss does not use it; dpo.label_smoothing would"),
-    "simpo_gamma": lambda value, settings: {"dpo.gamma": arguments.number(value)},
+    "simpo_gamma": margin,
+    "cpo_alpha": likelihood,
+    "desirable_weight": "dpo.desirable_weight",
+    "undesirable_weight": "dpo.undesirable_weight",
     "precompute_ref_log_probs": NoEffect("always, and cached"),
     "center_rewards_coefficient": lambda value, settings: {
         "reward.center_rewards_coefficient": arguments.number(value) or None
