@@ -203,6 +203,7 @@ def recorded() -> list[str]:
     task.__dict__["_num_eval_bytes"] = 4
     metrics = [*task.metrics(EvalResult(loss=1.0, tokens=1)), "eval_accuracy", "eval_f1", "eval_rows"]
     metrics += ["eval_rewards_chosen", "eval_rewards_rejected", "eval_margin", "eval_pairs", "eval_loss_source_0"]
+    metrics += ["eval_answers"]
     metrics += ["rewards_chosen", "rewards_rejected", "margin", "accuracy"]
     metrics += ["eval_label_loss", "eval_divergence"]
     metrics += ["router_loss", "router_z_loss", "expert_share", "expert_share_max"]
