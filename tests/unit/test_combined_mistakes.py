@@ -43,7 +43,6 @@ NEEDED = {
     "pipeline: bf16 without zero": ["precision"],
     "eval": ["evaluate.split"],
     "the split that is trained on": MEASURED,
-    "the split that is trained on, by its path": MEASURED,
     "the split that is trained on, in other words": MEASURED,
     "the split that is trained on, of a URL": MEASURED,
     "a split beside files": ["evaluate.path"],
