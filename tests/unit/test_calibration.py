@@ -150,14 +150,6 @@ def test_what_is_left_out_is_predicted_from_the_others_alone(tmp_path):
     assert calibrate.learn(runs[:1]).time_interval is None
 
 
-def test_one_run_already_helps(tmp_path):
-    """An error of a third more than halves."""
-    run = calibrate.read_run(recorded(tmp_path, "ddp"))
-    other = calibrate.read_run(recorded(tmp_path, "fsdp"))
-    (before, _), (after, _) = (calibrate.errors([other], each)[0] for each in (None, calibrate.learn([run])))
-    assert abs(after) < abs(before) / 2
-
-
 def test_the_command_writes_what_later_plans_read(tmp_path, cache, capsys):
     folders = [str(recorded(tmp_path, name)) for name in ("ddp", "zero2")]
     assert main(["plan", "--calibrate", *folders]) == 0

@@ -253,9 +253,7 @@ def test_printed_lines_add_up_to_what_has_to_fit(layout):
         assert max(totals) == pytest.approx(memory.counted(each, "nvidia_smi") / GIB, abs=0.0051)
 
 
-def test_higher_stages_hold_less_and_larger_micro_batches_more():
-    held = [states(a_job(strategy=strategy(8, zero=zero, shard=8 if zero else 1))) for zero in range(4)]
-    assert held == sorted(held, reverse=True) and len(set(held)) == 4
+def test_larger_micro_batches_hold_more():
     peaks = [max(each.peak for each in memory.anatomy(a_job(micro_batch=rows))) for rows in (1, 2, 4, 8)]
     assert peaks == sorted(set(peaks))
 

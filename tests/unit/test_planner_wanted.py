@@ -45,14 +45,12 @@ def wanted(tmp_path: Path, family: str, *overrides: str, **fields):
         ("llama", ["task=reward"], False),
         ("gemma2", [], False),
         ("granite", [], False),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, False),
     ],
 )
 def test_a_loss_in_chunks(family, overrides, chunked, tmp_path):
-    assert wanted(tmp_path, family, *overrides).chunked_loss == chunked
-
-
-def test_capped_logits(tmp_path):
-    assert not wanted(tmp_path, "gemma3_text", final_logit_softcapping=30.0).chunked_loss
+    fields, given = (overrides, []) if isinstance(overrides, dict) else ({}, overrides)
+    assert wanted(tmp_path, family, *given, **fields).chunked_loss == chunked
 
 
 def test_overrides_are_planned(tmp_path):
@@ -104,6 +102,7 @@ def test_families_with_whole_logits(family):
     [
         ("fsdp", [], "h100x8", True),  # sdpa, while nothing is measured on a GPU
         ("fsdp", [], "cpux8", False),  # varlen
+        ("fsdp", {"attention_dropout": 0.1}, "cpux8", True),
         ("fsdp", ["precision=fp32"], "cpux8", True),
         ("fsdp", ["model.attention=varlen"], "h100x8", False),
         ("fsdp_ulysses", ["model.attention=varlen"], "h100x8", False),
@@ -111,7 +110,8 @@ def test_families_with_whole_logits(family):
     ],
 )
 def test_a_mask(strategy, overrides, cluster, masked, tmp_path):
-    job = wanted(tmp_path, "llama", *overrides)
+    fields, given = (overrides, []) if isinstance(overrides, dict) else ({}, overrides)
+    job = wanted(tmp_path, "llama", *given, **fields)
     described, problems = strategies.describe(job, read(f"configs/{strategy}.yaml"), {}, 8)
     assert not problems and strategies.job(job, described, built_in(cluster)).masked == masked
 
@@ -128,9 +128,3 @@ def test_compiled_layers_and_fp8_products():
         seconds[settings], bytes_kept[settings] = step_time.breakdown(planned).total, layer_bytes(planned)
     assert min(seconds, key=lambda settings: seconds[settings]) == ("compile=regional", "fp8=rowwise")
     assert bytes_kept[("compile=regional",)] < bytes_kept[()] == bytes_kept[("fp8=rowwise",)]
-
-
-def test_attention_with_dropout_has_a_mask(tmp_path):
-    job = wanted(tmp_path, "llama", attention_dropout=0.1)
-    described, _ = strategies.describe(job, read("configs/fsdp.yaml"), {}, 8)
-    assert strategies.job(job, described, built_in("cpux8")).masked
