@@ -86,30 +86,24 @@ def shown(total, every, terminal=False, enabled=True, width=200):
     return stream.getvalue()
 
 
-def test_header_names_dropout():
-    lines = dict(header_lines(facts(model={"dropout": {"attn_pdrop": 0.1}})))
-    assert lines["dropout"] == "attn_pdrop 0.1"
-
-
-def test_header_says_what_is_not_read():
-    unread = {"unread_tensors": "mtp (12 tensors)", "unread_keys": ["torch_dtype", "use_cache"]}
-    assert [text for label, text in header_lines(facts(model=unread)) if label == "not read"] == [
-        "of model.path: mtp (12 tensors)",
-        "of model.config: torch_dtype, use_cache",
-    ]
-
-
-def test_header_says_what_is_unproven():
-    lines = header_lines(facts(model={"unproven": ["packed rows of a ctrl", "Liger's kernels in a ctrl"]}))
-    assert [text for label, text in lines if label == "unproven"] == [
-        "packed rows of a ctrl",
-        "Liger's kernels in a ctrl",
-    ]
-
-
-def test_header_says_how_long_the_warmup_is():
-    lines = dict(header_lines(facts({"schedule": Schedule(warmup_steps=6)})))
-    assert lines["recipe"] == "recipes/quickstart.yaml (pretrain, 120 steps, 6 of them warm-up)"
+@pytest.mark.parametrize(
+    ("changes", "label", "texts"),
+    [
+        ({"model": {"dropout": {"attn_pdrop": 0.1}}}, "dropout", ["attn_pdrop 0.1"]),
+        ({"model": {"unread_tensors": "mtp (12 tensors)"}}, "not read", ["of model.path: mtp (12 tensors)"]),
+        ({"model": {"unread_keys": ["a", "b"]}}, "not read", ["of model.config: a, b"]),
+        ({"model": {"unproven": ["packed rows", "kernels"]}}, "unproven", ["packed rows", "kernels"]),
+        (
+            *({"recipe": {"schedule": Schedule(warmup_steps=6)}}, "recipe"),
+            ["recipes/quickstart.yaml (pretrain, 120 steps, 6 of them warm-up)"],
+        ),
+        ({"data": {"sequences_per_row": 2}}, "tokens", ["32,768 per step = 64 rows x 2 texts x 256"]),
+        ({"engine": {"dims": ParallelDims(), "sharded": True}}, "mesh", []),  # one dimension needs no line
+        ({"engine": {"dims": ParallelDims(dp_shard=2), "sharded": True}}, "mesh", []),
+    ],
+)
+def test_lines_of_the_header(changes, label, texts):
+    assert [text for name, text in header_lines(facts(**changes)) if name == label] == texts
 
 
 def test_header_says_what_runs():
@@ -148,11 +142,6 @@ def test_header_says_how_ranks_are_arranged(mesh, sharded, text):
     assert lines[place - 1][0] == "world"
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}])
-def test_one_dimension_needs_no_line(mesh):
-    assert "mesh" not in dict(header_lines(facts(engine={"dims": ParallelDims(**mesh), "sharded": True})))
-
-
 def test_header_warns_of_a_slow_precision():
     lines = header_lines(facts(precision_warning="bf16 is slow on this CPU"))
     where = lines.index(("warning", "bf16 is slow on this CPU"))
@@ -176,11 +165,6 @@ def test_header_says_how_the_rows_fall(rows, micro, ranks, stages, expected):
     first = [label for label, _ in lines].index("batch")
     last = [label for label, _ in lines].index("tokens")
     assert [text for _, text in lines[first:last]] == expected
-
-
-def test_a_row_of_a_pair_holds_two_answers():
-    lines = dict(header_lines(facts(data={"sequences_per_row": 2})))
-    assert lines["tokens"] == "32,768 per step = 64 rows x 2 texts x 256"
 
 
 def test_plain_lines_first_last_and_every_third():

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from chat_templates import tokenizer_of
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from samecurve.cli import commands
@@ -25,15 +24,8 @@ HELLO = ["\n", "h", "i", END_OF_TURN]
 
 def tokenizer(template: bool = True) -> PreTrainedTokenizerFast:
     """Bytes and the markers. Its eos is not what ends a turn, as in many base models."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    names = (BEGIN_OF_TEXT, END_OF_TEXT, BEGIN_OF_TURN, END_OF_TURN)
-    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BEGIN_OF_TEXT, eos_token=END_OF_TEXT)
-    made.chat_template = CHAT_TEMPLATE if template else None
-    return made
+    names = (BEGIN_OF_TEXT, END_OF_TEXT, None, BEGIN_OF_TURN, END_OF_TURN)
+    return tokenizer_of(CHAT_TEMPLATE if template else None, *names)
 
 
 def written(folder, successors, template: bool = True, positions: int = 512):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chat_templates import tokenizer_of
 from test_rows import CHAT, conversations, load, report, write
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.data import find
@@ -30,14 +30,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
 
 def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     """Every byte is a token, and ChatML's two. The template is Qwen2.5's: TRL's copy of it, Apache-2.0."""
-    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-    tokenizer.chat_template = template or (REFERENCES / "qwen2_5.jinja").read_text()
-    return tokenizer
+    return tokenizer_of(template or (REFERENCES / "qwen2_5.jinja").read_text(), None, "<|im_end|>", None, *SPECIAL)
 
 
 def said(row: dict, **schema) -> list[tuple]:
