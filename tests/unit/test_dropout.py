@@ -68,24 +68,16 @@ def test_parts_of_a_mask(shape, axis):
         assert torch.equal(place.drop(torch.ones_like(expected), 0.3), expected), index
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("chunks", [(1,), (1, 2), (0, 3)])
-def test_chunks_of_a_mask(chunks):
-    """A rank with the first and the last of four chunks of tokens, or with consecutive ones."""
-    values = torch.ones(3, 8, 5)
-    whole, count = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, None).drop(values, 0.3), 2 * len(chunks)
-    expected = torch.cat([whole.chunk(count, dim=1)[chunk] for chunk in chunks], dim=1)
-    found = dropout.DropoutPlace(fixed_keys(3, chunks), "dropout", 0, None).drop(torch.ones_like(expected), 0.3)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("chunks", [(1,), (0, 3)])
-def test_parts_of_chunks_of_a_mask(chunks):
-    """Tokens are cut over context parallelism, features over tensor parallelism."""
-    values = torch.ones(3, 8, 6)
-    whole, count = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, None).drop(values, 0.3), 2 * len(chunks)
+def test_chunks_of_a_mask(chunks, parts):
+    """A rank with the first and the last of four chunks of tokens, or with consecutive ones; features are cut, too."""
+    count = 2 * len(chunks)
+    whole = dropout.DropoutPlace(fixed_keys(3), "dropout", 0, None).drop(torch.ones(3, 8, 6), 0.3)
     tokens = torch.cat([whole.chunk(count, dim=1)[chunk] for chunk in chunks], dim=1)
-    for index, expected in enumerate(tokens.chunk(2, dim=-1)):
-        place = dropout.DropoutPlace(fixed_keys(3, chunks), "dropout", 0, dropout.SequenceShard(-1, index, 2))
+    for index, expected in enumerate(tokens.chunk(parts, dim=-1)):
+        shard = dropout.SequenceShard(-1, index, parts) if parts > 1 else None
+        place = dropout.DropoutPlace(fixed_keys(3, chunks), "dropout", 0, shard)
         assert torch.equal(place.drop(torch.ones_like(expected), 0.3), expected), index
 
 

@@ -402,10 +402,3 @@ def test_a_case_is_not_begun_that_the_minutes_would_cut_off(tmp_path, monkeypatc
     monkeypatch.setattr(runs, "measure", lambda case, *_: begun.append(case.name) or done(definition=case.definition))
     bench_gpu.measure_cases([other, small], kept, None, limit=300.0, seconds=60.0)
     assert begun == ["1b"]
-
-
-def test_what_says_most_comes_first():
-    """In the first half hour that somebody has a GPU: what defaults depend on, at the smallest size that shows it."""
-    first = [case.name for case in cases(num_devices=1)][:10]
-    assert first[:6] == ["ceilings", "1b", "1b-compiled", "1b-kept", "1b-fsdp", "1b-documents"]
-    assert first[6:] == ["8b-sft", "8b-sft-varlen", "8b-offload", "8b-offload-last"]

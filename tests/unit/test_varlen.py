@@ -111,8 +111,7 @@ def test_first_keys_are_those_of_the_mask(window):
 
 
 def test_padding_is_not_seen_by_what_is_not_padding():
-    exists = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    exists[0, 650:], exists[1, :30] = 0, 0
+    exists = padding()
     mask, visible = masks(attention_mask=exists)
     queries, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     found = (keys >= visible.first) & (keys <= queries)
@@ -243,9 +242,7 @@ def test_the_documents_of_a_gpu_by_hand(as_on_a_gpu):
 
 def test_padding_is_no_document_of_its_own(as_on_a_gpu):
     """Or its tokens would be thousands of them."""
-    exists = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    exists[0, 650:], exists[1, :30] = 0, 0
-    starts = masks(attention_mask=exists)[1].documents.starts
+    starts = masks(attention_mask=padding())[1].documents.starts
     assert starts.tolist() == [0, 700, 730, 1400, 2100, 2800]
 
 
