@@ -14,7 +14,7 @@ import pytest
 import torch
 from chat_templates import END_OF_TURN, FAMILIES, make_tokenizer, save_models
 from report_cases import check_message
-from test_conversations import jsonl, make_recipe
+from tiny_recipes import jsonl, make_recipe
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

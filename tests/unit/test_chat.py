@@ -118,17 +118,6 @@ def trained_text(tokenizer, row: dict | list, **schema) -> list[str]:
     return [tokenizer.decode(run) for run in runs if run]
 
 
-def test_one_exchange_by_hand(make):
-    tokenizer = make()
-    tokens, trained = encode(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    words = ["<|begin_of_text|>", "<|im_start|>", "user", "\n", "a", "<|im_end|>", "\n"]
-    words += ["<|im_start|>", "assistant", "\n", "b", "<|im_end|>", "\n"]
-    assert "".join(tokenizer.decode([token]) for token in tokens) == "".join(words)
-    found = [tokenizer.decode([token]) for token, mark in zip(tokens, trained, strict=True) if mark]
-    assert found == ["b", "<|im_end|>"]
-    assert trained.index(True) == len(tokens) - 3
-
-
 def test_the_ids_are_those_of_transformers(make):
     for template in (CHAT_TEMPLATE, UNMARKED):
         tokenizer = make(template)

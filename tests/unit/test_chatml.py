@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import make_tokenizer
+from tiny_recipes import jsonl, make_recipe
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
@@ -50,24 +51,14 @@ def base_model(folder: Path, num_rows: int, tied: bool) -> PreTrainedTokenizerFa
 
 
 def made(tmp_path: Path, **more) -> Recipe:
-    data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"a question {n}", "completion": f"an answer {n}"} for n in range(4)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Recipe.model_validate(
-        {
-            "task": "sft",
-            "output_dir": "unused",
-            "steps": 1,
-            "model": {"path": str(tmp_path / "base")},
-            "data": {"path": str(data), "packing": False, "cache_dir": str(tmp_path / "cache")},
-            "batch": {"global_batch_size": 2, "sequence_length": 128},
-            "optimizer": {"learning_rate": 1e-3},
-            **more,
-        }
-    )
+    blocks = {"model": {"path": str(tmp_path / "base")}, "tokenizer": {"vocabulary_size": None}, **more}
+    batch = {"global_batch_size": 2, "sequence_length": 128}
+    path = jsonl(tmp_path / "data.jsonl", *rows)
+    return make_recipe(tmp_path, path, data={"packing": False}, batch=batch, **blocks)
 
 
-CHATML = {"tokenizer": {"chat_template": "chatml"}}
+CHATML = {"tokenizer": {"chat_template": "chatml", "vocabulary_size": None}}
 
 
 def filled(recipe: Recipe) -> tuple[Task, PreTrainedModel, dict[str, torch.Tensor]]:

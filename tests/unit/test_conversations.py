@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import string
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from report_cases import check_message
+from tiny_recipes import jsonl, make_recipe
 from transformers import PreTrainedTokenizerFast
 
-from samecurve.config.schema import Recipe
 from samecurve.data import find, sources
 from samecurve.data.batches import StepBatches
 from samecurve.data.find import find_conversations
@@ -24,27 +23,6 @@ from samecurve.specs.data_names import FUNCTIONS
 from samecurve.tasks import registry
 
 GOOD = {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}
-
-
-def make_recipe(folder: Path, path: Path | str, **sections: dict) -> Recipe:
-    values = {
-        "task": "sft",
-        "output_dir": "runs/x",
-        "steps": 1,
-        "model": {"config": {"model_type": "llama"}},
-        "tokenizer": {"vocabulary_size": 270},
-        "data": {"path": str(path), "cache_dir": str(folder / "cache")},
-        "batch": {"global_batch_size": 1, "sequence_length": 64},
-        "optimizer": {"learning_rate": 1e-3},
-        "evaluate": {},
-    }
-    changed = {key: {**values.get(key, {}), **section} for key, section in sections.items()}
-    return Recipe.model_validate({**values, **changed})
-
-
-def jsonl(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def read(path: Path | str, *ignored: str, **schema) -> list[conversation.Conversation]:
@@ -246,57 +224,23 @@ def turn(**message):
     return row(messages=[{"role": "user", "content": "a"}, message])
 
 
-def gz(folder: Path) -> Path:
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * 10000)[:-9])
-    return folder / "a.jsonl.gz"
-
-
-def empty_folder(folder: Path) -> Path:
-    (folder / "empty").mkdir()
-    return folder / "empty"
-
-
 LINE = json.dumps(GOOD) + "\n"
 HERE = "T/a.jsonl:2"
 CASES = {
     # the file
-    "missing": (
-        lambda folder: folder / "no.jsonl",
-        {},
-        ("T/no.jsonl", "data.path", "does not exist", "a file, a folder"),
-    ),
-    "empty folder": (empty_folder, {}, ("T/empty", "folder is empty", "data.path")),
     "empty file": (text(), {}, ("T/a.jsonl", "no rows", "each line of a jsonl file", "one conversation")),
     "blank lines": (text("\n\n"), {}, ("T/a.jsonl", "no rows")),
-    "truncated": (
-        text(LINE, LINE[:30]),
-        {},
-        (HERE, "JSON at column 31", "truncated", "correct or remove the line"),
-    ),
     "truncated array": (
         text("[" + LINE + "," + LINE, name="a.json"),
         {},
         ("T/a.json:3", "JSON at column 1", "truncated"),
     ),
-    "truncated gzip": (gz, {}, ("T/a.jsonl.gz", "could not be read")),
-    "bad UTF-8": (
-        text(LINE, b'{"messages": "\xff"}\n'),
-        {},
-        (HERE, f"byte {len(LINE) + 14}", "0xff", "UTF-8", "iconv"),
-    ),
-    "malformed JSON": (
-        text(LINE, "{'messages': 1}\n", LINE),
-        {},
-        (HERE, "JSON at column 2", "correct or remove the line"),
-    ),
     "deep JSON": (text(LINE, "[" * 100000 + "\n"), {}, (HERE, "JSON", "maximum recursion depth", "remove the line")),
-    "not an object": (text(LINE, "[1]\n"), {}, (HERE, "[1]", "JSON object", '{"column": ...}')),
     "a text file": (
         text("a", name="a.txt"),
         {},
         ("T/a.txt", "conversations", "jsonl, json, parquet, csv, tsv or arrow"),
     ),
-    "bad parquet": (text("no", name="a.parquet"), {}, ("T/a.parquet", "row 0", "complete")),
     # columns
     "misspelt column": (
         text(json.dumps({"mesages": GOOD["messages"]}) + "\n"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from tiny_recipes import jsonl, make_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from samecurve.config.schema import Distill, Recipe
@@ -20,21 +20,8 @@ ROWS = [{"prompt": f"say {word}", "completion": f"{word} it is"} for word in ("a
 
 
 def made(tmp_path, teacher="unused", **settings) -> Recipe:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return Recipe.model_validate(
-        {
-            "task": "distill",
-            "output_dir": "unused",
-            "steps": 1,
-            "model": {"config": {"model_type": "llama"}},
-            "tokenizer": {"vocabulary_size": 300},
-            "data": {"path": str(path), "cache_dir": str(tmp_path / "cache")},
-            "distill": {"teacher": str(teacher), **settings},
-            "batch": {"global_batch_size": 1, "sequence_length": 64},
-            "optimizer": {"learning_rate": 1e-3},
-        }
-    )
+    path, block = jsonl(tmp_path / "rows.jsonl", *ROWS), {"teacher": str(teacher), **settings}
+    return make_recipe(tmp_path, path, "distill", tokenizer={"vocabulary_size": 300}, distill=block)
 
 
 def task(**settings) -> DistillTask:

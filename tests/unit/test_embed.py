@@ -13,6 +13,7 @@ import pytest
 import torch
 from report_cases import check_message
 from safetensors.torch import load_file, save_file
+from tiny_recipes import jsonl, make_recipe
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, BertForMaskedLM
 
@@ -35,19 +36,10 @@ ROWS = [{"anchor": f"a{n} " * (n + 1), "positive": f"p{n}", "negative": f"n{n} x
 
 
 def made(tmp_path, rows=ROWS, **changes) -> Recipe:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    fields = {
-        "task": "embed",
-        "output_dir": "unused",
-        "steps": 1,
-        "model": {"config": BERT},
-        "tokenizer": {"vocabulary_size": 300},
-        "data": {"path": str(path), "packing": False, "cache_dir": str(tmp_path / "cache"), **changes.pop("data", {})},
-        "batch": {"global_batch_size": 2, "sequence_length": 8},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    return Recipe.model_validate(fields | changes)
+    blocks = {"model": {"config": BERT}, "tokenizer": {"vocabulary_size": 300}} | changes
+    blocks["data"] = {"packing": False, **changes.get("data", {})}
+    blocks.setdefault("batch", {"global_batch_size": 2, "sequence_length": 8})
+    return make_recipe(tmp_path, jsonl(tmp_path / "rows.jsonl", *rows), "embed", **blocks)
 
 
 def test_a_row_is_what_the_tokenizer_makes_of_each_of_its_texts(tmp_path):

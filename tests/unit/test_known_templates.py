@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chat_templates import CHATML, tokenizer_of
-from test_conversations import jsonl, make_recipe
+from tiny_recipes import jsonl, make_recipe
 
 from samecurve.data.chat_encoder import ChatEncoder
 from samecurve.data.encoder import Encoded

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 import torch
+from tiny_recipes import jsonl, recipe_file
 from transformers.models.bert import modeling_bert
 from transformers.models.llama import modeling_llama
 
@@ -27,19 +27,9 @@ def verdict(tmp_path, capsys):
 
     def run(config: dict, *overrides: str) -> tuple[int, str, str]:
         rows = [{"text": text, "label": index % 2} for index, text in enumerate(TEXTS)]
-        (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        recipe = {
-            "output_dir": str(tmp_path / "run"),
-            "steps": 1,
-            "model": {"config": config},
-            "tokenizer": {"vocabulary_size": 260},
-            "data": {"path": str(tmp_path / "texts.jsonl"), "cache_dir": str(tmp_path / "cache")},
-            "batch": {"global_batch_size": 1, "sequence_length": 64},
-            "optimizer": {"learning_rate": 1e-3},
-            "schedule": {"warmup_steps": 0},
-        }
-        (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-        code = commands.main(["inspect", str(tmp_path / "recipe.yaml"), "--leak_test", *overrides])
+        blocks = {"model": {"config": config}, "tokenizer": {"vocabulary_size": 260}}
+        recipe = recipe_file(tmp_path, jsonl(tmp_path / "texts.jsonl", *rows), "pretrain", **blocks)
+        code = commands.main(["inspect", recipe, "--leak_test", *overrides])
         return code, *capsys.readouterr()
 
     return run

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tiny_recipes import make_recipe
 
 from samecurve.config.schema import Recipe
 from samecurve.data import token_store, tokenizer
@@ -19,27 +20,18 @@ from samecurve.tasks import registry
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # naïve {'é' * i}\n" for i in range(40)]
 
 
-def make_recipe(tmp_path, data: dict | None = None, evaluate: dict | None = None, batch: dict | None = None) -> Recipe:
+def made(tmp_path, data: dict | None = None, evaluate: dict | None = None, batch: dict | None = None) -> Recipe:
     folder = tmp_path / "data"
     folder.mkdir(exist_ok=True)
     for index, text in enumerate(TEXTS):
         (folder / f"{index:02}.py").write_text(text)
-    return Recipe.model_validate(
-        {
-            "output_dir": "runs/x",
-            "steps": 1,
-            "model": {"config": {"model_type": "llama"}},
-            "tokenizer": {"vocabulary_size": 300},
-            "data": {"path": str(folder), "cache_dir": str(tmp_path / "cache"), **(data or {})},
-            "batch": {"global_batch_size": 4, "sequence_length": 16, **(batch or {})},
-            "optimizer": {"learning_rate": 1e-3},
-            "evaluate": evaluate or {},
-        }
-    )
+    sizes = {"global_batch_size": 4, "sequence_length": 16, **(batch or {})}
+    blocks = {"data": data or {}, "evaluate": evaluate or {}, "batch": sizes, "tokenizer": {"vocabulary_size": 300}}
+    return make_recipe(tmp_path, folder, "pretrain", **blocks)
 
 
 def test_packed_rows_hold_the_documents(tmp_path):
-    task = registry.load_task(make_recipe(tmp_path))
+    task = registry.load_task(made(tmp_path))
     assert isinstance(task.train, PackedRows)
     assert task.validation is None
     assert task.vocabulary_size == len(task.tokenizer) == 300
@@ -53,21 +45,21 @@ def test_packed_rows_hold_the_documents(tmp_path):
 
 
 def test_end_of_text_is_trained_and_begin_of_text_is_not(tmp_path):
-    task = registry.load_task(make_recipe(tmp_path))
+    task = registry.load_task(made(tmp_path))
     labels = task.train[np.arange(len(task.train))].labels
     assert (labels == task.tokenizer.eos_token_id).sum() == len(TEXTS)
     assert (labels == task.tokenizer.bos_token_id).sum() == 0
 
 
 def test_documents_are_rows_without_packing(tmp_path):
-    task = registry.load_task(make_recipe(tmp_path, {"packing": False}))
+    task = registry.load_task(made(tmp_path, {"packing": False}))
     assert isinstance(task.train, DocumentRows)
     assert len(task.train) == len(TEXTS)
     assert task.describe()["train"]["truncated_documents"] > 0
 
 
 def test_the_held_out_part_is_not_trained_on(tmp_path):
-    task = registry.load_task(make_recipe(tmp_path, {"validation_fraction": 0.3, "packing": False}))
+    task = registry.load_task(made(tmp_path, {"validation_fraction": 0.3, "packing": False}))
     described = task.describe()
     assert described["train"]["documents"] + described["held_out"]["documents"] == len(TEXTS)
     assert 2 < described["held_out"]["documents"] < 25
@@ -77,7 +69,7 @@ def test_the_held_out_part_is_not_trained_on(tmp_path):
 def test_a_small_fraction_holds_out_one_document(tmp_path, kind):
     """The one with the lowest hash, with its copy, and the trained tokenizer does not learn from it either."""
     lowest = min(TEXTS, key=lambda text: hashlib.sha256(text.encode()).digest())
-    make_recipe(tmp_path)
+    made(tmp_path)
     (tmp_path / "data" / "copy.txt").write_text(lowest)
     learnt = []
     original = token_store.training_texts
@@ -86,7 +78,7 @@ def test_a_small_fraction_holds_out_one_document(tmp_path, kind):
         (tmp_path / "more.txt").write_text(TEXTS[0])
         sources = [{"path": str(tmp_path / name), "weight": 1} for name in ("data", "more.txt")]
         data |= {"path": None, "mixture": sources}
-    recipe = make_recipe(tmp_path, data, batch={"global_batch_size": 1})
+    recipe = made(tmp_path, data, batch={"global_batch_size": 1})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "training_texts", lambda *given: learnt.extend(original(*given)) or iter(learnt))
         task = registry.load_task(recipe)
@@ -100,18 +92,18 @@ def test_a_small_fraction_holds_out_one_document(tmp_path, kind):
 def test_evaluation_from_a_path_of_its_own_holds_nothing_out(tmp_path):
     (tmp_path / "evaluation.txt").write_text("x = 1\n")
     evaluate = {"path": str(tmp_path / "evaluation.txt")}
-    described = registry.load_task(make_recipe(tmp_path, {"validation_fraction": 0.3}, evaluate)).describe()
+    described = registry.load_task(made(tmp_path, {"validation_fraction": 0.3}, evaluate)).describe()
     assert (described["train"]["documents"], described["held_out"]["documents"]) == (len(TEXTS), 1)
 
 
 def test_loss_is_the_token_sum(tmp_path):
-    task = registry.load_task(make_recipe(tmp_path))
+    task = registry.load_task(made(tmp_path))
     logits, labels = torch.randn(2, 5, 300), torch.randint(0, 300, (2, 5))
     assert torch.equal(task.loss(logits, labels), token_loss_sum(logits, labels))
 
 
 def test_bits_per_byte_worked_out_by_hand(tmp_path):
-    task = registry.load_task(make_recipe(tmp_path, {"validation_fraction": 0.3}))
+    task = registry.load_task(made(tmp_path, {"validation_fraction": 0.3}))
     stream = task.validation.stream
     text = task.tokenizer.decode(stream.tokens.tolist(), skip_special_tokens=True)
     num_targets = len(stream.tokens) - (len(stream.offsets) - 1)
@@ -124,14 +116,14 @@ def test_bits_per_byte_worked_out_by_hand(tmp_path):
 
 
 def test_a_hopeless_loss_is_still_a_number(tmp_path):
-    task = registry.load_task(make_recipe(tmp_path, {"validation_fraction": 0.3}))
+    task = registry.load_task(made(tmp_path, {"validation_fraction": 0.3}))
     metrics = task.metrics(EvalResult(loss=5000.0, tokens=task.validation.num_targets))
     assert math.isfinite(metrics["eval_perplexity"])
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
-    recipe = make_recipe(tmp_path, {"validation_fraction": 0.3, "packing": packing})
+    recipe = made(tmp_path, {"validation_fraction": 0.3, "packing": packing})
     task = registry.load_task(recipe)
     (micro_batches,) = StepBatches(task.train, recipe.seed, recipe.batch, (1, 2), num_steps=1)
     assert [tuple(m.inputs["input_ids"].shape) for m in micro_batches] == [(1, 16), (1, 16)]
@@ -165,7 +157,7 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
 )
 def test_too_little_data(tmp_path, change, message):
     with pytest.raises(DataError) as caught:
-        registry.load_task(make_recipe(tmp_path, **change))
+        registry.load_task(made(tmp_path, **change))
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path / 'data'}: ")
 
@@ -173,4 +165,4 @@ def test_too_little_data(tmp_path, change, message):
 def test_no_documents_at_all(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match="empty.jsonl: there are no rows"):
-        registry.load_task(make_recipe(tmp_path, {"path": str(tmp_path / "empty.jsonl")}))
+        registry.load_task(made(tmp_path, {"path": str(tmp_path / "empty.jsonl")}))

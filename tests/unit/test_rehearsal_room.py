@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tiny_recipes import make_recipe
 
 from samecurve.checkpoint.commit import PARTIAL
 from samecurve.config.schema import Recipe
@@ -28,15 +29,8 @@ CPU = torch.device("cpu")
 
 
 def recipe(folder="runs/x/.rehearsal", steps=100, **more) -> Recipe:
-    content = {
-        "output_dir": str(folder),
-        "steps": steps,
-        "model": {"path": "a/b"},
-        "data": {"path": "x"},
-        "batch": {"global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 32},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    return Recipe.model_validate(content | more)
+    more["batch"] = {"global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 32, **more.get("batch", {})}
+    return make_recipe(Path(folder), "x", "pretrain", **{"output_dir": str(folder), "steps": steps, **more})
 
 
 def stages(free_gib: float) -> list[RehearsedStage]:

@@ -16,6 +16,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from saved_state import saved_state
 from test_model_card import facts
+from tiny_recipes import make_recipe
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -105,16 +106,8 @@ def ran(tmp_path: Path) -> bool:
 
 
 def made(folder: Path, **model) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "output_dir": "unused",
-            "steps": 1,
-            "model": {"path": str(folder), **model},
-            "data": {"path": "unused"},
-            "batch": {"global_batch_size": 1, "sequence_length": 8},
-            "optimizer": {"learning_rate": 1e-3},
-        }
-    )
+    blocks = {"model": {"path": str(folder), **model}, "batch": {"sequence_length": 8}}
+    return make_recipe(folder.parent, "unused", "pretrain", tokenizer={"vocabulary_size": None}, **blocks)
 
 
 def rows(tmp_path: Path) -> Path:

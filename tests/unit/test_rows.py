@@ -9,6 +9,7 @@ from pathlib import Path
 
 import chat_templates
 import pytest
+from tiny_recipes import recipe_file
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.config import loader
@@ -40,21 +41,10 @@ def write(folder: Path, rows: Sequence[dict | str], name: str = "a.jsonl") -> Pa
 
 def load(folder: Path, path: Path, task: str = "sft", **data):
     """The task that a run would load, with a tokenizer that is trained on the data."""
-    values = {
-        "task": task,
-        "output_dir": str(folder / "run"),
-        "steps": 1,
-        "model": {"config": {"model_type": "bert" if task in ("classify", "embed") else "llama"}},
-        "tokenizer": {"vocabulary_size": 270},
-        "data": {"path": str(path), "cache_dir": str(folder / "cache"), **data},
-        "batch": {"global_batch_size": 2 if task == "embed" else 1, "sequence_length": 128},
-        "optimizer": {"learning_rate": 1e-3},
-        "schedule": {"warmup_steps": 0},
-    }
-    if task not in ("sft", "pretrain"):
-        values["data"]["packing"] = False
-    (folder / "recipe.yaml").write_text(json.dumps(values))
-    return registry.load_task(loader.load_recipe(str(folder / "recipe.yaml"), []))
+    blocks = {"model": {"config": {"model_type": "bert"}}} if task in ("classify", "embed") else {}
+    blocks["batch"] = {"global_batch_size": 2 if task == "embed" else 1, "sequence_length": 128}
+    data |= {} if task in ("sft", "pretrain") else {"packing": False}
+    return registry.load_task(loader.load_recipe(recipe_file(folder, path, task, data=data, **blocks), []))
 
 
 def conversations(path: Path, **schema) -> list[str]:
@@ -71,9 +61,6 @@ def report(folder: Path, *arguments, **settings) -> str:
 
 
 ALPACA = {
-    "no input": ({"instruction": "do", "input": "", "output": "x"}, [["user", "do"], ["assistant", "x"]]),
-    "input": ({"instruction": "do", "input": "it", "output": "x"}, [["user", "do\nit"], ["assistant", "x"]]),
-    "input alone": ({"instruction": "", "input": "it", "output": "x"}, [["user", "it"], ["assistant", "x"]]),
     "system and history": (
         {"instruction": "q", "output": "x", "system": "s", "history": [["a", "b"]]},
         [["system", "s"], ["user", "a"], ["assistant", "b"], ["user", "q"], ["assistant", "x"]],

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from test_console import ENGINE
+from tiny_recipes import make_recipe
 
 from samecurve.checkpoint.resume import _SCHEMA
-from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
 from samecurve.models.weights import ModelDescription
 from samecurve.run.metadata import RunFacts
@@ -138,16 +138,6 @@ def test_path_that_is_a_file(tmp_path):
 
 
 def test_facts_are_jsons_and_remember_the_command(tmp_path):
-    recipe = Recipe.model_validate(
-        {
-            "output_dir": str(tmp_path),
-            "steps": 2,
-            "model": {"path": "m"},
-            "data": {"path": "d"},
-            "batch": {"global_batch_size": 4, "sequence_length": 8},
-            "optimizer": {"learning_rate": 1e-3},
-        }
-    )
     strategy = Strategy(
         "ddp",
         distributed=True,
@@ -156,7 +146,7 @@ def test_facts_are_jsons_and_remember_the_command(tmp_path):
         accelerate={"distributed_type": "MULTI_GPU"},
     )
     plan = SimpleNamespace(
-        recipe=recipe,
+        recipe=make_recipe(tmp_path, "d"),
         strategy=strategy,
         recipe_path="r.yaml",
         overrides=("seed=1", "steps=2"),

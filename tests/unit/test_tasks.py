@@ -13,6 +13,7 @@ import torch
 from report_cases import check_message
 from safetensors.torch import save_file
 from task_columns import unread
+from tiny_recipes import jsonl, make_recipe
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertForMaskedLM
 
 from samecurve.config.schema import Batch, Classify, Recipe
@@ -36,20 +37,10 @@ ROWS = [
 
 
 def made(tmp_path, rows=ROWS, task="classify", **data) -> Recipe:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return Recipe.model_validate(
-        {
-            "task": task,
-            "output_dir": "unused",
-            "steps": 1,
-            "model": data.pop("model", {"config": BERT}),
-            "tokenizer": data.pop("tokenizer", {"vocabulary_size": 300}),
-            "data": {"path": str(path), "packing": False, "cache_dir": str(tmp_path / "cache"), **data},
-            "batch": {"global_batch_size": 2, "sequence_length": 8},
-            "optimizer": {"learning_rate": 1e-3},
-        }
-    )
+    model, tokenizer = data.pop("model", {"config": BERT}), data.pop("tokenizer", {"vocabulary_size": 300})
+    blocks = {"model": model, "tokenizer": tokenizer, "data": {"packing": False, **data}}
+    blocks["batch"] = {"global_batch_size": 2, "sequence_length": 8}
+    return make_recipe(tmp_path, jsonl(tmp_path / "rows.jsonl", *rows), task, **blocks)
 
 
 def test_a_row_is_what_the_tokenizer_makes_of_the_text_and_its_class(tmp_path):

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from file_damage import DAMAGES
+from tiny_recipes import make_recipe
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -21,26 +22,17 @@ TEXTS = [
 ]
 
 
-def make_recipe(tmp_path, model: dict | None = None, vocabulary_size: int | None = 300, path: str | None = None):
+def made(tmp_path, model: dict | None = None, vocabulary_size: int | None = 300, path: str | None = None) -> Recipe:
     folder = tmp_path / "data"
     folder.mkdir(exist_ok=True)
     for index, text in enumerate(TEXTS):
         (folder / f"{index}.txt").write_text(text * 20)
-    return Recipe.model_validate(
-        {
-            "output_dir": "runs/x",
-            "steps": 1,
-            "model": model or {"config": {"model_type": "llama"}},
-            "tokenizer": {"vocabulary_size": vocabulary_size, "path": path},
-            "data": {"path": str(folder), "cache_dir": str(tmp_path / "cache")},
-            "batch": {"global_batch_size": 1, "sequence_length": 8},
-            "optimizer": {"learning_rate": 1e-3},
-        }
-    )
+    blocks = {"tokenizer": {"vocabulary_size": vocabulary_size, "path": path}, "model": model or {}}
+    return make_recipe(tmp_path, folder, "pretrain", **blocks)
 
 
 def test_trained_on_the_data(tmp_path):
-    tokenizer = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
+    tokenizer = tokenizers_of_recipes.load_tokenizer(made(tmp_path))
     assert len(tokenizer) == 300
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
         "<|begin_of_text|>",
@@ -63,7 +55,7 @@ import sys
 from samecurve.data import sources, tokenizer
 tokenizer.train_tokenizer(sources.find_source(sys.argv[1]), 0.0, 400).save(sys.argv[2])
 """
-    make_recipe(tmp_path)
+    made(tmp_path)
     for seed in "12":
         environment = {"PYTHONHASHSEED": seed, "PATH": "", "RAYON_NUM_THREADS": seed}
         command = [sys.executable, "-c", program, str(tmp_path / "data"), str(tmp_path / f"{seed}.json")]
@@ -72,13 +64,13 @@ tokenizer.train_tokenizer(sources.find_source(sys.argv[1]), 0.0, 400).save(sys.a
 
 
 def test_training_is_cached_and_keyed_by_content(tmp_path, monkeypatch):
-    tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
+    tokenizers_of_recipes.load_tokenizer(made(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(tokenizers_of_recipes, "train_tokenizer", lambda *_, **__: pytest.fail("trained again"))
-        tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
-    tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path, vocabulary_size=310))
+        tokenizers_of_recipes.load_tokenizer(made(tmp_path))
+    tokenizers_of_recipes.load_tokenizer(made(tmp_path, vocabulary_size=310))
     (tmp_path / "data" / "new.txt").write_text("more")
-    tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
+    tokenizers_of_recipes.load_tokenizer(made(tmp_path))
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 3
 
 
@@ -86,20 +78,20 @@ def test_training_is_cached_and_keyed_by_content(tmp_path, monkeypatch):
     ("name", "damage"), [*(("tokenizer.json", damage) for damage in DAMAGES), ("files.json", "cut")]
 )
 def test_a_damaged_tokenizer_is_trained_again(tmp_path, capsys, name, damage):
-    expected = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path)).backend_tokenizer.to_str()
+    expected = tokenizers_of_recipes.load_tokenizer(made(tmp_path)).backend_tokenizer.to_str()
     (file,) = (tmp_path / "cache").rglob(name)
     capsys.readouterr()
     assert DAMAGES[damage](file)
-    assert tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path)).backend_tokenizer.to_str() == expected
+    assert tokenizers_of_recipes.load_tokenizer(made(tmp_path)).backend_tokenizer.to_str() == expected
     assert capsys.readouterr().out.startswith(f"{file.parent}: {name} ")
 
 
 def test_saved_and_loaded_by_path(tmp_path):
-    trained = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
+    trained = tokenizers_of_recipes.load_tokenizer(made(tmp_path))
     trained.save_pretrained(tmp_path / "saved")
     for recipe in (
-        make_recipe(tmp_path, vocabulary_size=None, path=str(tmp_path / "saved")),
-        make_recipe(tmp_path, vocabulary_size=None, model={"path": str(tmp_path / "saved")}),
+        made(tmp_path, vocabulary_size=None, path=str(tmp_path / "saved")),
+        made(tmp_path, vocabulary_size=None, model={"path": str(tmp_path / "saved")}),
     ):
         loaded = tokenizers_of_recipes.load_tokenizer(recipe)
         assert loaded(TEXTS[1])["input_ids"] == trained(TEXTS[1])["input_ids"]
@@ -121,20 +113,20 @@ def test_errors_name_the_path_and_the_fix(tmp_path, options, message):
     if options.get("path") == "DATA":
         options["path"] = str(tmp_path / "data")
     with pytest.raises(ConfigurationError) as caught:
-        tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path, **options))
+        tokenizers_of_recipes.load_tokenizer(made(tmp_path, **options))
     assert str(caught.value).replace(str(tmp_path / "data"), "DATA").startswith(message)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_byte_lengths_add_up_to_the_text(tmp_path, text):
-    tokenizer = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
+    tokenizer = tokenizers_of_recipes.load_tokenizer(made(tmp_path))
     lengths = tokenizers_of_recipes.byte_lengths(tokenizer)
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert lengths[ids].sum() == len(text.encode())
 
 
 def test_special_tokens_have_no_bytes_and_added_words_have_theirs(tmp_path):
-    tokenizer = tokenizers_of_recipes.load_tokenizer(make_recipe(tmp_path))
+    tokenizer = tokenizers_of_recipes.load_tokenizer(made(tmp_path))
     tokenizer.add_tokens(["größe"])
     lengths = tokenizers_of_recipes.byte_lengths(tokenizer)
     assert lengths.shape == (301,)

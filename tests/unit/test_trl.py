@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_conversations import make_recipe
+from tiny_recipes import make_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.data import chat_encoder

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import END_OF_TURN, FAMILIES, make_tokenizer, save_models
-from test_conversations import jsonl, make_recipe
 from test_trl_preferences import check, found
+from tiny_recipes import jsonl, make_recipe
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from samecurve.tasks import registry
