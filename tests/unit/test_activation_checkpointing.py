@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from report_cases import check_report, message, write
 from torch import nn
 from torch.nn import functional
 from torch.profiler import profile
@@ -247,21 +246,3 @@ def test_a_model_without_layers_is_told():
     ):
         checkpoint_layers(nn.Sequential(nn.Linear(2, 2)), KINDS["full"])
     checkpoint_layers(nn.Sequential(nn.Linear(2, 2)), Memory())
-
-
-@pytest.mark.parametrize(
-    ("override", "row"),
-    [
-        (
-            "memory.every_n_layers=3",
-            ("memory.every_n_layers", "3", "every_n_layers", "memory.activation_checkpointing", "none", "remove"),
-        ),
-        ("memory.every_n_layers=1", ("memory.every_n_layers", "1", "at least 2")),
-    ],
-)
-def test_a_key_that_would_do_nothing(override, row, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, {})
-    report, code = message(tmp_path, ["r.yaml", override], {})
-    check_report(report, [("command line", *row)])
-    assert code == 2

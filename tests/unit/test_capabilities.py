@@ -121,6 +121,8 @@ def test_optimizers(name):
         ("pipeline_1f1b", {"loss.implementation": "liger"}, ("found liger", "compared", "auto, chunked or full")),
         ("pipeline_1f1b", {"loss.implementation": "chunked", "task": "distill"}, ("teacher's", "auto or full")),
         ("pipeline_1f1b", {"compile": "full"}, ("whole model", "use off or regional")),
+        ("pipeline", {"compile": "full"}, ("found full", "regional")),
+        ("fsdp", {"compile": "full"}, ("found full", "regional")),
         ("pipeline_zbv", {"compile": "regional"}, ("wrong gradients", "use off,")),
         ("pipeline_zbv", {"compile": "full"}, ("wrong gradients", "use off,")),
         ("pipeline_zbv", {RECOMPUTED: "selective"}, ("recomputed in part", "use full or none")),
@@ -149,9 +151,19 @@ def test_schedules_that_cut_backward_passes(name):
     assert refused == ({"selective", "offload"} if folded else {"offload"})
 
 
-def test_varlen_needs_whole_rows():
-    assert not refusals("fsdp_ulysses", {"model.attention": "varlen"})
-    assert not refusals("pipeline_1f1b", {"loss.implementation": "full"})
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("fsdp_ulysses", {"model.attention": "varlen"}),
+        ("pipeline_1f1b", {"loss.implementation": "full"}),
+        ("fsdp", {"memory.gradient_sync": "last_micro_batch"}),
+        ("ddp", {"memory.gradient_sync": "last_micro_batch"}),
+        ("zero3", {"compile": "off"}),
+        ("pipeline", {"compile": "off"}),
+    ],
+)
+def test_allowed(name, changes):
+    assert not refusals(name, changes)
 
 
 def sequence_parallel(size: int) -> Strategy:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from report_cases import TORCHRUN, Plan, check_report, message, write
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -16,39 +15,6 @@ from samecurve.engines import loss_implementation
 from samecurve.models import compilation
 from samecurve.models.compilation import SETTLED_STEPS, Recompilations
 from samecurve.strategy import preflight
-
-ZERO3 = {"ds_configs/zero3.json": '{"zero_optimization": {"stage": 3}}'}
-REFUSED = [
-    (
-        ["compile=regional", "--strategy", "ds_configs/zero3.json"],
-        ("regional", "ZeRO-3", "off", "configs/fsdp.yaml"),
-    ),
-    (
-        ["compile=full", "--strategy", "ds_configs/pipeline.json"],
-        ("full", "pipeline", "regional"),
-    ),
-    (
-        ["compile=full", "--strategy", "configs/fsdp.yaml"],
-        ("full", "FSDP", "regional"),
-    ),
-    (
-        ["compile=full", "memory.activation_checkpointing=offload", "--strategy", "configs/ddp.yaml"],
-        ("full", "offload", "regional"),
-    ),
-    (
-        ["compile=true", "--strategy", "configs/ddp.yaml"],
-        ("true", "'off', 'auto', 'regional' or 'full'"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("argv", "fragments"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
-def test_refused_with_the_reason(argv, fragments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, ZERO3)
-    report, code = message(tmp_path, ["r.yaml", *argv], TORCHRUN)
-    check_report(report, [("command line", "compile", *fragments)])
-    assert code == 2
 
 
 @pytest.mark.parametrize("num_documents", [1, 2])
@@ -97,14 +63,6 @@ def test_the_loss_is_compiled_where_a_gpu_has_a_compiler(device, triton, found, 
     task = SimpleNamespace(by_token=True, by_log_probability=False)
     loss_implementation.install_loss(None, None, task, recipe, torch.device(device))
     assert given == [compiles]
-
-
-@pytest.mark.parametrize("strategy", ["ds_configs/zero3.json", "ds_configs/pipeline.json"])
-def test_off_is_what_yaml_makes_of_it(strategy, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, ZERO3)
-    plan = message(tmp_path, ["r.yaml", "compile=off", "--strategy", strategy], TORCHRUN)
-    assert isinstance(plan, Plan) and plan.recipe.compile == "off"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from report_cases import TORCHRUN, Plan, check_report, findings, message, missin
 from test_activation_checkpointing import FAMILIES, LAYERS, build, forward, gradients
 from test_console import facts
 
+from samecurve.config import rules_training
 from samecurve.errors import ConfigurationError
 from samecurve.metrics import console
 from samecurve.models import fp8
@@ -20,7 +21,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 ROUNDING = 4e-3  # of results to bf16, 2 ** -9 each, relative L2; that of the operands is 8 times as coarse and more
-ZERO3 = {"ds_configs/zero3.json": '{"zero_optimization": {"stage": 3}}'}
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
@@ -180,32 +180,6 @@ def test_a_gpu_that_has_no_such_products_is_refused(monkeypatch):
     fp8.check_device("rowwise", torch.device("cuda:0"))
 
 
-REFUSED = [
-    (
-        ["fp8=rowwise", "precision=fp32", "--strategy", "configs/ddp.yaml"],
-        ("rowwise", "precision", "fp32", "bf16", "off"),
-    ),
-    (
-        ["fp8=tensorwise", "precision=bf16", "--strategy", "ds_configs/zero3.json"],
-        ("tensorwise", "ZeRO-3", "torchao", "off", "configs/fsdp.yaml"),
-    ),
-    (
-        ["fp8=true", "precision=bf16", "--strategy", "configs/ddp.yaml"],
-        ("true", "'off', 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("argv", "fragments"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
-def test_refused_with_the_reason(argv, fragments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    write(tmp_path, ZERO3)
-    report, code = message(tmp_path, ["r.yaml", *argv], TORCHRUN)
-    check_report(report, [("command line", "fp8", *fragments)])
-    assert code == 2
-
-
 @pytest.mark.parametrize(("kind", "installed"), [("rowwise", False), ("rowwise", True), ("off", False)])
 def test_torchao_has_to_be_there(kind, installed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -220,12 +194,17 @@ def test_torchao_has_to_be_there(kind, installed, tmp_path, monkeypatch):
     assert code == 2
 
 
-def test_4bit_weights_have_products_of_their_own():
-    from samecurve.config import rules_training
-
-    values = {"fp8": "rowwise", "precision": "bf16", "adapter.quantization": "4bit"}
-    found = [text for _, text in findings(rules_training.MEMORY_RULES, values) if "torchao" not in text]
-    assert len(found) == 1 and missing(found[0], ["rowwise", "adapter.quantization", "off"]) == []
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"precision": "bf16", "adapter.quantization": "4bit"}, ["rowwise", "adapter.quantization", "off"]),
+        ({"precision": "fp32", "adapter.quantization": None}, ["rowwise", "precision", "fp32", "bf16", "off"]),
+    ],
+)
+def test_what_has_products_of_its_own(values, words):
+    found = findings(rules_training.MEMORY_RULES, {"fp8": "rowwise", **values})
+    (text,) = (text for _, text in found if "torchao" not in text)
+    assert missing(text, words) == []
 
 
 @pytest.mark.parametrize(

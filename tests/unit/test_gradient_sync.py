@@ -1,12 +1,10 @@
-"""memory.gradient_sync: where it is refused, and what is said of its memory. See also test_rank_symmetry.py."""
+"""memory.gradient_sync: what is said of its memory. See also test_rank_symmetry.py, and test_capabilities.py."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
-from report_cases import TORCHRUN, Plan, check_report, message, write
 from test_console import FACTS, facts
 
 from samecurve.accelerator import fsdp
@@ -29,25 +27,6 @@ def plan(name, sync, micro_batch_size=2):
     strategy = STRATEGIES[name]
     batch = Batch(global_batch_size=8, micro_batch_size=micro_batch_size, sequence_length=1)
     return SimpleNamespace(strategy=strategy, recipe=SimpleNamespace(batch=batch, memory=Memory(gradient_sync=sync)))
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_shares_gradients_out_as_they_are_made(stage, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, {f"ds_configs/zero{stage}.json": f'{{"zero_optimization": {{"stage": {stage}}}}}'})
-    argv = ["r.yaml", "memory.gradient_sync=last_micro_batch", "--strategy", f"ds_configs/zero{stage}.json"]
-    report, code = message(tmp_path, argv, TORCHRUN)
-    check_report(report, [("command line", "memory.gradient_sync", "last_micro_batch", f"ZeRO-{stage}", "auto")])
-    assert code == 2
-
-
-@pytest.mark.parametrize("strategy", ["configs/ddp.yaml", "configs/fsdp.yaml"])
-def test_what_can_wait_may(strategy, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, {})
-    assert isinstance(
-        message(tmp_path, ["r.yaml", "memory.gradient_sync=last_micro_batch", "--strategy", strategy], TORCHRUN), Plan
-    )
 
 
 def test_what_whole_gradients_take():

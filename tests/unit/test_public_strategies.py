@@ -31,6 +31,8 @@ CONFIG = {
     "debug": False,
     "distributed_type": "MULTI_GPU",
     "downcast_bf16": "no",
+    "dynamo_config": {},
+    "enable_cpu_affinity": False,
     "gpu_ids": "all",
     "machine_rank": 0,
     "main_training_function": "main",
