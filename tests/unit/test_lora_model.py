@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.checkpoint import resume
 from samecurve.cli import commands
-from samecurve.config import loader
 from samecurve.config.schema import Adapter
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
@@ -215,44 +214,6 @@ def test_flops_leave_out_the_gradients_of_frozen_weights(folders):
         build_skeleton(model_recipe(LLAMA), 64, {"bos_token_id": 0, "eos_token_id": 1}), 16, recompute=False
     )
     assert whole.model == 6 * frozen + attention
-
-
-RECIPE = """
-output_dir: out
-steps: 10
-model: {path: %s}
-adapter: {name: lora}
-data: {path: %s}
-batch: {global_batch_size: 8, sequence_length: 16}
-optimizer: {learning_rate: 1e-3}
-"""
-
-
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        ("adapter.name=null adapter.dora=true", "adapter.dora: found true, but adapter.name is null"),
-        ("adapter.name=null adapter.rank=8", "adapter.rank: found 8, but adapter.name is null"),
-        (
-            "adapter.name=null adapter.quantization=4bit",
-            'adapter.quantization: found "4bit" (text), but adapter.name is null',
-        ),
-        ("adapter.quantization=4bit adapter.dora=true", "adapter.dora: found true, but DoRA needs the norms"),
-        ("adapter.target_modules=3", "adapter.target_modules: found 3"),
-        ("adapter.target_modules=[]", "adapter.target_modules: found"),
-        ("adapter.rank=0", "adapter.rank: found 0"),
-        ("model.path=null model.config={model_type: llama}", "adapter.name: found lora, which needs a pretrained"),
-    ],
-)
-def test_recipes_that_cannot_be(folders, tmp_path, override, text):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE % (folders["llama"], tmp_path))
-    assert loader.read_recipe(str(path)).recipe.adapter.rank == 16
-    source = loader.read_recipe(
-        str(path), override.replace(": ", ":~").replace(" ", "|").replace(":~", ": ").split("|")
-    )
-    told = [f"{problem.key}: {problem.text}" for problem in source.document.problems]
-    assert any(line.startswith(text) for line in told), told
 
 
 def test_a_checkpoint_is_of_one_adapter_and_one_base():

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from tiny_recipes import jsonl, recipe_file
 
 from samecurve.checkpoint.resume import refusals
 from samecurve.config import loader
@@ -178,30 +179,14 @@ def folder(tmp_path):
 
 
 def checked(folder, weights=(0.6, 0.3, 0.1), *overrides):
-    (folder / "recipe.json").write_text(
-        json.dumps(
-            {
-                "output_dir": str(folder / "run"),
-                "steps": 20,
-                "model": {"config": {"model_type": "llama"}},
-                "tokenizer": {"vocabulary_size": 300},
-                "data": {
-                    "cache_dir": str(folder / "cache"),
-                    "validation_fraction": 0.15,
-                    "mixture": [
-                        {"path": str(folder / "a.jsonl"), "weight": weights[0]},
-                        {"path": str(folder / "b.jsonl"), "weight": weights[1], "text_column": "body"},
-                        {"path": str(folder / "c.jsonl"), "weight": weights[2]},
-                    ],
-                },
-                "batch": {"global_batch_size": 8, "sequence_length": 32},
-                "optimizer": {"learning_rate": 1e-3},
-                "schedule": {"warmup_steps": 2},
-                "evaluate": {"every_steps": 10},
-            }
-        )
-    )
-    return loader.load_recipe(str(folder / "recipe.json"), overrides)
+    parts = [
+        {"path": str(folder / f"{name}.jsonl"), "weight": weight} for name, weight in zip("abc", weights, strict=True)
+    ]
+    parts[1]["text_column"] = "body"
+    blocks = {"tokenizer": {"vocabulary_size": 300}, "batch": {"global_batch_size": 8, "sequence_length": 32}}
+    blocks |= {"data": {"validation_fraction": 0.15, "mixture": parts}, "evaluate": {"every_steps": 10}}
+    file = recipe_file(folder, None, "pretrain", steps=20, schedule={"warmup_steps": 2}, **blocks)
+    return loader.load_recipe(file, overrides)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -277,57 +262,10 @@ def test_a_source_with_less_than_a_batch_takes(folder):
     )
 
 
-MIXTURE_MISTAKES = [
-    ("[{path: a.jsonl, weight: 0}]", "data.mixture.0.weight: found 0, expected a number above 0"),
-    ("[{path: a.jsonl}]", "data.mixture.0.weight: missing; add it"),
-    ("[{path: a.jsonl, wieght: 1}]", "data.mixture.0.wieght: unknown key; did you mean weight?"),
-    ("[{path: nowhere, weight: 1}]", "data.mixture.0.path: no such file or folder: "),
-    (
-        "[{path: builtin:python-functions, weight: 1}]",
-        "data.mixture.0.path: found builtin:python-functions, which task",
-    ),
-    ("[{path: ., weight: 1, pattern: ../x}]", "leaves data.mixture.0.path; set data.mixture.0.path to"),
-    (
-        "[{path: ., weight: 1}, {path: ., weight: 2}]",
-        "data.mixture.1.path: found ., which data.mixture.0 already reads",
-    ),
-    (
-        "[{path: ., weight: 1, prompt_column: p}]",
-        'data.mixture.0.prompt_column: found "p" (text), but only task',
-    ),
-    ("[]", "data.mixture: found a list"),
-    ("{path: a}", "data.mixture: found a block of keys, expected a list"),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), MIXTURE_MISTAKES)
-def test_mistakes_in_a_mixture(folder, text, message):
-    checked(folder)
-    with pytest.raises(ConfigurationError) as caught:
-        loader.load_recipe(str(folder / "recipe.json"), [f"data.mixture={text}"])
-    assert message in str(caught.value)
-
-
-def test_mistakes_around_a_mixture_are_told_together(folder):
-    checked(folder)
-    overrides = [
-        "data.path=.",
-        "data.mixture=[{path: ., weight: 1}]",
-        "data.pattern=*.md",
-        "data.packing=false",
-        "data.group_by_length=true",
-    ]
-    with pytest.raises(ConfigurationError) as caught:
-        loader.load_recipe(str(folder / "recipe.json"), overrides)
-    assert "data.mixture: conflicts with data.path (.); set one of them to null" in str(caught.value)
-    assert 'data.pattern: found "*.md" (text), but data.mixture is given' in str(caught.value)
-    assert "data.group_by_length: found true, but the sources of data.mixture cannot" in str(caught.value)
-
-
 def test_the_place_of_a_mistake_is_its_line(folder):
     file = folder / "lines.yaml"
     file.write_text(
-        "base: recipe.json\ndata:\n  mixture:\n    - {path: a, weight: 1}\n    - path: b\n      weight: -2\n"
+        "base: recipe.yaml\ndata:\n  mixture:\n    - {path: a, weight: 1}\n    - path: b\n      weight: -2\n"
     )
     checked(folder)
     with pytest.raises(ConfigurationError) as caught:
@@ -339,21 +277,9 @@ def test_conversations_are_mixed_too(tmp_path):
     rows = [{"prompt": f"Say {i}", "completion": f"{i} it is"} for i in range(30)]
     turns = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}] for i in range(30)]
     other = [{"messages": messages} for messages in turns]
-    for name, found in (("a", rows), ("b", other)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    mixture = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"]
-    checked_recipe = tmp_path / "sft.json"
-    content = {
-        "task": "sft",
-        "output_dir": "x",
-        "steps": 5,
-        "model": {"config": {"model_type": "llama"}},
-        "tokenizer": {"vocabulary_size": 300},
-        "data": {"mixture": mixture, "packing": False, "cache_dir": str(tmp_path / "cache")},
-        "batch": {"global_batch_size": 4, "sequence_length": 64},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    checked_recipe.write_text(json.dumps(content))
-    task = registry.load_task(loader.load_recipe(str(checked_recipe)))
+    files = [jsonl(tmp_path / f"{name}.jsonl", *found) for name, found in (("a", rows), ("b", other))]
+    data = {"mixture": [{"path": str(file), "weight": 1} for file in files], "packing": False}
+    batch = {"global_batch_size": 4}
+    task = registry.load_task(loader.load_recipe(recipe_file(tmp_path, None, steps=5, data=data, batch=batch)))
     assert len(task.train) == 60
     assert {int(index) // 30 for index in task.train.at_positions(np.arange(2), 0)} == {0, 1}

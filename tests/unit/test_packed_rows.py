@@ -64,15 +64,6 @@ def test_packed_samples_by_hand():
     assert all(array.dtype == np.int64 for array in (input_ids, position_ids, labels))
 
 
-def test_truncation_and_what_it_leaves_nothing_of():
-    samples = stream([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [7, 8], trained="001001 00001 01")
-    for rows_class in (PackedSampleRows, DocumentRows):
-        rows = rows_class(samples, 3, PAD)
-        assert (rows.num_truncated, rows.num_truncated_tokens, rows.num_dropped) == (2, 3, 1)
-        assert rows.num_targets == 2
-        assert sorted(label for label in all_rows(rows).labels.ravel() if label != X) == [3, 8]
-
-
 @pytest.mark.parametrize("rows_class", [PackedSampleRows, DocumentRows])
 @pytest.mark.parametrize(
     ("truncation", "kept", "labels", "counts"),

@@ -6,14 +6,18 @@ import gzip
 import itertools
 import json
 import random
+import shutil
 import weakref
 from collections import Counter
 
 import fsspec
 import numpy as np
+import pyarrow.parquet
 import pytest
+import tiny_recipes
 from file_damage import DAMAGES
 from test_sources import POINTER, zstd
+from tiny_recipes import make_recipe
 
 from samecurve.checkpoint import resume
 from samecurve.config import loader
@@ -31,27 +35,34 @@ from samecurve.tasks import registry
 BUFFER = 4096
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Documents of very different length, one of them longer than a piece, between empty lines; all kinds of files."""
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    draw = random.Random(3)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Documents of very different length, one of them longer than a piece, between empty lines; all kinds of files; and
+    a tokenizer that was trained on them, as streaming wants it."""
+    draw, folder = random.Random(3), tmp_path_factory.mktemp("made")
 
     def texts(name: str, count: int) -> list[str]:
         return [f"{name} {i} " + "é" * draw.randint(0, 300) for i in range(count)]
 
-    (tmp_path / "data").mkdir()
+    (folder / "data").mkdir()
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in [*texts("a", 80), "a long " + "x" * 3000]]
-    (tmp_path / "data" / "a.jsonl").write_text("\n\n".join(lines))  # no line break at the end
-    with gzip.open(tmp_path / "data" / "b.jsonl.gz", "wt") as file:
+    (folder / "data" / "a.jsonl").write_text("\n\n".join(lines))  # no line break at the end
+    with gzip.open(folder / "data" / "b.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts("b", 30))
-    table = pa.table({"text": texts("c", 50), "other": list(range(50))})
-    pyarrow.parquet.write_table(table, tmp_path / "data" / "c.parquet", row_group_size=7)
-    (tmp_path / "texts").mkdir()
+    table = pyarrow.table({"text": texts("c", 50), "other": list(range(50))})
+    pyarrow.parquet.write_table(table, folder / "data" / "c.parquet", row_group_size=7)
+    (folder / "texts").mkdir()
     for index, text in enumerate(texts("d", 25)):
-        (tmp_path / "texts" / f"{index:02}.txt").write_text(text)
+        (folder / "texts" / f"{index:02}.txt").write_text(text)
+    task = make_recipe(folder, folder / "data", "pretrain", tokenizer={"vocabulary_size": 300})
+    registry.load_task(task).tokenizer.save_pretrained(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    for name in ("data", "texts"):
+        shutil.copytree(made / name, tmp_path / name)
     return tmp_path
 
 
@@ -227,26 +238,11 @@ def test_files_that_cannot_be_streamed_are_refused(tmp_path):
 
 
 @pytest.fixture
-def recipe_file(folder):
-    """A tokenizer that was trained before, as streaming wants it."""
-    content = {
-        "output_dir": str(folder / "run"),
-        "seed": 2,
-        "steps": 30,
-        "model": {"config": {"model_type": "llama"}},
-        "tokenizer": {"vocabulary_size": 300},
-        "data": {"path": str(folder / "data"), "cache_dir": str(folder / "cache"), "validation_fraction": 0.1},
-        "batch": {"global_batch_size": 4, "sequence_length": 64},
-        "optimizer": {"learning_rate": 1e-3},
-        "schedule": {"warmup_steps": 2},
-    }
-    file = folder / "recipe.json"
-    file.write_text(json.dumps(content))
-    registry.load_task(loader.load_recipe(str(file))).tokenizer.save_pretrained(folder / "tokenizer")
-    content["tokenizer"] = {"path": str(folder / "tokenizer")}
-    content["data"] |= {"streaming": True, "shuffle_buffer_mib": 4 * BUFFER / 2**20}
-    file.write_text(json.dumps(content))
-    return str(file)
+def recipe_file(folder, made):
+    data = {"validation_fraction": 0.1, "streaming": True, "shuffle_buffer_mib": 4 * BUFFER / 2**20}
+    more = {"seed": 2, "steps": 30, "batch": {"global_batch_size": 4}, "schedule": {"warmup_steps": 2}}
+    tokenizer = {"path": str(made / "tokenizer")}
+    return tiny_recipes.recipe_file(folder, folder / "data", "pretrain", tokenizer=tokenizer, data=data, **more)
 
 
 def test_a_stream_of_the_hub_reads_one_split_and_measures_another(recipe_file, monkeypatch):
@@ -488,37 +484,3 @@ def test_what_is_described(recipe_file):
     assert described["train"]["files"] == 3 and described["train"]["blocks_per_epoch"] > 3
     labels = task.validation[np.arange(len(task.validation))].labels
     assert (labels != IGNORE_INDEX).sum() == task.validation.num_targets == described["held_out"]["trained_tokens"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["tokenizer={vocabulary_size: 300, path: null}"],
-            "tokenizer.vocabulary_size: found 300, but data.streaming",
-        ),
-        (
-            ["data.group_by_length=true", "data.packing=false"],
-            "data.group_by_length: found true, but sorting by length",
-        ),
-        (
-            ["data.path=null", "data.mixture=[{path: '.#5', weight: 1}]"],
-            "data.mixture.0.max_samples: found 5, but data.streaming reads files in pieces",
-        ),
-        (["data.num_workers=2"], "data.num_workers: found 2, but data.streaming prepares rows in the background"),
-        (["data.streaming=false"], "data.shuffle_buffer_mib: found 0.015625, but data.streaming is false"),
-        (
-            ["data.streaming=false", "data.path=hf://a/b"],
-            "data.path: found hf://a/b, but only training data can be at a URL",
-        ),
-        (
-            ["evaluate.path=hf://a/b"],
-            "evaluate.path: found hf://a/b, but only training data can be at a URL",
-        ),
-        (["task=sft"], "data.streaming: found true, but only the tasks pretrain, continue_pretrain use this key"),
-    ],
-)
-def test_mistakes_around_streaming(recipe_file, overrides, message):
-    with pytest.raises(ConfigurationError) as caught:
-        loader.load_recipe(recipe_file, overrides)
-    assert message in str(caught.value)
