@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from report_cases import check_message
-from test_conversations import jsonl, make_recipe
+from tiny_recipes import jsonl, make_recipe
 
 from samecurve.data.find import find_pairs
 from samecurve.data.schemas.judged import JudgedSource
