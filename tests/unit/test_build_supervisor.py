@@ -61,13 +61,9 @@ def builders(folder: Path) -> list[psutil.Process]:
 
 
 def compiles(folder: Path) -> bool:
-    """ninja, the supervisor where there is one, two shells and what each of them waits for."""
+    """ninja, two shells and what each of them waits for."""
     started = sum(len(path.read_text().split()) for path in folder.glob("*.started"))
     return started == NUM_COMPILERS and sum(each.name() == "sleep" for each in builders(folder)) == NUM_COMPILERS
-
-
-def supervisor(folder: Path) -> psutil.Process:
-    return next(each for each in builders(folder) if any("build_supervisor" in word for word in each.cmdline()))
 
 
 def kill(process: psutil.Process | subprocess.Popen) -> None:
@@ -84,6 +80,7 @@ def test_without_a_supervisor_it_goes_on(folder):
     assert compiles(folder)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_the_process_that_asked(number, folder):
     rank = ask(folder)
@@ -92,56 +89,6 @@ def test_it_ends_with_the_process_that_asked(number, folder):
     rank.wait()
     wait_until(lambda: not builders(folder), "no builder")
     assert not list(folder.glob("*.o"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
-def test_it_ends_when_the_supervisor_is_killed_too(folder):
-    rank = ask(folder)
-    wait_until(lambda: compiles(folder), "compilers")
-    watching = supervisor(folder)
-    kill(rank)
-    watching.kill()
-    wait_until(lambda: not builders(folder), "no builder")
-
-
-def test_the_next_build_ends_what_is_left_of_the_one_before_it(folder):
-    """As where nothing ended it in time; a process that is only there by chance stays."""
-    left = subprocess.Popen(["sleep", "60"], cwd=folder, start_new_session=True)
-    other = subprocess.Popen(["sleep", "60"], cwd=folder, start_new_session=True)
-    try:
-        (folder / build_supervisor.BUILDER).write_text(str(left.pid))
-        (folder / "build.ninja").write_text("rule touch\n  command = touch $out\nbuild a.o: touch\n")
-        assert ask(folder).wait() == 0
-        assert left.poll() == -signal.SIGKILL and other.poll() is None
-        assert (folder / build_supervisor.BUILDER).read_text() == "" and (folder / "a.o").exists()
-    finally:
-        left.kill(), other.kill()
-
-
-def test_two_builds_do_not_share_a_folder(folder):
-    """The second compiles when the first is killed, and not before."""
-    first = ask(folder)
-    wait_until(lambda: compiles(folder), "compilers")
-    second = ask(folder)
-    wait_until(lambda: len([each for each in builders(folder) if each.name().startswith("python")]) == 2, "the second")
-    time.sleep(0.5)
-    assert compiles(folder)
-    for path in folder.glob("*.started"):
-        path.unlink()
-    kill(first)
-    wait_until(lambda: compiles(folder), "the second's compilers")
-    kill(second)
-    wait_until(lambda: not builders(folder), "no builder")
-
-
-def test_one_that_waits_ends_with_the_process_that_asked(folder):
-    ask(folder)
-    wait_until(lambda: compiles(folder), "compilers")
-    before = {each.pid for each in builders(folder)}
-    second = ask(folder)
-    wait_until(lambda: {each.pid for each in builders(folder)} - before, "the second")
-    kill(second)
-    wait_until(lambda: {each.pid for each in builders(folder)} == before, "only the first")
 
 
 def test_nothing_is_built_for_a_killed_process_that_nobody_has_waited_for(folder, monkeypatch):
