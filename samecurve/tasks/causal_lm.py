@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.data import sources, stream_pieces, token_store, tokenizer
-from samecurve.data.datasets.base import Rows
+from samecurve.data.datasets.base import DocumentRows, Rows
 from samecurve.data.datasets.mixture import JoinedRows
 from samecurve.data.datasets.streaming import MixedStreams, StreamRows
 from samecurve.data.encoder import Encoder
@@ -77,9 +77,19 @@ def load_causal_task(
     text_tokenizer: PreTrainedTokenizerFast,
     encoder: Encoder,
     find_source: Callable[[Data], sources.DataSource],
-    make_rows: Callable[[token_store.TokenStream], Rows],
+    packed: Callable[[token_store.TokenStream, int, int], Rows],
 ) -> CausalTask:
-    """Load the rows of one data set, a mixture or a stream. Arguments and errors: see `splits.load_splits`."""
+    """Load the rows of one data set, a mixture or a stream. Arguments and errors: see `splits.load_splits`.
+
+    `packed` makes rows of (stream, sequence length, padding token) where the recipe packs documents.
+    """
+
+    def make_rows(stream: token_store.TokenStream) -> Rows:
+        padding_token = splits.token_id(text_tokenizer, "eos")
+        if recipe.data.packing:
+            return packed(stream, recipe.batch.sequence_length, padding_token)
+        return splits.padded_rows(recipe, DocumentRows, stream, padding_token, recipe.data.truncation)
+
     if recipe.data.streaming:
         loaded = load_stream(recipe, encoder, make_rows)
     else:

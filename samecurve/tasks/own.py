@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from samecurve.config import own_code
-from samecurve.data import sources, token_store
-from samecurve.data.datasets.base import DocumentRows, SampleRows
+from samecurve.data import sources
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.encoder import Encoded, Encoder, vocabulary_size
 from samecurve.errors import ConfigurationError, DataError
@@ -54,15 +54,9 @@ class OwnTask(causal_lm.CausalTask):
             return _RowSource(base.name, base.files, base.text_column, task=self, selection=selection)
 
         self.tokenizer = causal_lm.load_tokenizer(recipe, find_source)
-
-        def make_rows(stream: token_store.TokenStream) -> SampleRows:
-            padding_token = splits.token_id(self.tokenizer, "eos")
-            if not recipe.data.packing:
-                return splits.padded_rows(recipe, DocumentRows, stream, padding_token, recipe.data.truncation)
-            return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token, recipe.data.truncation)
-
         encoder = _RowEncoder(self.tokenizer, self)
-        loaded = causal_lm.load_causal_task(recipe, self.tokenizer, encoder, find_source, make_rows)
+        packed = partial(PackedSampleRows, truncation=recipe.data.truncation)
+        loaded = causal_lm.load_causal_task(recipe, self.tokenizer, encoder, find_source, packed)
         self.splits, self.details = loaded.splits, loaded.details
 
     def texts(self, row: dict[str, Any]) -> list[str]:

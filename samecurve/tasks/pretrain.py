@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from samecurve.data import token_store
-from samecurve.data.datasets.base import DocumentRows, PackedRows
+from samecurve.data.datasets.base import PackedRows
 from samecurve.tasks import causal_lm, splits
 
 if TYPE_CHECKING:
@@ -17,12 +17,5 @@ def load_task(recipe: Recipe) -> causal_lm.CausalTask:
     """Load the task. Raises as `causal_lm.load_causal_task` does."""
     find_source = partial(splits.find_text, recipe)
     text_tokenizer = causal_lm.load_tokenizer(recipe, find_source)
-
-    def make_rows(stream: token_store.TokenStream) -> PackedRows | DocumentRows:
-        padding_token = splits.token_id(text_tokenizer, "eos")
-        if not recipe.data.packing:
-            return splits.padded_rows(recipe, DocumentRows, stream, padding_token, recipe.data.truncation)
-        return PackedRows(stream, recipe.batch.sequence_length, padding_token)
-
     encoder = token_store.DocumentEncoder(text_tokenizer)
-    return causal_lm.load_causal_task(recipe, text_tokenizer, encoder, find_source, make_rows)
+    return causal_lm.load_causal_task(recipe, text_tokenizer, encoder, find_source, PackedRows)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from samecurve.data import chat_encoder, sources, token_store
-from samecurve.data.datasets.base import DocumentRows, SampleRows
+from samecurve.data import chat_encoder, sources
 from samecurve.data.datasets.packed_samples import PackedSampleRows
 from samecurve.data.find import find_conversations
 from samecurve.data.schemas import conversation
@@ -29,14 +29,8 @@ def load_task(recipe: Recipe) -> causal_lm.CausalTask:
         return find_conversations(splits.path_of(data), data.pattern, own_schema, sources.Selection.of(recipe, data))
 
     chat_tokenizer = causal_lm.load_tokenizer(recipe, find_source)
-
-    def make_rows(stream: token_store.TokenStream) -> SampleRows:
-        padding_token = splits.token_id(chat_tokenizer, "eos")
-        if not recipe.data.packing:
-            return splits.padded_rows(recipe, DocumentRows, stream, padding_token, recipe.data.truncation)
-        return PackedSampleRows(stream, recipe.batch.sequence_length, padding_token, recipe.data.truncation)
-
+    packed = partial(PackedSampleRows, truncation=recipe.data.truncation)
     encoder = chat_encoder.encoder(chat_tokenizer, schema, recipe.tokenizer.template_date)
-    task = causal_lm.load_causal_task(recipe, chat_tokenizer, encoder, find_source, make_rows)
+    task = causal_lm.load_causal_task(recipe, chat_tokenizer, encoder, find_source, packed)
     task.details = {"train_on": recipe.data.train_on, **task.details}
     return task
