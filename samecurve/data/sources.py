@@ -346,10 +346,10 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def text_of(place: str, row: dict, column: str) -> str:
-    """Return the text of a table's row. Raises DataError if the column is missing or not text."""
+def text_of(place: str, row: dict, column: str, fix: str = "set data.text_column, or remove rows without text") -> str:
+    """Return the text of a table's row. Raises DataError if the column is missing (with `fix`) or not text."""
     if column not in row:
-        raise no_column(place, row, repr(column), "set data.text_column, or remove rows without text")
+        raise no_column(place, row, repr(column), fix)
     if not isinstance(row[column], str):
         raise DataError(f"{place}: {column!r} is {row[column]!r:.40}, not text; correct or remove the row")
     check_characters(place, column, row[column])

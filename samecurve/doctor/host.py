@@ -39,7 +39,6 @@ class InstalledGpu:
     name: str
     memory_mib: int
     used_mib: int
-    bus: str
     numa_node: int
 
 
@@ -149,7 +148,7 @@ def _gpus() -> tuple[list[InstalledGpu], str]:
     shown = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")
     for line in shown.splitlines():
         index, name, total, used, driver, bus = (part.strip() for part in line.split(","))
-        gpus.append(InstalledGpu(int(index), name, int(total), int(used), bus, numa_node(bus)))
+        gpus.append(InstalledGpu(int(index), name, int(total), int(used), numa_node(bus)))
     return gpus, driver
 
 

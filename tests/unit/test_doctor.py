@@ -21,7 +21,7 @@ from samecurve.strategy import launchers
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {"memlock": -1, "nofile": 65536}
-GPU = InstalledGpu(0, "NVIDIA H100 80GB HBM3", 81559, 4, "00000000:18:00.0", 0)
+GPU = InstalledGpu(0, "NVIDIA H100 80GB HBM3", 81559, 4, 0)
 
 
 @pytest.fixture(scope="module")

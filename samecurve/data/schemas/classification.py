@@ -87,7 +87,9 @@ class ExampleSource(sources.TableSource):
     def read(self, place: str, row: dict) -> Example:
         text = text_of(place, self.text_column, row)
         pair = None if self.pair_column is None else text_of(place, self.pair_column, row)
-        label = _value(place, self.label_column, row)
+        if self.label_column not in row:
+            raise no_column(place, row, repr(self.label_column))
+        label = row[self.label_column]
         if self.problem_type == "single_label":
             return Example(place, text, pair, self._name(place, label))
         if self.problem_type == "multi_label":
@@ -246,16 +248,7 @@ def text_of(place: str, column: str, row: dict) -> str:
     Raises:
         DataError: if the column is missing, empty or not text.
     """
-    value = _value(place, column, row)
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {column!r} is {value!r:.40}, not text; correct or remove the row")
-    if not value.strip():
+    text = sources.text_of(place, row, column, "add it, or remove the row")
+    if not text.strip():
         raise DataError(f"{place}: {column!r} is empty; fill or remove the row")
-    check_characters(place, column, value)
-    return value
-
-
-def _value(place: str, column: str, row: dict) -> Any:
-    if column not in row:
-        raise no_column(place, row, repr(column))
-    return row[column]
+    return text

@@ -200,7 +200,11 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     if schema.train_on == "all":
         _check_trained(place, column, (*prompt, *answer), schema)
     else:
-        _check_prompt(place, chosen.columns[0], prompt)
+        if weight := max((message.get("weight", 0) for message in prompt), default=0):
+            raise DataError(
+                f"{place}: {chosen.columns[0]!r} has a turn of weight {weight:g}, but a prompt is not trained; remove "
+                "the weight, or put all turns into one column of messages"
+            )
         _check_trained(place, column, answer, schema)
     real = [(nth, turn["weight"]) for nth, turn in enumerate(answer) if turn.get("weight", 1) not in (0, 1)]
     if real and not schema.weighted:
@@ -338,14 +342,6 @@ def template_kwargs(place: str, row: dict) -> dict[str, Any] | None:
     if value and not isinstance(value, dict):
         raise DataError(f'{place}: {column!r} is {shown(value)}, not an object; write {{"name": value}}')
     return value or None
-
-
-def _check_prompt(place: str, column: str, messages: Turns) -> None:
-    if weight := max((message.get("weight", 0) for message in messages), default=0):
-        raise DataError(
-            f"{place}: {column!r} has a turn of weight {weight:g}, but a prompt is not trained; remove the weight, or "
-            "put all turns into one column of messages"
-        )
 
 
 def _check_trained(place: str, column: str, messages: Turns, schema: ChatSchema) -> None:

@@ -84,14 +84,10 @@ def _needless(ask: Callable[..., bool]) -> Callable[..., bool]:
     return answer
 
 
-def _install() -> None:
-    wrappers = {
-        "find_packed_sequence_indices": _documents,
-        "_ignore_causal_mask_sdpa": _needless,
-        "_ignore_bidirectional_mask_sdpa": _needless,
-    }
-    for name, wrapper in wrappers.items():
-        setattr(masking_utils, name, wrapper(getattr(masking_utils, name)))
-
-
-_install()
+_WRAPPERS = {
+    "find_packed_sequence_indices": _documents,
+    "_ignore_causal_mask_sdpa": _needless,
+    "_ignore_bidirectional_mask_sdpa": _needless,
+}
+for _name, _wrapper in _WRAPPERS.items():
+    setattr(masking_utils, _name, _wrapper(getattr(masking_utils, _name)))
