@@ -8,7 +8,9 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
+from transformers import LlamaConfig
 
+from samecurve.prove.exported import export_problem
 from samecurve.prove.judge import Differences, Run, data_findings, distance, findings, why_nothing_is_shown
 from samecurve.prove.recorder import Batches, Reading, rows_of, sketch
 
@@ -157,3 +159,9 @@ def test_a_dead_model_shows_nothing(records, text):
     for record in records:
         record["gradients"] = {"first": [1e-9] * 9}
     assert "learns nothing" in why_nothing_is_shown(run(records))
+
+
+def test_an_export_without_weights_is_named(tmp_path):
+    """As Trainer leaves a checkpoint under ZeRO-3 without stage3_gather_16bit_weights_on_save."""
+    LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
+    assert "no file named model.safetensors" in export_problem(tmp_path, "", [{"weights": {}, "end": {}, "masks": []}])
