@@ -6,8 +6,8 @@ and the checkpoints of examples/complete_nlp_example.py of its repository.
 
 import sys
 
-import toy
 import torch
+import toy
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader

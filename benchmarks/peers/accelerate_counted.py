@@ -8,8 +8,8 @@ import math
 import sys
 from contextlib import nullcontext
 
-import toy
 import torch
+import toy
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader

@@ -74,8 +74,8 @@ def judgements(count: int, seed: int) -> list[dict]:
 def arguments(script: str, arguments: list[str]) -> tuple[dict, str | None]:
     """Read `--resume_from_checkpoint FOLDER`.
 
-    Returns the settings that all trainers have, and FOLDER. Without one, checkpoints of earlier runs are removed: another
-    strategy may have left them.
+    Returns the settings that all trainers have, and FOLDER. Without one, checkpoints of earlier runs are removed:
+    another strategy may have left them.
     """
     checkpoint = arguments[1] if arguments[:1] == ["--resume_from_checkpoint"] else None
     folder = Path("runs/peers", Path(script).stem)
