@@ -24,7 +24,7 @@ def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> st
     with the same. base: folder of the model that was trained further, "" if there is none.
     """
     trained, everything = records[-1]["weights"], records[-1]["end"]
-    is_adapter = (folder / "adapter_config.json").exists()
+    is_adapter, model = (folder / "adapter_config.json").exists(), None
     if is_adapter:
         weights = load_file(folder / ADAPTER) if (folder / ADAPTER).exists() else {}
         expected = {name.replace(".default.", "."): (name, values) for name, values in trained.items()}
@@ -32,7 +32,10 @@ def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> st
             return f"{len(extra)} tensors are not of the adapter, {extra[0]} the first: it holds what is not trained"
     else:
         config = transformers.AutoConfig.from_pretrained(folder)
-        model = getattr(transformers, (config.architectures or ["AutoModel"])[0]).from_pretrained(folder)
+        try:
+            model = getattr(transformers, (config.architectures or ["AutoModel"])[0]).from_pretrained(folder)
+        except OSError as error:  # a folder without weights
+            return f"it is not read back: {str(error).partition(', found in')[0]}"
         weights, expected = (
             dict(model.named_parameters()),
             {name: (name, values) for name, values in everything.items()},
@@ -43,13 +46,21 @@ def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> st
         value = distance(sketch(own, weights[name].float()), values, 1e-12)
         if not value <= (1e-6 if weights[name].dtype == torch.float32 else 0.01):
             return f"{name}, read back, is {value:.1e} away, relative, from that of the run"
-    return "" if is_adapter else _base_problem(folder, base) or _end_problem(folder, records)
+    if model is None:
+        return ""
+    own_head = model.get_output_embeddings() is None  # such as that of a reward model
+    return _base_problem(folder, base, "lm_head." if own_head else "") or _end_problem(folder, records)
 
 
-def _base_problem(folder: Path, base: str) -> str:
-    """Return which tensors of the model that was trained further the export leaves out."""
-    kept, given = (_names(Path(path)) for path in (folder, base))
-    lost = sorted(given - kept) if base and Path(base).is_dir() else []
+def _base_problem(folder: Path, base: str, replaced: str) -> str:
+    """Return which tensors of the model that was trained further the export leaves out.
+
+    replaced: prefix of those that the trained model has no place for; "" for none.
+    """
+    if not base or not Path(base).is_dir():
+        return ""
+    lost = sorted(_names(Path(base)) - _names(folder))
+    lost = [name for name in lost if not (replaced and name.startswith(replaced))]
     return f"{len(lost)} tensors of {Path(base).name} are not in it, {lost[0]} the first" if lost else ""
 
 

@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,10 @@ def observe(watch: Watch, script: str, *arguments: str) -> None:
     """Run a script in this process, a rank of a world that the environment describes."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if watch.strategy is not None:
-        strategy = describe_strategy(read_files(watch.strategy), Launch("torchrun", world))
+        files = read_files(watch.strategy)
+        strategy = describe_strategy(files, Launch("torchrun", world))
+        if strategy.deepspeed is not None and strategy.deepspeed_path is None:
+            strategy = replace(strategy, accelerate=files.written)  # ours lacks what the engines give to DeepSpeed
         launch_env.export_launch_env(strategy)
         cpu_bridge.prepare(strategy.distributed, strategy.shards_model, strategy.deepspeed is not None)
         if strategy.deepspeed is not None:

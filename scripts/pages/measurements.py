@@ -112,6 +112,12 @@ MEASURED = (
         ("accelerator",),
     ),
     Measured(
+        "benchmarks/peers.md",
+        "what `prove` finds in TRL's trainers, `transformers.Trainer` and Accelerate's own loops",
+        "`python -m benchmarks.peers`",
+        ("prove",),
+    ),
+    Measured(
         "benchmarks/strategy_files.md",
         "how many strategy files of public repositories run unchanged",
         "`python -m benchmarks.strategy_files FOLDER`",

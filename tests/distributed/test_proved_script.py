@@ -106,6 +106,14 @@ def test_a_right_script_passes(tmp_path):
 
 
 @pytest.mark.full
+def test_settings_for_deepspeed_in_the_yaml_are_the_scripts(tmp_path):
+    path = tmp_path / "stage_3.yaml"
+    path.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 3}\n")
+    code, proof = prove(tmp_path, str(path))
+    assert code == 0 and proof["strategies"][0]["findings"] == []
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("script", "strategies"), [(TRAINER, "ddp,zero2"), (TORCH, "ddp")], ids=["trainer", "torch"])
 def test_scripts_of_other_libraries_pass(script, strategies, tmp_path):
     code, proof = prove(tmp_path, strategies, script=script)

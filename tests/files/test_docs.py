@@ -16,6 +16,7 @@ import yaml
 from pages import PAGES, ROOT, anchors, prose, section, tables, text
 from transformers import TrainingArguments
 
+from benchmarks.peers import page as peers
 from samecurve.config.schema import Recipe
 from samecurve.config.section import Section
 from scripts.pages import capabilities, formats, measurements, model_families, museum, recipe_reference, strategy_keys
@@ -141,6 +142,11 @@ def test_the_model_families_are_current():
 def test_the_museum_is_current():
     fix = "python -m scripts.pages.museum > docs/museum.md"
     assert text("docs/museum.md") == museum.render_page(), f"an exhibit or a result has changed: {fix}"
+
+
+def test_the_peers_are_current():
+    fix = "python -m benchmarks.peers --page"
+    assert text_of("benchmarks/peers.md") == peers.render_page(), f"a result or a note has changed: {fix}"
 
 
 def test_the_strategy_keys_are_current():

@@ -8,7 +8,9 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from samecurve.prove.exported import export_problem
 from samecurve.prove.judge import Differences, Run, data_findings, distance, findings, why_nothing_is_shown
 from samecurve.prove.recorder import Batches, Reading, rows_of, sketch
 
@@ -157,3 +159,19 @@ def test_a_dead_model_shows_nothing(records, text):
     for record in records:
         record["gradients"] = {"first": [1e-9] * 9}
     assert "learns nothing" in why_nothing_is_shown(run(records))
+
+
+def test_an_export_without_weights_is_named(tmp_path):
+    """As Trainer leaves a checkpoint under ZeRO-3 without stage3_gather_16bit_weights_on_save."""
+    LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
+    assert "no file named model.safetensors" in export_problem(tmp_path, "", [{"weights": {}, "end": {}, "masks": []}])
+
+
+def test_a_head_that_a_reward_model_replaces_is_not_missing(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=8, num_labels=1, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "rewards")
+    record = {"weights": {}, "end": {}, "masks": []}
+    assert export_problem(tmp_path / "rewards", str(tmp_path / "base"), [record]) == ""
+    assert "tensors of rewards" in export_problem(tmp_path / "base", str(tmp_path / "rewards"), [record])
