@@ -219,6 +219,7 @@ def test_preference_losses(folder, capsys, name, text, dpo):
     [
         ("a.yaml", "stage: ppo\nmodel_name_or_path: x\ndataset: y", "stage: found ppo"),
         ("a.yaml", "model_name_or_path: x\ntemplate: qwen\nexport_dir: y", "dataset: missing"),
+        ("grpo.yaml", "model_name_or_path: x\ndataset_name: y", "trl grpo has no task here"),
         ("a.yaml", "a: 1", "no key of TRL, LLaMA-Factory, axolotl or ms-swift"),
         ("a.yaml", "- 1", "found no keys"),
         ("a.yaml", "a: [", "not YAML"),

@@ -35,7 +35,7 @@ def defaults(settings: Settings) -> dict[str, Any]:
     given |= {} if arguments.flag(settings.get("fp16")) or "bf16" in settings else {"bf16": True}
     given |= {"packing": False} if method == "sft" else {}
     given |= {"cpo_alpha": 1.0, "simpo_gamma": 0.5} if method == "cpo" else {}
-    given |= {"train_on": None} if METHODS[method] in ("sft", "dpo") else {}
+    given |= {"train_on": None} if METHODS.get(method) in ("sft", "dpo") else {}
     # peft's own choice for most families, where no modules are named
     adapted = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
     return given | (adapted if lora(settings) else {})
