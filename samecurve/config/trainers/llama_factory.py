@@ -179,7 +179,8 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "tokenized_path": NoEffect("rows are cached by their content"),
     "use_unsloth": NoEqual("model.kernels: liger"),
 }
-for _key in ("image_max_pixels", "video_max_pixels", "video_fps", "video_maxlen", "freeze_vision_tower"):
+_VISION = "image_max_pixels image_min_pixels media_dir video_max_pixels video_fps video_maxlen freeze_vision_tower"
+for _key in _VISION.split():
     RULES[_key] = NoEffect("texts alone are trained, and towers stay frozen")
 RULES["freeze_multi_modal_projector"] = RULES["freeze_vision_tower"]
 for _key in (
