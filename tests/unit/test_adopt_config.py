@@ -168,7 +168,7 @@ def test_of_llama_factory(folder, capsys):
     assert (recipe.batch.global_batch_size, recipe.batch.sequence_length) == (8, 64)
     assert (recipe.schedule.name, recipe.schedule.warmup_ratio, recipe.evaluate.every_steps) == ("cosine", 0.1, 20)
     assert not recipe.model.trust_remote_code  # a file that was downloaded does not decide that its code runs
-    assert "template (the tokenizer's own chat template" in printed and "resume_from_checkpoint" in printed
+    assert "there the line break that ChatML writes" in printed and "resume_from_checkpoint" in printed
     assert "--strategy ds.json" in printed and "NO EQUAL" not in printed
 
 

@@ -119,7 +119,10 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "dataset": data_set,
     "dataset_dir": NoEffect("read with dataset"),
     "eval_dataset": evaluation_rows,
-    "template": NoEffect("the tokenizer's own chat template; `samecurve inspect` shows the tokens"),
+    "template": NoEffect(
+        "the tokenizer's own chat template; there the line break that ChatML writes behind a turn is trained, too; "
+        "`samecurve inspect` shows the tokens"
+    ),
     "enable_thinking": lambda value, settings: {
         "data.chat_template_kwargs": {"enable_thinking": arguments.flag(value)}
     },
