@@ -167,7 +167,7 @@ class Proof:
                 backwards = replace(ALONE, name=f"rounding_of_{job.name}")
                 other = self.run(backwards, replace(given, backwards=True), self.against)
                 self._rounding = Differences.between(other, self._reference)
-            resumed = self._resumed(job, natural) if self.resume is not None else ()
+            resumed = self._resumed(job, natural, len(run.ranks[0])) if self.resume is not None else ()
         except Incomplete as error:
             return Verdict(job, (), Differences(), str(error))
         differences = Differences.between(run, self._reference)
@@ -184,16 +184,16 @@ class Proof:
             if problem := export_problem(Path(folder), base, run.ranks[0][:step]):
                 yield Finding("export", step, problem)
 
-    def _resumed(self, job: StrategyJob, natural: Run) -> tuple[Finding, ...]:
+    def _resumed(self, job: StrategyJob, natural: Run, steps: int) -> tuple[Finding, ...]:
         """Stop the script before its last step, go on from what it saved, and compare the steps after that."""
         assert self.resume is not None and self._rounding is not None
-        killed = self.run(replace(job, name=f"{job.name}_killed"), Watch(steps=self.steps - 1), self.script)
+        killed = self.run(replace(job, name=f"{job.name}_killed"), Watch(steps=steps - 1), self.script)
         saved = max((event["step"] for event in killed.events if event["event"] == "save"), default=0)
         if not saved:
-            return (Finding("resume", 1, f"nothing is saved before step {self.steps}"),)
+            return (Finding("resume", 1, f"nothing is saved before step {steps}"),)
         try:
             named = replace(job, name=f"{job.name}_resumed")
-            run = self.run(named, Watch(steps=self.steps - saved), self.script, self.resume)
+            run = self.run(named, Watch(steps=steps - saved), self.script, self.resume)
         except Incomplete as error:
             return (Finding("resume", saved + 1, f"after what was saved at step {saved} the script {error}"),)
         reference = self._reference.after(saved, killed)
