@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.markdown import table
 
 RESULTS = Path(__file__).resolve().parents[1] / "peers.json"
+AFTER = {"resume": "resume", "logged": "evaluation", "export": "export"}  # findings that are not of trained steps
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
@@ -54,9 +55,11 @@ def render_page() -> str:
         }
         columns = [*((name, 2) for name in STRATEGIES), ("ddp", 3)]
         rows.append([f"[{peer.name}](peers/{peer.script}.py)", *(_cell(judged.get(column)) for column in columns)])
-        for name, processes in columns:
-            for kind, text in _findings(judged.get((name, processes))):
-                details.append([peer.script, f"{name} x{processes}", kind, text])
+        said: dict[tuple[str, str], list[str]] = {}
+        for column in columns:
+            for finding in _findings(judged.get(column)):
+                said.setdefault(finding, []).append("{} x{}".format(*column))
+        details += [[peer.script, ", ".join(where), kind, text] for (kind, text), where in said.items()]
     head = ("peer", *(f"{name} x2" for name in STRATEGIES), "ddp x3, uneven rows")
     return notes.format(
         machine=results["machine"],
@@ -74,9 +77,13 @@ def _findings(strategy: dict | None) -> list[tuple[str, str]]:
 
 
 def _cell(strategy: dict | None) -> str:
+    """Say what holds: the trained steps, then evaluations, resumes and exports that do not."""
     if strategy is None:
         return "not run"
-    listed = _findings(strategy)
+    if strategy["reason"]:
+        return "does not run"
+    kinds = [finding["kind"] for finding in strategy["findings"]]
+    trained = [finding for finding in strategy["findings"] if finding["kind"] not in AFTER]
     largest = max(strategy["differences"].get("weights", 0), strategy["differences"].get("loss", 0))
-    agree = f" (curve within {largest:.0e})" if strategy["differences"] else ""
-    return f"{listed[0][0]}{agree}" if listed else f"holds{agree}"
+    training = f"{trained[0]['kind']} differ in step {trained[0]['step']}; else within" if trained else "holds within"
+    return "; ".join([f"{training} {largest:.0e}", *(f"{AFTER[kind]} differs" for kind in AFTER if kind in kinds)])
