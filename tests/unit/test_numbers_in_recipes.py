@@ -23,6 +23,8 @@ ANY_SIZE = {
     "numerics.rollback_ratio",
     "evaluate.min_improvement",
     "data.mixture.*.weight",
+    "dpo.desirable_weight",
+    "dpo.undesirable_weight",
     "dpo.beta",
     "dpo.gamma",
     "reward.center_rewards_coefficient",

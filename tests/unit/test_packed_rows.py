@@ -18,7 +18,7 @@ from samecurve.data.batches import StepBatches
 from samecurve.data.datasets.base import DocumentRows, PackedRows, Rows, grouped
 from samecurve.data.datasets.mixture import MixedRows
 from samecurve.data.datasets.packed_samples import PackedSampleRows, best_fit_decreasing
-from samecurve.data.datasets.preference import AnswerRows, ScoredRows
+from samecurve.data.datasets.preference import AnswerRows, JudgedRows, ScoredRows
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.datasets.streaming import MixedStreams, StreamRows
 from samecurve.data.datasets.text import LabelledRows, MaskedRows, Masking, TaggedRows
@@ -343,6 +343,8 @@ KINDS = {
     "grouped answers": lambda n, size: grouped(AnswerRows)(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
     "scored": lambda n, size: ScoredRows(labelled_stream(n, "pair"), 64, PAD),
     "grouped scored": lambda n, size: grouped(ScoredRows)(labelled_stream(n, "pair"), 64, PAD, global_batch_size=size),
+    "judged": lambda n, size: JudgedRows(labelled_stream(n), 64, PAD),
+    "grouped judged": lambda n, size: grouped(JudgedRows)(labelled_stream(n), 64, PAD, global_batch_size=size),
     "tagged": lambda n, size: TaggedRows(tagged_stream(n), 64, PAD),
     "grouped tagged": lambda n, size: grouped(TaggedRows)(tagged_stream(n), 64, PAD, global_batch_size=size),
     "retrieval": lambda n, size: RetrievalRows(labelled_stream(n, "pair"), 64, PAD),
