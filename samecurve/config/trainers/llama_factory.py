@@ -167,7 +167,7 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "quantization_type": lambda value, _: NoEffect("always") if value == "nf4" else NoEqual("NF4"),
     "double_quantization": NoEqual("adapter.quantization: 4bit"),
     "pref_beta": lambda value, settings: (
-        {"dpo.beta": arguments.number(value)} if settings.get("stage") in ("dpo", "kto") else NoEffect("of a pair")
+        {"dpo.beta": arguments.number(value)} if settings.get("stage") in ("dpo", "kto") else NoEffect("of dpo and kto")
     ),
     "pref_loss": preference_loss,
     "pref_ftx": NoEqual("dpo.loss: orpo, which has the answer's likelihood in it"),

@@ -24,9 +24,8 @@ def task(settings: Settings) -> str:
             "rlhf_type: found gkd on answers of the student; lmbda 0, on those of the data, is built"
         )
     if kind and kind not in PREFERENCES:
-        raise ConfigurationError(
-            f"rlhf_type: found {kind}, which has no task here; {', '.join(PREFERENCES)}, rm have one"
-        )
+        known = ", ".join(PREFERENCES)
+        raise ConfigurationError(f"rlhf_type: found {kind}, which has no task here; {known} and rm have one")
     head = str(settings.get("task_type", "causal_lm"))
     if head not in HEADS:
         raise ConfigurationError(f"task_type: found {head}, which has no task here; {', '.join(HEADS)} have one")

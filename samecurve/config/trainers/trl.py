@@ -11,9 +11,8 @@ from samecurve.config.trainers import arguments
 from samecurve.config.trainers.translation import NoEffect, NoEqual, Rule, Settings, Trainer
 from samecurve.errors import ConfigurationError
 
-PREFERENCES = ("dpo", "orpo", "cpo", "kto")
-METHODS = {"sft": "sft", **dict.fromkeys(PREFERENCES, "dpo"), "reward": "reward", "prm": "process_reward"}
-LOSSES = {"dpo": ("sigmoid", "ipo"), "cpo": ("simpo",), "kto": ("kto",), "orpo": ()}
+LOSSES = {"dpo": ("sigmoid", "ipo"), "orpo": (), "cpo": ("simpo",), "kto": ("kto",)}
+METHODS = {"sft": "sft", **dict.fromkeys(LOSSES, "dpo"), "reward": "reward", "prm": "process_reward"}
 
 
 def task(settings: Settings) -> str:
