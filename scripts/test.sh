@@ -56,6 +56,7 @@ if [ -n "$full" ]; then
 fi
 
 [ -z "$full" ] || export SAMECURVE_REHEARSE_GPU_TESTS=1
+unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile the package again
 export HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= # GPUs have tests of their own: scripts/test_gpu.sh
 say "ruff"
 ruff check .

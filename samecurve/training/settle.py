@@ -32,6 +32,7 @@ from samecurve.strategy.validate import choose_compile
 if TYPE_CHECKING:
     from samecurve.checkpoint.manager import Checkpoints
     from samecurve.interfaces.task import Task
+    from samecurve.strategy.plan import Plan
     from samecurve.training.session import Context
 
 
@@ -140,13 +141,18 @@ def predict(context: Context, fields: dict, peak_tflops: float | None) -> dict:
         "peak_tflops": peak_tflops,
         "per_node": processes,
     }
+    return ask_planner(context.plan, fields, device)
+
+
+def ask_planner(plan: Plan, fields: dict, device: dict) -> dict:
+    """Start planner/forecast.py as a process; see `predict`."""
     # python -m would look for the package in the working directory first, where files of other names may be its modules
     root = str(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path[0] = {root!r}; import runpy; runpy.run_module({FORECAST!r}, run_name='__main__')"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
-            input=pickle.dumps((context.plan, fields, device)),
+            input=pickle.dumps((plan, fields, device)),
             capture_output=True,
             timeout=PREDICTION_SECONDS,
             check=True,

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-LIBRARIES = ("torch", "torch.distributed.tensor", "transformers", "accelerate", "deepspeed", "peft", "pydantic", "rich")
+HERE = Path(__file__).resolve().parent
 FAILED_SECONDS = 30.0  # for the others to end when one has failed, as torchrun gives them
 
 
@@ -60,9 +60,10 @@ def _context(before_imports: tuple[tuple[str, str], ...]) -> multiprocessing.con
     from multiprocessing.forkserver import ensure_running
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(LIBRARIES))
-    known = {name: os.environ.get(name) for name, _ in before_imports}
-    os.environ.update(dict(before_imports))
+    context.set_forkserver_preload(["preloaded"])
+    own = {**dict(before_imports), "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1])))}
+    known = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     try:
         ensure_running()
     finally:

@@ -124,11 +124,11 @@ def accumulations(strategy: str) -> tuple[int, ...]:
 def cases() -> list:
     fp32 = [Case(name, world, count) for name in ENGINES for world in worlds(name) for count in accumulations(name)]
     bf16 = [Case(name, worlds(name)[-1], accumulations(name)[-1], "bf16") for name in ENGINES]
-    # every day: each strategy but SELDOM on its last world with accumulation, where most can go wrong; FSDP without
-    # accumulation; in bf16 one of each kind of optimizer
+    # every day: each strategy but SELDOM on its last world with accumulation, where most can go wrong; in bf16 one of
+    # each kind of optimizer
     often = [case for case in fp32 if case.world == worlds(case.strategy)[-1] and case.accumulation == 2]
-    often = [case for case in often if case.strategy not in SELDOM] + [Case("fsdp", 2, 1)]
-    often += [case for case in bf16 if case.strategy in ("fsdp", "zero1", "pipeline")]
+    often = [case for case in often if case.strategy not in SELDOM]
+    often += [case for case in bf16 if case.strategy in ("fsdp", "zero1")]
     return [pytest.param(case, marks=() if case in often else pytest.mark.full, id=str(case)) for case in fp32 + bf16]
 
 

@@ -108,7 +108,7 @@ def plain_loop(workspace, base: Path, **variant: bool):
     return losses, norms, weights
 
 
-@pytest.mark.parametrize("name", [*EVERY_DAY, "tp", *long(*RARE, *SCHEDULES, "pipeline_fsdp", "pp_fsdp_tp")])
+@pytest.mark.parametrize("name", [*EVERY_DAY, *long("tp", *RARE, *SCHEDULES, "pipeline_fsdp", "pp_fsdp_tp")])
 def test_follows_the_plain_loop(name, workspace, base, plain):
     assert_follows(run_lora(workspace, base, name), plain)
 

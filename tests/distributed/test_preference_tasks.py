@@ -145,15 +145,11 @@ def log_probability(model, ids, first) -> torch.Tensor:
     return steps.gather(-1, ids[0, first:, None]).sum()
 
 
-EVERY_DAY = [
-    ("dpo", "single"),
-    ("dpo", "zero3"),
-    ("dpo", "tp"),
-    ("dpo", "pipeline_1f1b"),
-    ("reward", "fsdp"),
-    ("reward", "fsdp_cp"),
-]
+EVERY_DAY = [("dpo", "zero3"), ("dpo", "pipeline_1f1b"), ("reward", "fsdp_cp")]
 CASES = EVERY_DAY + long(
+    ("dpo", "single"),
+    ("dpo", "tp"),
+    ("reward", "fsdp"),
     *(
         ("dpo", name)
         for name in ("ddp", "fsdp", "zero2", "pipeline", *CUT_ROWS, *SCHEDULES, "pp_fsdp_tp")

@@ -102,8 +102,13 @@ def run_qlora(workspace, base, name: str, kind: str = "4bit", *more: str, start:
     [
         ("fsdp", "4bit"),
         ("zero3", "4bit"),
-        ("zero3", "8bit"),
-        *long(("single", "4bit"), ("single", "8bit"), ("fsdp", "8bit"), *((name, "4bit") for name in STRATEGIES)),
+        *long(
+            ("zero3", "8bit"),
+            ("single", "4bit"),
+            ("single", "8bit"),
+            ("fsdp", "8bit"),
+            *((name, "4bit") for name in STRATEGIES),
+        ),
     ],
 )
 def test_follows_the_plain_loop(name, kind, workspace, base):  # noqa: F811
@@ -145,7 +150,7 @@ def probed(workspace, base: Path, name: str, kind: str, precision: str) -> list[
     ("name", "kind", "precision"),
     [
         ("fsdp", "4bit", "bf16"),
-        ("zero3", "4bit", "bf16"),
+        *long(("zero3", "4bit", "bf16")),
         *long(*((name, kind, "fp32") for name in ("fsdp", "zero3") for kind in ("4bit", "8bit"))),
         *long(("fsdp", "8bit", "bf16"), ("zero3", "8bit", "bf16"), ("zero2", "4bit", "bf16"), ("hsdp", "4bit", "bf16")),
     ],

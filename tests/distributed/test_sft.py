@@ -128,8 +128,7 @@ def documents(rows, indices) -> list[int]:
     return sum(members, [])
 
 
-CASES = [("packed", None), ("packed", "fsdp"), ("packed", "zero3"), ("packed", "pipeline"), ("grouped", "fsdp")]
-CASES += [("weighted, packed", "zero2")]
+CASES = [("packed", "fsdp"), ("packed", "pipeline"), ("grouped", "fsdp"), ("weighted, packed", "zero2")]
 CASES += long(
     *(
         ("weighted, packed", name)
@@ -137,6 +136,8 @@ CASES += long(
     ),
     *(("weighted, grouped", name) for name in ("fsdp", "pipeline_1f1b")),
     *(("weighted, whole logits", name) for name in (None, "zero2")),
+    ("packed", None),
+    ("packed", "zero3"),
     ("packed", "ddp"),
     ("packed", "zero2"),
     ("packed", "tp"),

@@ -39,6 +39,7 @@ def test_only_an_overflow_counts_as_one(stage, optimizer):
     assert found["without memory"] == "OutOfMemoryError: CUDA out of memory"
 
 
+@pytest.mark.full
 @STAGES
 def test_a_scale_that_doubles_changes_no_update(stage, optimizer):
     found = probe(stage, "growing")

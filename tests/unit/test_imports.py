@@ -31,10 +31,8 @@ with open(f"{os.environ['FOUND']}_{os.environ.get('RANK', '0')}", "w") as stream
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
 
 
-LONG = [pytest.param(name, marks=pytest.mark.full) for name in ("single", "ddp")]
-
-
-@pytest.mark.parametrize("strategy", [*LONG, "fsdp"])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_only_deepspeeds_strategies_import_deepspeed(strategy, tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(16):

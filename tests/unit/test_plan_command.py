@@ -312,6 +312,7 @@ def test_more_gpus_are_what_files_as_they_are_fit_on(config, capsys):
     assert not fits([*command, "configs/fsdp.yaml", "--gpus", str(int(number) - 8)], capsys)
 
 
+@pytest.mark.full
 def test_rows_that_no_number_of_gpus_can_hold(config, capsys):
     command = ["plan", config, "--cluster", "a100_40gbx8", "batch.sequence_length=1048576"]
     assert main(command) == 6
@@ -320,6 +321,7 @@ def test_rows_that_no_number_of_gpus_can_hold(config, capsys):
     assert not fits([*command[:-1], f"batch.sequence_length={2 * int(length)}"], capsys)
 
 
+@pytest.mark.full
 def test_masks_that_fit_nowhere(config, capsys):
     """sdpa's grow with the square of a row's length; another attention, which is named, has none."""
     command = ["plan", config, "--cluster", "h100x8", "--gpus", "32", "batch.global_batch_size=4"]
