@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
-_VERSION = 4
+_VERSION = 5
 
 
 class ChatEncoder(ConversationEncoder):
@@ -169,6 +169,11 @@ class ChatEncoder(ConversationEncoder):
                 f"{conversation.place}: the chat template marks no text of this conversation as the assistant's, so no "
                 f"token would be trained; {OTHER_TEMPLATE}"
             )
+        if not template.renders_text:
+            raise DataError(
+                f"{conversation.place}: the chat template leaves out contents that are texts, as those for images do "
+                f"that read lists of parts; {OTHER_TEMPLATE}"
+            )
         if len(rows) > 1 and not self.splits:
             raise DataError(
                 f"{conversation.place}: the chat template renders an answer differently once others follow, so that "
@@ -184,12 +189,19 @@ class ChatEncoder(ConversationEncoder):
         template = self.templates[self.tokenizer.get_chat_template(None, tools)]
         used = {"tools": tools, "tool_calls": any("tool_calls" in message for message in conversation.messages)}
         for name, is_used in used.items():
-            is_rendered = name in template.source and (name == "tools" or template.renders_calls is not False)
+            is_rendered = name in template.source and (name == "tools" or template.num_calls != 0)
             if is_used and not is_rendered:
                 raise DataError(
                     f"{conversation.place}: the row has {name}, which the chat template does not render; remove them, "
                     f"or set tokenizer.chat_template to {CHATML}, which does, or to another model's template"
                 )
+        num_calls = max((len(message.get("tool_calls", ())) for message in conversation.messages), default=0)
+        if num_calls > 1 and template.num_calls == 1:
+            raise DataError(
+                f"{conversation.place}: a turn has {num_calls} calls of tools, of which the chat template renders one "
+                "only; write each call and its result as turns of their own, or set tokenizer.chat_template to "
+                f"{CHATML}, which renders all, or to another model's template"
+            )
         unknown = template.unknown_variable(conversation.template_kwargs or {})
         if unknown:
             raise DataError(f"{conversation.place}: 'chat_template_kwargs' has {unknown}")

@@ -196,13 +196,35 @@ class ChatTemplate:
         return self._rendered_roles[role]
 
     @cached_property
-    def renders_calls(self) -> bool | None:
-        """Whether calls of tools are in the text: DeepSeek R1's needs a content of none. None if they are refused."""
-        call = {**CALL, "function": {"name": PROBE, "arguments": {}}}
+    def num_calls(self) -> int | None:
+        """How many of two calls of tools in one turn are in the text: gpt-oss's has one. None if calls are refused.
+
+        Of one call where two are refused. DeepSeek R1's needs a content of none for any.
+        """
         question = {"role": "user", "content": "a"}
-        turns = ({"role": "assistant", "content": text, "tool_calls": [call]} for text in ("", "b"))
-        texts = [text for turn in turns if (text := self._probe(question, turn)) is not None]
-        return any(PROBE in text for text in texts) if texts else None
+        for names in ([f"{PROBE}1", f"{PROBE}2"], [PROBE]):
+            calls = [{**CALL, "function": {"name": name, "arguments": {}}} for name in names]
+            turns = ({"role": "assistant", "content": text, "tool_calls": calls} for text in ("", "b"))
+            texts = [text for turn in turns if (text := self._probe(question, turn)) is not None]
+            if texts:
+                return max(sum(name in text for name in names) for text in texts)
+        return None
+
+    @cached_property
+    def renders_text(self) -> bool:
+        """Whether contents that are texts are rendered: some templates for images read lists of parts only."""
+        text = self._probe(USER, ANSWER)
+        return text is None or PROBE in text
+
+    @cached_property
+    def ending(self) -> str:
+        """What an answer ends with, whatever follows, if a special token is its end; "" without one.
+
+        Kimi K3's has words between special tokens.
+        """
+        answered, followed = self._probe(USER, ANSWER), self._probe(USER, ANSWER, USER)
+        end = answered.rpartition(PROBE)[2] if answered and followed and followed.startswith(answered) else ""
+        return end if end.rstrip().endswith(self.special) else ""
 
     def next_role_end(self, calls: bool) -> str:
         """Return the special token behind an answer, and white space before it, if only a next turn writes them.
@@ -227,8 +249,11 @@ class ChatTemplate:
         return None if token is None else start + len(token)
 
     def text_behind_end(self, text: str) -> str:
-        """Return what else than special tokens and white space stands behind the first special token of a text."""
-        pieces = [piece for piece in self._pieces.split(text) if piece]
+        """Return what else than special tokens and white space stands behind the end of an answer's turn.
+
+        That is its first special token, if not the template's `ending`.
+        """
+        pieces = [piece for piece in self._pieces.split(text.lstrip().removeprefix(self.ending.lstrip())) if piece]
         ended = next((at for at, piece in enumerate(pieces) if piece in self.special), len(pieces))
         return "".join(piece for piece in pieces[ended:] if piece not in self.special).strip()
 

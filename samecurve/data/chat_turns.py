@@ -185,10 +185,15 @@ class RenderedTurns:
         if asked != before and text.startswith(asked):
             return text, len(asked)
         head = self._head(index)
+        opening, header = asked.removeprefix(before), head.removeprefix(before)
+        squeezed = {"".join(part.split()) for part in (asked, head)}
+        is_same = len(squeezed) == 1 and not self._template.shared_start(opening, header).strip()
+        if is_same and not text.startswith(asked) and num_messages == index + 1 and text.startswith(head):
+            # as vLLM's for Llama 4, with a line break before the prompt, but none before the turn
+            return asked + text[len(head) :], len(asked)
         if text.startswith(before) and head.startswith(before):
             return text, self._unlike(index, text, before, asked)
         if num_messages == index + 1 and text.startswith(head):
-            opening = asked.removeprefix(before)
             if opening and (head.endswith(opening) or opening in head[self._start_of_last(index) :]):
                 # gpt-oss writes the name of a channel between the opening and the content
                 return asked + text[head.rindex(opening) + len(opening) :], len(asked)
@@ -248,7 +253,8 @@ class RenderedTurns:
         if not text.startswith(before + common) and self._conversation.messages[index].get("tool_calls"):
             header = self._head(index, calls=True)[len(before) :]
             common = self._template.shared_start(asked[len(before) :], header)
-        if (header and not common.strip()) or not text.startswith(before + common):
+        is_opened = common.strip() or not header or common and header[len(common) :] in asked[len(before) :]
+        if not is_opened or not text.startswith(before + common):
             raise self._error(
                 f"message {index}: the chat template begins this turn otherwise than the generation prompt "
                 f"{shown(asked[len(before) :])}, so the answer's first token cannot be found; {OTHER_TEMPLATE}"

@@ -19,7 +19,8 @@ CONTENT = frozenset(
 CONTENT_WORDS = 5  # a text of so many words is no id, label, link or short category
 # Keys of a message that messages.py reads, and those that only name something.
 _KEYS_READ = set(
-    "role content from value weight train loss loss_weight tool_calls function_call name tool_call_id id".split()
+    "role content from value parts weight train loss loss_weight loss_scale tool_calls function_call name tool_call_id "
+    "id".split()
 )
 _SHOWN_COLUMNS = 12
 
@@ -159,8 +160,10 @@ def _messages(value: object) -> Iterator[dict]:
             continue
         parts = message.get("content")
         if isinstance(parts, list):
-            thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") == "reasoning"]
-            yield {**message, "reasoning_content": [part.get("value", part.get("text")) for part in thoughts]}
+            kinds = ("reasoning", "thinking")  # LLaMA-Factory's and Anthropic's
+            thoughts = [part for part in parts if isinstance(part, dict) and part.get("type") in kinds]
+            texts = [part.get("thinking", part.get("value", part.get("text"))) for part in thoughts]
+            yield {**message, "reasoning_content": texts}
         else:
             yield message
 

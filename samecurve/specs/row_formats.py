@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 CHAT, PAIRS, MATCHES = "sft, distill", "dpo, reward", "embed"  # the tasks of a format
 # columns that each row of the chat and preference formats may have besides
-SHARED = ("system", "tools", "functions", "chat_template_kwargs")
+SHARED = ("system", "system_prompt", "systemInstruction", "tools", "functions", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class RowFormat:
 
 _ASKED = "user: the instruction, and {} on the next line; assistant: {}"
 _PROMPTED = ("prompt",)  # the column that names the prompt by itself
+_TURNS = ("messages", "conversations", "conversation", "contents")
+_TOLD = (*_TURNS, "instruction", "query", "input_ids")  # columns that say more than a pair of texts
 _SHAREGPT = "turns `from`/`value` or `role`/`content`; `human`, `gpt`, `function_call`, `observation`"
 _LLAMA_FACTORY = "LLaMA-Factory"
 
@@ -69,6 +71,11 @@ FORMATS = (
         wraps_tools=True,
     ),
     RowFormat(
+        *("gemini", CHAT, ("contents",), "messages"),
+        meaning="turns `role`/`parts` of the roles `user` and `model`",
+        origin="Gemini, Vertex AI",
+    ),
+    RowFormat(
         *("prompt-completion", CHAT, ("prompt", "completion"), "pair"),
         meaning="user: `prompt`; assistant: `completion`; each may be a list of messages",
         origin="TRL, OpenAI, MLX",
@@ -86,15 +93,40 @@ FORMATS = (
         only_named=True,
     ),
     RowFormat(
-        *("dolly", CHAT, ("instruction", "response"), "instruction", ("context",)),
-        meaning=_ASKED.format("`context`", "`response`"),
-        origin="Databricks",
+        *("dolly", CHAT, ("instruction", "response"), "instruction", ("context", "input")),
+        meaning=_ASKED.format("`context` or `input`", "`response`"),
+        origin="Databricks, GPTeacher",
+        without=_TURNS,
     ),
     RowFormat(
         *("query-response", CHAT, ("query", "response"), "instruction", ("history",)),
         meaning="user: `query`; assistant: `response`; `history`: earlier questions and answers",
         origin="ms-swift",
         wraps_tools=True,
+    ),
+    RowFormat(
+        *("prompt-response", CHAT, ("prompt", "response"), "pair"),
+        meaning="as `prompt-completion`",
+        origin="HelpSteer",
+        without=(*_TOLD, "completion"),
+    ),
+    RowFormat(
+        *("question-response", CHAT, ("question", "response"), "pair"),
+        meaning="as `prompt-completion`",
+        origin="OpenOrca, OpenRLHF",
+        without=(*_TOLD, "prompt"),
+    ),
+    RowFormat(
+        *("question-answer", CHAT, ("question", "answer"), "pair"),
+        meaning="as `prompt-completion`",
+        origin="GSM8K",
+        without=(*_TOLD, "prompt"),
+    ),
+    RowFormat(
+        *("input-output", CHAT, ("input", "output"), "pair"),
+        meaning="as `prompt-completion`",
+        origin="NeMo, torchtune, OpenRLHF",
+        without=(*_TOLD, "prompt", "question"),
     ),
     RowFormat(
         *("tokens", CHAT, ("input_ids",), "tokens", ("labels", "attention_mask", "weights")),
@@ -116,6 +148,22 @@ FORMATS = (
         *("chosen-messages", PAIRS, ("chosen_messages", "rejected_messages"), "whole"),
         meaning="both are conversations that begin with the same messages",
         origin="LLaMA-Factory 1.0",
+    ),
+    RowFormat(
+        *("chosen-conversations", PAIRS, ("chosen_conversations", "rejected_conversations"), "whole"),
+        meaning="both are conversations that begin with the same messages",
+        origin="torchtune",
+    ),
+    RowFormat(
+        *("chosen-response", PAIRS, ("prompt", "chosen_response", "rejected_response"), "answers"),
+        meaning="as `preference`",
+        origin="NeMo RL",
+    ),
+    RowFormat(
+        *("instruction-response", PAIRS, ("instruction", "chosen_response", "rejected_response"), "instruction"),
+        meaning="user: `instruction`; both answers",
+        origin="Argilla, axolotl",
+        without=_PROMPTED,
     ),
     RowFormat(
         *("sharegpt-preference", PAIRS, ("conversations", "chosen", "rejected"), "answers"),
@@ -149,6 +197,11 @@ FORMATS = (
         meaning="user: `question`; both answers",
         origin="Intel's orca_dpo_pairs",
         without=_PROMPTED,
+    ),
+    RowFormat(
+        *("paired-responses", PAIRS, ("question", "response_j", "response_k"), "answers"),
+        meaning="user: `question`; `response_j` is the better answer",
+        origin="TRL's stack-exchange-paired",
     ),
     RowFormat(
         *("rejected-response", PAIRS, ("messages", "rejected_response"), "rejected_response"),

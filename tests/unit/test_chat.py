@@ -368,6 +368,16 @@ ERRORS = [
         TOOL_CALL,
         ("here", "tool_calls", "does not render", "tokenizer.chat_template"),
     ),
+    (  # as gpt-oss's
+        UNMARKED_CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+        [CALLING[0], {"role": "assistant", "tool_calls": [CALL, CALL]}],
+        ("here", "2 calls of tools", "renders one only", "turns of their own", "chatml"),
+    ),
+    (  # as Idefics 3's
+        UNMARKED.replace("m['content']", "(m['content'] if m['content'] is not string else '')"),
+        TURNS[1:],
+        ("here", "leaves out contents that are texts", "lists of parts", "tokenizer.chat_template"),
+    ),
     (
         "{{ messages[0].role[:0] }}" + UNMARKED,
         TURNS[2:],
@@ -492,6 +502,33 @@ def test_a_system_prompt_that_moves_is_where_inference_has_it(make):
     for (text, spans), count, answer in ((first, 2, "   héllo 🙂\n\n<|im_end|>"), (second, 4, " 4<|im_end|>")):
         prompt = tokenizer.apply_chat_template(TURNS[:count], tokenize=False, add_generation_prompt=True)
         assert "be brief" in prompt and (text, spans) == (prompt + answer, [answer])
+
+
+# As vLLM's for Llama 4: a line break before the prompt, and none before the turn.
+SPACED = UNMARKED.replace("<|im_end|>\n' }}", "<|im_end|>' }}").replace(
+    "{{ '<|im_start|>assistant", "{{ '\n<|im_start|>assistant"
+)
+# DeepSeek V3.2: behind a result of a tool the prompt and the turn share nothing but white space.
+SHARED_SPACE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '\n\n</think>' + m.content }}"
+    + CALLS
+    + "{{ eos_token }}{% else %}"
+    "{{ '<|im_start|>' + m.content }}{% endif %}{% endfor %}{{ '\n\n<think></think>' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize(("template", "answer"), [(SPACED, "4<|im_end|>"), (SHARED_SPACE, "</think>4<|im_end|>")])
+def test_white_space_between_the_prompt_and_the_turn(make, template, answer):
+    tokenizer = make(template)
+    text, spans = rendered(tokenizer, ASK)[-1]
+    prompt = tokenizer.apply_chat_template(ASK[:3], tokenize=False, add_generation_prompt=True)
+    assert spans[-1] == answer and text == prompt.removesuffix("<think></think>") + answer
+
+
+def test_words_in_the_end_of_a_turn_are_trained(make):
+    """In the manner of Kimi K3, whose tags are special tokens around a name."""
+    tokenizer = make(UNMARKED.replace("<|im_end|>\n", "<|im_start|>answer<|im_end|>\n"))
+    assert rendered(tokenizer, ASK)[0][1][-1] == "4<|im_start|>answer<|im_end|>"
 
 
 def test_thoughts_before_a_call_are_where_inference_has_them(make):

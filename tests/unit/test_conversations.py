@@ -319,11 +319,11 @@ CASES = {
         {},
         (HERE, "messages[1].content", "'add(1)'", "no call as JSON", '{"name": ..., "arguments": {...}}'),
     ),
-    "unknown role": (turn(role="gpt", content="b"), {}, (HERE, "messages[1].role", "'gpt'", "write 'assistant'")),
+    "unknown role": (turn(role="bot", content="b"), {}, (HERE, "messages[1].role", "'bot'", "write 'assistant'")),
     "misspelt role": (
-        turn(role="Assistant", content="b"),
+        turn(role="assistent", content="b"),
         {},
-        (HERE, "messages[1].role", "'Assistant'", "write 'assistant'"),
+        (HERE, "messages[1].role", "'assistent'", "write 'assistant'"),
     ),
     "another role": (
         turn(role=7, content="b"),

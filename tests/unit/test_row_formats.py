@@ -128,6 +128,8 @@ TURNS = {
         [("user", "ab"), ("assistant", CALLS["tool_calls"] * 2), ("tool", "1"), ("assistant", "c")],
     ),
 }
+DIALECTS = json.loads((REFERENCES / "row_dialects.json").read_text())
+TURNS |= {name: (case["row"], [tuple(turn) for turn in case["turns"]]) for name, case in DIALECTS.items()}
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -146,6 +148,12 @@ def test_bare_functions_are_wrapped_where_llama_factory_does():
         ({"messages": CHAT, "tools": " "}, None),
     ):
         assert conversation("here", columns, ChatSchema()).tools == (None if expected is None else (expected,))
+
+
+def test_tools_of_anthropics_form_are_openais():
+    row = {"messages": CHAT, "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]}
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert conversation("here", row, ChatSchema()).tools == ({"type": "function", "function": function},)
 
 
 def test_stanfords_prompt_is_read_only_by_its_name():
@@ -259,6 +267,12 @@ PREFERENCES = {
         "chosen_messages": [Q, {"role": "assistant", "content": [{"type": "text", "value": "g"}], "loss_weight": 1.0}],
         "rejected_messages": [{**Q, "loss_weight": 0.0}, WORSE],
     },
+    "chosen-conversations": {
+        "chosen_conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "g"}],
+        "rejected_conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "w"}],
+    },
+    "chosen-response": {"prompt": "q", "chosen_response": "g", "rejected_response": "w"},
+    "instruction-response": {"instruction": "q", "chosen_response": "g", "rejected_response": "w"},
     "sharegpt-preference": {
         "conversations": [{"from": "human", "value": "q"}],
         "chosen": {"from": "gpt", "value": "g"},
@@ -268,6 +282,7 @@ PREFERENCES = {
     "alpaca-preference": {"instruction": "q", "input": "", "chosen": "g", "rejected": "w"},
     "alpaca-ranked": {"instruction": "q", "output": ["g", "w"]},
     "question-preference": {"question": "q", "chosen": "g", "rejected": "w"},
+    "paired-responses": {"question": "q", "response_j": "g", "response_k": "w"},
     "rejected-response": {"messages": [Q, GOOD], "rejected_response": "w"},
     "rejected-messages": {"messages": [Q, GOOD], "rejected_messages": [Q, WORSE]},
     "query-preference": {"query": "q", "response": "g", "rejected_response": "w"},
@@ -350,8 +365,17 @@ def test_the_header_names_the_format(tmp_path):
     assert both.startswith("alpaca (1 rows) and prompt-completion (1 rows): instruction, input, output, prompt")
 
 
-def test_thoughts_in_parts_are_lost_where_the_template_does_not_read_them(tmp_path):
-    parts = [{"type": "reasoning", "value": "hm"}, {"type": "text", "value": "c"}]
+def test_parts_that_are_not_trained_are_an_error(tmp_path):
+    """Axolotl trains parts of a turn; a turn is trained as a whole here."""
+    parts = [{"type": "text", "text": "hm", "train": False}, {"type": "text", "text": "c", "train": True}]
+    path = write(tmp_path, [{"messages": [CHAT[0], {"role": "assistant", "content": parts}]}])
+    assert "messages[1].content[0] has train: false, but a turn is trained as a whole" in report(tmp_path, path)
+    assert said({"messages": [CHAT[0], {"role": "assistant", "content": parts[1:]}]})[1] == ("assistant", "c")
+
+
+@pytest.mark.parametrize("thought", [{"type": "reasoning", "value": "hm"}, {"type": "thinking", "thinking": "hm"}])
+def test_thoughts_in_parts_are_lost_where_the_template_does_not_read_them(tmp_path, thought):
+    parts = [thought, {"type": "text", "value": "c"}]
     path = write(tmp_path, [{"messages": [CHAT[0], {"role": "assistant", "content": parts}]}])
     assert "1 messages have 'reasoning_content', which the chat template does not read" in report(tmp_path, path)
     assert len(conversations(path)) == 1

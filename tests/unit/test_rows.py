@@ -116,6 +116,9 @@ def test_train_false_is_weight_zero(tmp_path):
 
     assert of(train=False)[0].messages == of(weight=0)[0].messages != of()[0].messages
     assert of(loss=False)[0].messages == of(weight=0)[0].messages  # ms-swift's
+    assert of(loss_scale=0.0)[0].messages == of(weight=0)[0].messages
+    with pytest.raises(DataError, match=r"weight is 2; write 0 .* data.token_weights=true"):
+        of(loss_scale=2.0)
     for flags, expected in (({}, "wrong<|im_end|>right<|im_end|>"), ({"train": False}, "right<|im_end|>")):
         of(**flags)
         task = load(tmp_path, tmp_path / "a.jsonl")

@@ -14,14 +14,16 @@ from samecurve.errors import DataError
 Turns = tuple[dict[str, Any], ...]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Role names of ShareGPT's {"from": ..., "value": ...} that differ from the roles above.
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# Role names of ShareGPT, Gemini and Cohere that differ from the roles above; Cohere and NeMo begin them with a capital.
+_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "chatbot": "assistant"}
 # A turn of these roles is a call, or a list of calls, as JSON text (LLaMA-Factory, ms-swift).
 _CALLS = ("function_call", "tool_call")
-# Roles of what a tool answers in LLaMA-Factory, ms-swift and OpenAI's older files.
-_TOOL_ROLES = {"observation": "tool", "tool_response": "tool", "function": "tool"}
+# Roles of what a tool answers in LLaMA-Factory, ms-swift, OpenAI's older files and Llama 3.
+_TOOL_ROLES = {"observation": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool"}
 # Role names of other schemas, for the error message.
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_OTHER_NAMES = {"bot": "assistant", "prompter": "user"}
+# Columns and keys that hold the system prompt: most, OpenOrca's and OpenRLHF's, Gemini's.
+SYSTEM = ("system", "system_prompt", "systemInstruction")
 _MAY_BE_EMPTY = ("system", "developer", "tool")
 # Keys of a turn that say both sides: ms-swift's, and xtuner's, which may also have the system prompt.
 _EXCHANGES = (("human", "assistant"), ("input", "output"))
@@ -31,10 +33,10 @@ _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 def messages_of(place: str, column: str, value: Any) -> Turns:
     """Read a column's list of {role, content}, of ShareGPT's {from, value}, or of {human, assistant}.
 
-    An assistant's message may have a `weight` of 0 or 1, as in OpenAI's fine-tuning files, or `train: false`, as in
-    axolotl's, which means the weight 0. A turn of weight 0 is not trained; one of another role with `train: true` is.
-    Calls that follow a text of the assistant,
-    or other calls, are joined with it to one turn.
+    A list of texts is a question, its answer, and so on (LIMA, UltraChat). An assistant's message may have a `weight`
+    of 0 or 1, as in OpenAI's fine-tuning files, or `train: false`, as in axolotl's, which means the weight 0. A turn of
+    weight 0 is not trained; one of another role with `train: true` is. Calls that follow a text of the assistant, or
+    other calls, are joined with it to one turn.
 
     Raises:
         DataError: with the message and the fix.
@@ -44,6 +46,8 @@ def messages_of(place: str, column: str, value: Any) -> Turns:
             f"{place}: {column!r} is {shown(value)}, not a list of messages; "
             'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         )
+    if len(value) % 2 == 0 and all(isinstance(entry, str) for entry in value):
+        value = [{"role": ROLES[2 + index % 2], "content": text} for index, text in enumerate(value)]
     said: list[dict[str, Any]] = []
     for index, entry in enumerate(value):
         for message, calls in _messages(place, f"{column}[{index}]", entry):
@@ -69,21 +73,37 @@ def _messages(place: str, at: str, value: Any) -> Iterator[tuple[dict[str, Any],
                 if role != "system" or content:
                     yield _message(place, at, {"role": role, "content": content}), False
             return
-    sender = message.get("role", message.get("from"))
-    yield _message(place, at, message), sender in _CALLS
+    for old, new in (("from", "role"), ("value", "content"), ("parts", "content")):
+        if old in message and new not in message:
+            message[new] = message.pop(old)
+    results = _results_of(message)
+    for result in results:
+        yield _message(place, at, result), False
+    if not results or message["content"]:
+        yield _message(place, at, message), message.get("role") in _CALLS
+
+
+def _results_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Take what tools answered out of the parts of a user's message, as Anthropic's; return it as messages."""
+    parts = message.get("content")
+    if message.get("role") != "user" or not isinstance(parts, list):
+        return []
+    results = [part for part in parts if isinstance(part, dict) and part.get("type") == "tool_result"]
+    message["content"] = [part for part in parts if part not in results]
+    return [
+        {"role": "tool", "content": part.get("content", ""), "tool_call_id": part.get("tool_use_id")}
+        for part in results
+    ]
 
 
 def _message(place: str, at: str, message: dict[str, Any]) -> dict[str, Any]:
-    if "role" not in message and {"from", "value"} <= message.keys():
-        sender = message.pop("from")
-        # only text is sure to be hashable; the check of the role reports anything else
-        named = _SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
-        message = {"role": named, "content": message.pop("value"), **message}
     if "role" not in message:
         raise DataError(f"{place}: {at} has no 'role', found: {', '.join(map(repr, message)) or 'nothing'}; add it")
     if isinstance(message.get("content"), list):
         message = _without_parts(place, f"{at}.content", message)
     role = message["role"]
+    if isinstance(role, str):  # only text is sure to be hashable
+        role = message["role"] = _NAMES.get(role.lower(), role.lower() if role.lower() in ROLES else role)
     if role in _CALLS and isinstance(message.get("content"), str):
         message = {**message, **_calls_of(place, f"{at}.content", message["content"]), "role": "assistant"}
     elif isinstance(role, str) and role in _TOOL_ROLES:
@@ -106,25 +126,45 @@ def _message(place: str, at: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_parts(place: str, at: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Join the text parts of a content list; LLaMA-Factory also has parts of reasoning and of tool calls."""
+    """Join the text parts of a content list; LLaMA-Factory and Anthropic have parts of reasoning and of calls, too."""
     texts, calls, thoughts = [], [], []
     for index, part in enumerate(message["content"]):
-        kind = part.get("type") if isinstance(part, dict) else "text"
-        text = part if isinstance(part, str) else isinstance(part, dict) and part.get("text", part.get("value"))
-        if kind not in ("text", "reasoning", "tool_call"):
+        part = part if isinstance(part, dict) else {"text": part}
+        kind = part.get("type", "text")  # Gemini's and Bedrock's have none
+        flag = part.get("train", part.get("weight"))
+        if flag is not None and bool(flag) is not (message["role"] == "assistant"):
+            raise DataError(
+                f"{place}: {at}[{index}] has {'train' if 'train' in part else 'weight'}: {str(flag).lower()}, but a "
+                "turn is trained as a whole; write the flag at the message, or set data.bad_rows=drop to leave out all "
+                "such rows"
+            )
+        if kind == "tool_use":
+            calls.append({"id": part.get("id"), "type": "function", "function": _called(place, f"{at}[{index}]", part)})
+            continue
+        text = part.get("thinking" if kind == "thinking" else "text", part.get("value"))
+        if kind not in ("text", "reasoning", "thinking", "tool_call"):
             raise DataError(
                 f"{place}: {at}[{index}] is a part of the type {shown(kind)}, but only text is trained on; remove the "
                 "row, or set data.bad_rows=drop to leave out all such rows"
             )
         if not isinstance(text, str):
             raise DataError(f'{place}: {at}[{index}] has no text; write {{"type": "text", "text": "..."}}')
-        {"text": texts, "reasoning": thoughts, "tool_call": calls}[kind].append(text)
+        if kind == "tool_call":
+            calls += _calls_of(place, at, text)["tool_calls"]
+        else:
+            (texts if kind == "text" else thoughts).append(text)
     joined = {**message, "content": "".join(texts)}
     if thoughts:
         joined["reasoning_content"] = "".join(thoughts)
     if calls:
-        joined["tool_calls"] = [call for text in calls for call in _calls_of(place, at, text)["tool_calls"]]
+        joined["tool_calls"] = calls
     return joined
+
+
+def _called(place: str, at: str, part: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(part.get("name"), str) or not isinstance(part.get("input"), dict):
+        raise DataError(f'{place}: {at} is no call; write {{"type": "tool_use", "name": ..., "input": {{...}}}}')
+    return {"name": part["name"], "arguments": part["input"]}
 
 
 def _calls_of(place: str, at: str, text: str) -> dict[str, Any]:
@@ -188,21 +228,23 @@ def is_weight(value: Any) -> bool:
 
 
 def _read_weight(place: str, at: str, message: dict[str, Any]) -> None:
-    """Check the weight; `train` (axolotl), `loss` (ms-swift) and `loss_weight` (LLaMA-Factory) become one."""
+    """Check the weight; `train` (axolotl), `loss`, `loss_scale` (ms-swift), `loss_weight` (LLaMA-Factory) are one."""
     weight, key = message.get("weight", 0), "weight"
     if not is_weight(weight):
         fix = "write 0 (not trained) or 1 (trained)"
         raise DataError(f"{place}: {at}.weight is {shown(weight)}; {fix}, or with data.token_weights {A_WEIGHT}")
-    for name in ("train", "loss", "loss_weight"):
+    for name in ("train", "loss", "loss_weight", "loss_scale"):
         if (flag := message.pop(name, None)) is None:
             continue
-        is_number = name == "loss_weight"
-        if isinstance(flag, bool) is is_number or flag not in (0, 1):
+        is_number = name in ("loss_weight", "loss_scale")
+        if isinstance(flag, bool) is is_number or (
+            flag not in (0, 1) and not (is_weight(flag) and name == "loss_scale")
+        ):
             choice = "0 or 1" if is_number else "true or false"
             raise DataError(f"{place}: {at}.{name} is {shown(flag)}; write {choice}")
         if is_number and not flag and message["role"] != "assistant":
             continue  # LLaMA-Factory writes it for each turn
-        if message.setdefault("weight", int(flag)) != flag:
+        if message.setdefault("weight", flag if is_number else int(flag)) != flag:
             text = f"{place}: {at} has {name}: {str(flag).lower()} and weight: {message['weight']}"
             raise DataError(f"{text}; keep one of the two")
         weight, key = flag, name
@@ -231,16 +273,22 @@ def turns(place: str, column: str, value: Any, role: str, chat: bool) -> Turns:
 
 
 def with_system(place: str, row: dict, messages: Turns) -> Turns:
-    """Put the text of the column `system`, if the row has one, before the messages."""
-    value = row.get("system")
-    if value in (None, ""):
+    """Put the text of a column of SYSTEM, if the row has one, before the messages."""
+    given = [(column, row[column]) for column in SYSTEM if row.get(column) not in (None, "", [])]
+    if not given:
         return messages
-    check_text(place, "system", value, "text")
+    if len(given) > 1:
+        raise DataError(f"{place}: the row has the columns {given[0][0]!r} and {given[1][0]!r}; keep one of the two")
+    ((column, value),) = given
+    value = value.get("parts") if isinstance(value, dict) else value  # Gemini's
+    if isinstance(value, list):
+        value = _without_parts(place, column, {"role": "system", "content": value})["content"]
+    check_text(place, column, value, "text")
     if messages and messages[0]["role"] in ("system", "developer"):
         if messages[0]["content"] == value:
             return messages
         raise DataError(
-            f"{place}: the row has a column 'system' ({shown(value)}) and a message of the role "
+            f"{place}: the row has a column {column!r} ({shown(value)}) and a message of the role "
             f"{messages[0]['role']!r} ({shown(messages[0]['content'])}); keep one of the two"
         )
     return {"role": "system", "content": value}, *messages
@@ -257,10 +305,19 @@ def tools_of(place: str, row: dict, wraps: bool) -> Turns | None:
             continue
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             raise DataError(f"{place}: {column!r} is {shown(value)}, not a list of JSON schemas; correct or remove it")
+        value = [_openai_tool(tool) for tool in value]
         bare = [wrapped and tool.get("type") != "function" for tool in value]
         tools = zip(value, bare, strict=True)
         return tuple({"type": "function", "function": tool} if is_bare else tool for tool, is_bare in tools)
     return None
+
+
+def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool of Anthropic's form as one of OpenAI's, for which chat templates are written."""
+    if "input_schema" not in tool:
+        return tool
+    function = {key: value for key, value in tool.items() if key not in ("input_schema", "type")}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
 def from_json(place: str, column: str, value: Any) -> Any:
