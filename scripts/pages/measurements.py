@@ -15,7 +15,8 @@ from benchmarks.markdown import table
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEADING = "## Published measurements\n"
-COMMIT = re.compile(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,8}\b(-dirty)?")
+# of digits alone only behind the word, because numbers are, too
+COMMIT = re.compile(r"\b((?<=commit )|(?=[0-9]*[a-f])(?=[a-f]*[0-9]))[0-9a-f]{7,8}\b(-dirty)?")
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 
 _STEP = ("engines", "losses", "optim", "strategy", "training")

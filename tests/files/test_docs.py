@@ -171,7 +171,7 @@ def test_an_old_page_is_seen():
     log = ["git", "log", "-1", "--format=%h", "--abbrev=8"]
     today = subprocess.check_output(log, cwd=ROOT, text=True).strip()
     old = subprocess.check_output([*log, "--skip=1", "--", "samecurve/engines"], cwd=ROOT, text=True).strip()
-    assert [same(today), same(old), same(f"{today} and {old}")] == ["yes", "no", "no"]
+    assert [same(today), same(old), same(f"{today} and commit {old}")] == ["yes", "no", "no"]
     assert {same(f"{today}-dirty"), same("0a0a0a0a"), same("")} == {"not known"}
 
 
@@ -182,6 +182,11 @@ class Grown(Section):
     """A meaning
     of two lines."""
     new: int = 0
+
+
+def test_commits_of_digits_are_told_from_numbers():
+    found = [match[0] for match in measurements.COMMIT.finditer("16777216 bytes at commit 68378876 or 1a2b3c4-dirty")]
+    assert found == ["68378876", "1a2b3c4-dirty"]
 
 
 def test_a_new_key_has_to_be_explained():
