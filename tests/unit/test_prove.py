@@ -8,7 +8,15 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from samecurve.prove.exported import export_problem
 from samecurve.prove.judge import Differences, Run, data_findings, distance, findings, why_nothing_is_shown
@@ -167,11 +175,20 @@ def test_an_export_without_weights_is_named(tmp_path):
     assert "no file named model.safetensors" in export_problem(tmp_path, "", [{"weights": {}, "end": {}, "masks": []}])
 
 
-def test_a_head_that_a_reward_model_replaces_is_not_missing(tmp_path):
+HEADS = [
+    (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
+    (BertConfig, BertForMaskedLM, BertForTokenClassification),
+    (BertConfig, BertForPreTraining, BertForMaskedLM),  # the weights of bert-base-cased
+]
+
+
+@pytest.mark.parametrize(("configuration", "of_base", "trained"), HEADS)
+def test_a_head_that_another_one_replaces_is_not_missing(tmp_path, configuration, of_base, trained):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(vocab_size=8, num_labels=1, **sizes)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "rewards")
+    config = configuration(vocab_size=8, num_labels=1, **sizes)
+    of_base(config).save_pretrained(tmp_path / "base")
+    trained(config).save_pretrained(tmp_path / "trained")
     record = {"weights": {}, "end": {}, "masks": []}
-    assert export_problem(tmp_path / "rewards", str(tmp_path / "base"), [record]) == ""
-    assert "tensors of rewards" in export_problem(tmp_path / "base", str(tmp_path / "rewards"), [record])
+    assert export_problem(tmp_path / "trained", str(tmp_path / "base"), [record]) == ""
+    if of_base is LlamaForCausalLM:
+        assert "tensors of trained" in export_problem(tmp_path / "base", str(tmp_path / "trained"), [record])
