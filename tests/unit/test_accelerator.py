@@ -8,7 +8,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import AutocastKwargs, DeepSpeedPlugin
+from accelerate.utils import AutocastKwargs, DataLoaderConfiguration, DeepSpeedPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -198,6 +198,21 @@ def test_arguments_by_place_are_accelerates():
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
     with pytest.raises(TypeError, match="mixed_prescision"):
         samecurve.Accelerator(mixed_prescision="bf16")
+
+
+def test_loaders_are_exact_whatever_their_configuration():
+    """Accelerate's examples give one for other reasons, in which split_batches is off."""
+    accelerator = samecurve.Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=True))
+    loader = accelerator.prepare(rows())
+    assert loader.total_batch_size == 3 and loader.state_dict()["batches"] == 0 and accelerator.non_blocking
+
+
+def test_cpu_may_be_said_under_deepspeed(monkeypatch):
+    """As Accelerate's examples have it for their option --cpu."""
+    monkeypatch.setattr(module.launch_env, "set_world_of_one", lambda: None)
+    monkeypatch.setattr(cpu_bridge, "needed", lambda: True)
+    monkeypatch.setattr(cpu_bridge, "prepare", lambda **_: None)
+    assert "cpu" not in module._for_script({"cpu": True, "deepspeed_plugin": Mock()})
 
 
 def test_a_count_of_the_script_itself_divides_as_accelerate_does():
