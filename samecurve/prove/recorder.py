@@ -269,6 +269,7 @@ def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
     size = leaves[0][1].shape[0] if leaves else 0
     leaves = [(path, leaf) for path, leaf in leaves if leaf.shape[0] == size]
     positions, hashes = kwargs.get("position_ids"), []
+    answers = kwargs.get("labels") if "decoder_input_ids" in kwargs else None  # padded by themselves
     for index in range(size):
         starts = [0]  # of texts that are packed into a row
         if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) == size:
@@ -276,13 +277,14 @@ def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
         for start, stop in zip(starts, [*starts[1:], None], strict=True):
             parts = []
             for path, leaf in leaves:
-                row = leaf[index]
-                if mask is not None and mask.ndim == 2 and mask.shape == leaf.shape:
+                row, name = leaf[index], keystr(path[1:]).strip("[]'")
+                if isinstance(answers, Tensor) and name in ("labels", "decoder_input_ids"):
+                    row = row[: max((answers[index] != IGNORE_INDEX).nonzero().flatten().tolist(), default=-1) + 1]
+                elif mask is not None and mask.ndim == 2 and mask.shape == leaf.shape:
                     row = row[start:stop][mask[index][start:stop].bool()]
                 elif isinstance(positions, Tensor) and positions.shape == leaf.shape:
                     row = row[start:stop]
                 digest = hashlib.blake2b(row.detach().cpu().contiguous().numpy().tobytes(), digest_size=6)
-                name = keystr(path[1:]).strip("[]'")
                 parts.append(f"{name}:{digest.hexdigest()}")
             hashes.append(" ".join(parts))
     return hashes

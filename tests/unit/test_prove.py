@@ -19,7 +19,15 @@ from transformers import (
 )
 
 from samecurve.prove.exported import export_problem
-from samecurve.prove.judge import Differences, Run, data_findings, distance, findings, why_nothing_is_shown
+from samecurve.prove.judge import (
+    Differences,
+    Run,
+    data_findings,
+    distance,
+    drop_copies,
+    findings,
+    why_nothing_is_shown,
+)
 from samecurve.prove.recorder import Batches, Reading, rows_of, sketch
 
 
@@ -42,6 +50,17 @@ def test_padding_does_not_change_a_row():
     assert rows_of((), short) == rows_of((), padded)[:1]
     assert rows_of((), {**short, "labels": torch.tensor([[5, -100]])}) != rows_of((), short)
     assert rows_of((torch.ones(3, 2),), {}) == rows_of((torch.ones(1, 2),), {}) * 3
+
+
+def test_padding_of_answers_does_not_change_a_row():
+    """A decoder's tokens are padded to the longest answer of a batch, an encoder's to the longest text."""
+    text = torch.tensor([[5, 6]])
+    short = {"labels": torch.tensor([[7, 8]]), "decoder_input_ids": torch.tensor([[0, 7]])}
+    long = {"labels": torch.tensor([[7, 8, -100]]), "decoder_input_ids": torch.tensor([[0, 7, 8]])}
+    rows = [rows_of((), {"input_ids": text, "attention_mask": text > 0, **answer}) for answer in (short, long)]
+    assert rows[0] == rows[1]
+    long["labels"][0, 2] = 9
+    assert rows[0] != rows_of((), {"input_ids": text, "attention_mask": text > 0, **long})
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -138,6 +157,13 @@ def test_equal_runs_have_no_findings():
 def test_planted_difference_is_named(different, kind, text):
     assert [(finding.kind, finding.step) for finding in judged(different)] == [(kind, 1)]
     assert text in judged(different)[0].text
+
+
+@pytest.mark.parametrize(("loss", "rows"), [(0.0, 1), (1.0, 2)])
+def test_a_copied_row_without_weight_is_no_row(loss, rows):
+    ranks = [[step(rows=["a"], losses=[loss])], [step(rows=["a"])]]
+    drop_copies(ranks)
+    assert (run(*ranks).rows(0).total(), len(run(*ranks).indices[0])) == (rows, rows)
 
 
 def test_rounding_is_no_finding():
