@@ -49,6 +49,7 @@ from samecurve.strategy.parallel_dims import ParallelDims
 # group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
 # that had finished its work hung forever, in one of twenty runs on busy cores).
 _WORLDS: list[dist.ProcessGroup] = []
+_COUNTED = "_num_items_given"
 
 
 class Accelerator(PreparedData, Trackers, States):
@@ -131,6 +132,8 @@ class Accelerator(PreparedData, Trackers, States):
         warned = self._is_script and self.num_processes > 1 and self.is_main_process
         for model in (part for part in args if isinstance(part, nn.Module)):
             cpu_bridge.install_sync_batch_norm(model, self.device)
+            if self._is_script:
+                model.register_forward_pre_hook(_note_num_items, with_kwargs=True)
             if warned and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
             if self.deepspeed_plugin is not None:
@@ -233,6 +236,8 @@ class Accelerator(PreparedData, Trackers, States):
         """Return the factor by which gradients of such losses, averaged over the ranks, add up to the step's."""
         if num_items is not None:
             return self.mesh.loss_ranks / num_items
+        if any(getattr(self.unwrap_model(model), _COUNTED, False) for model in self._models):
+            return 1 / self.gradient_accumulation_steps  # what Accelerate's users multiply by
         units = self.units
         if units is None:  # no prepared loader counts: micro-batches are taken to be equally large
             if reduction == "sum":
@@ -345,6 +350,11 @@ def _complete_deepspeed(plugin: DeepSpeedPlugin, model: nn.Module, prepared: tup
         zero = config.get("zero_optimization", {})
         for key in [key for key in zero if plugin.is_auto(f"zero_optimization.{key}")]:
             del zero[key]  # DeepSpeed's default counts: Accelerate's own values are functions of hidden_size
+
+
+def _note_num_items(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Note whether the script gives the units of the whole step to a model of transformers, which divides by them."""
+    setattr(model, _COUNTED, kwargs.get("num_items_in_batch") is not None)
 
 
 def _unequal_layers(model: nn.Module) -> str:

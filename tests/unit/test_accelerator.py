@@ -226,6 +226,29 @@ def test_a_count_of_the_script_itself_divides_as_accelerate_does():
     torch.testing.assert_close(*gradients)
 
 
+class Counted(nn.Module):
+    """Divides a sum by the units of the whole step, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = model()
+
+    def forward(self, rows, labels, num_items_in_batch=None):
+        return cross_entropy(self.layer(rows), labels, reduction="sum") / num_items_in_batch
+
+
+def test_a_loss_over_num_items_in_batch_is_divided_once():
+    """The script multiplies by the steps of accumulation, as Accelerate's example does, because Accelerate divides."""
+    alone = model()
+    cross_entropy(alone(ROWS), LABELS).backward()
+    accelerator = samecurve.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    one, loader = accelerator.prepare(Counted(), rows())
+    for batch in loader:
+        with accelerator.accumulate(one):
+            accelerator.backward(one(**batch, num_items_in_batch=int((LABELS != -100).sum())) * 4)
+    torch.testing.assert_close(one.layer.weight.grad, alone.weight.grad)
+
+
 def test_gradients_of_a_loop_that_was_left_are_dropped():
     accelerator = samecurve.Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.SGD((one := model()).parameters(), lr=0.1)
