@@ -48,6 +48,8 @@ def test_padding_does_not_change_a_row():
         "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
     }
     assert rows_of((), short) == rows_of((), padded)[:1]
+    choices = [{name: value[:, None] for name, value in batch.items()} for batch in (short, padded)]
+    assert rows_of((), choices[0]) == rows_of((), choices[1])[:1]
     assert rows_of((), {**short, "labels": torch.tensor([[5, -100]])}) != rows_of((), short)
     assert rows_of((torch.ones(3, 2),), {}) == rows_of((torch.ones(1, 2),), {}) * 3
 
