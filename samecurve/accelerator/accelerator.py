@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import accelerate
@@ -32,7 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
-from samecurve.accelerator import cpu_bridge, fsdp, launch_env
+from samecurve.accelerator import cpu_bridge, deepspeed_introspection, fsdp, launch_env
 from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
@@ -48,6 +49,7 @@ from samecurve.strategy.parallel_dims import ParallelDims
 # group's destructor then joins gloo's threads while it holds the GIL, which they may be waiting for (torch 2.13: a rank
 # that had finished its work hung forever, in one of twenty runs on busy cores).
 _WORLDS: list[dist.ProcessGroup] = []
+_COUNTED = "_num_items_given"
 
 
 class Accelerator(PreparedData, Trackers, States):
@@ -59,9 +61,9 @@ class Accelerator(PreparedData, Trackers, States):
     Args:
         count: returns the number of units over which the loss of a batch is a mean; by default as count_units.
         dims: arrangement of the processes; None: all of them read different rows, as the launcher's variables say.
-        args, kwargs: Accelerate's own. A prepared DataLoader's batch_size is that of all processes together
-            (`split_batches=True`), and its order a function of the seed and the epoch (`use_seedable_sampler=True`),
-            unless `dataloader_config` says otherwise.
+        args, kwargs: Accelerate's own. A prepared DataLoader's batch_size is that of all processes together, its order
+            a function of the seed and the epoch, and `save_state` has its position: whatever `dataloader_config` says
+            of `split_batches`, `use_seedable_sampler` and `use_stateful_dataloader`.
 
     Attributes:
         mesh: the processes by their parallel dimensions.
@@ -90,12 +92,14 @@ class Accelerator(PreparedData, Trackers, States):
         if self.autocast_handler is not None and not self.autocast_handler.enabled:
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
         if self._is_script:
+            self._control = self._control  # made on all processes now: `save_state` may be called by one alone
             self._refuse_what_is_not_exact()
             if self.is_fsdp2 and own_policy is None:
                 dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
                 fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
+        self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
         self._accumulates = False  # by `accumulate`, not by a count of the script's own
 
     def _refuse_what_is_not_exact(self) -> None:
@@ -128,16 +132,18 @@ class Accelerator(PreparedData, Trackers, States):
         warned = self._is_script and self.num_processes > 1 and self.is_main_process
         for model in (part for part in args if isinstance(part, nn.Module)):
             cpu_bridge.install_sync_batch_norm(model, self.device)
+            if self._is_script:
+                model.register_forward_pre_hook(_note_num_items, with_kwargs=True)
             if warned and (warning := _unequal_layers(model)):
                 warnings.warn(warning, stacklevel=2)
             if self.deepspeed_plugin is not None:
                 self._begin_deepspeed(model, args)
         prepared = super().prepare(*args, device_placement=device_placement)
-        if self.distributed_type != DistributedType.DEEPSPEED:
-            return prepared
         for part in prepared if isinstance(prepared, tuple) else (prepared,):
             if isinstance(part, DeepSpeedOptimizerWrapper):
                 part.__class__, part.take_step = _DeepSpeedOptimizer, self._take_deepspeed_step  # pyright: ignore
+            elif isinstance(part, nn.Module) and self._is_script:
+                self.save_whole(part)
         return prepared
 
     def _begin_deepspeed(self, model: nn.Module, prepared: tuple) -> None:
@@ -212,10 +218,15 @@ class Accelerator(PreparedData, Trackers, States):
         """
         loss = loss * self._weight(reduction, num_items)
         if self.distributed_type == DistributedType.DEEPSPEED:
+            if self._is_reduced:
+                raise ConfigurationError(
+                    "backward: called twice before optimizer.step(), of which DeepSpeed would lose one. Put each "
+                    "micro-batch into `with accelerator.accumulate(model):`, or add the losses of a step up"
+                )
             engine = self._deepspeed
             engine.set_gradient_accumulation_boundary(self.sync_gradients)
             engine.backward(loss, scale_wrt_gas=False, **kwargs)
-            self._step_taken = False
+            self._step_taken, self._is_reduced = False, self.sync_gradients
         elif self.scaler is not None:
             self.scaler.scale(loss).backward(**kwargs)
         else:
@@ -225,6 +236,8 @@ class Accelerator(PreparedData, Trackers, States):
         """Return the factor by which gradients of such losses, averaged over the ranks, add up to the step's."""
         if num_items is not None:
             return self.mesh.loss_ranks / num_items
+        if any(getattr(self.unwrap_model(model), _COUNTED, False) for model in self._models):
+            return 1 / self.gradient_accumulation_steps  # what Accelerate's users multiply by
         units = self.units
         if units is None:  # no prepared loader counts: micro-batches are taken to be equally large
             if reduction == "sum":
@@ -270,7 +283,9 @@ class Accelerator(PreparedData, Trackers, States):
                 engine.optimizer.clip_grad = max_norm
                 engine._config.gradient_clipping = max_norm  # of stage 0 in fp32
             engine.step()
-            self._step_taken = True
+            self._step_taken, self._is_reduced = True, False
+            if self._is_script:
+                deepspeed_introspection.read_models_whole()
         norm = engine.get_global_grad_norm()
         return math.nan if norm is None else float(norm)
 
@@ -303,13 +318,15 @@ def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
         launch_env.set_world_of_one()
     if cpu_bridge.needed():
         cpu_bridge.prepare(distributed=distributed, sharded=sharded, deepspeed=deepspeed)
+        if deepspeed:
+            kwargs.pop("cpu", None)  # true anyway; Accelerate 1.15 would leave DeepSpeed's plugin out, and fail
         if distributed and InitProcessGroupKwargs not in given:
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
     if DistributedDataParallelKwargs not in given:
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
-    defaults: dict[str, Any] = {
-        "dataloader_config": DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
-    }
+    loaders: Any = kwargs.pop("dataloader_config", DataLoaderConfiguration())
+    exact = {"split_batches": True, "use_seedable_sampler": True, "use_stateful_dataloader": False}
+    defaults: dict[str, Any] = {"dataloader_config": replace(loaders, **exact)}
     if "gradient_accumulation_plugin" not in kwargs:
         steps = kwargs.pop("gradient_accumulation_steps", 1)
         steps = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps)))
@@ -333,6 +350,11 @@ def _complete_deepspeed(plugin: DeepSpeedPlugin, model: nn.Module, prepared: tup
         zero = config.get("zero_optimization", {})
         for key in [key for key in zero if plugin.is_auto(f"zero_optimization.{key}")]:
             del zero[key]  # DeepSpeed's default counts: Accelerate's own values are functions of hidden_size
+
+
+def _note_num_items(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Note whether the script gives the units of the whole step to a model of transformers, which divides by them."""
+    setattr(model, _COUNTED, kwargs.get("num_items_in_batch") is not None)
 
 
 def _unequal_layers(model: nn.Module) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
@@ -34,6 +35,29 @@ def numbers(engine: deepspeed.DeepSpeedEngine) -> dict:
         "reduce_dtype": dtype_name(reduced) if reduced else None,
         "zero_stage": int(engine.zero_optimization_stage()),
     }
+
+
+@cache
+def read_models_whole() -> None:
+    """Let transformers' from_pretrained read whole models from now on, also in one process alone.
+
+    Under ZeRO-3 it divides a model over all processes, and waits for those that do not read it: forever where the main
+    process of a script reads back what was trained.
+    """
+    from transformers import PreTrainedModel, modeling_utils
+
+    read = PreTrainedModel.from_pretrained.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    @wraps(read)
+    def read_whole(*args: Any, **kwargs: Any) -> Any:
+        is_enabled = modeling_utils.is_deepspeed_zero3_enabled
+        modeling_utils.is_deepspeed_zero3_enabled = lambda: False
+        try:
+            return read(*args, **kwargs)
+        finally:
+            modeling_utils.is_deepspeed_zero3_enabled = is_enabled
+
+    PreTrainedModel.from_pretrained = classmethod(read_whole)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def link_masters(engine: deepspeed.DeepSpeedEngine) -> None:

@@ -81,6 +81,7 @@ class PreparedState:
     Args:
         saved: "states" of the checkpoint that will be read: by parameter its optimizer states, see `record`. None to
             save what there is.
+        shard: (rank, number of ranks) that share the work; None: all of the accelerator's.
 
     Raises:
         CheckpointError: an optimizer keeps what the format cannot hold, or the objects are none that it knows.
@@ -89,11 +90,16 @@ class PreparedState:
     factors: dict[str, tuple[int, ...]] = {}
     codes: tuple = ()
 
-    def __init__(self, accelerator: accelerate.Accelerator, saved: dict[str, dict] | None = None):
+    def __init__(
+        self,
+        accelerator: accelerate.Accelerator,
+        saved: dict[str, dict] | None = None,
+        shard: tuple[int, int] | None = None,
+    ):
         self._accelerator, self._saved = accelerator, saved
         self.state = cast(State, self)  # without `masters` and `replicas`, which checkpoints do not need
         self.device: torch.device = accelerator.device
-        self.shard = accelerator.process_index, accelerator.num_processes
+        self.shard = shard or (accelerator.process_index, accelerator.num_processes)
         self.parameters: dict[str, Any] = {}
         self.buffers: dict[str, Tensor] = {}
         for index, model in enumerate(accelerator._models):

@@ -10,29 +10,34 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from samecurve.accelerator.portable_values import decode, encode
 from samecurve.accelerator.prepared_state import PreparedState
 from samecurve.checkpoint import commit, format, manifest
 from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
 from samecurve.checkpoint.snapshot import Snapshot, generators_of, restore
-from samecurve.errors import CheckpointError
+from samecurve.distributed.control_group import ARRIVE_SECONDS, ControlGroup
+from samecurve.errors import CheckpointError, ConfigurationError
 from samecurve.storage.atomic import storage_errors, utc_timestamp
 from samecurve.storage.filesystem import LocalFileSystem, make_durable_folder
 
 if TYPE_CHECKING:
     from samecurve.checkpoint.manager import Checkpoints, TrainProgress
-    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import Engine
+
+logger = get_logger(__name__)
 
 SERIES = "checkpoint_[0-9]+"
 """Names of ProjectConfiguration.automatic_checkpoint_naming, as a regular expression."""
@@ -49,6 +54,10 @@ class States(accelerate.Accelerator):
     _control: ControlGroup  # of PreparedData
     _run: tuple[Engine, Checkpoints] | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._saves: Counter[Path | str] = Counter()
+
     def attach_run(self, engine: Engine, checkpoints: Checkpoints) -> None:
         """Let save_state and load_state save and load a run of train.py, with the position that it gives."""
         self._run = engine, checkpoints
@@ -64,6 +73,7 @@ class States(accelerate.Accelerator):
     ) -> Path:
         """Save models, optimizers, schedulers, loaders' positions, registered objects and generators. Collective.
 
+        Without sharding the main process may call alone, as scripts for Accelerate do; it waits a few seconds first.
         Gradients of an unfinished accumulation are not saved. What `register_save_state_pre_hook`'s hooks write goes
         into the folder with all else, unhashed; what they take out of `weights` is saved nevertheless.
 
@@ -89,10 +99,18 @@ class States(accelerate.Accelerator):
             checkpoints.save(engine, position, wait)
             return checkpoints.folder(position)
         self._report_unused(save_model_func_kwargs)
-        world, project = self._control, self.project_configuration
-        final = self._destination(output_dir)
+        project, final = self.project_configuration, self._destination(output_dir)
         names = SERIES if project.automatic_checkpoint_naming else re.escape(final.name)
-        self._commit(final, names)
+        world = self._savers(final)
+        if world is None:
+            project.iteration += 1
+            return final
+        if project.automatic_checkpoint_naming and world.broadcast(final.exists()):
+            raise ValueError(
+                f"Checkpoint directory {final} ({self.save_iteration}) already exists. Please manually override "
+                "`self.save_iteration` with what iteration to start with."
+            )
+        self._commit(final, names, world)
         if world.is_main:
             problem = commit.sweep(_FILES, final.parent, names)
             if project.automatic_checkpoint_naming and project.total_limit is not None:
@@ -102,13 +120,25 @@ class States(accelerate.Accelerator):
         project.iteration += 1
         return final
 
-    def _commit(self, final: Path, names: str) -> None:
-        """Write a script's checkpoint; see commit.Content for `names`. Collective. Raises as save_state."""
-        world, live, tensors = self._control, PreparedState(self), {}
+    def _savers(self, final: Path) -> ControlGroup | None:
+        """Return who saves: all processes, or the main one alone, as scripts for Accelerate do; None on the others."""
+        self._saves[final] += 1
+        world = self._control
+        if self._shards or world.all_arrive(f"save_state/{final}/{self._saves[final]}"):
+            return world
+        logger.warning_once(
+            f"save_state: not all processes came within {ARRIVE_SECONDS:g} s, so the main process saves alone, without "
+            "the others' random generators. Call it on all of them, not `if accelerator.is_main_process`"
+        )
+        return ControlGroup(alone=True) if world.is_main else None
+
+    def _commit(self, final: Path, names: str, world: ControlGroup) -> None:
+        """Write a script's checkpoint; see commit.Content for `names`. Collective in `world`. Raises as save_state."""
+        live, tensors = PreparedState(self, shard=(world.rank, world.size)), {}
         script = {
             "states": encode(live.states, "optimizer", {}),
             "buffers": {name: list(buffer.shape) for name, buffer in live.buffers.items()},
-            "values": self._encoded(tensors),
+            "values": self._encoded(tensors, world),
             "seed": torch.initial_seed() % 2**53,
         }
         tensors |= {f"{_BUFFER}/{name}": buffer for name, buffer in live.buffers.items()}
@@ -186,6 +216,28 @@ class States(accelerate.Accelerator):
                 self.print(f"{folder}: no position of {label} was saved; it begins with its first batch")
         return None
 
+    def save_whole(self, model: Any) -> None:
+        """Let save_pretrained of a prepared model write whole weights, where they are divided over the processes."""
+        whole: Any = self.unwrap_model(model)
+        divided = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in whole.parameters())
+        if not divided or not hasattr(whole, "save_pretrained"):
+            return
+        save, place = whole.save_pretrained, f"save_pretrained/{len(self._models)}"
+
+        @wraps(save)
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("state_dict") is None:
+                self._saves[place] += 1
+                if not self._control.all_arrive(f"{place}/{self._saves[place]}"):
+                    raise ConfigurationError(
+                        "save_pretrained: the weights are divided over all processes. Call it on all of them, or give "
+                        "state_dict=accelerator.get_state_dict(model), which all have called"
+                    )
+                kwargs["state_dict"] = self.get_state_dict(model)
+            return save(*args, **{"is_main_process": self.is_main_process} | kwargs)
+
+        whole.save_pretrained = gathered
+
     def _parts(self) -> Iterator[tuple[str, Any]]:
         """Yield all objects with a state of their own, by the name that errors give them."""
         for kind, objects in (
@@ -196,7 +248,7 @@ class States(accelerate.Accelerator):
         ):
             yield from ((f"{kind} {index}", part) for index, part in enumerate(objects))
 
-    def _encoded(self, tensors: dict[str, Tensor]) -> dict:
+    def _encoded(self, tensors: dict[str, Tensor], world: ControlGroup) -> dict:
         """Encode the states of all parts; a loader without one is left out. Raises as save_state, on all ranks."""
         values, problems = {}, []
         for label, part in self._parts():
@@ -210,7 +262,7 @@ class States(accelerate.Accelerator):
                 values[label] = encode(state, f"{label} ({type(part).__name__})", tensors)
             except CheckpointError as error:
                 problems.append(str(error))
-        problems = self._control.conclude(problems, lambda of_all: sorted(set().union(*of_all)))
+        problems = world.conclude(problems, lambda of_all: sorted(set().union(*of_all)))
         if problems:
             raise CheckpointError("\n".join(problems))
         # an unfinished step is done again, from the position that the loaders give
@@ -247,13 +299,7 @@ class States(accelerate.Accelerator):
     def _destination(self, output_dir: str | os.PathLike | None) -> Path:
         project = self.project_configuration
         if project.automatic_checkpoint_naming:
-            final = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}").absolute()
-            if self._control.broadcast(final.exists()):
-                raise ValueError(
-                    f"Checkpoint directory {final} ({self.save_iteration}) already exists. Please manually override "
-                    "`self.save_iteration` with what iteration to start with."
-                )
-            return final
+            return Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}").absolute()
         if output_dir is None:
             raise ValueError("save_state needs output_dir, or a ProjectConfiguration with automatic_checkpoint_naming")
         final = Path(os.path.abspath(os.path.expanduser(output_dir)))

@@ -54,15 +54,15 @@ def _lazy_connections() -> Iterator[None]:
 class ControlGroup:
     """A gloo process group of all ranks; each instance has its own.
 
-    Construction is collective and follows torch.distributed's initialization. With a single process, no group is
-    created and every operation returns at once.
+    Construction is collective and follows torch.distributed's initialization. With a single process, or for this one
+    `alone`, no group is created and every operation returns at once.
 
     The bytes that a rank sends in an operation do not depend on the number of ranks; rank 0 alone handles a message of
     each rank in `conclude`. There is no all-gather, which is O(N^2) bytes in all.
     """
 
-    def __init__(self) -> None:
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
+    def __init__(self, alone: bool = False) -> None:
+        alone = alone or not dist.is_initialized() or dist.get_world_size() == 1
         self.size = 1 if alone else dist.get_world_size()
         self.rank = 0 if alone else dist.get_rank()
         with _lazy_connections():
@@ -139,6 +139,32 @@ class ControlGroup:
         """
         return self._start_all_reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM)
 
+    def all_arrive(self, place: str) -> bool:
+        """Whether every rank calls this for the same place within ARRIVE_SECONDS.
+
+        Not a collective: a rank that is there alone must not wait for others, which may be anywhere. Rank 0 decides, so
+        that all ranks get one answer, yes or no.
+        """
+        if self.size == 1:
+            return True
+        store, limit = distributed_c10d._get_default_store(), timedelta(seconds=ARRIVE_SECONDS)
+        answer = f"samecurve/{place}"
+        here = [f"{answer}/{rank}" for rank in range(self.size)]
+        try:
+            store.set(here[self.rank], "")
+            if not self.is_main:
+                store.wait([answer], 2 * limit)
+                return store.get(answer) == b"yes"
+            try:
+                store.wait(here, limit)
+            except RuntimeError:
+                store.set(answer, "no")
+                return False
+            store.set(answer, "yes")
+        except RuntimeError:  # torch's DistStoreError: too late, or the rank that serves the store has ended
+            return False
+        return True
+
     def new(self) -> ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""
         group = ControlGroup()
@@ -204,27 +230,5 @@ class StopVote:
         return self._world.conclude(own, lambda reasons: next(filter(None, reasons))) if stops else None
 
     def all_arrive(self, step: int) -> bool:
-        """Whether every rank calls this for the same step within ARRIVE_SECONDS, as if a step failed on all of them.
-
-        Not a collective: a rank that failed alone must not wait for others, which may be anywhere. Rank 0 decides, so
-        that all ranks get one answer, yes or no.
-        """
-        if self._world.size == 1:
-            return True
-        store, limit = distributed_c10d._get_default_store(), timedelta(seconds=ARRIVE_SECONDS)
-        here = [f"samecurve/failed/{step}/{rank}" for rank in range(self._world.size)]
-        answer = f"samecurve/failed/{step}"
-        try:
-            store.set(here[self._world.rank], "")
-            if not self._world.is_main:
-                store.wait([answer], 2 * limit)
-                return store.get(answer) == b"yes"
-            try:
-                store.wait(here, limit)
-            except RuntimeError:
-                store.set(answer, "no")
-                return False
-            store.set(answer, "yes")
-        except RuntimeError:  # torch's DistStoreError: too late, or the rank that serves the store has ended
-            return False
-        return True
+        """Whether every rank calls this for the same step, as if a step failed on all of them."""
+        return self._world.all_arrive(f"failed/{step}")

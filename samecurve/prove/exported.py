@@ -46,21 +46,16 @@ def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> st
         value = distance(sketch(own, weights[name].float()), values, 1e-12)
         if not value <= (1e-6 if weights[name].dtype == torch.float32 else 0.01):
             return f"{name}, read back, is {value:.1e} away, relative, from that of the run"
-    if model is None:
-        return ""
-    own_head = model.get_output_embeddings() is None  # such as that of a reward model
-    return _base_problem(folder, base, "lm_head." if own_head else "") or _end_problem(folder, records)
+    # another head, such as that of a reward model, leaves out the base's own, which no generation needs
+    judged = model is not None and model.can_generate()
+    return (_base_problem(folder, base) or _end_problem(folder, records)) if judged else ""
 
 
-def _base_problem(folder: Path, base: str, replaced: str) -> str:
-    """Return which tensors of the model that was trained further the export leaves out.
-
-    replaced: prefix of those that the trained model has no place for; "" for none.
-    """
+def _base_problem(folder: Path, base: str) -> str:
+    """Return which tensors of the model that was trained further the export leaves out."""
     if not base or not Path(base).is_dir():
         return ""
     lost = sorted(_names(Path(base)) - _names(folder))
-    lost = [name for name in lost if not (replaced and name.startswith(replaced))]
     return f"{len(lost)} tensors of {Path(base).name} are not in it, {lost[0]} the first" if lost else ""
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ KINDS = ("labels", "context", "strategy", "rows", "learning rate", "trained weig
 KINDS += ("norm", "weights", "ranks", "frozen weights", "resume", "logged", "export")
 
 
+_READ = ("losses", "indices")  # of a record, by micro-batch
+
+
 @dataclass(frozen=True)
 class Run:
     """Records of a script's processes: ranks x steps. events: what rank 0 saved, exported and logged."""
@@ -35,6 +39,7 @@ class Run:
         files = sorted(folder.glob("rank_*.jsonl"), key=lambda path: int(path.stem.split("_")[1]))
         events = folder / "events_0.jsonl"
         ranks = [[record for _, record in scan(path) if record] for path in files]
+        drop_copies(ranks)
         return cls(name, ranks, [event for _, event in scan(events) if event] if events.exists() else [])
 
     def after(self, step: int, saved: Run) -> Run:
@@ -85,6 +90,20 @@ class Run:
     def reads_as(self, other: Run) -> bool:
         """Whether both have the same rows in the same micro-batches, and the same rates."""
         return (self.indices, self.rates) == (other.indices, other.rates)
+
+
+def drop_copies(ranks: list[list[Record]]) -> None:
+    """Drop rows that a process reads with a loss of 0, as a copy of another process's.
+
+    samecurve.Accelerator gives one to each process that a batch of fewer rows leaves without.
+    """
+    for records in zip(*ranks, strict=False):
+        for record, other in permutations(records, 2):
+            for number, batch in enumerate(zip(*(one[key] for one in (record, other) for key in _READ), strict=False)):
+                loss, rows, other_loss, other_rows = batch
+                if rows and rows == other_rows and loss == 0 != other_loss:
+                    record["indices"][number] = []
+                    record["rows"].remove(next(row for row in record["rows"] if row in other["rows"]))
 
 
 class Finding(NamedTuple):

@@ -29,6 +29,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.sampler import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from samecurve.accelerator.states import States
+from samecurve.accelerator.trackers import Trackers
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.prove.masks import Masks, apart
 from samecurve.prove.modules import Modules, sketch
@@ -79,12 +81,13 @@ class Recorder:
         _around(Tensor, "backward", self._backward)
         _around(torch.nn.utils, "clip_grad_norm_", self._clip)
         _around(PreTrainedTokenizerBase, "apply_chat_template", self._masks.render)
-        _around(Accelerator, "save_state", self._save)
         _around(torch, "save", self._save)
-        _around(Accelerator, "log", self._log)
-        _around(Trainer, "log", self._log)
-        _around(PreTrainedModel, "save_pretrained", self._export)
-        _around(PeftModel, "save_pretrained", self._export)
+        for owner in (Accelerator, States):
+            _around(owner, "save_state", self._save)
+        for owner in (Accelerator, Trackers, Trainer):
+            _around(owner, "log", self._log)
+        for owner in (PreTrainedModel, PeftModel):
+            _around(owner, "save_pretrained", self._export)
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
         if "deepspeed" in sys.modules:
@@ -119,8 +122,7 @@ class Recorder:
                 self._modules.end_forward()
 
     def _event(self, kind: str, value: Any) -> None:
-        self._events.write(json.dumps({"event": kind, "step": self.step, "value": value}) + "\n")
-        self._events.flush()
+        print(json.dumps({"event": kind, "step": self.step, "value": value}), file=self._events, flush=True)
 
     def _save(self, save: Callable, *args: Any, **kwargs: Any) -> Any:
         saved = save(*args, **kwargs)
@@ -204,8 +206,7 @@ class Recorder:
         if self._trained is None:
             return  # another optimizer's, before the model has seen a row
         self.step += 1
-        weights = self._whole_weights()
-        is_last = not self.steps or self.step == self.steps
+        weights, is_last = self._whole_weights(), not self.steps or self.step == self.steps
         record = {
             "step": self.step,
             "strategy": self._strategy(),
@@ -225,8 +226,7 @@ class Recorder:
         if self.step == self.detailed:
             self._modules.see("update")
             record |= self._modules.record(weights)
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        print(json.dumps(record), file=self._file, flush=True)
         self._clear()
         if self.step == self.steps:
             if dist.is_initialized():
@@ -269,6 +269,7 @@ def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
     size = leaves[0][1].shape[0] if leaves else 0
     leaves = [(path, leaf) for path, leaf in leaves if leaf.shape[0] == size]
     positions, hashes = kwargs.get("position_ids"), []
+    answers = kwargs.get("labels") if "decoder_input_ids" in kwargs else None  # padded by themselves
     for index in range(size):
         starts = [0]  # of texts that are packed into a row
         if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) == size:
@@ -276,13 +277,14 @@ def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
         for start, stop in zip(starts, [*starts[1:], None], strict=True):
             parts = []
             for path, leaf in leaves:
-                row = leaf[index]
-                if mask is not None and mask.ndim == 2 and mask.shape == leaf.shape:
+                row, name = leaf[index], keystr(path[1:]).strip("[]'")
+                if isinstance(answers, Tensor) and name in ("labels", "decoder_input_ids"):
+                    row = row[: max((answers[index] != IGNORE_INDEX).nonzero().flatten().tolist(), default=-1) + 1]
+                elif mask is not None and mask.ndim > 1 and mask.shape == leaf.shape:
                     row = row[start:stop][mask[index][start:stop].bool()]
                 elif isinstance(positions, Tensor) and positions.shape == leaf.shape:
                     row = row[start:stop]
                 digest = hashlib.blake2b(row.detach().cpu().contiguous().numpy().tobytes(), digest_size=6)
-                name = keystr(path[1:]).strip("[]'")
                 parts.append(f"{name}:{digest.hexdigest()}")
             hashes.append(" ".join(parts))
     return hashes

@@ -1,6 +1,7 @@
 """A script of a user's own, run as: states_probe.py STRATEGY STEPS OUTPUT [INPUT].
 
-Trains a network with a frozen layer, a buffer and two learning rates, from the folder INPUT on, and saves to OUTPUT.
+Trains a network with a frozen layer, a buffer and two learning rates, from the folder INPUT on, and saves to OUTPUT, on
+the main process alone if OUTPUT ends in "of_main".
 Prints, on rank 0, the distributed type and a JSON list of the losses on the same rows after each step.
 """
 
@@ -67,7 +68,12 @@ def main() -> None:
                     losses.append(float((model(fixed) * scale).square().mean()))
             if len(losses) == int(steps):
                 break
-    accelerator.save_state(output)
+    end(accelerator, output, losses)
+
+
+def end(accelerator: samecurve.Accelerator, output: str, losses: list[float]) -> None:
+    if accelerator.is_main_process or not output.endswith("of_main"):
+        accelerator.save_state(output)
     if os.environ.get("RANK", "0") == "0":
         print("LOSSES", accelerator.distributed_type.value, json.dumps(losses), flush=True)
     accelerator.end_training()

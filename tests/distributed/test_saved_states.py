@@ -43,3 +43,19 @@ def test_a_script_goes_on_under_another_strategy(source, targets, workspace, uni
     for target in targets:
         rest = losses(workspace, target, str(STEPS - SAVED), str(tmp_path / target / "again"), folder)
         assert largest_relative_difference(first + rest, uninterrupted) < 1e-5, (source, target)
+
+
+def test_the_main_process_may_save_alone(workspace, uninterrupted, tmp_path):
+    folder = str(tmp_path / "of_main")
+    first = losses(workspace, "ddp", str(SAVED), folder)
+    rest = losses(workspace, "ddp", str(STEPS - SAVED), str(tmp_path / "again"), folder)
+    assert largest_relative_difference(first + rest, uninterrupted) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["zero3", long("fsdp")[0]])
+def test_exports_are_whole_and_read_back_by_one_process(strategy, workspace, tmp_path):
+    probe = str(Path(__file__).with_name("exports_probe.py"))
+    command = launch_command("fork", Path(strategy), 2, workspace.folder, probe)
+    run = workspace.execute([*command, strategy, str(tmp_path / "export")], workspace.folder)
+    assert run.returncode == 0 and "APART 0.0" in run.output, run.output
+    assert ("REFUSED backward: called twice" in run.output) == (strategy == "zero3"), run.output

@@ -8,7 +8,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import AutocastKwargs, DeepSpeedPlugin
+from accelerate.utils import AutocastKwargs, DataLoaderConfiguration, DeepSpeedPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -200,6 +200,21 @@ def test_arguments_by_place_are_accelerates():
         samecurve.Accelerator(mixed_prescision="bf16")
 
 
+def test_loaders_are_exact_whatever_their_configuration():
+    """Accelerate's examples give one for other reasons, in which split_batches is off."""
+    accelerator = samecurve.Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=True))
+    loader = accelerator.prepare(rows())
+    assert loader.total_batch_size == 3 and loader.state_dict()["batches"] == 0 and accelerator.non_blocking
+
+
+def test_cpu_may_be_said_under_deepspeed(monkeypatch):
+    """As Accelerate's examples have it for their option --cpu."""
+    monkeypatch.setattr(module.launch_env, "set_world_of_one", lambda: None)
+    monkeypatch.setattr(cpu_bridge, "needed", lambda: True)
+    monkeypatch.setattr(cpu_bridge, "prepare", lambda **_: None)
+    assert "cpu" not in module._for_script({"cpu": True, "deepspeed_plugin": Mock()})
+
+
 def test_a_count_of_the_script_itself_divides_as_accelerate_does():
     gradients = []
     for kind in (samecurve.Accelerator, accelerate.Accelerator):
@@ -209,6 +224,29 @@ def test_a_count_of_the_script_itself_divides_as_accelerate_does():
             accelerator.backward(one(values).mean())
         gradients.append(one.weight.grad)
     torch.testing.assert_close(*gradients)
+
+
+class Counted(nn.Module):
+    """Divides a sum by the units of the whole step, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = model()
+
+    def forward(self, rows, labels, num_items_in_batch=None):
+        return cross_entropy(self.layer(rows), labels, reduction="sum") / num_items_in_batch
+
+
+def test_a_loss_over_num_items_in_batch_is_divided_once():
+    """The script multiplies by the steps of accumulation, as Accelerate's example does, because Accelerate divides."""
+    alone = model()
+    cross_entropy(alone(ROWS), LABELS).backward()
+    accelerator = samecurve.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    one, loader = accelerator.prepare(Counted(), rows())
+    for batch in loader:
+        with accelerator.accumulate(one):
+            accelerator.backward(one(**batch, num_items_in_batch=int((LABELS != -100).sum())) * 4)
+    torch.testing.assert_close(one.layer.weight.grad, alone.weight.grad)
 
 
 def test_gradients_of_a_loop_that_was_left_are_dropped():

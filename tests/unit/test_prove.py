@@ -8,10 +8,26 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from samecurve.prove.exported import export_problem
-from samecurve.prove.judge import Differences, Run, data_findings, distance, findings, why_nothing_is_shown
+from samecurve.prove.judge import (
+    Differences,
+    Run,
+    data_findings,
+    distance,
+    drop_copies,
+    findings,
+    why_nothing_is_shown,
+)
 from samecurve.prove.recorder import Batches, Reading, rows_of, sketch
 
 
@@ -32,8 +48,21 @@ def test_padding_does_not_change_a_row():
         "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
     }
     assert rows_of((), short) == rows_of((), padded)[:1]
+    choices = [{name: value[:, None] for name, value in batch.items()} for batch in (short, padded)]
+    assert rows_of((), choices[0]) == rows_of((), choices[1])[:1]
     assert rows_of((), {**short, "labels": torch.tensor([[5, -100]])}) != rows_of((), short)
     assert rows_of((torch.ones(3, 2),), {}) == rows_of((torch.ones(1, 2),), {}) * 3
+
+
+def test_padding_of_answers_does_not_change_a_row():
+    """A decoder's tokens are padded to the longest answer of a batch, an encoder's to the longest text."""
+    text = torch.tensor([[5, 6]])
+    short = {"labels": torch.tensor([[7, 8]]), "decoder_input_ids": torch.tensor([[0, 7]])}
+    long = {"labels": torch.tensor([[7, 8, -100]]), "decoder_input_ids": torch.tensor([[0, 7, 8]])}
+    rows = [rows_of((), {"input_ids": text, "attention_mask": text > 0, **answer}) for answer in (short, long)]
+    assert rows[0] == rows[1]
+    long["labels"][0, 2] = 9
+    assert rows[0] != rows_of((), {"input_ids": text, "attention_mask": text > 0, **long})
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -132,6 +161,13 @@ def test_planted_difference_is_named(different, kind, text):
     assert text in judged(different)[0].text
 
 
+@pytest.mark.parametrize(("loss", "rows"), [(0.0, 1), (1.0, 2)])
+def test_a_copied_row_without_weight_is_no_row(loss, rows):
+    ranks = [[step(rows=["a"], losses=[loss])], [step(rows=["a"])]]
+    drop_copies(ranks)
+    assert (run(*ranks).rows(0).total(), len(run(*ranks).indices[0])) == (rows, rows)
+
+
 def test_rounding_is_no_finding():
     rounding = Differences.between(two(gradient=1.01), ALONE)
     assert [*found_in(two(gradient=1.1), rounding)] == []
@@ -167,11 +203,20 @@ def test_an_export_without_weights_is_named(tmp_path):
     assert "no file named model.safetensors" in export_problem(tmp_path, "", [{"weights": {}, "end": {}, "masks": []}])
 
 
-def test_a_head_that_a_reward_model_replaces_is_not_missing(tmp_path):
+HEADS = [
+    (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
+    (BertConfig, BertForMaskedLM, BertForTokenClassification),
+    (BertConfig, BertForPreTraining, BertForMaskedLM),  # the weights of bert-base-cased
+]
+
+
+@pytest.mark.parametrize(("configuration", "of_base", "trained"), HEADS)
+def test_a_head_that_another_one_replaces_is_not_missing(tmp_path, configuration, of_base, trained):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = LlamaConfig(vocab_size=8, num_labels=1, **sizes)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "rewards")
+    config = configuration(vocab_size=8, num_labels=1, **sizes)
+    of_base(config).save_pretrained(tmp_path / "base")
+    trained(config).save_pretrained(tmp_path / "trained")
     record = {"weights": {}, "end": {}, "masks": []}
-    assert export_problem(tmp_path / "rewards", str(tmp_path / "base"), [record]) == ""
-    assert "tensors of rewards" in export_problem(tmp_path / "base", str(tmp_path / "rewards"), [record])
+    assert export_problem(tmp_path / "trained", str(tmp_path / "base"), [record]) == ""
+    if of_base is LlamaForCausalLM:
+        assert "tensors of trained" in export_problem(tmp_path / "base", str(tmp_path / "trained"), [record])
