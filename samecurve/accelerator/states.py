@@ -42,6 +42,7 @@ logger = get_logger(__name__)
 SERIES = "checkpoint_[0-9]+"
 """Names of ProjectConfiguration.automatic_checkpoint_naming, as a regular expression."""
 _FILES = LocalFileSystem()
+_LATE_SECONDS = 1800.0  # for what the main process does before it saves, such as an evaluation of its own
 _BUFFER = "buffer"
 _OWN = re.compile(rf"rank_\d+\.safetensors|{STATE}|{format.INDEX}|{manifest.MANIFEST}|{manifest.MARKER}")
 # how a group computes, which depends on the device, and not what
@@ -124,7 +125,7 @@ class States(accelerate.Accelerator):
         """Return who saves: all processes, or the main one alone, as scripts for Accelerate do; None on the others."""
         self._saves[final] += 1
         world = self._control
-        if self._shards or world.all_arrive(f"save_state/{final}/{self._saves[final]}"):
+        if self._shards or world.all_arrive(f"save_state/{final}/{self._saves[final]}", _LATE_SECONDS):
             return world
         logger.warning_once(
             f"save_state: not all processes came within {ARRIVE_SECONDS:g} s, so the main process saves alone, without "
@@ -228,7 +229,7 @@ class States(accelerate.Accelerator):
         def gathered(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("state_dict") is None:
                 self._saves[place] += 1
-                if not self._control.all_arrive(f"{place}/{self._saves[place]}"):
+                if not self._control.all_arrive(f"{place}/{self._saves[place]}", _LATE_SECONDS):
                     raise ConfigurationError(
                         "save_pretrained: the weights are divided over all processes. Call it on all of them, or give "
                         "state_dict=accelerator.get_state_dict(model), which all have called"

@@ -139,11 +139,14 @@ class ControlGroup:
         """
         return self._start_all_reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM)
 
-    def all_arrive(self, place: str) -> bool:
-        """Whether every rank calls this for the same place within ARRIVE_SECONDS.
+    def all_arrive(self, place: str, late: float = 2 * ARRIVE_SECONDS) -> bool:
+        """Whether every rank calls this for the same place within ARRIVE_SECONDS of rank 0.
 
         Not a collective: a rank that is there alone must not wait for others, which may be anywhere. Rank 0 decides, so
         that all ranks get one answer, yes or no.
+
+        Args:
+            late: seconds that the others wait for rank 0, which finds none of them afterwards.
         """
         if self.size == 1:
             return True
@@ -153,7 +156,11 @@ class ControlGroup:
         try:
             store.set(here[self.rank], "")
             if not self.is_main:
-                store.wait([answer], 2 * limit)
+                try:
+                    store.wait([answer], timedelta(seconds=late))
+                except RuntimeError:
+                    store.delete_key(here[self.rank])  # or rank 0 would believe that all are there
+                    raise
                 return store.get(answer) == b"yes"
             try:
                 store.wait(here, limit)

@@ -65,6 +65,11 @@ def arrives(world: ControlGroup, step: int) -> tuple[bool, float]:
     return StopVote(world).all_arrive(step), time.monotonic() - began
 
 
+def waits_for_main(world: ControlGroup, late: float) -> bool:
+    time.sleep(1.0 if world.is_main else 0.0)
+    return world.all_arrive(f"late by {late}", late)
+
+
 def fails() -> None:
     raise DataError("of rank 0")
 
@@ -98,6 +103,7 @@ def rank(number: int, port: int, folder: Path) -> None:
         "stops": stops(world, ASKS),
         "stops at the end": stops(world, {2: LAST_STEP}),
         "goes on": stops(world, {}),
+        "late": [waits_for_main(world, late) for late in (0.1, 60.0)],
         "arrives": [arrives(world, step) for step in (1, 2) if step == 1 or number < 2],
     }
     for case in ("good", "damaged", "without a manifest", "two folders"):

@@ -48,6 +48,10 @@ def test_ranks_that_fail_save_only_if_all_do(ranks):
     assert all(seconds < 1.5 * ARRIVE_SECONDS for found in ranks for _, seconds in found["arrives"])  # rank 0 says no
 
 
+def test_rank_0_does_not_believe_in_ranks_that_waited_too_long(ranks):
+    assert [found["late"] for found in ranks] == [[False, True]] * 3
+
+
 def test_a_vote_does_not_wait_for_a_slow_rank(ranks):
     """The others read the answer one step later, and then they have to wait."""
     seconds = ranks[0]["stops"]["seconds"]
