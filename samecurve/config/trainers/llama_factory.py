@@ -35,6 +35,7 @@ def defaults(settings: Settings) -> dict[str, Any]:
     given = arguments.DEFAULTS | {"cutoff_len": 2048, "packing": settings.get("stage") == "pt"}
     given |= {"disable_gradient_checkpointing": False}
     given |= {"train_on_prompt": False} if settings.get("stage", "sft") in ("sft", "dpo", "kto") else {}
+    given |= {"simpo_gamma": 0.5} if settings.get("pref_loss") == "simpo" else {}
     if settings.get("finetuning_type", "lora") == "full":
         return given
     rank = int(settings.get("lora_rank") or 8)
@@ -111,12 +112,17 @@ def packing(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
 
 
 def stage(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
+    if value == "kto":
+        return {"dpo.loss": "kto"}
+    reason = "the task"
     if value == "pt" or arguments.flag(settings.get("train_on_prompt")):
-        return NoEffect(
-            "the task; up to transformers 5.8 its mean counts the first token of each row, which is no target, so that "
-            "its losses and gradients are those of this run times tokens / (tokens + rows)"
+        reason += (
+            "; the mean over tokens counts the first one of each row there, which is no target (transformers before "
+            "PR 46204): losses and gradients are those of this run times tokens / (tokens + rows)"
         )
-    return {"dpo.loss": "kto"} if value == "kto" else NoEffect("the task")
+    if value == "dpo" and settings.get("pref_loss") == "ipo":
+        reason += "; with TRL 0.24 pref_loss: ipo is the sigmoid loss of mean log-likelihoods there, not IPO"
+    return NoEffect(reason)
 
 
 def train_on(value: Any, settings: Settings) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def template(value: Any, settings: Settings) -> NoEffect:
     reason = "the tokenizer's own chat template; `samecurve inspect` shows the tokens"
     if settings.get("stage", "sft") == "sft" and not arguments.flag(settings.get("train_on_prompt")):
         reason += (
-            "; what ChatML's and others write behind the end of an answer, a line break, is trained there, too, and here "
+            "; a line break that it writes behind the end of an answer, as ChatML's, is trained there, too, and here "
             "with a tokenizer.chat_template whose {% generation %} marks include it"
         )
     return NoEffect(reason)
