@@ -21,6 +21,7 @@ SMALL = {"bf16": False, "logging_steps": 1, "report_to": "none", "output_dir": "
 SMALL |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
 FACTORY = {"model_name_or_path": "model", "dataset": "rows", "dataset_dir": ".", "deepspeed": None, "plot_loss": False}
 FACTORY |= {"dataloader_num_workers": 0, "preprocessing_num_workers": 1}
+ONE_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"use_peft": True, "lora_dropout": 0.0, "learning_rate": 1e-4}
 ALL_LORA = LORA | {"lora_r": 8, "lora_alpha": 16, "lora_target_modules": "all-linear"}
@@ -61,7 +62,7 @@ def shown(values: dict[str, Any]) -> str:
 
 def factory(example: str, rows: str, template: str = "qwen3_nothink", **options: Any) -> Case:
     facts = {key: options.pop(key) for key in ("marked", "counts_first") if key in options}
-    said = shown(options | ({"template": template} if template == "llama3" and "llama3" not in example else {}))
+    said = shown(options | ({} if template[:5] in example else {"template": template}))
     name = f"`{example}`{': ' * bool(said)}{said}; {rows}"
     tokenizer = "llama3" if template == "llama3" else "chatml"
     return Case(name, "llama-factory", rows, options | {"template": template}, example, tokenizer, **facts)
@@ -94,7 +95,7 @@ CASES = [
     factory(DPO, "preference", pref_loss="ipo", pref_beta=0.3),
     factory(DPO, "preference", "llama3", dpo_label_smoothing=0.1),
     factory(KTO, "feedback"),
-    factory(KTO, "feedback", "llama3", kto_chosen_weight=0.5, per_device_train_batch_size=8),
+    factory(KTO, "feedback", "llama3", kto_chosen_weight=0.5, **ONE_BATCH),
     factory(REWARD, "preference"),
     factory(REWARD, "preference", "llama3"),
     trl("sft", "messages"),
@@ -103,7 +104,7 @@ CASES = [
     trl("sft", "text", lr_scheduler_type="cosine", warmup_steps=1),
     trl("sft", "messages", assistant_only_loss=True, chat_template_path="marked.jinja"),
     trl("sft", "messages", packing=True, gradient_accumulation_steps=1, max_length=2048),
-    trl("sft", "messages", padding_free=True, lr_scheduler_type="constant_with_warmup", warmup_steps=1),
+    trl("sft", "messages", lr_scheduler_type="constant_with_warmup", warmup_steps=1),
     trl("sft", "messages", weight_decay=0.1, max_grad_norm=0.5),
     trl("sft", "messages", **ALL_LORA),
     trl("sft", "messages", **LORA),
@@ -112,7 +113,7 @@ CASES = [
     trl("dpo", "pairs", loss_type=["ipo"]),
     trl("dpo", "pairs", label_smoothing=0.1),
     trl("dpo", "pairs", **ALL_LORA),
-    trl("kto", "judged", desirable_weight=0.5),
+    trl("kto", "judged", desirable_weight=0.5, **ONE_BATCH),
     trl("reward", "pairs", center_rewards_coefficient=0.01),
     trl("reward", "bare_pairs"),
 ]
@@ -195,10 +196,16 @@ def write_inputs(case: Case, folder: Path, examples: Path | None) -> None:
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
         adapted = get_peft_model(model, lora)
         adapted.peft_config["default"].base_model_name_or_path = "model"
-        adapted.save_pretrained(folder / "adapter")
-    if case.example == REWARD:
+        adapted.save_pretrained(str(folder / "adapter"))
+    if case.example == REWARD:  # which has the head's weights in a file beside the adapter
         head = {"v_head.summary.weight": scores.score.weight.detach(), "v_head.summary.bias": torch.zeros(1)}
         save_file(head, folder / "adapter" / "value_head.safetensors")
+        lora = LoraConfig(r=8, lora_alpha=16, target_modules=LINEAR, task_type="SEQ_CLS")
+        adapted_scores = get_peft_model(scores, lora)
+        weights = {name: weight for name, weight in adapted.state_dict().items() if "lora_" in name}
+        adapted_scores.load_state_dict(weights, strict=False)
+        adapted_scores.peft_config["default"].base_model_name_or_path = "scores"
+        adapted_scores.save_pretrained(str(folder / "adapter_of_scores"))
     (folder / "marked.jinja").write_text(MARKED)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(case.rows)))
     if case.example:

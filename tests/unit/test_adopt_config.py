@@ -162,6 +162,15 @@ def test_text_of_trl_is_continued(folder, capsys):
     assert recipe.task == "continue_pretrain" and not recipe.data.packing
 
 
+def test_all_tokens_of_a_conversation_of_trl_are_trained(folder, capsys):
+    """Without assistant_only_loss; of a prompt and a completion, those of the latter."""
+    recipe, _ = adopted(f"trl sft {OF_TRL}", "a.sh", capsys)
+    assert recipe.data.train_on == "all"
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    Path("recipe.yaml").unlink()
+    assert adopted(f"trl sft {OF_TRL}", "a.sh", capsys)[0].data.train_on == "completion"
+
+
 def test_of_llama_factory(folder, capsys):
     recipe, printed = adopted(LLAMA_FACTORY, "llama3_lora_sft.yaml", capsys)
     assert recipe.data.path == "rows.jsonl" and recipe.data.validation_fraction == 0.1
