@@ -119,6 +119,12 @@ MEASURED = (
         ("prove",),
     ),
     Measured(
+        "benchmarks/trainers.md",
+        "first steps of LLaMA-Factory's and TRL's configurations under their trainer and by the adopted recipe",
+        "`python -m benchmarks.trainers.compare FOLDER`",
+        ("config", "data", *_STEP, "tasks"),
+    ),
+    Measured(
         "benchmarks/strategy_files.md",
         "how many strategy files of public repositories run unchanged",
         "`python -m benchmarks.strategy_files FOLDER`",

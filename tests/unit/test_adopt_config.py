@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from samecurve.cli import commands
@@ -161,6 +162,15 @@ def test_text_of_trl_is_continued(folder, capsys):
     assert recipe.task == "continue_pretrain" and not recipe.data.packing
 
 
+def test_all_tokens_of_a_conversation_of_trl_are_trained(folder, capsys):
+    """Without assistant_only_loss; of a prompt and a completion, those of the latter."""
+    recipe, _ = adopted(f"trl sft {OF_TRL}", "a.sh", capsys)
+    assert recipe.data.train_on == "all"
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    Path("recipe.yaml").unlink()
+    assert adopted(f"trl sft {OF_TRL}", "a.sh", capsys)[0].data.train_on == "completion"
+
+
 def test_of_llama_factory(folder, capsys):
     recipe, printed = adopted(LLAMA_FACTORY, "llama3_lora_sft.yaml", capsys)
     assert recipe.data.path == "rows.jsonl" and recipe.data.validation_fraction == 0.1
@@ -168,8 +178,37 @@ def test_of_llama_factory(folder, capsys):
     assert (recipe.batch.global_batch_size, recipe.batch.sequence_length) == (8, 64)
     assert (recipe.schedule.name, recipe.schedule.warmup_ratio, recipe.evaluate.every_steps) == ("cosine", 0.1, 20)
     assert not recipe.model.trust_remote_code  # a file that was downloaded does not decide that its code runs
-    assert "there the line break that ChatML writes" in printed and "resume_from_checkpoint" in printed
+    assert "a line break that it writes" in printed and "resume_from_checkpoint" in printed
     assert "--strategy ds.json" in printed and "NO EQUAL" not in printed
+
+
+@pytest.mark.parametrize(
+    ("keys", "train_on", "packing", "said"),
+    [
+        ("stage: dpo", "completion", False, ""),  # with the line break behind an answer
+        ("stage: dpo\npref_loss: ipo", "completion", False, "is the sigmoid loss"),
+        ("stage: sft\ntrain_on_prompt: true", "all", False, "times tokens / (tokens + rows)"),
+        ("stage: sft\nneat_packing: true", "assistant", True, ""),
+        ("stage: sft\npacking: true", "assistant", True, "NO EQUAL, the training differs: packing"),
+        ("stage: pt", "assistant", True, "NO EQUAL, the training differs: packing"),
+        ("stage: pt\npacking: false", "assistant", False, "times tokens / (tokens + rows)"),
+    ],
+)
+def test_what_llama_factory_trains(folder, capsys, keys, train_on, packing, said):
+    Path("rows.jsonl").write_text(json.dumps(PAIR) + "\n")
+    recipe, printed = adopted(keys + OF_FACTORY, "a.yaml", capsys)
+    assert (recipe.data.train_on, recipe.data.packing) == (train_on, packing)
+    assert said in printed and ("NO EQUAL" in printed) == ("NO EQUAL" in said)
+
+
+def test_an_adapter_of_llama_factory_goes_on_as_it_is(folder, capsys):
+    """Its defaults of a new adapter, all linear layers and rank 8, are not said of a trained one."""
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    lora.base_model_name_or_path = "base"
+    lora.save_pretrained("adapter")
+    Path("adapter", "adapter_model.safetensors").touch()
+    recipe, _ = adopted(f"{LLAMA_FACTORY}adapter_name_or_path: adapter\n", "a.yaml", capsys)
+    assert recipe.adapter.path == "adapter"
 
 
 def test_of_axolotl(folder, capsys):
@@ -203,6 +242,7 @@ OF_AXOLOTL = "\nbase_model: base\nsequence_len: 64\ndatasets: [{path: rows.jsonl
         ("a.sh", f"trl kto --desirable_weight 1.5 {OF_TRL}", KTO),
         ("a.sh", "swift rlhf --rlhf_type kto --desirable_weight 1.5 --model base --dataset rows.jsonl", KTO),
         ("a.yaml", f"stage: kto\nkto_chosen_weight: 1.5{OF_FACTORY}", KTO),
+        ("a.yaml", f"stage: dpo\npref_loss: simpo{OF_FACTORY}", {"loss": "simpo", "gamma": 0.5}),
         ("a.yaml", f"rl: kto\nkto_desirable_weight: 1.5{OF_AXOLOTL}", KTO),
     ],
 )

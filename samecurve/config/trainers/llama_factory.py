@@ -34,7 +34,8 @@ def task(settings: Settings) -> str:
 def defaults(settings: Settings) -> dict[str, Any]:
     given = arguments.DEFAULTS | {"cutoff_len": 2048, "packing": settings.get("stage") == "pt"}
     given |= {"disable_gradient_checkpointing": False}
-    given |= {"train_on_prompt": False} if settings.get("stage", "sft") == "sft" else {}
+    given |= {"train_on_prompt": False} if settings.get("stage", "sft") in ("sft", "dpo", "kto") else {}
+    given |= {"simpo_gamma": 0.5} if settings.get("pref_loss") == "simpo" else {}
     if settings.get("finetuning_type", "lora") == "full":
         return given
     rank = int(settings.get("lora_rank") or 8)
@@ -43,8 +44,11 @@ def defaults(settings: Settings) -> dict[str, Any]:
 
 def adapter(key: str, kind: Any) -> Any:
     def rule(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
-        is_lora = settings.get("finetuning_type", "lora") == "lora"
-        return {key: kind(value)} if is_lora and value is not None else NoEffect("without finetuning_type: lora")
+        if settings.get("finetuning_type", "lora") != "lora" or value is None:
+            return NoEffect("without finetuning_type: lora")
+        if settings.get("adapter_name_or_path") and key not in ("adapter.path", "adapter.loraplus_lr_ratio"):
+            return NoEffect("the adapter in adapter_name_or_path says it")
+        return {key: kind(value)}
 
     return rule
 
@@ -99,9 +103,43 @@ def preference_loss(value: Any, settings: Settings) -> dict[str, Any] | NoEffect
     return {"dpo.loss": LOSSES[value]} if value in LOSSES else NoEqual(f"dpo.loss: one of {', '.join(LOSSES.values())}")
 
 
-def packing(value: Any, settings: Settings) -> dict[str, Any]:
-    """Documents of a row never attend to each other here, as with neat_packing."""
-    return {"data.packing": arguments.flag(settings.get("packing")) or arguments.flag(settings.get("neat_packing"))}
+def packing(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
+    if arguments.flag(settings.get("neat_packing")):
+        return {"data.packing": True}
+    if arguments.flag(settings.get("packing")):
+        return NoEqual("data.packing: documents of a row never attend to each other, as with neat_packing")
+    return {"data.packing": False}
+
+
+def stage(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
+    if value == "kto":
+        return {"dpo.loss": "kto"}
+    reason = "the task"
+    if value == "pt" or arguments.flag(settings.get("train_on_prompt")):
+        reason += (
+            "; the mean over tokens counts the first one of each row there, which is no target (transformers before "
+            "PR 46204): losses and gradients are those of this run times tokens / (tokens + rows)"
+        )
+    if value == "dpo" and settings.get("pref_loss") == "ipo":
+        reason += "; with TRL 0.24 pref_loss: ipo is the sigmoid loss of mean log-likelihoods there, not IPO"
+    return NoEffect(reason)
+
+
+def train_on(value: Any, settings: Settings) -> dict[str, Any]:
+    """Of preferences everything behind the prompt is compared there, as in TRL."""
+    if settings.get("stage", "sft") != "sft":
+        return {"data.train_on": "completion"}
+    return {"data.train_on": "all" if arguments.flag(value) else "assistant"}
+
+
+def template(value: Any, settings: Settings) -> NoEffect:
+    reason = "the tokenizer's own chat template; `samecurve inspect` shows the tokens"
+    if settings.get("stage", "sft") == "sft" and not arguments.flag(settings.get("train_on_prompt")):
+        reason += (
+            "; a line break that it writes behind the end of an answer, as ChatML's, is trained there, too, and here "
+            "with a tokenizer.chat_template whose {% generation %} marks include it"
+        )
+    return NoEffect(reason)
 
 
 def evaluation_rows(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
@@ -112,17 +150,14 @@ def evaluation_rows(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
 
 
 RULES: dict[str, Rule] = arguments.RULES | {
-    "stage": lambda value, _: {"dpo.loss": "kto"} if value == "kto" else NoEffect("the task"),
+    "stage": stage,
     "kto_chosen_weight": "dpo.desirable_weight",
     "kto_rejected_weight": "dpo.undesirable_weight",
     "finetuning_type": lambda value, settings: {"adapter.name": "lora"} if value == "lora" else {},
     "dataset": data_set,
     "dataset_dir": NoEffect("read with dataset"),
     "eval_dataset": evaluation_rows,
-    "template": NoEffect(
-        "the tokenizer's own chat template; there the line break that ChatML writes behind a turn is trained, too; "
-        "`samecurve inspect` shows the tokens"
-    ),
+    "template": template,
     "enable_thinking": lambda value, settings: {
         "data.chat_template_kwargs": {"enable_thinking": arguments.flag(value)}
     },
@@ -136,7 +171,7 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "buffer_size": NoEffect("of a stream that is shuffled by data.streaming"),
     "mix_strategy": lambda value, _: NoEffect("data.mixture") if value == "concat" else NoEqual("data.mixture"),
     "interleave_probs": NoEqual("data.mixture's weights"),
-    "train_on_prompt": lambda value, _: {"data.train_on": "all" if arguments.flag(value) else "assistant"},
+    "train_on_prompt": train_on,
     "mask_history": NoEqual("`train: false` in the turns that are not trained"),
     "disable_gradient_checkpointing": lambda value, _: {
         "memory.activation_checkpointing": "none" if arguments.flag(value) else "full"

@@ -56,8 +56,9 @@ def train_on(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
         return NoEffect("said by another key")
     if arguments.flag(settings.get("assistant_only_loss")):
         return {"data.train_on": "assistant"}
-    prompted = settings.get("completion_only_loss") is None or arguments.flag(settings["completion_only_loss"])
-    return {"data.train_on": "completion" if prompted else "all"}
+    if settings.get("completion_only_loss") is None:  # whole conversations have no prompt that would be left out
+        return {"data.train_on": "all" if "messages" in first_row(settings) else "completion"}
+    return {"data.train_on": "completion" if arguments.flag(settings["completion_only_loss"]) else "all"}
 
 
 def loss(value: Any, settings: Settings) -> dict[str, Any] | NoEffect | NoEqual:
