@@ -25,6 +25,7 @@ class Masks:
         self._turns: dict[tuple[int, ...], list[tuple[list[int], str]]] = defaultdict(list)  # by their first tokens
         self._roles: dict[str, str] = {}  # of contents; "" if several have it
         self._depth = 0
+        self._hides = False  # labels of a masked language model leave it to chance which rows are trained
 
     def render(self, render: Callable, tokenizer: PreTrainedTokenizerBase, chat: Any, *args: Any, **kwargs: Any) -> Any:
         """Call apply_chat_template."""
@@ -51,12 +52,14 @@ class Masks:
         if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or labels.shape != ids.shape:
             return
         mask = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids)
+        others = mask.bool() & labels.ne(IGNORE_INDEX) & labels.ne(ids)  # shifted already, or a masked model's
+        self._hides = self._hides or bool(others.any())
         for index in range(len(ids)):
             kept = mask[index].bool()
             row, wanted = ids[index][kept].tolist(), labels[index][kept].tolist()
             trained = [place for place, label in enumerate(wanted) if label != IGNORE_INDEX]
-            if any(wanted[place] != row[place] for place in trained):
-                continue  # shifted already, or a masked language model's
+            if others[index].any() or (self._hides and not trained):
+                continue
             last = trained[-1] if trained else len(row)
             yield {
                 "tokens": len(row),

@@ -56,6 +56,14 @@ def test_the_roles_of_tokens_are_those_of_the_rendered_messages():
     assert (seen["tokens"], seen["trained"], seen["last"], seen["next"]) == (8, 2, ord("c"), ord("d"))
 
 
+@pytest.mark.parametrize(("label", "empty"), [(5, 1), (6, 0)])
+def test_a_masked_language_model_may_leave_rows_out(label, empty):
+    """Its labels are the tokens that the inputs hide: 6 in place of 5."""
+    labels = torch.tensor([[IGNORED, label, IGNORED], [IGNORED] * 3])
+    rows = [*Masks().of_rows({"input_ids": torch.tensor([[4, 5, 7], [4, 8, 7]]), "labels": labels})]
+    assert sum(not row["trained"] for row in rows) == empty
+
+
 def test_a_text_whose_padding_is_attended_to_is_apart():
     torch.manual_seed(0)
     config = LlamaConfig(
