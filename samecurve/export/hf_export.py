@@ -24,12 +24,13 @@ from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.export.weight_shards import METADATA, SHARD_BYTES, UNCHANGED, Shard, name_shards, write_kept
 from samecurve.interfaces.engine import dtype_name
 from samecurve.models import dequantize
-from samecurve.models.hf_config import CAUSAL, is_remote, kind_of
+from samecurve.models.hf_config import is_remote, kind_of
 from samecurve.models.lora import is_adapted, stored_config, stored_names, stored_twice
 from samecurve.models.packaged import PROCESSOR_FILES, Package, package_of
 from samecurve.models.pretrained import Pretrained, constants
 from samecurve.models.weight_conversion import Storage
 from samecurve.models.weight_files import Stored
+from samecurve.specs.heads import CAUSAL
 from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.checksums import write_checksums
 from samecurve.storage.fault_points import fault_point

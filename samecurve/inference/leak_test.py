@@ -19,8 +19,8 @@ from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.evaluation_engine import initial_engine
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models.hf_config import CAUSAL
 from samecurve.models.skeleton import build_skeleton
+from samecurve.specs.heads import CAUSAL
 from samecurve.tasks import registry
 
 if TYPE_CHECKING:

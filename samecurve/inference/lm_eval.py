@@ -14,8 +14,8 @@ from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, HangError
 from samecurve.inference import folders, loading
 from samecurve.inference.generation import is_chat
-from samecurve.models.hf_config import CAUSAL
 from samecurve.specs.environment import IN_CLONE
+from samecurve.specs.heads import CAUSAL
 from samecurve.specs.precision import DTYPES
 from samecurve.storage import trusted_code
 

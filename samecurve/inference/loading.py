@@ -21,8 +21,9 @@ from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.inference.folders import ran_own_code
 from samecurve.models import lora
-from samecurve.models.hf_config import CAUSAL, KINDS, Head, check_sizes, kind_of_stored, without_pooler
+from samecurve.models.hf_config import check_sizes, find_class, kind_of_stored, without_pooler
 from samecurve.models.weight_files import fingerprint, indexed_files, weight_files
+from samecurve.specs.heads import CAUSAL, TITLES, Head
 from samecurve.storage import trusted_code
 from samecurve.storage.checksums import check_checksums
 from samecurve.storage.records import read_record
@@ -196,8 +197,8 @@ def _model_class(path: str, head: Head, trust_remote_code: bool) -> tuple[type[P
     """Return the class that loads a model, and its config. Raises ConfigurationError for a model with another head."""
     # Decided by the config, because a tied output head would be found in a classifier's weight file too.
     config = _load_config(path, trust_remote_code)
-    model_class = head.model_class(config)
-    others = {getattr(Head(kind).model_class(config), "__name__", None) for kind in KINDS if kind != head.kind}
+    model_class = find_class(head, config)
+    others = {getattr(find_class(Head(kind), config), "__name__", None) for kind in TITLES if kind != head.kind}
     stored = set(config.architectures or ()) - {getattr(model_class, "__name__", None)}
     if model_class is None or (stored and stored <= others):
         fix = "; use python -m samecurve predict" if head.kind == "causal_lm" and stored else ""

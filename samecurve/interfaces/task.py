@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.engine import EvalResult, StepResult
-    from samecurve.models.hf_config import Head
+    from samecurve.specs.heads import Head
 
 
 class FeatureEngine(Protocol):

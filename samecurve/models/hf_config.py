@@ -11,7 +11,6 @@ import difflib
 import inspect
 import re
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ from samecurve.models.attention.choice import choose_attention
 from samecurve.models.config_overrides import with_overrides
 from samecurve.models.packaged import is_packaged, published_class, text_config
 from samecurve.specs.data_names import CHATML
+from samecurve.specs.heads import CAUSAL, TITLES, Head
 from samecurve.specs.model_families import families
 from samecurve.storage import trusted_code
 
@@ -49,7 +49,6 @@ _AUTO = {
     "masked_lm": AutoModelForMaskedLM,
     "embedding": AutoModel,
 }
-KINDS = tuple(_AUTO)
 # Suggestions for messages about a family without such a head.
 _FITTING = {
     "causal_lm": "causal language model of text alone; choose a decoder, for example llama",
@@ -57,13 +56,6 @@ _FITTING = {
     "token_classification": "model that transformers can classify tokens with; choose another, for example bert",
     "masked_lm": "masked language model; choose an encoder, for example bert",
     "embedding": "model that gives each token of a text a state; choose another, for example bert",
-}
-_TITLES = {
-    "causal_lm": "causal language model",
-    "sequence_classification": "sequence classifier",
-    "token_classification": "token classifier",
-    "masked_lm": "masked language model",
-    "embedding": "model without a head, for embeddings",
 }
 
 # Keys of published configs: how the published weights were made and stored, and what another key of the recipe sets.
@@ -82,42 +74,22 @@ _FIELDS_OF_OTHERS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Head:
-    """The output head of a model.
-
-    Attributes:
-        kind: key of the transformers Auto class that builds the model, one of KINDS.
-        fields: config fields that the task sets, pretrained or not, such as class names and the padding token.
-    """
-
-    kind: str = "causal_lm"
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def title(self) -> str:
-        """Name of the kind of model, for messages."""
-        return _TITLES[self.kind]
-
-    def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-        """Find the model class of the config's family with this head; None if the family has no such head."""
-        if self.kind == CAUSAL.kind and is_packaged(config):
-            return published_class(config)  # AutoModelForCausalLM has the text part alone for some families
-        auto = _AUTO[self.kind]
-        if type(config) in auto._model_mapping:
-            mapped = auto._model_mapping[type(config)]
-            return mapped[0] if isinstance(mapped, (list, tuple)) else mapped  # the first is the Auto class's default
-        # a config with its own code has been accepted by model.trust_remote_code and names the model's class
-        reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
-        if reference is None or not is_remote(config):
-            return None
-        revision = getattr(config, "_commit_hash", None)
-        remote_class = get_class_from_dynamic_module(reference, config._name_or_path, revision=revision)
-        remote_class.register_for_auto_class(auto.__name__)  # so that an export includes the Python files
-        return remote_class
-
-
-CAUSAL = Head()
+def find_class(head: Head, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Find the model class of the config's family with this head; None if the family has no such head."""
+    if head.kind == CAUSAL.kind and is_packaged(config):
+        return published_class(config)  # AutoModelForCausalLM has the text part alone for some families
+    auto = _AUTO[head.kind]
+    if type(config) in auto._model_mapping:
+        mapped = auto._model_mapping[type(config)]
+        return mapped[0] if isinstance(mapped, (list, tuple)) else mapped  # the first is the Auto class's default
+    # a config with its own code has been accepted by model.trust_remote_code and names the model's class
+    reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
+    if reference is None or not is_remote(config):
+        return None
+    revision = getattr(config, "_commit_hash", None)
+    remote_class = get_class_from_dynamic_module(reference, config._name_or_path, revision=revision)
+    remote_class.register_for_auto_class(auto.__name__)  # so that an export includes the Python files
+    return remote_class
 
 
 def without_pooler(model_class: type[PreTrainedModel]) -> dict[str, bool]:
@@ -165,7 +137,7 @@ def model_config(
         assert settings.config is not None  # a recipe gives either path or config
         config = _from_scratch(settings.config, {"vocab_size": vocabulary_size, **(special_tokens or {})}, head)
     two_parts = head.kind == "embedding" and config.is_encoder_decoder  # the decoder would also need an input
-    model_class = head.model_class(config)
+    model_class = find_class(head, config)
     if model_class is None or "vocab_size" not in _fields(config) or two_parts:
         raise ConfigurationError(f"model: {config.model_type} is not a {_FITTING[head.kind]}")
     if head.kind == "masked_lm" and getattr(config, "is_decoder", False):
@@ -232,13 +204,13 @@ def output_shape(model: PreTrainedModel, input_ids: Tensor) -> tuple[int, ...]:
 
 def kind_of(model: PreTrainedModel) -> str:
     """Find Head.kind of a model by its class."""
-    return next((kind for kind in KINDS if Head(kind).model_class(model.config) is type(model)), CAUSAL.kind)
+    return next((kind for kind in TITLES if find_class(Head(kind), model.config) is type(model)), CAUSAL.kind)
 
 
 def kind_of_stored(config: PreTrainedConfig) -> str:
     """Find Head.kind of a stored model by the class recorded in its config."""
     made_as = config.architectures or ()
-    classes = {kind: Head(kind).model_class(config) for kind in KINDS}
+    classes = {kind: find_class(Head(kind), config) for kind in TITLES}
     return next((kind for kind, made in classes.items() if made and made.__name__ in made_as), CAUSAL.kind)
 
 
@@ -349,7 +321,7 @@ def _unknown(given: dict[str, Any], config: PreTrainedConfig, head: Head) -> lis
     keys that only the model's code knows, such as head_dim of a qwen3_moe: `getattr(config, "head_dim", ...)`.
     """
     known = _fields(config)
-    model_class = head.model_class(config)
+    model_class = find_class(head, config)
     code = "" if model_class is None else inspect.getsource(sys.modules[model_class.__module__])
     legal = [("model", "config", key) for key in known]
     problems = []

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from samecurve.errors import ConfigurationError
 from samecurve.models import dequantize, weight_conversion
 from samecurve.models import lora as adapters
-from samecurve.models.hf_config import CAUSAL, kind_of, kind_of_stored
+from samecurve.models.hf_config import kind_of, kind_of_stored
 from samecurve.models.packaged import package_of
 from samecurve.models.weight_files import Stored, weight_files
+from samecurve.specs.heads import CAUSAL
 
 if TYPE_CHECKING:
     from torch import Tensor

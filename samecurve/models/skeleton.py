@@ -25,15 +25,15 @@ from samecurve.models import dequantize, packaged
 from samecurve.models import lora as adapters
 from samecurve.models.config_overrides import check_shapes
 from samecurve.models.hf_config import (
-    CAUSAL,
-    Head,
     check_causal,
     check_state,
+    find_class,
     model_config,
     reason,
     stored_config,
     without_pooler,
 )
+from samecurve.specs.heads import CAUSAL, Head
 
 
 def build_skeleton(
@@ -55,7 +55,7 @@ def build_skeleton(
     if settings.path is not None:
         stored = stored_config(settings.path, settings.trust_remote_code, settings.revision)
     config = model_config(recipe, vocabulary_size, special_tokens, head, stored)
-    model_class = head.model_class(config)
+    model_class = find_class(head, config)
     assert model_class is not None  # model_config has checked it
     try:
         model = construct(model_class, config, torch.device("meta"))
@@ -150,7 +150,7 @@ def _with(
     plain = model_config(recipe.model_copy(update={"model": model, "batch": short}), 0, None, head, stored)
     if "vocab_size" not in given and "vocab_size" not in recipe.model.overrides:
         plain.vocab_size = config.vocab_size  # a chat template may have extended it
-    model_class = head.model_class(plain)
+    model_class = find_class(head, plain)
     assert model_class is not None
     return construct(model_class, plain, torch.device("meta"))
 

@@ -152,7 +152,7 @@ def _write_model(recipe: Recipe, real: Recipe, task: Task, folder: Path) -> None
     """Write model/, and adapter/ for a recipe with one, with random weights; teacher/ for one with a teacher."""
     size = max(len(task.tokenizer), task.vocabulary_size)
     config = narrow(hf_config.model_config(recipe, size, task.special_tokens, task.head))
-    model_class = task.head.model_class(config)
+    model_class = hf_config.find_class(task.head, config)
     assert model_class is not None  # model_config has found it
     usual = getattr(config, "initializer_range", None)
     with torch.random.fork_rng([]):

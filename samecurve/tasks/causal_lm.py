@@ -22,8 +22,8 @@ from samecurve.data.datasets.streaming import MixedStreams, StreamRows
 from samecurve.data.encoder import Encoder
 from samecurve.data.selection import Selection
 from samecurve.errors import DataError
-from samecurve.models.hf_config import Head
 from samecurve.specs.data_names import address
+from samecurve.specs.heads import Head
 from samecurve.storage.cache import cache_folder, digest
 from samecurve.tasks import splits
 

@@ -16,7 +16,7 @@ from samecurve.data.find import find_examples
 from samecurve.data.schemas import classification
 from samecurve.errors import DataError
 from samecurve.losses.cross_entropy import IGNORE_INDEX, count_trained
-from samecurve.models.hf_config import Head
+from samecurve.specs.heads import Head
 from samecurve.storage.cache import cache_folder
 from samecurve.tasks import splits
 from samecurve.tasks.splits import RowsType

@@ -15,7 +15,7 @@ from samecurve.data.schemas.judged import JudgedEncoder, JudgedSource
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.losses.preference import kto_drift, kto_losses, pair_losses, rewards, sequence_log_probabilities
-from samecurve.models.hf_config import Head
+from samecurve.specs.heads import Head
 from samecurve.tasks import pairwise
 from samecurve.tasks import reference_logprobs as references
 

@@ -16,7 +16,7 @@ from samecurve.data.find import find_matches
 from samecurve.data.schemas import retrieval
 from samecurve.losses import contrastive
 from samecurve.losses.cross_entropy import count_trained
-from samecurve.models.hf_config import Head
+from samecurve.specs.heads import Head
 from samecurve.storage.atomic import write_json
 from samecurve.tasks import splits
 

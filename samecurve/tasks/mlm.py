@@ -14,7 +14,7 @@ from samecurve.data.encoder import vocabulary_size
 from samecurve.data.schemas import classification
 from samecurve.errors import DataError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models.hf_config import Head
+from samecurve.specs.heads import Head
 from samecurve.tasks import splits
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from samecurve.data.datasets.preference import ScoredRows
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models.hf_config import Head
+from samecurve.specs.heads import Head
 from samecurve.tasks import pairwise
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from samecurve.data.datasets.text import TaggedRows
 from samecurve.data.find import find_labelled_words
 from samecurve.data.schemas import classification
 from samecurve.data.schemas.token_labels import STEP_NAMES, WordEncoder
-from samecurve.models.hf_config import Head
+from samecurve.specs.heads import Head
 from samecurve.storage.cache import cache_folder
 from samecurve.tasks import splits
 from samecurve.tasks.classify import ClassTask

@@ -26,10 +26,10 @@ from samecurve.cli import commands
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import loading
-from samecurve.models.hf_config import Head
 from samecurve.models.lora import is_adapter_weight, trained_shapes
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weights import load_weights
+from samecurve.specs.heads import Head
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER = {**SIZES, "max_position_embeddings": 80}

@@ -23,11 +23,11 @@ from samecurve.data.tokenizer import load_pretrained_tokenizer
 from samecurve.errors import ConfigurationError
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.inference import folders
-from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_conversion import groups
 from samecurve.models.weight_files import weight_files
 from samecurve.models.weights import load_weights
+from samecurve.specs.heads import Head
 from samecurve.specs.model_families import ROUND_TRIP
 
 IDS = torch.arange(3, 15)[None]

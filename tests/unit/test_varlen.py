@@ -17,7 +17,8 @@ from samecurve.data.micro_batch import BatchFacts, MicroBatch
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import block_causal, choice, varlen
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
-from samecurve.models.hf_config import CAUSAL
+from samecurve.models.hf_config import find_class
+from samecurve.specs.heads import CAUSAL
 
 LENGTHS = ((700,), (1, 299, 400), (64, 20, 30, 5, 81, 256, 244), (690, 10))
 ROWS, LENGTH, HEADS, WIDTH = len(LENGTHS), 700, 4, 16
@@ -332,7 +333,7 @@ def recipe(attention: str, precision: str = "bf16") -> SimpleNamespace:
 
 
 def choose_attention(made: SimpleNamespace, config) -> str:
-    return choice.choose_attention(made, config, CAUSAL.model_class(config))
+    return choice.choose_attention(made, config, find_class(CAUSAL, config))
 
 
 def test_auto_is_by_documents_where_that_is_a_gain(monkeypatch):

@@ -14,11 +14,11 @@ from transformers.models.llama import modeling_llama
 from samecurve.config.schema import Adapter, Model, Optimizer, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import loading
-from samecurve.models.hf_config import Head
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
 from samecurve.models.weights import ModelDescription, describe, kept_tensors, load_weights
 from samecurve.planner import model_shape
+from samecurve.specs.heads import Head
 
 LLAMA = {
     "model_type": "llama",
