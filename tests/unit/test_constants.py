@@ -16,13 +16,13 @@ from samecurve.checkpoint.resume import refusals
 from samecurve.config.schema import Recipe
 from samecurve.export.hf_export import ExportTarget, export
 from samecurve.models import pretrained
-from samecurve.models.hf_config import CAUSAL
 from samecurve.models.lora import trained_shapes
 from samecurve.models.pretrained import constants
 from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weight_files import weight_files
 from samecurve.models.weights import constant_tensors, describe, load_weights
 from samecurve.run.metadata import resume_identity
+from samecurve.specs.heads import CAUSAL
 from samecurve.training.startup import build_model
 
 IDS = torch.arange(3, 23)[None]
