@@ -40,6 +40,7 @@ from samecurve.accelerator.prepared_data import PreparedData
 from samecurve.accelerator.prepared_state import warn_of_unsaved_states
 from samecurve.accelerator.states import States
 from samecurve.accelerator.trackers import Trackers
+from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import ConfigurationError
 from samecurve.optim.dtensor import local_gradient
 from samecurve.specs.precision import compute_dtype
@@ -92,7 +93,7 @@ class Accelerator(PreparedData, Trackers, States):
         if self.autocast_handler is not None and not self.autocast_handler.enabled:
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
         if self._is_script:
-            self._control = self._control  # made on all processes now: `save_state` may be called by one alone
+            self._control = ControlGroup()  # on all processes now: `save_state` may be called by one alone
             self._refuse_what_is_not_exact()
             if self.is_fsdp2 and own_policy is None:
                 dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)

@@ -57,7 +57,7 @@ class States(accelerate.Accelerator):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._saves: Counter[Path | str] = Counter()
+        self._calls: Counter[str] = Counter()
 
     def attach_run(self, engine: Engine, checkpoints: Checkpoints) -> None:
         """Let save_state and load_state save and load a run of train.py, with the position that it gives."""
@@ -123,15 +123,19 @@ class States(accelerate.Accelerator):
 
     def _savers(self, final: Path) -> ControlGroup | None:
         """Return who saves: all processes, or the main one alone, as scripts for Accelerate do; None on the others."""
-        self._saves[final] += 1
         world = self._control
-        if self._shards or world.all_arrive(f"save_state/{final}/{self._saves[final]}", _LATE_SECONDS):
+        if self._shards or self._all_call(f"save_state/{final}"):
             return world
         logger.warning_once(
             f"save_state: not all processes came within {ARRIVE_SECONDS:g} s, so the main process saves alone, without "
             "the others' random generators. Call it on all of them, not `if accelerator.is_main_process`"
         )
         return ControlGroup(alone=True) if world.is_main else None
+
+    def _all_call(self, place: str) -> bool:
+        """Whether all processes make this call, which one may have made before."""
+        self._calls[place] += 1
+        return self._control.all_arrive(f"{place}/{self._calls[place]}", _LATE_SECONDS)
 
     def _commit(self, final: Path, names: str, world: ControlGroup) -> None:
         """Write a script's checkpoint; see commit.Content for `names`. Collective in `world`. Raises as save_state."""
@@ -228,8 +232,7 @@ class States(accelerate.Accelerator):
         @wraps(save)
         def gathered(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("state_dict") is None:
-                self._saves[place] += 1
-                if not self._control.all_arrive(f"{place}/{self._saves[place]}", _LATE_SECONDS):
+                if not self._all_call(place):
                     raise ConfigurationError(
                         "save_pretrained: the weights are divided over all processes. Call it on all of them, or give "
                         "state_dict=accelerator.get_state_dict(model), which all have called"

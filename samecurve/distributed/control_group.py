@@ -51,6 +51,14 @@ def _lazy_connections() -> Iterator[None]:
             os.environ[_LAZY] = before
 
 
+def _are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:  # torch's DistStoreError
+        return False
+    return True
+
+
 class ControlGroup:
     """A gloo process group of all ranks; each instance has its own.
 
@@ -150,27 +158,20 @@ class ControlGroup:
         """
         if self.size == 1:
             return True
-        store, limit = distributed_c10d._get_default_store(), timedelta(seconds=ARRIVE_SECONDS)
-        answer = f"samecurve/{place}"
+        store, answer = distributed_c10d._get_default_store(), f"samecurve/{place}"
         here = [f"{answer}/{rank}" for rank in range(self.size)]
         try:
             store.set(here[self.rank], "")
-            if not self.is_main:
-                try:
-                    store.wait([answer], timedelta(seconds=late))
-                except RuntimeError:
-                    store.delete_key(here[self.rank])  # or rank 0 would believe that all are there
-                    raise
+            if self.is_main:
+                are_here = _are_set(store, here, ARRIVE_SECONDS)
+                store.set(answer, "yes" if are_here else "no")
+                return are_here
+            if _are_set(store, [answer], late):
                 return store.get(answer) == b"yes"
-            try:
-                store.wait(here, limit)
-            except RuntimeError:
-                store.set(answer, "no")
-                return False
-            store.set(answer, "yes")
-        except RuntimeError:  # torch's DistStoreError: too late, or the rank that serves the store has ended
-            return False
-        return True
+            store.delete_key(here[self.rank])  # or rank 0 would believe that all are there
+        except RuntimeError:  # torch's DistStoreError: the rank that serves the store has ended
+            pass
+        return False
 
     def new(self) -> ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""

@@ -23,9 +23,6 @@ KINDS = ("labels", "context", "strategy", "rows", "learning rate", "trained weig
 KINDS += ("norm", "weights", "ranks", "frozen weights", "resume", "logged", "export")
 
 
-_READ = ("losses", "indices")  # of a record, by micro-batch
-
-
 @dataclass(frozen=True)
 class Run:
     """Records of a script's processes: ranks x steps. events: what rank 0 saved, exported and logged."""
@@ -99,8 +96,8 @@ def drop_copies(ranks: list[list[Record]]) -> None:
     """
     for records in zip(*ranks, strict=False):
         for record, other in permutations(records, 2):
-            for number, batch in enumerate(zip(*(one[key] for one in (record, other) for key in _READ), strict=False)):
-                loss, rows, other_loss, other_rows = batch
+            of_both = zip(record["losses"], record["indices"], other["losses"], other["indices"], strict=False)
+            for number, (loss, rows, other_loss, other_rows) in enumerate(of_both):
                 if rows and rows == other_rows and loss == 0 != other_loss:
                     record["indices"][number] = []
                     record["rows"].remove(next(row for row in record["rows"] if row in other["rows"]))

@@ -1,4 +1,4 @@
-"""What a forked rank has when it begins: imports and tables that take a run two of its three seconds of processor time.
+"""What a forked rank has when it begins: imports and tables, a third of a short run's processor time.
 
 The planner answers in the rank itself here. Runs by a real launcher start its process.
 """
