@@ -70,13 +70,13 @@ if [ ${#chosen[@]} != 0 ]; then
 fi
 
 # Processes that wait for each other leave the cores idle half of the time, so two parts run beside each other.
-# DeepSpeed's operators take minutes to compile, once, and the first test that needs them waits for them.
 beside=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$beside"' EXIT
-operators='b.CPUAdamBuilder().load()'
-[ -z "$full" ] || operators+='; b.AsyncIOBuilder().load()' # only NVMe needs it
-quote='from samecurve.engines import start; start.quote_path()'
-python -c "$quote; from deepspeed.ops import op_builder as b; $operators" >"$beside/build" 2>&1 &
+if [ -n "$full" ]; then # DeepSpeed's operators take minutes to compile, once, and the first test waits for them
+    quote='from samecurve.engines import start; start.quote_path()'
+    operators='b.CPUAdamBuilder().load(); b.AsyncIOBuilder().load()'
+    python -c "$quote; from deepspeed.ops import op_builder as b; $operators" >"$beside/build" 2>&1 &
+fi
 # A second thread would be waited for by spinning while the other part has the cores: a tenth of the speed.
 OMP_NUM_THREADS=1 pytest --durations 40 "${arguments[@]}" tests/unit tests/files tests/faults >"$beside/tests" 2>&1 &
 first=$! code=0 other=0

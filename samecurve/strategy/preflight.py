@@ -227,7 +227,8 @@ def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
 def operators(strategy: Strategy) -> set[str]:
     """Return the DeepSpeed operators that the run will compile, or load from DeepSpeed's own build."""
     needed = set()
-    if strategy.offloads_optimizer and strategy.deepspeed is not None:
+    config = strategy.deepspeed
+    if strategy.offloads_optimizer and config is not None and config.get("zero_force_ds_cpu_optimizer", True):
         needed.add("cpu_adam")
     if any(target.endswith(":nvme") for target in strategy.offload):
         needed.add("async_io")

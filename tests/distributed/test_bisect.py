@@ -11,7 +11,7 @@ from test_proved_script import TORCH, TRAINER
 
 from samecurve.cli.commands import main
 
-EVERY_DAY = ("gradient_of_weight", "label")
+EVERY_DAY = ("gradient_of_weight",)
 CLEAN = {
     "ddp": (SCRIPT, "ddp"),
     "fsdp": (SCRIPT, "fsdp"),

@@ -118,10 +118,10 @@ def test_another_strategy_and_world_go_on_with_the_same_masks(origin, world, wor
     assert_follows(run, before, start=10)
 
 
-LONG = ("ddp", "fsdp", "pipeline", "pipeline_1f1b", "pp_fsdp_tp", "tp", "fsdp_tp", "fsdp_cp", "fsdp_ulysses")
+LONG = ("fsdp", "pipeline", "pipeline_1f1b", "pp_fsdp_tp", "tp", "fsdp_tp", "fsdp_cp", "fsdp_ulysses")
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *long(*LONG, "fsdp_tp_cp")])
+@pytest.mark.parametrize("strategy", ["ddp", *long(*LONG, "zero3", "fsdp_tp_cp")])
 def test_lora_dropout_follows_one_process(strategy, workspace, alone):
     model = (*workspace.lora, "adapter.dropout=0.3")
     reference = alone(*model)

@@ -51,9 +51,9 @@ CUT_ROWS = {**CONTEXT, "fsdp_tp_cp": "allgather"}
 SCHEDULES = tuple(name for name in ENGINES if name.startswith(("pipeline_", "pp_")))
 SHARDED = ("fsdp", "fsdp_tp", *CONTEXT, "hsdp", "pipeline_fsdp", "zero3", "zero3_offload", "zero3_nvme")
 SHARDED += ("zero3_hpz", "pp_fsdp_tp", "fsdp_tp_cp")
-# NVMe's library takes minutes to compile, and hsdp needs four processes; of the schedules
+# DeepSpeed's operators for offload take minutes to compile, and hsdp needs four processes; of the schedules
 # test_pipeline_schedules.py runs one every day
-SELDOM = ("zero3_nvme", "hsdp", "zero3_hpz", "fsdp_tp_cp", *SCHEDULES)
+SELDOM = (*OFFLOAD, "hsdp", "zero3_hpz", "fsdp_tp_cp", *SCHEDULES)
 ONLY_ON_A_DEVICE = {"fsdp_offload"}  # FSDP2 offloads through pinned memory
 ONLY_EXPERTS = {"fsdp_ep", "fsdp_ep_tp"}  # test_expert_parallel.py has models with experts
 # Rounding: bf16 keeps 8 bits, so one matmul output is off by up to 2^-9 = 0.2 %; a loss near 5 averages hundreds of
@@ -141,7 +141,17 @@ def test_every_strategy_file_is_covered():
 def test_follows_the_reference(case: Case, workspace, reference):
     if case.strategy == "zero3_nvme" and not libaio_is_installed():
         pytest.skip("NVMe offload needs libaio: apt-get install libaio-dev")
-    run = run_case(workspace, case)
+    assert_follows(run_case(workspace, case), case, reference)
+
+
+def test_offload_without_a_compiled_optimizer(workspace, reference):
+    """zero_force_ds_cpu_optimizer: false keeps torch's AdamW."""
+    case = Case("zero3_offload", 2, 2)
+    path = workspace.strategy(case.strategy, zero_force_ds_cpu_optimizer=False)
+    assert_follows(workspace.run(path, case.world, case.micro_batch), case, reference)
+
+
+def assert_follows(run: Run, case: Case, reference: Run) -> None:
     assert run.returncode == 0, run.output
     assert_what_ran(run, case)
     assert run.column("step") == list(range(1, STEPS + 1))

@@ -53,8 +53,13 @@ def assert_same_routing(run: Run, expected: Run) -> None:
 @pytest.mark.parametrize(
     ("family", "world", "accumulation", "router_loss"),
     [
-        *(("mixtral", 2, accumulation, "sequence") for accumulation in (1, 2)),
-        *long(("mixtral", 2, 2, "batch"), ("mixtral", 2, 2, "off"), ("mixtral", 4, 1, "batch")),
+        ("mixtral", 2, 2, "sequence"),
+        *long(
+            ("mixtral", 2, 1, "sequence"),
+            ("mixtral", 2, 2, "batch"),
+            ("mixtral", 2, 2, "off"),
+            ("mixtral", 4, 1, "batch"),
+        ),
         *long(
             *(
                 (family, world, 2, "sequence")

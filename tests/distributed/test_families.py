@@ -32,7 +32,7 @@ TEXT = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS, *OTHERS]
 SHARDED = [name for name in PACKAGED if name not in ("deepseek_vl", "lfm2_vl")]  # those two ran in one process alone
 FAMILIES = [*TEXT, *QUANTIZED, *(f"packaged:{name}" for name in SHARDED)]
 PIECES = [FAMILIES[start : start + 10] for start in range(0, len(FAMILIES), 10)]
-EVERY_DAY = ["gpt_neox", "mixtral", "bloom", "apertus", "gpt_oss-mxfp4", "qwen3_moe-fp8", "packaged:qwen3_5"]
+EVERY_DAY = ["apertus", "gpt_oss-mxfp4", "packaged:qwen3_5"]
 WITHOUT_SDPA = {"bloom": "eager", "gpt_oss": "eager", "mamba": "none"}
 STRATEGIES = {"single": 1, "fsdp": 2, "zero3": 2}
 

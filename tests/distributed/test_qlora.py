@@ -101,8 +101,8 @@ def run_qlora(workspace, base, name: str, kind: str = "4bit", *more: str, start:
     ("name", "kind"),
     [
         ("fsdp", "4bit"),
-        ("zero3", "4bit"),
         *long(
+            ("zero3", "4bit"),
             ("zero3", "8bit"),
             ("single", "4bit"),
             ("single", "8bit"),

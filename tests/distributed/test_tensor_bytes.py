@@ -93,7 +93,6 @@ FROZEN = {
 @pytest.mark.parametrize(
     ("kind", "strategy", "precision"),
     [
-        ("4bit", "fsdp", "fp32"),
         *long(*((kind, name, "fp32") for kind in FROZEN for name in ("single", "ddp", "fsdp", "zero2", "zero3"))),
         *long(*((kind, name, "bf16") for kind in FROZEN for name in ("ddp", "fsdp", "zero3"))),
     ],

@@ -80,7 +80,7 @@ def test_too_many_in_a_row_end_the_run_with_code_5(case, poison, battery):
     assert first in (4, 5) and [line["step"] for line in skipped(run)] == list(range(first, first + 4))
 
 
-@pytest.mark.parametrize("case", [Case(), *long(SINGLE, *(Case(name) for name in ("zero1", *STRATEGIES)))], ids=str)
+@pytest.mark.parametrize("case", [SINGLE, *long(Case(), *(Case(name) for name in ("zero1", *STRATEGIES)))], ids=str)
 def test_a_checkpoint_never_holds_a_weight_that_is_not_finite(case, battery):
     # behind the last step's update: no loss has shown it
     run = poisoned(battery, case, "updated_weight@10-10:*", "steps=10")

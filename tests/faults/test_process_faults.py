@@ -96,6 +96,7 @@ def test_ranks_that_stop_answering(battery):
     victim.finish()
 
 
+@pytest.mark.full
 def test_a_full_disk_once(battery):
     victim = battery.victim()
     says = r"the checkpoint of step 10 was not written: .*rank 1: .*ENOSPC"

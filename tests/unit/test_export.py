@@ -59,7 +59,9 @@ def export_to(directory, skeleton, tensors, shard_bytes=10**9):
     export(iter(tensors), skeleton, ExportTarget(directory, tokenizer(), shard_bytes=shard_bytes), True)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", pytest.param("llama_untied", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "llama_untied"))]
+)
 def test_a_fresh_process_computes_the_same_logits(name, tmp_path):
     trained, skeleton = trained_and_skeleton(name)
     folder = tmp_path / "model"

@@ -68,7 +68,7 @@ def test_a_thousand_gpus_take_less_than_two_seconds(tmp_path):
         ("8b", 1024, 2048, 4096, 0, (450, 300)),
         ("8b", 512, 2048, 8192, 0, (1800, 1200)),
         ("70b", 64, 2048, 8192, 0, (900, 300)),
-        ("8b", 8, 8, 1048576, 6, (4000, 100)),
+        pytest.param("8b", 8, 8, 1048576, 6, (4000, 100), marks=pytest.mark.full),
     ],
 )
 def test_a_search_predicts_few_shapes(model, gpus, rows, length, code, most, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
 from types import SimpleNamespace
@@ -61,6 +62,13 @@ CASES = [
     ("fsdp needs nothing", strategy("fsdp"), {"executables": ""}, "bf16", NOTHING),
     ("zero without offload", strategy("zero"), {"executables": ""}, "fp32", NOTHING),
     ("pipeline", strategy("pipeline"), {"executables": ""}, "fp32", NOTHING),
+    (
+        "offload with torch's AdamW",
+        replace(strategy("zero", CPU_OFFLOAD), deepspeed={"zero_force_ds_cpu_optimizer": False}),
+        {"executables": ""},
+        "fp32",
+        NOTHING,
+    ),
     (
         "no tools at all",
         strategy("zero", CPU_OFFLOAD),
