@@ -122,7 +122,7 @@ class Data(Section):
     """`dpo`, `reward`: the other answer."""
     format: RowFormatName | None = None
     """`sft`, `distill`, `dpo`, `reward`, `embed`: the [format of rows](formats.md). null: the columns of each row say
-    it. Needed where they fit two formats, and for `alpaca-stanford`."""
+    it. Needed where they fit two formats, and for Stanford's Alpaca."""
     ignore_columns: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """Columns, and keys of messages, with content that is not trained on. Without this key such content is an error."""
     max_samples: Count | None = None

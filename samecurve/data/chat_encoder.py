@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
-_VERSION = 5
+_VERSION = 6
 
 
 class ChatEncoder(ConversationEncoder):

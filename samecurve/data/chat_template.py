@@ -167,8 +167,12 @@ class ChatTemplate:
         if asked != whole:
             return ""
         common = os.path.commonprefix([after[::-1], asked[::-1]])[::-1]
-        shared = any(token in common for token in self.special)
-        return None if shared and sum(after.count(token) for token in self.special) > 1 else ""
+        if not any(token in common for token in self.special) or sum(map(after.count, self.special)) < 2:
+            return ""
+        # the first of several tokens ends the answer, if the next question follows it, too
+        end = len(answered) - len(after) + (self.end_of_turn(after, 0) or 0)
+        ended = end > len(answered) - len(after) and followed and followed.startswith(answered[:end])
+        return answered[end:] if ended and whole.endswith(answered[end:]) else None
 
     @cached_property
     def closing(self) -> str:
@@ -236,9 +240,14 @@ class ChatTemplate:
         """
         if calls not in self._next_role_ends:
             answer, following = (CALLING, _RESULT) if calls else (ANSWER, USER)
-            before, after = self._probe(USER, answer), self._probe(USER, answer, following)
-            rest = after[len(before) :] if before and after and after.startswith(before) else ""
-            self._next_role_ends[calls] = rest[: self.end_of_turn(rest, 0) or 0]
+            before, after = self._probe(USER, answer) or "", self._probe(USER, answer, following) or ""
+            rest = after[len(before) :] if before and after.startswith(before) else ""
+            end = rest[: self.end_of_turn(rest, 0) or 0]
+            if calls and before and not end:  # calls may read differently once others follow, and end as answers do
+                behind = after.rpartition(PROBE)[0][len(os.path.commonprefix([before, after])) :]
+                end = self.next_role_end(False)
+                end = end if end in behind else ""
+            self._next_role_ends[calls] = end
         return self._next_role_ends[calls]
 
     def end_of_turn(self, text: str, start: int) -> int | None:

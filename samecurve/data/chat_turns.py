@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from samecurve.specs.data_names import CHATML
 OTHER_TEMPLATE = f"set tokenizer.chat_template to the template of another model, or to {CHATML}"
 # Variables of templates that drop reasoning from earlier turns, with the value that keeps it.
 _KEEPING = {"preserve_thinking": "true", "clear_thinking": "false", "truncate_history_thinking": "false"}
+_CALLS = [{**CALL, "function": {"name": PROBE, "arguments": {}}}]
 
 
 class Rendered(NamedTuple):
@@ -77,8 +79,14 @@ class RenderedTurns:
             reasoning = next((str(message[key]) for key in REASONING if message.get(key)), "")
             self.num_unreasoned += reasoning.strip() not in answer.row.text
             start = next((start for start, _ in answer.row.spans), 0)
-            lost = message["content"].strip() not in answer.row.text[start:]
-            self.num_untold += lost and bool(message.get("tool_calls"))
+            said, calls = answer.row.text[start:], message.get("tool_calls", ())
+            self.num_untold += bool(calls) and message["content"].strip() not in said
+            names = [str(call.get("function", call).get("name", "")) for call in calls]
+            if lost := [name for name in names if name not in said]:
+                raise self._error(
+                    f"message {index}: the chat template leaves out the call of {lost[0]!r} beside the turn's text; "
+                    f"remove the text, or {OTHER_TEMPLATE}"
+                )
         return answers
 
     def as_inference(self, answers: dict[int, Answer]) -> list[Rendered]:
@@ -166,8 +174,8 @@ class RenderedTurns:
 
     def _body(self, text: str) -> str:
         """Return a text up to the end of its last turn."""
-        body = text.removesuffix(self._template.closing)
-        return body.rstrip() if body.rstrip().endswith(self._template.special) else body
+        body = text.removesuffix(self._template.closing).rstrip()
+        return body if body.endswith(self._template.special) else text  # what closes a text may be its only end
 
     def _prompted(self, index: int, num_messages: int) -> tuple[str, int]:
         """Return the text of the first messages, and where in it the answer of one begins.
@@ -184,14 +192,19 @@ class RenderedTurns:
             asked = ""  # many templates refuse to render nothing
         if asked != before and text.startswith(asked):
             return text, len(asked)
-        head = self._head(index)
-        opening, header = asked.removeprefix(before), head.removeprefix(before)
+        head, calls = self._head(index), self._conversation.messages[index].get("tool_calls")
+        if calls and not text.startswith(head):  # the header before calls may be another one
+            with suppress(DataError):
+                head = self._head(index, tool_calls=calls)
+        # the prompt may render the turns before differently: it begins with its last special token then
+        at = len(before) if asked.startswith(before) else max(map(asked.rfind, self._template.special), default=-1)
+        opening, header = asked[max(at, 0) :], head.removeprefix(before)
         squeezed = {"".join(part.split()) for part in (asked, head)}
         is_same = len(squeezed) == 1 and not self._template.shared_start(opening, header).strip()
         if is_same and not text.startswith(asked) and num_messages == index + 1 and text.startswith(head):
             # as vLLM's for Llama 4, with a line break before the prompt, but none before the turn
             return asked + text[len(head) :], len(asked)
-        if text.startswith(before) and head.startswith(before):
+        if all(part.startswith(before) for part in (text, head, asked)):
             return text, self._unlike(index, text, before, asked)
         if num_messages == index + 1 and text.startswith(head):
             if opening and (head.endswith(opening) or opening in head[self._start_of_last(index) :]):
@@ -211,18 +224,14 @@ class RenderedTurns:
         messages[index - 1] = {**messages[index - 1], "content": PROBE}
         return len(RenderedTurns(replace(self._conversation, messages=tuple(messages)), self._template)._head(index))
 
-    def _head(self, index: int, calls: bool = False) -> str:
-        """Return the text up to the content of a turn, or up to a name that it calls, which may be all that it has."""
+    def _head(self, index: int, **keys: Any) -> str:
+        """Return the text up to the content of a turn, or to another PROBE that `keys` of the message have."""
         message = self._conversation.messages[index]
-        probe: dict[str, Any] = {key: PROBE for key in REASONING if message.get(key)}
-        if calls:
-            function = {"name": PROBE, "arguments": {}}
-            probe["tool_calls"] = [{**CALL, "function": function}]
-        said = {"role": "assistant", "content": "" if calls else PROBE, **probe}
+        said = {"role": "assistant", "content": PROBE, **{key: PROBE for key in REASONING if message.get(key)}, **keys}
         probed = replace(self._conversation, messages=(*self._conversation.messages[:index], said))
         head, mark, _ = self._template.render(probed)[0].partition(PROBE)
         if not mark:
-            what = "calls of tools in" if calls else "the content of"
+            what = "the content of" if said["content"] else "calls of tools in"
             raise self._error(f"message {index}: the chat template leaves out {what} this turn; {OTHER_TEMPLATE}")
         return head
 
@@ -251,7 +260,7 @@ class RenderedTurns:
         # The prompt ends with <think>, say, and the answer has none. What both begin with is no part of the answer.
         common = self._template.shared_start(asked[len(before) :], header)
         if not text.startswith(before + common) and self._conversation.messages[index].get("tool_calls"):
-            header = self._head(index, calls=True)[len(before) :]
+            header = self._head(index, content="", tool_calls=_CALLS)[len(before) :]
             common = self._template.shared_start(asked[len(before) :], header)
         is_opened = common.strip() or not header or common and header[len(common) :] in asked[len(before) :]
         if not is_opened or not text.startswith(before + common):

@@ -32,15 +32,23 @@ class ConversationEncoder(Encoder):
         self._num_ids = vocabulary_size(tokenizer)
 
     def encode(self, documents: list[Conversation]) -> list[Encoded]:
-        said = [document for document in documents if document.tokens is None]
+        said = [document for document in documents if document.messages]
         encoded = iter(self.encode_texts(said) if said else ())
-        return [next(encoded) if one.tokens is None else self._given(one, one.tokens) for one in documents]
+        return [next(encoded) if one.messages else self._given(one) for one in documents]
 
     @abstractmethod
     def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
         """Encode conversations that have messages. Raises DataError for one that cannot be encoded."""
 
-    def _given(self, document: Conversation, tokens: tuple[int, ...]) -> Encoded:
+    def _given(self, document: Conversation) -> Encoded:
+        if document.segments:  # their special tokens are meant, as axolotl's tokenizer reads them
+            as_text, self._rust.encode_special_tokens = self._rust.encode_special_tokens, False
+            parts = self._rust.encode_batch(document.segments, add_special_tokens=False)
+            self._rust.encode_special_tokens = as_text
+            marks = np.repeat(np.array(document.trained, dtype=bool), [len(part) for part in parts])
+            weights = np.ones(len(marks), np.float32) if self.weighted else None
+            return Encoded([token for part in parts for token in part.ids], marks, weights=weights)
+        tokens = document.tokens or ()
         wrong = next((token for token in tokens if not 0 <= token < self._num_ids), None)
         if wrong is not None:
             raise DataError(

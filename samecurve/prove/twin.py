@@ -355,7 +355,7 @@ def _judge_trained(twin: Twin, counts: Counter[tuple[str | None, bool]]) -> None
 def _rendered(task: Task, recipe: Recipe, conversation: Conversation, num_messages: int | None = None) -> str | None:
     """Render the first messages as transformers does; None for what is not compared here."""
     messages = list(conversation.messages)
-    if conversation.tokens is not None or not all(set(message) == {"role", "content"} for message in messages):
+    if not messages or not all(set(message) == {"role", "content"} for message in messages):
         return None
     asks = num_messages is not None and num_messages < len(messages) and messages[num_messages]["role"] == "assistant"
     try:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 CHAT, PAIRS, MATCHES = "sft, distill", "dpo, reward", "embed"  # the tasks of a format
 # columns that each row of the chat and preference formats may have besides
-SHARED = ("system", "system_prompt", "systemInstruction", "tools", "functions", "chat_template_kwargs")
+TOOLS = ("tools", "functions", "toolConfig")
+SHARED = ("system", "system_prompt", "systemInstruction", *TOOLS, "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,13 @@ FORMATS = (
     RowFormat(
         *("alpaca-stanford", CHAT, ("instruction", "output"), "stanford", ("input",)),
         meaning="user: Stanford's prompt around `instruction` and `input`; assistant: `output`",
-        origin="Stanford's train.py; axolotl's `alpaca`",
+        origin="Stanford's train.py",
+        only_named=True,
+    ),
+    RowFormat(
+        *("alpaca-axolotl", CHAT, ("instruction", "output"), "axolotl", ("input",)),
+        meaning="as `alpaca-stanford`, with a line break behind the prompt; without a template by `data.chat: false`",
+        origin="axolotl's `alpaca`",
         only_named=True,
     ),
     RowFormat(
@@ -127,6 +134,25 @@ FORMATS = (
         meaning="as `prompt-completion`",
         origin="NeMo, torchtune, OpenRLHF",
         without=(*_TOLD, "prompt", "question"),
+    ),
+    RowFormat(
+        *("user-assistant", CHAT, ("user", "assistant"), "pair"),
+        meaning="as `prompt-completion`",
+        origin="data sets of the Hub",
+        without=(*_TOLD, "prompt", "question", "input"),
+    ),
+    RowFormat(
+        *("text-input", CHAT, ("text_input", "output"), "pair"),
+        meaning="as `prompt-completion`",
+        origin="Gemini API",
+        without=(*_TOLD, "prompt", "question", "input"),
+    ),
+    RowFormat(
+        *("segments", CHAT, ("segments",), "segments"),
+        meaning="objects of a `text`, which is tokenised by itself and without a template, and a `label`: whether it "
+        "is trained",
+        origin="axolotl's `input_output`",
+        without=_TOLD,
     ),
     RowFormat(
         *("tokens", CHAT, ("input_ids",), "tokens", ("labels", "attention_mask", "weights")),
@@ -227,6 +253,26 @@ FORMATS = (
         *("ranked-completions", PAIRS, ("context", "completions"), "ranked"),
         meaning="`context`: messages; `completions`: two objects of a `rank`, 0 for the better, and a `completion`",
         origin="NeMo RL",
+    ),
+    RowFormat(
+        *("ranked-answers", PAIRS, ("prompt", "answers"), "ranked"),
+        meaning="two objects of a `rank`, lower for the better, and an `answer`; more of them are an error",
+        origin="Nectar",
+    ),
+    RowFormat(
+        *("overall-preference", PAIRS, ("context", "response1", "response2", "overall_preference"), "judged"),
+        meaning="`context`: messages; a number below 0 prefers `response1`, one above 0 `response2`, and 0 is an error",
+        origin="HelpSteer3",
+    ),
+    RowFormat(
+        *("better-response", PAIRS, ("prompt", "response_0", "response_1", "better_response_id"), "judged"),
+        meaning="`better_response_id`: 0 or 1",
+        origin="PKU-SafeRLHF",
+    ),
+    RowFormat(
+        *("safer-response", PAIRS, ("prompt", "response_0", "response_1", "safer_response_id"), "judged"),
+        meaning="`safer_response_id`: 0 or 1",
+        origin="PKU-SafeRLHF",
     ),
     RowFormat(
         *("match", MATCHES, ("anchor", "positive"), "match"),

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from samecurve.cli import commands
 from samecurve.config import loader
 from samecurve.config.schema import Dpo, Recipe
-from samecurve.config.trainers import arguments, files
+from samecurve.config.trainers import arguments, axolotl, files
 from samecurve.config.trainers.translation import NoEqual, translate
 from samecurve.optim.schedule import learning_rate
 from samecurve.specs.environment import ROOT
@@ -217,6 +217,16 @@ def test_of_axolotl(folder, capsys):
     assert (recipe.data.packing, recipe.data.validation_fraction, recipe.data.train_on) == (True, 0.2, "assistant")
     assert (recipe.evaluate.every_epochs, recipe.checkpoint.every_epochs, recipe.epochs) == (0.25, 1.0, 3)
     assert recipe.batch.global_batch_size == 8 and "NO EQUAL" not in printed
+
+
+def test_alpaca_of_axolotl_is_text_without_a_template(folder, capsys):
+    text = AXOLOTL.replace("type: chat_template\n    field_messages: messages", "type: alpaca")
+    recipe, _ = adopted(text, "a.yaml", capsys)
+    assert (recipe.data.format, recipe.data.chat) == ("alpaca-axolotl", False)
+    entries = [{"path": "a", "type": "alpaca"}, {"path": "b", "type": "alpaca"}]
+    both = axolotl.data_sets(entries, {})
+    assert both["data.chat"] is False and [part["format"] for part in both["data.mixture"]] == ["alpaca-axolotl"] * 2
+    assert axolotl.data_sets([entries[0], {"path": "b", "type": "chat_template"}], {}).keys() == {"data.mixture"}
 
 
 def test_of_a_script_of_ms_swift(folder, capsys):

@@ -185,7 +185,7 @@ UNASKED_RESPONSE = UNASKED.replace(
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "completion", "all"])
-@pytest.mark.parametrize("template", [UNASKED, UNASKED_RESPONSE])
+@pytest.mark.parametrize("template", [UNASKED, UNASKED_RESPONSE, UNASKED.replace("<|im_end|>", "<|end_of_text|>")])
 @pytest.mark.parametrize("num_turns", [2, 4])
 def test_an_unasked_prompt_is_not_trained(make, template, train_on, num_turns):
     turns = TURNS[1 : 1 + num_turns]
@@ -193,7 +193,7 @@ def test_an_unasked_prompt_is_not_trained(make, template, train_on, num_turns):
     asked = template + "{% endif %}"
     asked = asked.replace("{{ '<|im_start|>assistant", "{% if add_generation_prompt %}{{ '<|im_start|>assistant")
     expected = trained_text(make(asked), row, train_on=train_on)
-    assert expected[-1].rstrip("\n").endswith("<|im_end|>")
+    assert expected[-1].rstrip("\n").endswith(("<|im_end|>", "<|end_of_text|>"))
     assert trained_text(make(template), row, train_on=train_on) == [
         *expected[:-1],
         expected[-1] if train_on == "assistant" else expected[-1].removesuffix("\n"),
@@ -300,7 +300,7 @@ HEADLESS = UNMARKED.replace("{% if add_generation_prompt %}{{ '<|im_start|>assis
 HEADLESS_CALLS = UNMARKED_CALLS.partition("{% if add_generation")[0]
 ERRORS = [
     (
-        UNASKED.replace("<|im_end|>", "<|end_of_text|>"),
+        UNASKED.replace("'<|im_end|>", "('<|end_of_text|>' if loop.last else '') + '"),
         TURNS[1:3],
         ("here", "question and an answer alike", "the prompt for the next", "tokenizer.chat_template", "chatml"),
     ),
@@ -332,6 +332,11 @@ ERRORS = [
         STRICT,
         TURNS,
         ("here", "cannot render", "roles must alternate", "correct or remove the row", "tokenizer.chat_template"),
+    ),
+    (
+        UNMARKED_CALLS.replace("{{ '<call>'", "{{ '' if m.content else '<call>'"),
+        [CALLING[0], {**CALLING[1], "content": "I look."}],
+        ("here", "message 1", "leaves out the call of 'f'", "remove the text", "tokenizer.chat_template", "chatml"),
     ),
     (HEADLESS, TURNS, ("here", "message 2", "no generation prompt", "'<|im_start|>assistant'", "chatml")),
     (
@@ -408,6 +413,8 @@ CLOSED = (
     + "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
     + _ASKED.replace("{% endif", "{% else %}{{ eos_token }}{% endif")
 )
+# Metharme: and the turns have no end of their own.
+ONLY_CLOSED = CLOSED.replace("<|im_end|>\n", "")
 # gpt-oss: the last answer ends with another token than those before it.
 OTHER_END = (
     _TURN
@@ -457,6 +464,7 @@ ROWS = {
         {5: ["  héllo 🙂\n\n<|im_end|>", "4<|im_end|>"]},
     ),
     "a closing token": (CLOSED, ASK, {4: ["  héllo 🙂\n\n<|im_end|>", "4<|im_end|>\n<|end_of_text|>"]}),
+    "only a closing token": (ONLY_CLOSED, ASK, {2: ["  héllo 🙂\n\n<|end_of_text|>"], 4: ["4<|end_of_text|>"]}),
     "another end": (OTHER_END, ASK, {2: ["  héllo 🙂\n\n<|end_of_text|>"], 4: ["4<|end_of_text|>"]}),
     "unlike the prompt": (
         *(UNLIKE, ASK),
@@ -480,7 +488,7 @@ def rendered(tokenizer, turns: list[dict], **schema) -> list[tuple[str, list[str
 @pytest.mark.parametrize("name", ROWS)
 def test_each_answer_is_trained_once_as_inference_sees_it(make, name):
     template, turns, expected = ROWS[name]
-    tokenizer = make(template, eos="<|end_of_text|>" if template is CLOSED else "<|im_end|>")
+    tokenizer = make(template, eos="<|end_of_text|>" if template in (CLOSED, ONLY_CLOSED) else "<|im_end|>")
     plain = [{key: value for key, value in turn.items() if key != "weight"} for turn in turns]
     texts = [tokenizer.apply_chat_template(plain[:count], tokenize=False) for count in expected]
     assert rendered(tokenizer, turns) == list(zip(texts, expected.values(), strict=True))
@@ -504,6 +512,30 @@ def test_a_system_prompt_that_moves_is_where_inference_has_it(make):
         assert "be brief" in prompt and (text, spans) == (prompt + answer, [answer])
 
 
+def test_a_system_prompt_that_only_inference_has(make):
+    """In the manner of Muse Glimmer, whose turns name their reader behind the generation prompt."""
+    system = "{{ '<|im_start|>system\nhelp<|im_end|>\n' if add_generation_prompt and messages[0].role != 'system' }}"
+    turn = UNMARKED.replace("m['role'] +", "m['role'] + (' to=user' if m['role'] == 'assistant' else '') +")
+    tokenizer = make(system + turn.replace("assistant\n'", "assistant'"))
+    prompt = tokenizer.apply_chat_template(ASK[:3], tokenize=False, add_generation_prompt=True)
+    answers = [" to=user\n  héllo 🙂\n\n<|im_end|>", " to=user\n4<|im_end|>"]
+    assert prompt.startswith("<|im_start|>system\nhelp") and answers[0] in prompt
+    assert rendered(tokenizer, ASK) == [(prompt + answers[1] + "\n", answers)]
+
+
+def test_calls_that_read_differently_once_others_follow(make):
+    """In the manner of Apriel: ids of calls, and the end of a turn, are written only where another turn follows."""
+    tokenizer = make(
+        UNMARKED_CALLS.replace("(c.function | tojson)", "('' if loop_last else '1') + (c.function | tojson)")
+        .replace("{% for m in messages %}", "{% for m in messages %}{% set loop_last = loop.last %}")
+        .replace("{{ '<|im_end|>\n' }}", "{{ '' if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}")
+    )
+    call = '<call>{"name": "f", "arguments": {"a": 1}}'
+    rows = rendered(tokenizer, [*CALLING[:3], CALLING[5]])
+    assert [spans for _, spans in rows] == [[call + "<|im_end|>"], ["done<|im_end|>"]]
+    assert call.replace("{", "1{", 1) + "<|im_end|>" in rows[1][0]
+
+
 # As vLLM's for Llama 4: a line break before the prompt, and none before the turn.
 SPACED = UNMARKED.replace("<|im_end|>\n' }}", "<|im_end|>' }}").replace(
     "{{ '<|im_start|>assistant", "{{ '\n<|im_start|>assistant"
@@ -523,6 +555,17 @@ def test_white_space_between_the_prompt_and_the_turn(make, template, answer):
     text, spans = rendered(tokenizer, ASK)[-1]
     prompt = tokenizer.apply_chat_template(ASK[:3], tokenize=False, add_generation_prompt=True)
     assert spans[-1] == answer and text == prompt.removesuffix("<think></think>") + answer
+
+
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_white_space_before_calls_is_another_one(make, content):
+    """In the manner of vLLM's for DeepSeek V3.1."""
+    opening = "(' ' if m.tool_calls else '  ' if m.role == 'assistant' else '') + '<|im_start|>' + "
+    tokenizer = make(UNMARKED_CALLS.replace("'<|im_start|>' + ", opening).replace("<|im_end|>\n", "<|im_end|>"))
+    text, spans = rendered(tokenizer, [CALLING[0], {**CALLING[1], "content": content}])[0]
+    prompt = tokenizer.apply_chat_template(CALLING[:1], tokenize=False, add_generation_prompt=True)
+    answer = content + '<call>{"name": "f", "arguments": {"a": 1}}<|im_end|>'
+    assert (text, spans) == (prompt + answer, [answer])
 
 
 def test_words_in_the_end_of_a_turn_are_trained(make):

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_templates import tokenizer_of
+from chat_templates import FAMILIES, tokenizer_of
+from chat_templates import make_tokenizer as make_family
+from test_chat import INST
 from test_rows import CHAT, conversations, load, report, write
 from transformers import PreTrainedTokenizerFast
 
 from samecurve.data import find
 from samecurve.data.chat_encoder import ChatEncoder
+from samecurve.data.chat_encoder import encoder as make_encoder
 from samecurve.data.conversation_encoder import TextEncoder
-from samecurve.data.schemas.conversation import ChatSchema, conversation, format_of
+from samecurve.data.schemas.conversation import ChatSchema, columns_read, conversation, format_of
 from samecurve.data.schemas.preference import PairSchema, pair
 from samecurve.errors import DataError
 from samecurve.specs.row_formats import CHAT as CHATS
@@ -22,6 +25,7 @@ from samecurve.specs.row_formats import FORMATS, PAIRS
 
 REFERENCES = Path(__file__).with_name("references")
 LLAMA_FACTORY = json.loads((REFERENCES / "llama_factory.json").read_text())
+AXOLOTL = json.loads((REFERENCES / "axolotl.json").read_text())
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TALK = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 CALL = {"name": "f", "arguments": {"a": 1}}
@@ -59,6 +63,56 @@ def test_tokens_and_labels_are_those_of_llama_factory(name):
         ]
         assert list(encoded.tokens) == ids
         assert np.asarray(encoded.trained).tolist() == marks
+
+
+@pytest.mark.parametrize("template", [*FAMILIES, "qwen2_5", "inst"])
+def test_tokens_and_labels_are_those_of_axolotl(template):
+    """Those of axolotl 0.19's `chat_template`, `alpaca` and `input_output`, with `eot_tokens` for Gemma.
+
+    One difference: where the template writes a space before an answer, axolotl does not train it.
+    """
+    tokenizer = make_family(template) if template in FAMILIES else make_tokenizer()
+    if template == "inst":
+        tokenizer = tokenizer_of(INST, "<s>", "</s>", None, "[INST]", "[/INST]")  # pyright: ignore
+    cases = {name: case for name, case in AXOLOTL.items() if template in case["parts"]}
+    assert len(cases) >= 8
+    for name, case in cases.items():
+        is_alpaca = name.startswith("alpaca")
+        schema = ChatSchema(format="alpaca-axolotl" if is_alpaca else None, chat=not is_alpaca)
+        (encoded,) = make_encoder(tokenizer, schema).encode([conversation("here", case["row"], schema)])
+        expected = [
+            (token, trained) for text, trained in case["parts"][template] for token in tokenizer(text).input_ids
+        ]
+        assert list(encoded.tokens) == [token for token, _ in expected], name
+        is_space = np.roll(np.equal(encoded.tokens, tokenizer.convert_tokens_to_ids("[/INST]")), 1)
+        assert (np.asarray(encoded.trained) & ~is_space).tolist() == [trained for _, trained in expected], name
+
+
+BAD_SEGMENTS = {
+    "no list": ("a", "'segments' has 'a', which is no segment"),
+    "no label": ([{"text": "a"}], "which is no segment"),
+    "no text": ([{"label": True, "text": 3}], r"segments\[0\].text is 3, not text"),
+    "nothing trained": ([{"label": False, "text": "a"}, {"label": True, "text": ""}], "no token would be trained"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SEGMENTS)
+def test_segments_that_cannot_be_used(name):
+    segments, message = BAD_SEGMENTS[name]
+    with pytest.raises(DataError, match=message):
+        conversation("here", {"segments": segments}, ChatSchema())
+
+
+def test_segments_without_a_template_and_trained_as_a_whole(tmp_path):
+    row = {"segments": [{"label": 0, "text": "<|im_start|>a"}, {"label": 1, "text": "b"}]}
+    (encoded,) = TextEncoder(make_tokenizer(None), schema := ChatSchema(chat=False)).encode(
+        [conversation("here", row, schema)]
+    )
+    assert len(encoded.tokens) == 3 and encoded.trained.tolist() == [False, False, True]
+    assert conversation("here", row, ChatSchema(train_on="all")).trained == (True, True)
+    other = {"segments": [{"label": 0, "text": "<|im_start|>a"}, {"label": 1, "text": "c"}]}
+    assert len({str(conversation("here", one, ChatSchema())) for one in (row, other)}) == 2
+    assert load(tmp_path, write(tmp_path, [row] * 9)).describe()["rows"] == "segments: segments"
 
 
 TURNS = {
@@ -154,6 +208,23 @@ def test_tools_of_anthropics_form_are_openais():
     row = {"messages": CHAT, "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]}
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     assert conversation("here", row, ChatSchema()).tools == ({"type": "function", "function": function},)
+
+
+def test_tools_of_bedrocks_form_are_openais():
+    row = DIALECTS["Bedrock's calls"]["row"]
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    for value in (row["toolConfig"], json.dumps(row["toolConfig"])):
+        read = conversation("here", {**row, "toolConfig": value}, ChatSchema())
+        assert read.tools == ({"type": "function", "function": function},)
+    assert "toolConfig" in columns_read(row, ChatSchema())
+
+
+def test_an_object_that_a_tool_answers_needs_to_be_text():
+    row = {"messages": [CHAT[0], CALLS, {"role": "tool", "content": {"a": 1}}, CHAT[1]]}
+    with pytest.raises(
+        DataError, match=r"messages\[2\].content is {'a': 1}, not text .write the JSON text of an object"
+    ):
+        conversation("here", row, ChatSchema())
 
 
 def test_stanfords_prompt_is_read_only_by_its_name():
@@ -291,6 +362,10 @@ PREFERENCES = {
         "context": [Q],
         "completions": [{"rank": 1, "completion": [WORSE]}, {"rank": 0, "completion": [GOOD]}],
     },
+    "ranked-answers": {"prompt": "q", "answers": [{"rank": 2, "answer": "w"}, {"rank": 1, "answer": "g"}]},
+    "overall-preference": {"context": [Q], "response1": "w", "response2": "g", "overall_preference": 2},
+    "better-response": {"prompt": "q", "response_0": "w", "response_1": "g", "better_response_id": 1},
+    "safer-response": {"prompt": "q", "response_0": "w", "response_1": "g", "safer_response_id": "1"},
 }
 
 
@@ -308,6 +383,13 @@ def test_preferences_of_each_format(tmp_path, name):
     assert task.describe()["rows"] == f"{name}: {', '.join(key for key, value in PREFERENCES[name].items() if value)}"
 
 
+@pytest.mark.parametrize("name", ["overall-preference", "better-response", "safer-response"])
+def test_verdicts_for_the_first_answer(name):
+    column = list(PREFERENCES[name])[-1]
+    found = pair("here", {**PREFERENCES[name], column: -3 if name == "overall-preference" else 0}, PairSchema())
+    assert found.chosen.messages[-1]["content"] == "w" and found.rejected.messages[-1]["content"] == "g"
+
+
 def test_openai_tools_are_those_of_the_input():
     row = PREFERENCES["openai-preference"]
     row = {**row, "input": {**row["input"], "tools": [{"type": "function", "function": CALL}]}}
@@ -319,6 +401,19 @@ BAD_PREFERENCES = {
     "equal ranks": (
         {"context": [Q], "completions": [{"rank": 0, "completion": [GOOD]}] * 2},
         "not two objects with a different 'rank'",
+    ),
+    "three ranks": (
+        {"prompt": "q", "answers": [{"rank": n, "answer": str(n)} for n in range(3)]},
+        "has 3 ranked answers",
+    ),
+    "no preference": (
+        {**PREFERENCES["overall-preference"], "overall_preference": 0},
+        "is 0, so neither .*bad_rows=drop",
+    ),
+    "no verdict": ({**PREFERENCES["better-response"], "better_response_id": 2}, "is 2, not one of 0, 1"),
+    "two verdicts": (
+        {**PREFERENCES["better-response"], "safer_response_id": 0},
+        "data.format=better-response or data.format=safer-response",
     ),
     "two formats": ({"chosen": "g", "rejected": "w", "question": "q", "instruction": "i"}, "data.format=alpaca-prefer"),
     "unpaired": ({"prompt": "q", "completion": "g", "label": True}, "dpo.loss=kto"),

@@ -57,13 +57,18 @@ def data_sets(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     parts = [source(entry) for entry in entries if isinstance(entry, dict)]
     if settings.get("rl") and parts and "data.messages_column" in parts[0]:
         parts[0]["data.prompt_column"] = parts[0].pop("data.messages_column")
+    # its alpaca is text without a template, which data.chat says of all data
+    alpaca = parts and all(isinstance(entry, dict) and entry.get("type") == "alpaca" for entry in entries)
+    unlike = {"data.chat": False} if alpaca and task(settings) == "sft" else {}
+    parts = [part | {"data.format": "alpaca-axolotl"} for part in parts] if unlike else parts
     if len(parts) == 1:
-        return parts[0]
+        return parts[0] | unlike
     if not parts:
         return NoEqual("data.path")
     keys = {"data.path": "path", "data.split": "split", "data.config": "config", "data.pattern": "pattern"}
-    keys |= {f"data.{name}_column": f"{name}_column" for name in ("text", "messages")}
-    return {"data.mixture": [{keys[key]: part[key] for key in part if key in keys} | {"weight": 1.0} for part in parts]}
+    keys |= {f"data.{name}_column": f"{name}_column" for name in ("text", "messages")} | {"data.format": "format"}
+    mixture = [{keys[key]: part[key] for key in part if key in keys} | {"weight": 1.0} for part in parts]
+    return {"data.mixture": mixture} | unlike
 
 
 def source(entry: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from samecurve.data.schemas.messages import (
     with_system,
 )
 from samecurve.errors import DataError
-from samecurve.specs.row_formats import CHAT, SHARED, RowFormat, choice, fitting, formats_of, named
+from samecurve.specs.row_formats import CHAT, SHARED, TOOLS, RowFormat, choice, fitting, formats_of, named
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Data
@@ -79,8 +79,9 @@ class Conversation:
         tools: JSON schemas of the tools that the template offers to the model.
         template_kwargs: further variables of the template.
         tokens: token ids of a row that is tokenised already, and has no messages.
-        trained: whether each of them is trained.
+        trained: whether each of them is trained, or of `segments`.
         weights: of the loss of each of them, () for 1.
+        segments: texts of a row without messages that are tokenised one by one, without a template.
     """
 
     place: str
@@ -91,6 +92,7 @@ class Conversation:
     tokens: tuple[int, ...] | None = None
     trained: tuple[bool, ...] = ()
     weights: tuple[float, ...] = ()
+    segments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self._content
@@ -102,6 +104,7 @@ class Conversation:
         parts += (self.template_kwargs,) if self.template_kwargs else ()
         parts += (self.tokens, self.trained) if self.tokens is not None else ()
         parts += (self.weights,) if self.weights else ()
+        parts += (self.segments, self.trained) if self.segments else ()
         return json.dumps(parts, ensure_ascii=False, sort_keys=True, default=str)
 
 
@@ -147,7 +150,7 @@ class ConversationSource(sources.TableSource):
         return f"remove {given}, because the format {', '.join(format_of(names, free).columns)} is read by itself"
 
     def texts(self, document: Conversation) -> list[str]:
-        return [message["content"] for message in document.messages if message.get("content")]
+        return [*document.segments, *(message["content"] for message in document.messages if message.get("content"))]
 
     def read(self, place: str, row: dict) -> Conversation:
         for column in VERDICTS:
@@ -177,8 +180,8 @@ def format_of(row: Iterable[str], schema: ChatSchema) -> RowFormat:
 def columns_read(row: Iterable[str], schema: ChatSchema) -> tuple[str, ...]:
     """Return the columns that `conversation` reads of a row."""
     chosen = format_of(row, schema)
-    shared = [column for column in SHARED if schema.chat or column in ("tools", "functions")]
-    return (*chosen.columns, *chosen.optional, *([] if chosen.reader == "tokens" else shared))
+    shared = [column for column in SHARED if schema.chat or column in TOOLS]
+    return (*chosen.columns, *chosen.optional, *([] if chosen.reader in ("tokens", "segments") else shared))
 
 
 def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
@@ -195,6 +198,8 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
         raise DataError(f"{place}: {choice(fit)}")
     if chosen.reader == "tokens":
         return _tokens(place, row, schema)
+    if chosen.reader == "segments":
+        return _segments(place, chosen.columns[0], row, schema)
     prompt, answer = _read(place, row, chosen, schema)
     column = chosen.columns[-1]
     if schema.train_on == "all":
@@ -236,9 +241,10 @@ def _read(place: str, row: dict, chosen: RowFormat, schema: ChatSchema) -> tuple
     # Alpaca's format: the user says the instruction, and its input on the next line
     check_text(place, answered, row[answered], "text")
     prompt = asked(place, row, column, chosen.optional, schema.chat)
-    if chosen.reader == "stanford":
+    if chosen.reader in ("stanford", "axolotl"):
         said = {name: row.get(name) or "" for name in ("instruction", "input")}
-        prompt = ({**prompt[0], "content": _STANFORD[not said["input"]].format(**said)},)
+        text = _STANFORD[not said["input"]].format(**said) + "\n" * (chosen.reader == "axolotl")
+        prompt = ({**prompt[0], "content": text},)
     return prompt, ({"role": "assistant", "content": row[answered]},)
 
 
@@ -318,6 +324,23 @@ def _tokens(place: str, row: dict, schema: ChatSchema) -> Conversation:
     if not any(trained[1:]):
         raise DataError(f"{place}: no label after the first is a token, so no token would be trained; remove the row")
     return Conversation(place, (), tokens=tokens, trained=trained, weights=weights if "weights" in row else ())
+
+
+def _segments(place: str, column: str, row: dict, schema: ChatSchema) -> Conversation:
+    """Read a list of {"text": ..., "label": whether it is trained}, as axolotl does (input_output.py)."""
+    listed = row[column] if isinstance(row[column], list) else []
+    wrong = [one for one in listed if not isinstance(one, dict) or one.get("label") not in (True, False)]
+    if wrong or not listed:
+        raise DataError(
+            f"{place}: {column!r} has {shown(wrong[0] if wrong else row[column])}, which is no segment; write "
+            '[{"label": true, "text": "..."}, ...]'
+        )
+    for index, segment in enumerate(listed):
+        check_text(place, f"{column}[{index}].text", segment.get("text"), "text", may_be_empty=True)
+    trained = tuple(schema.train_on == "all" or bool(segment["label"]) for segment in listed)
+    if not any(segment["text"] for segment, is_trained in zip(listed, trained, strict=True) if is_trained):
+        raise DataError(f"{place}: {column!r} has no text whose label is true, so no token would be trained")
+    return Conversation(place, (), trained=trained, segments=tuple(segment["text"] for segment in listed))
 
 
 def _token_weights(place: str, row: dict, length: int, schema: ChatSchema) -> list[float]:

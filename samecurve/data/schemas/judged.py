@@ -73,8 +73,9 @@ class JudgedSource(PairSource):
                 f"{place}: {column!r} is {shown(row[column])}, not true (a good answer) or false; correct it"
             )
         read = conversation.conversation(place, row, self._chats)
-        if read.tokens is not None:
-            raise DataError(f"{place}: 'input_ids' do not say where the answer begins; give prompt and completion")
+        if not read.messages:
+            column = conversation.format_of(row, self._chats).columns[0]
+            raise DataError(f"{place}: {column!r} does not say where the answer begins; give prompt and completion")
         num_prompt = read.num_prompt or len(read.messages) - 1  # of a conversation the last turn is judged
         check_answer(place, conversation.format_of(row, self._chats).columns[-1], read.messages[num_prompt:])
         return Judged(replace(read, num_prompt=num_prompt), verdict)

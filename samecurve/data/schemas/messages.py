@@ -10,6 +10,7 @@ from typing import Any
 
 from samecurve.data.formats import check_characters
 from samecurve.errors import DataError
+from samecurve.specs.row_formats import TOOLS
 
 Turns = tuple[dict[str, Any], ...]
 
@@ -27,6 +28,7 @@ SYSTEM = ("system", "system_prompt", "systemInstruction")
 _MAY_BE_EMPTY = ("system", "developer", "tool")
 # Keys of a turn that say both sides: ms-swift's, and xtuner's, which may also have the system prompt.
 _EXCHANGES = (("human", "assistant"), ("input", "output"))
+_RESULT = "text (write the JSON text of an object, because each chat template renders objects in its own way)"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
@@ -83,10 +85,25 @@ def _messages(place: str, at: str, value: Any) -> Iterator[tuple[dict[str, Any],
         yield _message(place, at, message), message.get("role") in _CALLS
 
 
+def _anthropic_part(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of Bedrock's Converse with a call or its result in Anthropic's form, and others as they are."""
+    if isinstance(call := part.get("toolUse"), dict):
+        return {"type": "tool_use", "id": call.get("toolUseId"), **call}
+    if isinstance(result := part.get("toolResult"), dict):
+        said = result.get("content")
+        if isinstance(said, list):
+            said = [{"text": json.dumps(one["json"], ensure_ascii=False)} if "json" in one else one for one in said]
+        return {"type": "tool_result", "tool_use_id": result.get("toolUseId"), "content": said}
+    return part
+
+
 def _results_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     """Take what tools answered out of the parts of a user's message, as Anthropic's; return it as messages."""
-    parts = message.get("content")
-    if message.get("role") != "user" or not isinstance(parts, list):
+    if not isinstance(message.get("content"), list):
+        return []
+    parts = [_anthropic_part(part) if isinstance(part, dict) else part for part in message["content"]]
+    message["content"] = parts
+    if message.get("role") != "user":
         return []
     results = [part for part in parts if isinstance(part, dict) and part.get("type") == "tool_result"]
     message["content"] = [part for part in parts if part not in results]
@@ -121,7 +138,7 @@ def _message(place: str, at: str, message: dict[str, Any]) -> dict[str, Any]:
         raise DataError(f"{place}: {at} has no 'content', found: {', '.join(map(repr, message))}; add it")
     _read_weight(place, at, message)
     may_be_empty = role in _MAY_BE_EMPTY or "tool_calls" in message
-    check_text(place, f"{at}.content", message["content"], "text", may_be_empty)
+    check_text(place, f"{at}.content", message["content"], _RESULT if role == "tool" else "text", may_be_empty)
     return message
 
 
@@ -295,14 +312,16 @@ def with_system(place: str, row: dict, messages: Turns) -> Turns:
 
 
 def tools_of(place: str, row: dict, wraps: bool) -> Turns | None:
-    """Read the columns `tools` and `functions`: lists of JSON schemas, or JSON text of them, as in many Arrow files.
+    """Read the columns of TOOLS: lists of JSON schemas, or JSON text of them, as in many Arrow files.
 
     Args:
         wraps: whether bare functions in `tools` are wrapped, see `RowFormat`; those in `functions` always are.
     """
-    for column, wrapped in (("tools", wraps), ("functions", True)):
+    for column in TOOLS:
         if not (value := from_json(place, column, row.get(column))):
             continue
+        wrapped = wraps or column == "functions"
+        value = value.get("tools") if column == "toolConfig" and isinstance(value, dict) else value
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             raise DataError(f"{place}: {column!r} is {shown(value)}, not a list of JSON schemas; correct or remove it")
         value = [_openai_tool(tool) for tool in value]
@@ -313,7 +332,10 @@ def tools_of(place: str, row: dict, wraps: bool) -> Turns | None:
 
 
 def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool of Anthropic's form as one of OpenAI's, for which chat templates are written."""
+    """Return a tool of Anthropic's or Bedrock's form as one of OpenAI's, for which chat templates are written."""
+    if isinstance(spec := tool.get("toolSpec"), dict) and isinstance(schema := spec.get("inputSchema"), dict):
+        tool = {**spec, "input_schema": schema.get("json")}
+        del tool["inputSchema"]
     if "input_schema" not in tool:
         return tool
     function = {key: value for key, value in tool.items() if key not in ("input_schema", "type")}

@@ -18,7 +18,7 @@ from samecurve.data.row_checks import nearest
 from samecurve.data.schemas.conversation import VERDICTS, ChatSchema, Conversation, asked, template_kwargs
 from samecurve.data.schemas.messages import Turns, messages_of, shown, tools_of, turns, with_system
 from samecurve.errors import DataError
-from samecurve.specs.row_formats import PAIRS, SHARED, RowFormat, choice, fitting, named
+from samecurve.specs.row_formats import PAIRS, SHARED, TOOLS, RowFormat, choice, fitting, named
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class PairSource(sources.TableSource):
 
     def columns_read(self, row: dict) -> tuple[str, ...]:
         chosen = format_of(row, self.schema)
-        shared = [column for column in SHARED if self.schema.chat or column in ("tools", "functions")]
+        shared = [column for column in SHARED if self.schema.chat or column in TOOLS]
         return (*chosen.columns, *chosen.optional, *shared)
 
     def format_name(self, row: dict) -> str:
@@ -186,6 +186,9 @@ def _read(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
         return messages_of(place, f"{column}.messages", row[column]["messages"]), chosen, rejected, (both[0], both[1])
     if known.reader in ("ranked", "ranked_output"):
         given = _ranked(place, both[0], row[both[0]], known.reader == "ranked")
+    elif known.reader == "judged":
+        *names, verdict = both
+        given = [(name, row[name]) for name in names][:: _preferred(place, verdict, row[verdict])]
     else:
         given = [(name, row[name]) for name in known.columns[-2:]]
     if known.reader == "whole" and schema.chat and any(isinstance(value, str) for _, value in given):
@@ -206,6 +209,7 @@ def _read(place: str, row: dict, known: RowFormat, schema: PairSchema) -> Read:
 def _ranked(place: str, column: str, given: Any, by_rank: bool) -> list[tuple[str, Any]]:
     """Return (name, answer) of both answers of a list, the better one first: by its place or its `rank`."""
     listed = given if isinstance(given, list) else []
+    key = column.removesuffix("s")
     if not by_rank:
         if len(listed) == 2:
             return [(f"{column}[{nth}]", text) for nth, text in enumerate(listed)]
@@ -214,13 +218,34 @@ def _ranked(place: str, column: str, given: Any, by_rank: bool) -> list[tuple[st
             "remove the row"
         )
     ranks = [entry["rank"] for entry in listed if isinstance(entry, dict) and type(entry.get("rank")) in (int, float)]
+    if len(ranks) > 2:
+        raise DataError(
+            f"{place}: {column!r} has {len(ranks)} ranked answers, and which two of them are compared is not said; "
+            "write a row of 'prompt', 'chosen' and 'rejected' for each pair, such as the first and the last"
+        )
     if len(listed) != 2 or len(ranks) != 2 or ranks[0] == ranks[1]:
         raise DataError(
-            f"{place}: {column!r} is {shown(given)}, not two objects with a different 'rank', 0 for the better one, "
-            "and a 'completion'; correct or remove the row"
+            f"{place}: {column!r} is {shown(given)}, not two objects with a different 'rank', lower for the better "
+            f"one, and {'an' if key == 'answer' else 'a'} {key!r}; correct or remove the row"
         )
     order = sorted((0, 1), key=ranks.__getitem__)
-    return [(f"{column}[{nth}].completion", listed[nth].get("completion")) for nth in order]
+    return [(f"{column}[{nth}].{key}", listed[nth].get(key)) for nth in order]
+
+
+def _preferred(place: str, column: str, verdict: Any) -> int:
+    """Return 1 if the first of two answers is the better one, and -1 for the second."""
+    numbers = {str(number): number for number in (range(-3, 4) if column == "overall_preference" else (0, 1))}
+    number = numbers.get(str(verdict))  # text in a csv file
+    if number is None:
+        raise DataError(f"{place}: {column!r} is {shown(verdict)}, not one of {', '.join(numbers)}; correct it")
+    if column != "overall_preference":
+        return 1 - 2 * number
+    if not number:
+        raise DataError(
+            f"{place}: {column!r} is 0, so neither answer is the better one; remove the row, or set data.bad_rows=drop "
+            "to leave out all such rows"
+        )
+    return 1 if number < 0 else -1
 
 
 def _split(
