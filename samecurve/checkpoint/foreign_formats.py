@@ -3,6 +3,7 @@
     checkpoint-40/     trainer_state.json, model.safetensors, optimizer.pt         transformers.Trainer
     checkpoint_4/      model.safetensors, optimizer.bin                            Accelerator.save_state
     checkpoint_4/      pytorch_model_fsdp_0/, optimizer_0/ (two of DCP's folders)  Accelerator.save_state, FSDP
+    checkpoint_4/      pytorch_model/ (DeepSpeed's folder)                         Accelerator.save_state, DeepSpeed
     global_step40/     *_model_states.pt, *_optim_states.pt                        DeepSpeed; `latest` names the folder
     step-40/           .metadata, __0_0.distcp                                     torch.distributed.checkpoint
 
@@ -55,15 +56,21 @@ def locate(path: Path) -> tuple[str, Path]:
         (name of the format, folder).
 
     Raises:
-        ConfigurationError: there is none that is known.
+        ConfigurationError: there is none that is known, or several whose numbers count different things.
     """
     if name := _format_of(path):
         return name, path
     folders = [folder for parent in (path, path / "checkpoints") if parent.is_dir() for folder in parent.iterdir()]
-    numbered = [(int(match[1]), folder) for folder in folders if (match := re.search(r"(\d+)$", folder.name))]
-    for _, folder in sorted(numbered, reverse=True):
-        if name := _format_of(folder):
-            return name, folder
+    numbered = [
+        (int(match[2]), match[1], name, folder)
+        for folder in folders
+        if (match := re.fullmatch(r"(.*?)(\d+)", folder.name)) and (name := _format_of(folder))
+    ]
+    if len(kinds := sorted({kind for _, kind, *_ in numbered})) > 1:
+        raise ConfigurationError(f"{path}: the numbers of {', '.join(kinds)} cannot be compared; give one checkpoint")
+    if numbered:
+        *_, name, folder = max(numbered)
+        return name, folder
     raise ConfigurationError(
         f"{path}: no checkpoint of transformers.Trainer, Accelerate (save_state), DeepSpeed or torch's distributed "
         "checkpoint is here; give its folder, or the one with checkpoint-10, checkpoint-20, ...; to begin a run from "

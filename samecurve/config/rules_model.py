@@ -130,10 +130,11 @@ def _dora(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "adapter.dora", "found true, but DoRA needs the norms of weights that are not quantized; use false"
 
 
-def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _rounds(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("adapter.quantization")
-    if kind is not None and importlib.util.find_spec("bitsandbytes") is None:
-        text = f"found {kind}, which needs the package bitsandbytes; run pip install bitsandbytes, or use null"
+    package = "torchao" if kind == "torchao_int8" else "bitsandbytes"
+    if kind is not None and importlib.util.find_spec(package) is None:
+        text = f"found {kind}, which needs the package {package}; run pip install {package}, or use null"
         yield "adapter.quantization", text
 
 
@@ -193,7 +194,7 @@ def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
 RULES = (
     *(_origin, _model_type, _folder, _revision, _overrides, *_CONFIG_RULES),
     *(_new_from_scratch, _new_and_frozen),
-    *(_dora, _bitsandbytes, _adapts, _parameters, _no_target),
+    *(_dora, _rounds, _adapts, _parameters, _no_target),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),
     *(_positions, _flash_packed, _flash_in_fp32),
 )

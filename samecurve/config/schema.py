@@ -116,9 +116,9 @@ class Adapter(Section):
     """Scale the update by alpha / sqrt(rank) instead (rsLoRA)."""
     dora: bool = False
     """Learn the magnitude of each output separately from its direction (DoRA). Slower."""
-    quantization: Literal["4bit", "8bit"] | None = None
-    """Store the frozen weights of linear layers in 4 bits (QLoRA's NF4) or 8 (int8 with a scale per row). It needs
-    bitsandbytes."""
+    quantization: Literal["4bit", "8bit", "torchao_int8"] | None = None
+    """Store the frozen weights of linear layers in 4 bits (QLoRA's NF4) or 8 (int8 with a scale per row), rounded by
+    bitsandbytes or torchao, which has to be installed."""
 
 
 class Embed(Section):

@@ -1,7 +1,8 @@
-"""Linear layers whose frozen weights are stored in 4 or 8 bits under an adapter, through bitsandbytes.
+"""Linear layers whose frozen weights are stored in 4 or 8 bits under an adapter, as bitsandbytes or torchao round them.
 
 - 4bit: NF4 with double quantization, half a byte per weight (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)
 - 8bit: int8 with a scale per row, as LLM.int8() stores weights (Dettmers et al. 2022, arXiv:2208.07339)
+- torchao_int8: the same by torchao (Int8WeightOnlyConfig), whose scales are not rounded through fp16
 
 All linear layers except the output head are quantized. Products are computed in the recipe's precision with weights
 that are dequantized for the length of one product. LLM.int8() also rounds activations, except columns that are large in
@@ -34,8 +35,8 @@ class QuantizedLinear(nn.Module):
     """A linear layer with a frozen weight of integers.
 
     Attributes:
-        weight: 4bit: uint8, (out_features * in_features / 2, 1); 8bit: int8, (out_features, in_features).
-        scales: bitsandbytes' QuantState of 4 bits, fp32 (out_features,) of 8 bits; None before `write`.
+        weight: 4bit: uint8, (out_features * in_features / 2, 1); others: int8, (out_features, in_features).
+        scales: bitsandbytes' QuantState of 4 bits, fp32 (out_features, 1) of 8 bits; None before `write`.
     """
 
     scales: Any
@@ -55,10 +56,17 @@ class QuantizedLinear(nn.Module):
 
     def quantize(self, full: Tensor) -> Tensor:
         """Return the integers of `full`, (out_features, in_features), and set their scales."""
+        if self.kind == "torchao_int8":
+            from torchao.quantization import Int8Tensor, PerRow
+
+            stored = Int8Tensor.from_hp(full, PerRow())
+            self.scales = stored.scale
+            return stored.qdata
         from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
         if self.kind == "8bit":
-            packed, self.scales, _ = int8_vectorwise_quant(full.half())  # as bitsandbytes' Int8Params
+            packed, largest, _ = int8_vectorwise_quant(full.half())  # as bitsandbytes' Int8Params
+            self.scales = largest.unsqueeze(1).mul(1 / 127)
             return packed
         packed, self.scales = quantize_4bit(full, blocksize=BLOCK_SIZE, compress_statistics=True, quant_type="nf4")
         self.scales.dtype = self.compute_dtype
@@ -66,8 +74,8 @@ class QuantizedLinear(nn.Module):
 
     def dequantize(self, packed: Tensor) -> Tensor:
         """Return the weight, (out_features, in_features), in the compute dtype, from all of its integers."""
-        if self.kind == "8bit":  # products of the two dtypes are rounded once
-            return packed.to(self.compute_dtype).mul_(self.scales.unsqueeze(1).mul(1 / 127))
+        if self.kind != "4bit":  # products of the two dtypes are rounded once
+            return packed.to(self.compute_dtype).mul_(self.scales)
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(packed, self.scales)
@@ -115,7 +123,7 @@ def stored_shapes(model: PreTrainedModel, recipe: Recipe) -> dict[str, torch.Siz
 
 
 def stored_shape(weight: Tensor, kind: str) -> torch.Size:
-    return weight.shape if kind == "8bit" else torch.Size([(weight.numel() + 1) // 2, 1])
+    return torch.Size([(weight.numel() + 1) // 2, 1]) if kind == "4bit" else weight.shape
 
 
 def scales(model: nn.Module) -> Iterator[Tensor]:

@@ -187,9 +187,9 @@ def adapted(shape: ModelShape, adapter: Adapter, element_bytes: int) -> Frozen:
     chosen = asked if not isinstance(asked, str) and set(asked) <= {*names} else names
     targets = [weight for name, weight in zip(names, linear, strict=False) if name in chosen]
     trained = sum(adapter.rank * (rows + columns) + adapter.dora * rows for rows, columns in targets)
-    packed, scale = {"4bit": (0.5, 1 / 64 + 4 / 64 / 256), "8bit": (1, 0)}.get(adapter.quantization or "", (0, 0))
+    packed, scale = {None: (0, 0), "4bit": (0.5, 1 / 64 + 4 / 64 / 256)}.get(adapter.quantization, (1, 0))
     own = elements(linear) if packed else 0
-    rows = sum(weight[0] for weight in linear) if adapter.quantization == "8bit" else 0
+    rows = sum(weight[0] for weight in linear) if packed == 1 else 0
     layer = packed * own + element_bytes * (shape.layer_parameters - own)
     rest = element_bytes * (shape.parameters - shape.layers * shape.layer_parameters)
     return Frozen(

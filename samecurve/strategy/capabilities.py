@@ -235,7 +235,7 @@ CELLS = (
             NVME: "DeepSpeed reads weights from a disk into buffers of the model's own dtype, and these are integers",
             **_untested("a quantized layer", EXPERT, SCHEDULED, DEEPSPEED_PIPELINE, FSDP_OFFLOAD),
         },
-        refused=("4bit", "8bit"),
+        refused=("4bit", "8bit", "torchao_int8"),
         fix="use configs/fsdp.yaml or configs/zero3.yaml, or null",
     ),
     # optimizers

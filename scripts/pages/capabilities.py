@@ -87,8 +87,8 @@ _ON_A_GPU = ("flash_attention_2", "flex_attention")
 # Allowed values that none of these tests has.
 UNPROVEN: dict[tuple[str, Mode], tuple[Any, ...]] = {
     ("task", EXPERT): ("mlm",),
-    ("adapter.quantization", CONTEXT): ("8bit",),
-    ("adapter.quantization", ZERO_2): ("8bit",),
+    ("adapter.quantization", CONTEXT): ("8bit", "torchao_int8"),
+    ("adapter.quantization", ZERO_2): ("8bit", "torchao_int8"),
     ("model.attention", TENSOR): ("varlen", *_ON_A_GPU),
     ("model.attention", SCHEDULED): ("eager", *_ON_A_GPU),
     ("memory.activation_checkpointing", ZERO_BUBBLE): ("every_n_layers",),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import SequentialSampler
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler, set_seed
 
@@ -47,18 +48,19 @@ class RowsInOrder(Trainer):
 
     def compute_loss(self, model, inputs, **options):
         loss = super().compute_loss(model, inputs, **options)
-        self.losses.append(loss.item())
+        # each rank's part times their number
+        self.losses.append(self.accelerator.reduce(loss.detach(), "mean").item())
         return loss
 
 
-def trainer(folder: Path, steps: list[dict[str, Tensor]]) -> None:
+def trainer(folder: Path, steps: list[dict[str, Tensor]], **strategy: Any) -> None:
     rows = [{key: values[index] for key, values in rows.items()} for rows in steps for index in range(8)]
     for row in rows:
         row["labels"] = row["shift_labels"]
     arguments = TrainingArguments(
         str(folder / "out"),
         max_steps=STEPS,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
         gradient_accumulation_steps=2,
         learning_rate=RATE,
         weight_decay=DECAY,
@@ -68,22 +70,44 @@ def trainer(folder: Path, steps: list[dict[str, Tensor]]) -> None:
         save_steps=SAVED // 2,
         report_to="none",
         remove_unused_columns=False,  # among them shift_labels
-        use_cpu=True,
+        use_cpu=not strategy,
         disable_tqdm=True,
         logging_strategy="no",
+        **strategy,
     )
     made = RowsInOrder(model_of(folder), arguments, train_dataset=rows)
     made.losses = []
     made.train()
     losses = [sum(pair) for pair in zip(made.losses[::2], made.losses[1::2], strict=True)]
-    for later in range(SAVED + SAVED // 2, STEPS + 1, SAVED // 2):
-        (folder / "out" / f"checkpoint-{later}").rename(folder / f"later-{later}")
-    finish(folder, losses, made.model.state_dict())
+    if isinstance(made.model_wrapped, FullyShardedDataParallel):  # whose state_dict fails on a CPU
+        with FullyShardedDataParallel.summon_full_params(made.model_wrapped):
+            weights = {name: value.detach().clone() for name, value in made.model.named_parameters()}
+        weights = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in weights.items()}
+    else:
+        weights = made.accelerator.get_state_dict(made.model_wrapped)
+    if made.is_world_process_zero():
+        for later in range(SAVED + SAVED // 2, STEPS + 1, SAVED // 2):
+            (folder / "out" / f"checkpoint-{later}").rename(folder / f"later-{later}")
+    finish(folder, losses, weights)
+
+
+def trainer_fsdp(folder: Path, steps: list[dict[str, Tensor]], kind: str, version: int = 2) -> None:
+    fsdp_on_cpu()
+    given = {"version": version, "state_dict_type": kind, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    given["sync_module_states"] = False  # which asks for a GPU
+    trainer(folder, steps, fsdp=True, fsdp_config=given, accelerator_config={"use_configured_state": True})
+
+
+def trainer_zero(folder: Path, steps: list[dict[str, Tensor]], stage: int) -> None:
+    zero_on_cpu()
+    config = ZERO | {"zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}}
+    trainer(folder, steps, deepspeed=config, accelerator_config={"use_configured_state": True})
 
 
 def two_groups(model: torch.nn.Module) -> list[dict]:
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    return [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]
+    matrices = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) > 1]  # under ZeRO-3 flat
+    vectors = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) < 2]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def own_part(rows: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
@@ -97,13 +121,16 @@ def accelerate(folder: Path, steps: list[dict[str, Tensor]], **plugins: Any) -> 
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
-    config = ProjectConfiguration(str(folder / "out"), automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=not plugins, gradient_accumulation_steps=2, project_config=config, **plugins)
+    # saves checkpoint_5 to checkpoint_14, of which the newest is not the last by the alphabet
+    config = ProjectConfiguration(str(folder / "out"), automatic_checkpoint_naming=True, iteration=SAVED // 2)
+    # which would step the schedule once per process
+    options = {"step_scheduler_with_optimizer": False, "gradient_accumulation_steps": 2, "project_config": config}
+    accelerator = Accelerator(cpu=not plugins, **options, **plugins)
     plain = model_of(folder)
     optimizer = torch.optim.AdamW(two_groups(plain), RATE, weight_decay=DECAY)
     schedule = get_scheduler("linear", optimizer, WARMUP, STEPS)
-    # not prepared, the schedule would be stepped once per process
-    model, optimizer = accelerator.prepare(plain, optimizer)
+    model, optimizer, schedule = accelerator.prepare(plain, optimizer, schedule)
+    accelerator.register_for_checkpointing(torch.nn.Linear(2, 2))
     losses = []
     for number, rows in enumerate(steps, 1):
         divisor, loss = int((rows["shift_labels"] != -100).sum()), torch.zeros(())
@@ -118,46 +145,72 @@ def accelerate(folder: Path, steps: list[dict[str, Tensor]], **plugins: Any) -> 
             loss += piece.detach()
         schedule.step()
         losses.append(accelerator.reduce(loss).item())
-        if number == SAVED:
+        if number <= SAVED:
             accelerator.save_state()
     finish(folder, losses, accelerator.get_state_dict(model))
     accelerator.end_training()
 
 
-def fsdp(folder: Path, steps: list[dict[str, Tensor]]) -> None:
-    """On a CPU, where Accelerate alone would train the ranks apart (samecurve.engines.cpu_bridge)."""
+def fsdp_on_cpu() -> None:
+    """Let Accelerate shard on a CPU, where it would train the ranks apart (samecurve.accelerator.cpu_bridge)."""
     from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
 
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState(backend="gloo")
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def fsdp(folder: Path, steps: list[dict[str, Tensor]], kind: str) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    fsdp_on_cpu()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        state_dict_type="SHARDED_STATE_DICT",
+        state_dict_type=kind,
     )
     accelerate(folder, steps, fsdp_plugin=plugin)
 
 
-def zero(folder: Path, steps: list[dict[str, Tensor]], stage: int) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
+ZERO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": NORM,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def zero_on_cpu() -> None:
+    """Let Accelerate and DeepSpeed reduce over gloo, where each rank would train alone."""
+    os.environ["DS_ACCELERATOR"] = os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     import deepspeed.ops
+    from accelerate.state import PartialState
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled first
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    PartialState(backend="gloo")
+
+
+def accelerate_zero(folder: Path, steps: list[dict[str, Tensor]], stage: int) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    zero_on_cpu()
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    batch = {"train_micro_batch_size_per_gpu": 4 // int(os.environ["WORLD_SIZE"]), "gradient_accumulation_steps": 2}
+    accelerate(folder, steps, deepspeed_plugin=DeepSpeedPlugin(ZERO | batch | {"zero_optimization": zero}))
+
+
+def zero(folder: Path, steps: list[dict[str, Tensor]], stage: int) -> None:
+    zero_on_cpu()
+    import deepspeed
+
     plain = model_of(folder)
     optimizer = torch.optim.AdamW(two_groups(plain), RATE, weight_decay=DECAY)
     schedule = get_scheduler("linear", optimizer, WARMUP, STEPS)
-    config = {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": NORM,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
+    batch = {"train_micro_batch_size_per_gpu": 8 // int(os.environ["WORLD_SIZE"]), "gradient_accumulation_steps": 1}
+    config = ZERO | batch | {"zero_optimization": {"stage": stage}}
     engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=config)
     world, losses = torch.distributed.get_world_size(), []
     for number, rows in enumerate(steps, 1):
@@ -196,8 +249,13 @@ def dcp(folder: Path, steps: list[dict[str, Tensor]]) -> None:
     finish(folder, losses, model.state_dict())
 
 
-FORMATS = {"trainer": trainer, "accelerate": accelerate, "dcp": dcp, "fsdp": fsdp}
-FORMATS |= {f"zero{stage}": partial(zero, stage=stage) for stage in (1, 2, 3)}
+FORMATS = {"trainer": trainer, "accelerate": accelerate, "dcp": dcp}
+for made, by in (("zero", zero), ("accelerate_zero", accelerate_zero), ("trainer_zero", trainer_zero)):
+    FORMATS |= {f"{made}{stage}": partial(by, stage=stage) for stage in (1, 2, 3)}
+for kind in ("full", "sharded"):
+    stored = f"{kind.upper()}_STATE_DICT"
+    FORMATS |= {f"fsdp_{kind}": partial(fsdp, kind=stored), f"trainer_fsdp_{kind}": partial(trainer_fsdp, kind=stored)}
+FORMATS["trainer_fsdp1_sharded"] = partial(trainer_fsdp, version=1, kind="SHARDED_STATE_DICT")
 
 
 def read_back(name: str, folder: Path, checkpoint: Path) -> tuple[list[float], dict[str, Tensor]]:

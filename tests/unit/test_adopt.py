@@ -25,7 +25,7 @@ from samecurve.cli import commands
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
-from samecurve.errors import CheckpointError, SamecurveError
+from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.metrics.console import Progress
 from samecurve.optim.schedule import learning_rate
 from samecurve.run.run_directory import RunDirectory
@@ -151,10 +151,13 @@ def made(here, tmp_path_factory):
     return make
 
 
-LONG = [pytest.param(f"{name}_on_2", marks=pytest.mark.full) for name in ("zero1", "zero2", "zero3", "fsdp")]
+SHARDED = ["accelerate", "trainer"]
+SHARDED += [f"{library}zero{stage}" for library in ("", "accelerate_", "trainer_") for stage in (1, 2, 3)]
+SHARDED += ["fsdp_full", "fsdp_sharded", "trainer_fsdp_full", "trainer_fsdp_sharded", "trainer_fsdp1_sharded"]
+LONG = [pytest.param(f"{name}_on_2", marks=pytest.mark.full) for name in SHARDED]
 
 
-@pytest.mark.parametrize("name", ["trainer", "accelerate", "dcp", "zero2_on_1", *LONG])
+@pytest.mark.parametrize("name", ["trainer", "accelerate", "dcp", "accelerate_zero2_on_1", *LONG])
 def test_continues_as_the_library_itself(here, made, capsys, name):
     folder = made(name)
     out = f"output_dir={folder / 'run'}"
@@ -170,6 +173,18 @@ def assert_continues(folder: Path, after: tuple[list[float], Mapping[str, torch.
     assert losses == pytest.approx(expected["losses"], abs=1e-5)
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected["weights"][name], atol=1e-5, rtol=0)
+
+
+def test_newest_checkpoint_is_taken(tmp_path):
+    for name in ("checkpoints/checkpoint_9", "checkpoints/checkpoint_10", "checkpoints/checkpoint_11", "logs_12"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("checkpoint_9", "checkpoint_10"):
+        (tmp_path / "checkpoints" / name / "trainer_state.json").touch()
+    assert locate(tmp_path) == ("transformers.Trainer", tmp_path / "checkpoints" / "checkpoint_10")
+    (tmp_path / "epoch_2").mkdir()
+    (tmp_path / "epoch_2" / "trainer_state.json").touch()
+    with pytest.raises(ConfigurationError, match=r"numbers of checkpoint_, epoch_ cannot be compared"):
+        locate(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["accelerate", "dcp"])

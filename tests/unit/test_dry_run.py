@@ -59,7 +59,9 @@ def test_states_and_activations_are_those_of_the_formulas(strategy):
     assert ("differs by" in shown.partition("peak of all tensors")[2]) == (abs(predicted / tracked - 1) > 0.05)
 
 
-@pytest.mark.parametrize(("quantization", "strategy"), [("null", "fsdp"), ("4bit", "fsdp"), ("8bit", "ddp")])
+@pytest.mark.parametrize(
+    ("quantization", "strategy"), [("null", "fsdp"), ("4bit", "fsdp"), ("8bit", "ddp"), ("torchao_int8", "fsdp")]
+)
 def test_frozen_weights_are_those_of_the_formulas(quantization, strategy, tmp_path):
     """States and activations within 1 %, the peak within 5 %."""
     config = yaml.safe_load(MODEL.partition("=")[2]) | {"vocab_size": 8192}

@@ -11,7 +11,7 @@ from report_cases import TORCHRUN, Plan, check_report, findings, message, missin
 from test_activation_checkpointing import FAMILIES, LAYERS, build, forward, gradients
 from test_console import facts
 
-from samecurve.config import rules_training
+from samecurve.config import rules_model, rules_training
 from samecurve.errors import ConfigurationError
 from samecurve.metrics import console
 from samecurve.models import fp8
@@ -192,6 +192,14 @@ def test_torchao_has_to_be_there(kind, installed, tmp_path, monkeypatch):
     report, code = found
     check_report(report, [("command line", "fp8", "rowwise", "pip install torchao", "off")])
     assert code == 2
+
+
+@pytest.mark.parametrize(("kind", "package"), [("torchao_int8", "torchao"), ("8bit", "bitsandbytes"), ("4bit", "none")])
+def test_quantized_weights_need_their_package(kind, package, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else name)
+    found = findings(rules_model.RULES, {"adapter.quantization": kind, "adapter.dora": False})
+    expected = [("adapter.quantization", f"found {kind}, which needs the package {package}")]
+    assert [(key, text.partition(";")[0]) for key, text in found] == (expected if package != "none" else [])
 
 
 @pytest.mark.parametrize(
