@@ -64,13 +64,17 @@ class Verdict:
 
 
 class Processes:
-    """Runs scripts in processes of their own; imports of libraries take time once."""
+    """Runs scripts, or a twin, in processes of their own; imports of libraries take time once.
 
-    def __init__(self) -> None:
+    modules: what is imported: by default what scripts import, and what takes them seconds.
+    """
+
+    def __init__(self, *modules: str) -> None:
         self._stack = ExitStack()
+        self._modules = modules or ("transformers.trainer", "deepspeed", "peft", "trl")
 
     def __enter__(self) -> Processes:
-        words = [sys.executable, "-m", "samecurve.prove.process"]
+        words = [sys.executable, "-m", "samecurve.prove.process", *self._modules]
         self._starter = self._stack.enter_context(processes(words, subprocess.PIPE, 1, subprocess.PIPE))
         return self
 
@@ -135,7 +139,7 @@ class Proof:
         steps = watch.detailed or watch.steps or (0 if self.to_end else self.steps)
         watch = replace(watch, folder=str(folder.resolve()), steps=steps, strategy=job.path and str(job.path))
         log = folder / "output.log"
-        words = [job.world_size, str(log), asdict(watch), str(script), *self.arguments, *more]
+        words = [job.world_size if job.path else 0, str(log), asdict(watch), str(script), *self.arguments, *more]
         with self._console.status(f"{job.name}: running"):
             code = self._processes.run(words)
         run = Run.read(job.name, folder)
