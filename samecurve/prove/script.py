@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -148,7 +149,7 @@ class Proof:
             self._console.print(f"{job.name}: {len(run)} steps on {job.world_size} process(es)")
             return run
         ended = f"ended with code {code}" if code else "ended"
-        reason = f"{ended} after {len(run)} of {steps or 'all'} steps{_last_line(log)}, see {log}"
+        reason = f"{ended} after {len(run)} of {steps or 'all'} steps{_last_line(log, script)}, see {log}"
         self._console.print(f"{job.name}: {reason}")
         raise Incomplete(reason)
 
@@ -262,7 +263,10 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str) -> dict
     }
 
 
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+def _last_line(log: Path, script: Path) -> str:
+    """Return the error of a log, and the script's line that led to it."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
     errors = [line for line in lines if "Error" in line] or lines
-    return f": {errors[-1]}" if errors else ""
+    called = re.findall(rf'File "[^"]*{re.escape(script.name)}", line (\d+)', text)
+    return (f": {errors[-1]}" if errors else "") + (f", at {script.name}:{called[-1]}" if called else "")
