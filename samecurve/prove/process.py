@@ -42,9 +42,12 @@ from samecurve.launch.ranks import environments
 from samecurve.prove.recorder import Reading, Recorder
 from samecurve.prove.twin import row_keys
 from samecurve.specs.environment import ROOT
-from samecurve.strategy.launchers import Launch
+from samecurve.strategy.launchers import OWN_PROCESSES, Launch
 from samecurve.strategy.resolve import describe_strategy, read_files
 
+# what scripts import, and what train.py does, that takes them seconds
+OF_SCRIPTS = ("transformers.trainer", "deepspeed", "peft", "trl")
+OF_TWINS = ("peft", "deepspeed", "samecurve.training.startup", "samecurve.engines.factory", "samecurve.engines.zero")
 GRACE_SECONDS = 5.0  # in which the other processes may say why they end, too
 
 
@@ -149,6 +152,8 @@ def train_twin(folder: Path, killed_after: int, *arguments: str) -> None:
             stream.flush()
             yield micro_batches
 
+    if "WORLD_SIZE" in os.environ:  # started as `train.py --num_processes` starts its own
+        os.environ[OWN_PROCESSES] = os.environ["WORLD_SIZE"]
     StepBatches.__iter__ = watched  # pyright: ignore[reportAttributeAccessIssue]
     _run_script(str(ROOT / "train.py"), arguments)
 

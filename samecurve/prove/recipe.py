@@ -22,6 +22,7 @@ from samecurve.bench.jobs import StrategyJob, exit_code_of, reason_of
 from samecurve.errors import ConfigurationError
 from samecurve.export import reload
 from samecurve.prove.judge import LEAST_NORM, Differences, Finding, relative
+from samecurve.prove.process import OF_TWINS
 from samecurve.prove.script import Processes
 from samecurve.prove.twin import KILLED, MICRO_BATCH, SAVED, STEPS, Twin, derive
 from samecurve.reports.chart import Curve, chart
@@ -36,8 +37,6 @@ from samecurve.storage.terminal import TextConsole, aligned
 from samecurve.strategy.placement import REFERENCE
 
 CHECKS = ("rows", "loss", "norm", "resume", "weights", "export", "precision")
-# what train.py imports, and what takes it seconds
-IMPORTED = ("peft", "deepspeed", "samecurve.training.startup", "samecurve.engines.factory", "samecurve.engines.zero")
 _ALONE = StrategyJob(REFERENCE, None, 1)
 _KEPT = shutil.ignore_patterns("model", "rejected_model", "tensorboard", "rows", "heartbeats")
 _VERIFIED = re.compile(r"^export reloaded by transformers .* differ by at most (\S+) ", re.M)
@@ -163,7 +162,7 @@ class Proof:
         shutil.rmtree(rows, ignore_errors=True)
         rows.mkdir(parents=True)
         words = [self.twin.path, *self.twin.settings, "precision=fp32", *settings, f"output_dir={directory}"]
-        words += ["--strategy", str(job.path)] if job.path else []
+        words += ["--strategy", str(job.path), "--num_processes", str(job.world_size)] if job.path else []
         log.unlink(missing_ok=True)
         with self.console.status(f"{job.name}: {kind}"):
             started = [job.world_size if job.path else 0, str(log), None, str(rows), str(killed), *words]
@@ -308,7 +307,7 @@ def run(path: str, given: Sequence[str], jobs: Sequence[StrategyJob], named: boo
 
     named: the strategies were asked for by name, so that one which cannot run here is a failure.
     """
-    with storage_errors(output), Processes(*IMPORTED) as processes:
+    with storage_errors(output), Processes(OF_TWINS) as processes:
         twin = derive(path, given, output)
         proof = Proof(processes, twin)
         nothing = proof.why_nothing_is_shown()

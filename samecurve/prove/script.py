@@ -25,7 +25,7 @@ from samecurve.prove.judge import (
     own_findings,
     weight_findings,
 )
-from samecurve.prove.process import Watch
+from samecurve.prove.process import OF_SCRIPTS, Watch
 from samecurve.specs.environment import versions
 from samecurve.storage.atomic import utc_timestamp
 from samecurve.storage.checksums import file_sha256
@@ -67,12 +67,11 @@ class Verdict:
 class Processes:
     """Runs scripts, or a twin, in processes of their own; imports of libraries take time once.
 
-    modules: what is imported: by default what scripts import, and what takes them seconds.
+    modules: the libraries.
     """
 
-    def __init__(self, *modules: str) -> None:
-        self._stack = ExitStack()
-        self._modules = modules or ("transformers.trainer", "deepspeed", "peft", "trl")
+    def __init__(self, modules: Sequence[str] = OF_SCRIPTS) -> None:
+        self._stack, self._modules = ExitStack(), modules
 
     def __enter__(self) -> Processes:
         words = [sys.executable, "-m", "samecurve.prove.process", *self._modules]
