@@ -77,7 +77,7 @@ STRATEGIES_ELSEWHERE = {
     "launch.start": ("deepspeed", _LAUNCHER),
     "launch.target": ("deepspeed", _LAUNCHER),
     "prove.judge": ("zero", "says where clipping comes from that a script does not do"),
-    "prove.process": ("deepspeed zero", "sets up what Accelerate expects of a launcher, and imports engines once"),
+    "prove.process": ("deepspeed", "sets up what Accelerate expects of a launcher, and imports engines once"),
     "prove.recorder": ("ddp deepspeed fsdp single zero", "names what a script of anyone's has made of its model"),
     "prove.script": ("ddp single", "names runs, and a strategy that shards nothing"),
     "reports.run_report": ("deepspeed", "shows a strategy file of run.json"),
