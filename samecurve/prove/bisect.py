@@ -224,7 +224,7 @@ def _pairs(run: Run, other: Run, index: int) -> Iterator[_Pair]:
             yield from _pair(quantity, name, ones, {name: values}, least)
 
     least = _floor(reference["gradients"])
-    yield from of_weights("weights before", "start")
+    yield from of_weights("weights before", "before")
     yield from of_activations("forward", "forward")
     losses = run.loss(index), other.loss(index)
     yield _Pair("loss", "", [relative(*losses)], losses)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,7 +193,8 @@ def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
         yield Finding("rows", min(len(run), len(natural)) + 1, text)
     for step, (rates, expected) in enumerate(zip(run.rates, natural.rates, strict=False)):
         if len(rates) != len(expected) or any(relative(*pair) > LEAST for pair in zip(rates, expected, strict=True)):
-            text = f"{_numbers(rates)}, in one process {_numbers(expected)}: its schedule counts batches"
+            text = f"{_numbers(rates)}, in one process {_numbers(expected)}: the schedule counts batches, or is stepped"
+            text += " by each process (as Accelerate's is), so it depends on the number of processes"
             yield Finding("learning rate", step + 1, text)
             break
 
@@ -221,6 +222,8 @@ def findings(
     if not apart.get(worst, 0.0) <= LEAST:
         text = f"{apart[worst]:.1e} of {worst} away, relative, before any update: made, loaded or rounded otherwise"
         yield Finding("start", 1, text)
+    if clipping := next(filter(None, map(_clipping, count(1), run.ranks[0], reference.ranks[0])), None):
+        yield clipping
     for kind in ("loss", "gradients", "norm", "weights"):
         for step, (value, place) in enumerate(
             zip(differences.values.get(kind, []), differences.places.get(kind, []), strict=True)
@@ -240,6 +243,18 @@ def findings(
             break
 
 
+def _clipping(step: int, record: Record, other: Record) -> Finding | None:
+    """Find gradients that are clipped to another norm than in one process."""
+    limits = [one["clip"] or math.inf for one in (record, other)]
+    if limits[0] == limits[1] or not max(one["norm"] or 0.0 for one in (record, other)) > min(limits):
+        return None
+    told = ["not clipped" if limit == math.inf else f"clipped to a norm of {limit:g}" for limit in limits]
+    hint = ""
+    if record["strategy"].startswith("zero"):
+        hint = "; DeepSpeed clips to gradient_clipping of its file alone, for which Accelerate takes 1 if it is auto"
+    return Finding("norm", step, f"gradients are {told[0]}, in one process {told[1]}{hint}")
+
+
 def _cause_of_loss(run: Run, reference: Run, step: int) -> str:
     loss, expected, world = run.loss(step), reference.loss(step), len(run.ranks)
     if any(relative(other, expected) < 0.01 * relative(loss, expected) for other in run.losses_by_labels(step)):
@@ -254,10 +269,9 @@ def own_findings(run: Run) -> Iterator[Finding]:
     """Judge a run by itself: what it trains, and on which tokens."""
     if problem := mask_problem([row for record in run.ranks[0] for row in record["masks"]]):
         yield Finding("labels", 1, problem)
-    value, place = run.ranks[0][0]["apart"]
+    value, text = run.ranks[0][0]["apart"]
     if value:
-        text = f"the model's outputs for {place} are {value:.1e} away, relative, from those for this text alone"
-        yield Finding("context", 1, f"{text}: padding, or what stands beside it, changes what it means")
+        yield Finding("context", 1, f"{text}: padding, or what stands beside a text, changes what it means")
     yield from weight_findings(run)
 
 

@@ -108,14 +108,14 @@ def mask_problem(rows: list[dict[str, Any]]) -> str:
 def apart(module: nn.Module, inputs: dict[str, Any], output: Any) -> tuple[float, str]:
     """Return how far the outputs of texts are from those without other rows, padding, and texts packed with them.
 
-    Relative to the largest output, with the place where that is most; (0, "") within rounding, and for what is not
-    known.
+    Relative to the largest output, with a sentence of where that is most; (0, "") within rounding, and for what is not
+    known. If outputs agree, the same of the loss with one more column of padding.
     """
     ids, logits = inputs.get("input_ids"), getattr(output, "logits", None)
     unknown = {name for name, value in inputs.items() if isinstance(value, Tensor)} - _KNOWN
     is_plain = isinstance(module, PreTrainedModel | PeftModel) and not module.config.is_encoder_decoder and not unknown
     if not is_plain or not isinstance(ids, Tensor) or not isinstance(logits, Tensor) or ids.ndim != 2:
-        return 0.0, ""
+        return _of_padding(module, inputs, output)
     worst, where = 0.0, ""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     for row in range(len(ids)):
@@ -134,8 +134,29 @@ def apart(module: nn.Module, inputs: dict[str, Any], output: Any) -> tuple[float
                 continue
             value = float((other - ours).abs().max() / other.abs().max().clamp(min=1e-12))
             if value > max(worst, 1e-3 if logits.dtype == torch.float32 else 0.05):
-                worst, where = value, f"text {number + 1} of row {row + 1}"
-    return worst, where
+                worst, place = value, f"text {number + 1} of row {row + 1}"
+                where = f"the model's outputs for {place} are {value:.1e} away, relative, from those for it alone"
+    return (worst, where) if worst else _of_padding(module, inputs, output)
+
+
+def _of_padding(module: nn.Module, inputs: dict[str, Any], output: Any) -> tuple[float, str]:
+    """Return what one more column of padding changes in a loss, as `apart` does."""
+    mask, loss = inputs.get("attention_mask"), getattr(output, "loss", None)
+    most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not isinstance(loss, Tensor) or loss.numel() > 1:
+        return 0.0, ""
+    if "position_ids" in inputs or not most or most <= mask.shape[1]:
+        return 0.0, ""
+    wider = {
+        name: nn.functional.pad(value, (0, 1), value=IGNORE_INDEX if name == "labels" else 0)
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.shape == mask.shape
+    }
+    other = module(**{**inputs, **wider}).loss
+    value = float((other - loss).abs() / loss.abs().clamp(min=1e-12))
+    if not value > (1e-4 if loss.dtype == torch.float32 else 0.05):
+        return 0.0, ""
+    return value, f"one more column of padding changes the loss by {value:.1e}, relative"
 
 
 def _is_like(inputs: dict[str, Any], name: str) -> bool:

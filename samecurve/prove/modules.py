@@ -144,7 +144,7 @@ class Modules:
         return {
             "forward": self._forward,
             "backward": self._backward,
-            "start": {name: sketch(name, weight) for name, weight in self._start.items()},
+            "before": {name: sketch(name, weight) for name, weight in self._start.items()},
             "local": {name: sketch(name, gradient) for name, gradient in self._local.items()},
             "mean": {name: sketch(name, gradient) for name, gradient in mean.items()},
             "update": {name: sketch(name, weights[name] - weight) for name, weight in self._start.items()},

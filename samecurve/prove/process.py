@@ -1,9 +1,14 @@
-"""Processes of a training script under observation, forked from one that has imported the libraries once.
+"""Processes of a training script, or of a twin, under observation, forked from one that has imported libraries once.
 
-    python -m samecurve.prove.process
+    python -m samecurve.prove.process [MODULE ...]      what to import
 
-Each line of stdin is a request, [number of processes, log, a Watch, script, arguments ...] as JSON; each line of stdout
-the exit code. The script sees what `accelerate launch` with the strategy's file would give it, on a CPU.
+Each line of stdin is a request as JSON, each line of stdout the exit code. A request is
+
+    [number of processes, log, a Watch, script, arguments ...]     or
+    [number of processes, log, null, folder, last step before a kill or 0, arguments of train.py ...]
+
+with 0 processes for one without a launcher. A script sees what `accelerate launch` with the strategy's file would give
+it, on a CPU. A twin writes which rows each step reads into `folder`, as rank_N.jsonl.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ import random
 import runpy
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -30,13 +36,19 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from samecurve.accelerator import cpu_bridge, launch_env
+from samecurve.data.batches import StepBatches
+from samecurve.data.micro_batch import MicroBatch
 from samecurve.launch.ranks import environments
 from samecurve.prove.recorder import Reading, Recorder
-from samecurve.strategy.launchers import Launch
+from samecurve.prove.twin import row_keys
+from samecurve.specs.environment import ROOT
+from samecurve.strategy.launchers import OWN_PROCESSES, Launch
 from samecurve.strategy.resolve import describe_strategy, read_files
 
-# what scripts import, and what takes them seconds
-_LIBRARIES = ("transformers.trainer", "deepspeed", "peft", "trl")
+# what scripts import, and what train.py does, that takes them seconds
+OF_SCRIPTS = ("transformers.trainer", "deepspeed", "peft", "trl")
+OF_TWINS = ("peft", "deepspeed", "samecurve.training.startup", "samecurve.engines.factory", "samecurve.engines.zero")
+GRACE_SECONDS = 5.0  # in which the other processes may say why they end, too
 
 
 @dataclass(frozen=True)
@@ -69,30 +81,33 @@ def main() -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    for name in _LIBRARIES:
+    for name in sys.argv[1:]:
         with suppress(ImportError, OSError):
             importlib.import_module(name)
     for line in sys.stdin:
-        world_size, log, *words = json.loads(line)
-        print(_run(world_size, log, *words), file=answers, flush=True)
+        print(_run(*json.loads(line)), file=answers, flush=True)
 
 
-def _run(world_size: int, log: str, watch: dict[str, Any], *words: str) -> int:
-    """Run a script in processes of their own, and end all when one fails, whose exit code is returned."""
-    ranks = environments(world_size) if watch["strategy"] is not None else [dict(os.environ)]
-    running = {_fork(environment, log, Watch(**watch), words) for environment in ranks}
-    failure = 0
+def _run(num_processes: int, log: str, watch: dict[str, Any] | None, *words: str) -> int:
+    """Run forks of this process, and end all when one fails, whose exit code is returned."""
+    ranks = environments(num_processes) if num_processes else [dict(os.environ)]
+    watched = Watch(**watch) if watch is not None else None
+    running = {_fork(environment, log, watched, words) for environment in ranks}
+    failure, deadline = 0, 0.0
     while running:
-        process, status = os.wait()
+        process, status = os.waitpid(-1, os.WNOHANG if failure else 0)
         running.discard(process)
         if status and not failure:
-            failure = abs(os.waitstatus_to_exitcode(status))
+            failure, deadline = abs(os.waitstatus_to_exitcode(status)), time.monotonic() + GRACE_SECONDS
+        elif failure and not process:
+            time.sleep(0.05)
+        if failure and time.monotonic() > deadline:
             for other in running:
                 os.kill(other, signal.SIGKILL)
     return failure
 
 
-def _fork(environment: dict[str, str], log: str, watch: Watch, words: Sequence[str]) -> int:
+def _fork(environment: dict[str, str], log: str, watch: Watch | None, words: Sequence[str]) -> int:
     """Return the number of the new process, which ends in here."""
     process = os.fork()
     if process:
@@ -108,7 +123,10 @@ def _fork(environment: dict[str, str], log: str, watch: Watch, words: Sequence[s
         random.seed()  # forks would draw the same where a script forgets its seed
         numpy.random.seed()
         torch.set_num_threads(max(1, torch.get_num_threads() // int(environment.get("WORLD_SIZE", "1"))))
-        observe(watch, *words)
+        if watch is None:
+            train_twin(Path(words[0]), int(words[1]), *words[2:])
+        else:
+            observe(watch, *words)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -118,6 +136,32 @@ def _fork(environment: dict[str, str], log: str, watch: Watch, words: Sequence[s
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def train_twin(folder: Path, killed_after: int, *arguments: str) -> None:
+    """Run train.py in this process and write the rows of each step, up to SIGKILL after a step; 0 lets it end."""
+    stream = (folder / f"rank_{os.environ.get('RANK', '0')}.jsonl").open("w", encoding="utf-8")
+    iterate = StepBatches.__iter__
+
+    def watched(batches: StepBatches) -> Iterator[list[MicroBatch]]:
+        for micro_batches in iterate(batches):
+            if killed_after and batches.step > killed_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rows = [key for batch in micro_batches for key in row_keys(batch)]
+            stream.write(json.dumps({"step": batches.step, "shard": batches.shard[0], "rows": rows}) + "\n")
+            stream.flush()
+            yield micro_batches
+
+    if "WORLD_SIZE" in os.environ:  # started as `train.py --num_processes` starts its own
+        os.environ[OWN_PROCESSES] = os.environ["WORLD_SIZE"]
+    StepBatches.__iter__ = watched  # pyright: ignore[reportAttributeAccessIssue]
+    _run_script(str(ROOT / "train.py"), arguments)
+
+
+def _run_script(path: str, arguments: Sequence[str]) -> None:
+    sys.argv = [path, *arguments]
+    sys.path[0] = str(Path(path).resolve().parent)
+    runpy.run_path(path, run_name="__main__")
 
 
 def observe(watch: Watch, script: str, *arguments: str) -> None:
@@ -139,9 +183,7 @@ def observe(watch: Watch, script: str, *arguments: str) -> None:
     reading = Reading(watch.merged, watch.backwards, watch.replay)
     reading.install()
     Recorder(Path(watch.folder, f"rank_{rank}.jsonl"), watch.steps, reading, watch.rates, watch.detailed).install()
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    _run_script(script, arguments)
 
 
 def _keep_gloo(kind: DistributedType | None) -> None:

@@ -18,10 +18,12 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from samecurve.bench.jobs import StrategyJob, exit_code_of, processes, reason_of
+from samecurve.bench.jobs import StrategyJob, exit_code_of, reason_of
 from samecurve.errors import ConfigurationError
 from samecurve.export import reload
 from samecurve.prove.judge import LEAST_NORM, Differences, Finding, relative
+from samecurve.prove.process import OF_TWINS
+from samecurve.prove.script import Processes
 from samecurve.prove.twin import KILLED, MICRO_BATCH, SAVED, STEPS, Twin, derive
 from samecurve.reports.chart import Curve, chart
 from samecurve.run.run_directory import iterate_metrics
@@ -93,8 +95,8 @@ class Proof:
         lower: the same in the recipe's precision; None if that is fp32, or without a loop.
     """
 
-    def __init__(self, twin: Twin):
-        self.twin, self.console = twin, TextConsole()
+    def __init__(self, processes: Processes, twin: Twin):
+        self._processes, self.twin, self.console = processes, twin, TextConsole()
         self.lower: tuple[Curves, Differences] | None = None
         if twin.why_not_looped:
             why = "the plain loop does not compute it; compared with one process of this trainer"
@@ -159,13 +161,12 @@ class Proof:
         rows = self.twin.folder / job.name / f"{kind}_rows"
         shutil.rmtree(rows, ignore_errors=True)
         rows.mkdir(parents=True)
-        words = ["-m", "samecurve.launch.ranks", str(job.world_size)] if job.path else []
-        words += ["-m", "samecurve.prove.rank", str(rows), str(killed), self.twin.path]
-        words += [*self.twin.settings, "precision=fp32", *settings, f"output_dir={directory}"]
-        words += ["--strategy", str(job.path)] if job.path else []
-        with log.open("w", encoding="utf-8") as stream, self.console.status(f"{job.name}: {kind}"):
-            with processes([sys.executable, *words], stream, job.world_size) as process:
-                code = process.wait()
+        words = [self.twin.path, *self.twin.settings, "precision=fp32", *settings, f"output_dir={directory}"]
+        words += ["--strategy", str(job.path), "--num_processes", str(job.world_size)] if job.path else []
+        log.unlink(missing_ok=True)
+        with self.console.status(f"{job.name}: {kind}"):
+            started = [job.world_size if job.path else 0, str(log), None, str(rows), str(killed), *words]
+            code = self._processes.run(started)
         first, last = (SAVED + 1 if before else 1), killed or STEPS
         records = [record for record in iterate_metrics(directory) if record and first <= record["step"] <= last]
         losses, norms = ([record.get(key) or math.nan for record in records] for key in ("loss", "grad_norm"))
@@ -306,9 +307,9 @@ def run(path: str, given: Sequence[str], jobs: Sequence[StrategyJob], named: boo
 
     named: the strategies were asked for by name, so that one which cannot run here is a failure.
     """
-    with storage_errors(output):
+    with storage_errors(output), Processes(OF_TWINS) as processes:
         twin = derive(path, given, output)
-        proof = Proof(twin)
+        proof = Proof(processes, twin)
         nothing = proof.why_nothing_is_shown()
         verdicts = [] if nothing else proof.judge([_ALONE, *(job for job in jobs if job.path)])
         content = certificate(proof, verdicts, nothing, named)

@@ -73,6 +73,7 @@ class Recorder:
         self._apart: tuple[float, str] = (0.0, "")
         self._gradients: dict[str, list[float]] = {}
         self._norm: float | None = None
+        self._limit: float | None = None  # of the norm
 
     def install(self) -> None:
         """Hook into PyTorch, and into DeepSpeed when it is imported already."""
@@ -145,9 +146,10 @@ class Recorder:
             self._modules.see("backward")
         return backward(loss, *args, **kwargs)
 
-    def _clip(self, clip: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, clip: Callable, weights: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         self._read_gradients()
-        norm = clip(*args, **kwargs)
+        self._limit = float(max_norm)
+        norm = clip(weights, max_norm, *args, **kwargs)
         self._norm = _whole(norm).item()
         self._modules.see("norm")
         return norm
@@ -156,7 +158,7 @@ class Recorder:
         if self._engine is None and self._norm is None:
             self._read_gradients()
         if self._engine is None and not self.step:
-            self._start = self._sketches(frozen=True)
+            self._start = self._sketches()
         if self.rates and self._trained is not None:
             for group, rate in zip(optimizer.param_groups, self.rates[self.step], strict=True):
                 group["lr"] = rate
@@ -169,9 +171,10 @@ class Recorder:
         self._engine = engine
         self._read_gradients()
         if not self.step:
-            self._start = self._sketches(frozen=True)
+            self._start = self._sketches()
         take(engine, *args, **kwargs)
         self._norm = float(engine.get_global_grad_norm() or 0) or None
+        self._limit = float(engine.gradient_clipping()) or None
         self._write([*engine.get_lr()])
 
     def _weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -216,10 +219,11 @@ class Recorder:
             "labels": self._labels,
             "gradients": self._gradients,
             "norm": self._norm,
+            "clip": self._limit,
             "rates": rates,
             "weights": {name: sketch(name, weight) for name, weight in weights.items()},
             "start": self._start if self.step == 1 else {},
-            "end": self._sketches(frozen=True) if is_last else {},
+            "end": self._sketches() if is_last else {},
             "masks": self._masked,
             "apart": self._apart,
         }
@@ -233,20 +237,16 @@ class Recorder:
                 dist.barrier()
             raise SystemExit(0)
 
-    def _sketches(self, frozen: bool) -> dict[str, list[float]]:
-        """Read the trained weights, in the precision of their updates, or all."""
-        sketches = {}
+    def _sketches(self) -> dict[str, list[float]]:
+        """Read all weights, the trained ones in the precision of their updates."""
+        whole = self._whole_weights()
         for name, weight in self._weights():
-            if self._engine is None or not (weight.requires_grad or frozen):
-                values = weight
-            elif weight.requires_grad:
-                values = sys.modules["deepspeed"].utils.safe_get_full_fp32_param(weight)
-            else:
+            if name not in whole and self._engine is not None:
                 with sys.modules["deepspeed"].zero.GatheredParameters([weight]):
-                    values = weight.detach().clone()
-            if weight.requires_grad or frozen:
-                sketches[name] = sketch(name, _whole(values))
-        return sketches
+                    whole[name] = weight.detach().clone()
+            elif name not in whole:
+                whole[name] = _whole(weight)
+        return {name: sketch(name, values) for name, values in whole.items()}
 
     def _strategy(self) -> str:
         if self._engine is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from samecurve.prove.judge import (
     own_findings,
     weight_findings,
 )
-from samecurve.prove.process import Watch
+from samecurve.prove.process import OF_SCRIPTS, Watch
 from samecurve.specs.environment import versions
 from samecurve.storage.atomic import utc_timestamp
 from samecurve.storage.checksums import file_sha256
@@ -64,13 +65,16 @@ class Verdict:
 
 
 class Processes:
-    """Runs scripts in processes of their own; imports of libraries take time once."""
+    """Runs scripts, or a twin, in processes of their own; imports of libraries take time once.
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
+    modules: the libraries.
+    """
+
+    def __init__(self, modules: Sequence[str] = OF_SCRIPTS) -> None:
+        self._stack, self._modules = ExitStack(), modules
 
     def __enter__(self) -> Processes:
-        words = [sys.executable, "-m", "samecurve.prove.process"]
+        words = [sys.executable, "-m", "samecurve.prove.process", *self._modules]
         self._starter = self._stack.enter_context(processes(words, subprocess.PIPE, 1, subprocess.PIPE))
         return self
 
@@ -135,7 +139,7 @@ class Proof:
         steps = watch.detailed or watch.steps or (0 if self.to_end else self.steps)
         watch = replace(watch, folder=str(folder.resolve()), steps=steps, strategy=job.path and str(job.path))
         log = folder / "output.log"
-        words = [job.world_size, str(log), asdict(watch), str(script), *self.arguments, *more]
+        words = [job.world_size if job.path else 0, str(log), asdict(watch), str(script), *self.arguments, *more]
         with self._console.status(f"{job.name}: running"):
             code = self._processes.run(words)
         run = Run.read(job.name, folder)
@@ -143,8 +147,11 @@ class Proof:
         if is_whole and len(run.ranks) == job.world_size:
             self._console.print(f"{job.name}: {len(run)} steps on {job.world_size} process(es)")
             return run
-        ended = f"ended with code {code}" if code else "ended"
-        reason = f"{ended} after {len(run)} of {steps or 'all'} steps{_last_line(log)}, see {log}"
+        reason = f"ended by itself after {len(run)} of {steps} steps (--steps {len(run)} judges those), see {log}"
+        if code or not len(run):
+            reason = (
+                f"ended with code {code} after {len(run)} of {steps or 'all'} steps{_last_line(log, script)}, see {log}"
+            )
         self._console.print(f"{job.name}: {reason}")
         raise Incomplete(reason)
 
@@ -258,7 +265,10 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str) -> dict
     }
 
 
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+def _last_line(log: Path, script: Path) -> str:
+    """Return the error of a log, and the script's line that led to it."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
     errors = [line for line in lines if "Error" in line] or lines
-    return f": {errors[-1]}" if errors else ""
+    called = re.findall(rf'File "[^"]*{re.escape(script.name)}", line (\d+)', text)
+    return (f": {errors[-1]}" if errors else "") + (f", at {script.name}:{called[-1]}" if called else "")

@@ -119,6 +119,12 @@ MEASURED = (
         ("prove",),
     ),
     Measured(
+        "benchmarks/public_scripts.md",
+        "what `prove` finds in examples of transformers and Accelerate, unchanged",
+        "by hand",
+        ("prove",),
+    ),
+    Measured(
         "benchmarks/trainers.md",
         "first steps of LLaMA-Factory's and TRL's configurations under their trainer and by the adopted recipe",
         "`python -m benchmarks.trainers.compare FOLDER`",

@@ -17,7 +17,9 @@ from samecurve.bench import jobs
 from samecurve.cli import prove as command_prove
 from samecurve.cli.commands import main
 from samecurve.data import chat_encoder
+from samecurve.prove.process import OF_TWINS
 from samecurve.prove.recipe import Proof
+from samecurve.prove.script import Processes
 from samecurve.prove.twin import derive
 
 # in the ranks alone: the loop and the other processes of the command start as ever
@@ -71,7 +73,7 @@ def recipe(tmp_path, monkeypatch) -> Path:
 
 def plant(name: str, folder: Path, monkeypatch) -> None:
     (folder / "plants").mkdir()
-    code = f"import sys\nif 'samecurve.prove.rank' in sys.orig_argv[:3]:\n    exec({PLANTS[name]!r})\n"
+    code = f"import sys\nif 'samecurve.prove.process' in sys.orig_argv[:3]:\n    exec({PLANTS[name]!r})\n"
     (folder / "plants" / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", f"{folder / 'plants'}:{ROOT}")
 
@@ -88,10 +90,11 @@ def kinds(certificate: dict) -> set[str]:
 
 def test_a_mean_of_means_is_found(recipe, monkeypatch):
     plant("mean of means", recipe.parent, monkeypatch)
-    proof = Proof(derive(str(recipe), [], recipe.parent / "proof"))
-    assert not proof.twin.problems and not proof.why_nothing_is_shown()
-    assert set(proof.twin.trained) == {"assistant", "ends of turns", "the template", "user"}
-    verdict, _ = proof.judge_start(jobs.jobs(["ddp"], 2)[0])
+    with Processes(OF_TWINS) as processes:
+        proof = Proof(processes, derive(str(recipe), [], recipe.parent / "proof"))
+        assert not proof.twin.problems and not proof.why_nothing_is_shown()
+        assert set(proof.twin.trained) == {"assistant", "ends of turns", "the template", "user"}
+        verdict, _ = proof.judge_start(jobs.jobs(["ddp"], 4)[0])  # not the number of its file
     assert [(finding.kind, finding.step) for finding in verdict.findings] == [("loss", 1), ("norm", 1)]
     assert verdict.largest["rows"] == 0 and 1e-3 < (verdict.largest["loss"] or 0) < 0.5  # it looks like any other curve
 

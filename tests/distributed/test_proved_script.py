@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from samecurve.cli.commands import main
+from samecurve.prove.judge import Run
+from samecurve.prove.process import Watch
+from samecurve.prove.script import Processes
 
 SCRIPT = """
 import sys
@@ -81,6 +85,21 @@ for given, wanted in loader:
 """
 
 
+OWN = """
+import sys
+import torch
+from samecurve import Accelerator
+
+accelerator = Accelerator(project_dir=sys.argv[1])
+model = torch.nn.Linear(3, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 3)).mean())
+optimizer.step()
+accelerator.log({"eval_loss": 1.5}, step=1)
+accelerator.save_state(sys.argv[1] + "/state")
+"""
+
+
 def prove(folder: Path, strategies: str, *words: str, script: str = SCRIPT) -> tuple[int, dict]:
     (folder / "train.py").write_text(script)
     command = ["prove", str(folder / "train.py"), "--strategies", strategies, "--steps", "2"]
@@ -95,6 +114,16 @@ def test_a_mean_of_means_is_found(tmp_path, capsys):
     assert [finding["kind"] for finding in strategy["findings"]] == ["loss", "gradients", "norm", "weights"]
     assert strategy["findings"][0]["step"] == 1 and "a mean of means" in strategy["findings"][0]["text"]
     assert "ddp: loss, step 1: " in capsys.readouterr().out
+
+
+def test_what_a_script_saves_and_logs_is_seen(tmp_path):
+    """samecurve.Accelerator has methods of its own for both."""
+    script, watch = tmp_path / "train.py", Watch(folder=str(tmp_path))
+    script.write_text(OWN)
+    with Processes(("peft",)) as processes:
+        assert processes.run([0, str(tmp_path / "log"), asdict(watch), str(script), str(tmp_path)]) == 0
+    events = [(event["event"], event["step"], event["value"]) for event in Run.read("", tmp_path).events]
+    assert events == [("log", 1, {"eval_loss": 1.5}), ("save", 1, "")]
 
 
 @pytest.mark.full

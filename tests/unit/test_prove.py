@@ -88,7 +88,7 @@ ROWS = ["a", "b", "c", "d"]
 
 
 def step(
-    rows=ROWS, losses=(2.0,), labels=((4, 3),), norm=1.0, rates=(0.1,), gradient=1.0, weight=1.0, by="ddp"
+    rows=ROWS, losses=(2.0,), labels=((4, 3),), norm=1.0, clip=2.0, rates=(0.1,), gradient=1.0, weight=1.0, by="ddp"
 ) -> dict:
     return {
         "strategy": by,
@@ -98,6 +98,7 @@ def step(
         "labels": [*labels],
         "gradients": {"first": [1.0] * 9, "second": [abs(gradient), *[gradient] * 8]},
         "norm": norm,
+        "clip": clip,
         "rates": [*rates],
         "weights": {"first": [1.0] * 9, "second": [weight] * 9},
         "start": {},
@@ -134,7 +135,7 @@ def judged(run: Run) -> list[tuple[str, int, str]]:
 
 
 def test_equal_runs_have_no_findings():
-    assert judged(two()) == []
+    assert judged(two()) == judged(two(clip=None)) == []  # no norm is above 2
     assert why_nothing_is_shown(ALONE) == ""
 
 
@@ -151,6 +152,7 @@ def test_equal_runs_have_no_findings():
         (two(gradient=1.1), "gradients", "9.1e-02 of second away"),
         (two(gradient=-1.0), "gradients", "2.0e+00 of second away"),
         (two(norm=1.1), "norm", "9.1e-02 away"),
+        (two(clip=0.5), "norm", "clipped to a norm of 0.5, in one process clipped to a norm of 2"),
         (two(weight=1.1), "weights", "7.1e-02 of second away"),
         (two({"weight": 1.0 + 1e-12}), "ranks", "1 weights are not the same on all of them, second the first"),
         (two(by="single"), "strategy", "trained under single, not under ddp"),

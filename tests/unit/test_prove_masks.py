@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, LlamaConfig, LlamaForCausalLM
 
 from samecurve.prove.judge import Differences, Run, logged_findings, own_findings
 from samecurve.prove.masks import Masks, apart, mask_problem
@@ -78,8 +78,21 @@ def test_a_text_whose_padding_is_attended_to_is_apart():
     right = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     assert apart(model, right, model(**right)) == (0.0, "")
     forgotten = model(input_ids=ids, position_ids=positions)
-    value, place = apart(model, right, forgotten)
-    assert value > 0.01 and place == "text 1 of row 2"
+    value, text = apart(model, right, forgotten)
+    assert value > 0.01 and text.startswith("the model's outputs for text 1 of row 2")
+
+
+def test_a_loss_that_counts_padding_is_apart():
+    """BERT's loss of an answer's place is a softmax over all columns, also those of padding."""
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
+    batch = {"input_ids": torch.randint(1, 40, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    places = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}
+    model = BertForQuestionAnswering(config).eval()
+    value, text = apart(model, batch | places, model(**batch, **places))
+    assert value > 1e-3 and text.startswith("one more column of padding changes the loss")
+    masked, labels = BertForMaskedLM(config).eval(), {"labels": batch["input_ids"]}
+    assert apart(masked, batch | labels, masked(**batch, **labels)) == (0.0, "")
 
 
 def step(**changed) -> dict:
@@ -95,7 +108,7 @@ def step(**changed) -> dict:
         ({}, "", ""),
         ({"end": {"third": [3.1] * 9}}, "frozen weights", "1 weights move that are not trained, third"),
         ({"start": {"second": [2.0] * 9}}, "trained weights", "1 weights have gradients and do not move, second"),
-        ({"apart": (0.5, "text 1 of row 2")}, "context", "text 1 of row 2 are 5.0e-01 away"),
+        ({"apart": (0.5, "the outputs for text 1 are away")}, "context", "for text 1 are away: padding"),
         ({"masks": [row(trained=0)]}, "labels", "1 of 1 rows have no trained token"),
     ],
 )
