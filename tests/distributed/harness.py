@@ -26,9 +26,9 @@ from samecurve.storage.atomic import utc_timestamp
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "SAMECURVE_FAULT_RESULTS"
 BIN = Path(sys.executable).parent
-STEPS = 20
+STEPS = 25
 LEAST_VALUE, LEAST_CHANGE = 1e-6, 5e-5  # of losses and gradient norms; the change is a part of the largest
-SAVE_EVERY = 5  # and all are kept: 15 steps follow the first
+SAVE_EVERY = 5  # and all are kept: 20 steps follow the first
 # A start takes 10, with DeepSpeed's first build of its NVMe library 200.
 LIMIT_SECONDS = int(os.environ.get("SAMECURVE_TEST_LIMIT_SECONDS", 900))
 

@@ -120,7 +120,7 @@ def test_a_checkpoint_of_several_ranks_is_the_export_without_the_strategy(worksp
     before = load_file(tmp_path / "early" / "model.safetensors")
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
     assert not any(torch.equal(before[name], found[name].bfloat16()) for name in found)
-    assert "| optimizer steps | 5 of 20 |" in (tmp_path / "early" / "README.md").read_text()
+    assert "| optimizer steps | 5 of 25 |" in (tmp_path / "early" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("task", ["pretrain", "adapter", "classify"])

@@ -87,7 +87,7 @@ def test_a_run_goes_on_without_it_and_exports_plain_weights(workspace):
     assert (run.facts["num_fp8_modules"], plain.facts["num_fp8_modules"]) == (MODULES, 0)
     assert 0 < largest_relative_difference(run.column("loss"), plain.column("loss")) < 5e-3
     assert run.weights.keys() == plain.weights.keys()
-    resumed = workspace.resume(run, 10, "fsdp", 2, "precision=bf16")
+    resumed = workspace.resume(run, 20, "fsdp", 2, "precision=bf16")
     assert resumed.returncode == 0, resumed.output
     assert "fp8: rowwise_with_gw_hp -> off" in resumed.output
-    assert largest_relative_difference(resumed.column("loss")[10:], run.column("loss")[10:]) < 5e-3
+    assert largest_relative_difference(resumed.column("loss")[20:], run.column("loss")[20:]) < 5e-3

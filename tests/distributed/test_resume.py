@@ -1,6 +1,6 @@
 """A run stops anywhere and goes on: bit for bit under the same strategy, on the same curve under any other.
 
-The runs that stop are those of test_equal_curves.py, which save every 5 steps; 15 steps follow the first save.
+The runs that stop are those of test_equal_curves.py, which save every 5 steps; 20 steps follow the first save.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ WAY = (Case("zero3", 2, 2), Case("pp_fsdp_tp", 8, 2), Case("fsdp_ulysses", 4, 2)
 
 @pytest.mark.full
 def test_a_run_that_changes_devices_three_times_ends_on_the_same_curve(workspace, reference):
-    """Five steps each on 2, 8 and 4 processes, and the last five in one."""
+    """Five steps each on 2, 8 and 4 processes, and the last ten in one."""
     run = run_case(workspace, WAY[0])
     for count, case in enumerate(WAY[1:], start=1):
         strategy = None if case.strategy == "single" else case.strategy

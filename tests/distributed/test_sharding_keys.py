@@ -126,7 +126,7 @@ def test_a_whole_run_with_evaluation_and_export(strategy, keys, workspace, refer
     assert largest_relative_difference(run.column("loss"), reference.column("loss")) < EXACT[0]
     assert largest_relative_difference(run.column("grad_norm"), reference.column("grad_norm")) < EXACT[1]
     found, expected = ([each["eval_loss"] for each in r.metrics if "eval_loss" in each] for r in (run, reference))
-    assert len(found) == 2 and found == pytest.approx(expected, rel=EXACT[0], abs=0)
+    assert len(found) == 3 and found == pytest.approx(expected, rel=EXACT[0], abs=0)
     assert relative_l2(run.weights, reference.weights) < 1e-4
 
 

@@ -25,7 +25,7 @@ def test_tensorboard_holds_every_metric_of_every_step(reference):
     found = tensorboard_scalars(reference.directory)
     assert_equal_to_metrics(found, reference.metrics, FLOAT32)
     assert list(found["train/loss"]) == list(range(1, STEPS + 1))
-    assert list(found["evaluate/eval_loss"]) == [10, 20]
+    assert list(found["evaluate/eval_loss"]) == [10, 20, 25]  # every 10 steps, and after the last one
 
 
 def test_tensorboard_holds_the_router_metrics(workspace):

@@ -13,7 +13,6 @@ import time
 
 import pytest
 from battery import SINGLE, Case, Expected, Victim
-from harness import SAVE_EVERY, STEPS
 from started import Started, send
 
 DEAD = r"rank {} \(pid \d+\) died"
@@ -101,7 +100,7 @@ def test_ranks_that_stop_answering(battery):
 def test_a_full_disk_once(battery):
     victim = battery.victim()
     says = r"the checkpoint of step 10 was not written: .*rank 1: .*ENOSPC"
-    victim.hurt("disk", "ENOSPC once", Expected(0, says, STEPS, "done"), faults="save.write@2:1:enospc")
+    victim.hurt("disk", "ENOSPC once", Expected(0, says, 25, "done"), faults="save.write@2:1:enospc")
     saved = {folder.name for folder in (victim.directory / "checkpoints").iterdir()}
     assert "step_00000010" not in saved and {"step_00000005", "step_00000015", "step_00000020"} <= saved
     assert not [name for name in saved if name.startswith(".")]
@@ -123,15 +122,15 @@ def test_a_full_disk_that_stays_full(battery):
 def test_a_full_disk_at_the_end(battery):
     """The last save is tried three times."""
     victim = battery.victim(SINGLE)
-    at_last = ",".join(f"save.fsync@{visit}:0:enospc" for visit in (4, 5, 6))
-    victim.hurt("disk", "ENOSPC in the last save", Expected(7, STAYS_FULL, STEPS - SAVE_EVERY), faults=at_last)
+    at_last = ",".join(f"save.fsync@{visit}:0:enospc" for visit in (5, 6, 7))
+    victim.hurt("disk", "ENOSPC in the last save", Expected(7, STAYS_FULL, 20), faults=at_last)
     victim.finish()
 
 
 @pytest.mark.full
 def test_torchrun_restarts_by_itself(battery):
     victim = battery.victim()
-    expected = Expected(0, r"resuming after step 5 in", STEPS, "done")
+    expected = Expected(0, r"resuming after step 5 in", 25, "done")
     victim.hurt("kill", "SIGKILL, --max-restarts", expected, "--max-restarts=3", faults="step@8/0:1:kill")
     victim.is_golden()
 
