@@ -130,7 +130,7 @@ def _dora(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "adapter.dora", "found true, but DoRA needs the norms of weights that are not quantized; use false"
 
 
-def _rounds(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _quantizer(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("adapter.quantization")
     package = "torchao" if kind == "torchao_int8" else "bitsandbytes"
     if kind is not None and importlib.util.find_spec(package) is None:
@@ -194,7 +194,7 @@ def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
 RULES = (
     *(_origin, _model_type, _folder, _revision, _overrides, *_CONFIG_RULES),
     *(_new_from_scratch, _new_and_frozen),
-    *(_dora, _rounds, _adapts, _parameters, _no_target),
+    *(_dora, _quantizer, _adapts, _parameters, _no_target),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),
     *(_positions, _flash_packed, _flash_in_fp32),
 )

@@ -18,6 +18,7 @@ Record = dict[str, Any]
 ROUNDING_FACTOR = 20
 LEAST = 2e-6  # ... and from here on in any case, relative: a few roundings of fp32
 MOST = 0.1  # from here on it counts unless rounding alone has half of it: chaos must not excuse everything
+RANDOM = 1e-2  # from here on a first loss of the same rows is one of other inputs
 LEAST_NORM = 1e-6  # of gradients; below, nothing is learnt and anything agrees
 KINDS = ("labels", "context", "strategy", "rows", "learning rate", "trained weights", "start", "loss", "gradients")
 KINDS += ("norm", "weights", "ranks", "frozen weights", "resume", "logged", "export")
@@ -160,6 +161,17 @@ class Differences:
 def bound(rounding: float) -> float:
     """Return from where a relative difference counts, given that of the same rows in another order."""
     return LEAST + min(ROUNDING_FACTOR * rounding, max(MOST, 2 * rounding))
+
+
+def why_not_compared(rounding: Differences) -> str:
+    """Return why runs of a script cannot be compared, or "". rounding: see `findings`."""
+    first = rounding.values.get("loss", [0.0])[0]
+    if not first >= RANDOM:
+        return ""
+    return (
+        f"not judged: where one process reads the same rows once more, its first loss is {first:.1e} away, relative; "
+        "what is drawn for a row (masks of a collator, augmentation) has to be the same each time it is read"
+    )
 
 
 def distance(one: Sequence[float], other: Sequence[float], least: float = 0.0) -> float:

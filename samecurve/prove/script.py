@@ -24,6 +24,7 @@ from samecurve.prove.judge import (
     logged_findings,
     own_findings,
     weight_findings,
+    why_not_compared,
 )
 from samecurve.prove.process import OF_SCRIPTS, Watch
 from samecurve.specs.environment import versions
@@ -47,7 +48,7 @@ class Verdict:
     """Of a strategy, or of a changed script.
 
     Attributes:
-        reason: why its run did not reach the last step; "" if it did.
+        reason: why its run did not reach the last step or is not judged, or "".
         run: its records.
         given: how one process reads the same rows at the same rates.
     """
@@ -178,7 +179,9 @@ class Proof:
         except Incomplete as error:
             return Verdict(job, (), Differences(), str(error))
         differences = Differences.between(run, self._reference)
-        seen = findings(run, _sharding(job), self._reference, differences, self._rounding)
+        seen = [*findings(run, _sharding(job), self._reference, differences, self._rounding)]
+        if (reason := why_not_compared(self._rounding)) and "start" not in {finding.kind for finding in seen}:
+            return Verdict(job, (), differences, reason)
         first = sorted(seen, key=lambda finding: finding.step)  # what is wrong in a step changes the loss of the next
         alone = [finding for finding in weight_findings(run) if finding not in self.problems]
         logged = logged_findings(run, self._reference, self._rounding)

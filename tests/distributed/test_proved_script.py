@@ -148,3 +148,10 @@ def test_scripts_of_other_libraries_pass(script, strategies, tmp_path):
     code, proof = prove(tmp_path, strategies, script=script)
     assert [strategy["findings"] + [strategy["reason"]] for strategy in proof["strategies"]] in ([[""]], [[""]] * 2)
     assert code == 0
+
+
+@pytest.mark.full
+def test_rows_that_are_drawn_anew_are_not_judged(tmp_path):
+    code, proof = prove(tmp_path, "ddp", script=TORCH.replace("model(given)", "model(given + torch.rand_like(given))"))
+    (strategy,) = proof["strategies"]
+    assert code == 1 and not strategy["passes"] and strategy["reason"].startswith("not judged: where one process")

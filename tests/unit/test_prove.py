@@ -26,6 +26,7 @@ from samecurve.prove.judge import (
     distance,
     drop_copies,
     findings,
+    why_not_compared,
     why_nothing_is_shown,
 )
 from samecurve.prove.recorder import Batches, Reading, rows_of, sketch
@@ -132,6 +133,12 @@ def found_in(run: Run, rounding: Differences) -> list:
 def judged(run: Run) -> list[tuple[str, int, str]]:
     nothing = Differences.between(ALONE, ALONE)
     return [*data_findings(run, ALONE), *found_in(run, nothing)]
+
+
+def test_a_script_that_draws_its_rows_anew_is_not_judged():
+    again = run([step(losses=(2.1,)), step()])
+    assert why_not_compared(Differences.between(ALONE, ALONE)) == ""
+    assert why_not_compared(Differences.between(again, ALONE)).startswith("not judged: ")
 
 
 def test_equal_runs_have_no_findings():

@@ -57,10 +57,14 @@ def data_sets(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     parts = [source(entry) for entry in entries if isinstance(entry, dict)]
     if settings.get("rl") and parts and "data.messages_column" in parts[0]:
         parts[0]["data.prompt_column"] = parts[0].pop("data.messages_column")
+    unlike: dict[str, Any] = {}
     # its alpaca is text without a template, which data.chat says of all data
-    alpaca = parts and all(isinstance(entry, dict) and entry.get("type") == "alpaca" for entry in entries)
-    unlike = {"data.chat": False} if alpaca and task(settings) == "sft" else {}
-    parts = [part | {"data.format": "alpaca-axolotl"} for part in parts] if unlike else parts
+    alpaca = [isinstance(entry, dict) and entry.get("type") == "alpaca" for entry in entries]
+    if any(alpaca) and task(settings) == "sft":
+        if not all(alpaca):
+            return NoEqual("one run with type alpaca, text without a chat template, and one with the others")
+        unlike = {"data.chat": False}
+        parts = [part | {"data.format": "alpaca-axolotl"} for part in parts]
     if len(parts) == 1:
         return parts[0] | unlike
     if not parts:
