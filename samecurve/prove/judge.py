@@ -283,7 +283,7 @@ def own_findings(run: Run) -> Iterator[Finding]:
         yield Finding("labels", 1, problem)
     value, text = run.ranks[0][0]["apart"]
     if value:
-        yield Finding("context", 1, f"{text}: padding, or what stands beside a text, changes what it means")
+        yield Finding("context", 1, f"{text}: padding, or what stands beside it, changes what it means")
     yield from weight_findings(run)
 
 

@@ -147,8 +147,9 @@ def _of_padding(module: nn.Module, inputs: dict[str, Any], output: Any) -> tuple
         return 0.0, ""
     if "position_ids" in inputs or not most or most <= mask.shape[1]:
         return 0.0, ""
+    fillers = {"input_ids": getattr(module.config, "pad_token_id", None) or 0, "labels": IGNORE_INDEX}
     wider = {
-        name: nn.functional.pad(value, (0, 1), value=IGNORE_INDEX if name == "labels" else 0)
+        name: nn.functional.pad(value, (0, 1), value=fillers.get(name, 0))
         for name, value in inputs.items()
         if isinstance(value, Tensor) and value.shape == mask.shape
     }
