@@ -32,7 +32,7 @@ def render_page() -> str:
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     of_both = [results["exhibits"].get(exhibit.name, {}) for exhibit in EXHIBITS]
     right = [both["right"] for both in of_both if "right" in both]
-    commits = sorted({result["commit"] for both in of_both for result in both.values() if "commit" in result})
+    commits = sorted({result.get("commit", "") for both in of_both for result in both.values()})
     facts = {
         "caught": sum(both.get("wrong", {}).get("as_expected", False) for both in of_both),
         "alarms": sum(not result["as_expected"] for result in right),
@@ -40,7 +40,7 @@ def render_page() -> str:
         "different": len({result["sha256"] for result in right}),
         "missing": len(NOT_SHOWN),
         "date": results["date"],
-        "at": f" at {', '.join(commits)}" if commits else "",
+        "at": f" at {', '.join(commits)}" if all(commits) else "",
         "cores": results["cores"],
         **results["versions"],
     }
