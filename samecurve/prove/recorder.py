@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import wraps
 from itertools import islice
 from pathlib import Path
@@ -24,9 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.data.sampler import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from samecurve.accelerator.states import States
@@ -158,7 +158,7 @@ class Recorder:
         if self._engine is None and self._norm is None:
             self._read_gradients()
         if self._engine is None and not self.step:
-            self._start = self._sketches()
+            self._start = self._sketches(self._whole_weights())
         if self.rates and self._trained is not None:
             for group, rate in zip(optimizer.param_groups, self.rates[self.step], strict=True):
                 group["lr"] = rate
@@ -171,7 +171,7 @@ class Recorder:
         self._engine = engine
         self._read_gradients()
         if not self.step:
-            self._start = self._sketches()
+            self._start = self._sketches(self._whole_weights())
         take(engine, *args, **kwargs)
         self._norm = float(engine.get_global_grad_norm() or 0) or None
         self._limit = float(engine.gradient_clipping()) or None
@@ -223,7 +223,7 @@ class Recorder:
             "rates": rates,
             "weights": {name: sketch(name, weight) for name, weight in weights.items()},
             "start": self._start if self.step == 1 else {},
-            "end": self._sketches() if is_last else {},
+            "end": self._sketches(weights) if is_last else {},
             "masks": self._masked,
             "apart": self._apart,
         }
@@ -237,16 +237,15 @@ class Recorder:
                 dist.barrier()
             raise SystemExit(0)
 
-    def _sketches(self) -> dict[str, list[float]]:
-        """Read all weights, the trained ones in the precision of their updates."""
-        whole = self._whole_weights()
+    def _sketches(self, trained: dict[str, Tensor]) -> dict[str, list[float]]:
+        """Sketch the whole trained weights that are given, and the frozen ones."""
+        sketches = {name: sketch(name, values) for name, values in trained.items()}
         for name, weight in self._weights():
-            if name not in whole and self._engine is not None:
-                with sys.modules["deepspeed"].zero.GatheredParameters([weight]):
-                    whole[name] = weight.detach().clone()
-            elif name not in whole:
-                whole[name] = _whole(weight)
-        return {name: sketch(name, values) for name, values in whole.items()}
+            if name not in trained:
+                gather = sys.modules["deepspeed"].zero.GatheredParameters if self._engine is not None else nullcontext
+                with gather([weight]):
+                    sketches[name] = sketch(name, _whole(weight))
+        return sketches
 
     def _strategy(self) -> str:
         if self._engine is not None:

@@ -148,11 +148,11 @@ class Proof:
         if is_whole and len(run.ranks) == job.world_size:
             self._console.print(f"{job.name}: {len(run)} steps on {job.world_size} process(es)")
             return run
-        reason = f"ended by itself after {len(run)} of {steps} steps (--steps {len(run)} judges those), see {log}"
         if code or not len(run):
-            reason = (
-                f"ended with code {code} after {len(run)} of {steps or 'all'} steps{_last_line(log, script)}, see {log}"
-            )
+            reason = f"ended with code {code} after {len(run)} of {steps or 'all'} steps{_last_line(log, script)}"
+        else:
+            reason = f"ended by itself after {len(run)} of {steps} steps (--steps {len(run)} judges those)"
+        reason += f", see {log}"
         self._console.print(f"{job.name}: {reason}")
         raise Incomplete(reason)
 

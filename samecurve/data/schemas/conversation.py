@@ -180,8 +180,8 @@ def format_of(row: Iterable[str], schema: ChatSchema) -> RowFormat:
 def columns_read(row: Iterable[str], schema: ChatSchema) -> tuple[str, ...]:
     """Return the columns that `conversation` reads of a row."""
     chosen = format_of(row, schema)
-    shared = [column for column in SHARED if schema.chat or column in TOOLS]
-    return (*chosen.columns, *chosen.optional, *([] if chosen.reader in ("tokens", "segments") else shared))
+    shared = SHARED if schema.chat else TOOLS
+    return (*chosen.columns, *chosen.optional, *(() if chosen.reader in ("tokens", "segments") else shared))
 
 
 def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:

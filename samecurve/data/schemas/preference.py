@@ -91,8 +91,7 @@ class PairSource(sources.TableSource):
 
     def columns_read(self, row: dict) -> tuple[str, ...]:
         chosen = format_of(row, self.schema)
-        shared = [column for column in SHARED if self.schema.chat or column in TOOLS]
-        return (*chosen.columns, *chosen.optional, *shared)
+        return (*chosen.columns, *chosen.optional, *(SHARED if self.schema.chat else TOOLS))
 
     def format_name(self, row: dict) -> str:
         return format_of(row, self.schema).name
