@@ -68,6 +68,13 @@ def shard(accelerator: Accelerator, model: Model, mesh: Mesh, whole: Collection[
     return model
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has left gathered, so that the next one gathers anew."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def _shard_ends(model: Any, plugin: Any, options: dict[str, Any]) -> None:
     """Make units of a transformers model's token embedding and of its last layers."""
     tokens, head = _embeddings(model)

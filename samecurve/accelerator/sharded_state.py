@@ -99,6 +99,9 @@ class DTensorShards:
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer, updates)
 
+    def refresh(self) -> None:
+        pass  # the optimizer's weights are those that are computed with
+
     def masters(self) -> Iterator[Master]:
         for name, parameter in self._parameters.items():
             numel = self._placed[name][0].numel
@@ -158,6 +161,9 @@ class Zero12Shards:
 
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer.optimizer, updates)
+        self.refresh()
+
+    def refresh(self) -> None:
         self._optimizer.update_lp_params()
 
     def masters(self) -> Iterator[Master]:
@@ -213,15 +219,18 @@ class Zero3Shards:
                             yield shard, flat.detach().narrow(0, offset, shard.region.numel)
 
     def finish(self, updates: int) -> None:
+        set_updates(self._optimizer.optimizer, updates)
+        self.refresh()
+
+    def refresh(self) -> None:
         zero = self._optimizer
-        set_updates(zero.optimizer, updates)
         for index, group in enumerate(zero.fp16_groups):
             with self._swapped_in(index, writing=False) as flat:
                 for parameter in group:
-                    self._refresh(parameter, flat)
+                    self._refresh_one(parameter, flat)
         zero.invalidate_secondary_tensor()  # hpZ's second copy, which the next step would gather
 
-    def _refresh(self, parameter: DeepSpeedParameter, flat: Tensor) -> None:
+    def _refresh_one(self, parameter: DeepSpeedParameter, flat: Tensor) -> None:
         """Set the working weight to its fp32 master in the group's `flat` weights. Collective."""
         import deepspeed
         from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus

@@ -128,6 +128,12 @@ class Embed(Section):
     """Cosine similarities are divided by it. A lower one gives more weight to the nearest negatives."""
     pooling: Pooling = "mean"
     """How the token states become one vector: their mean, the first (`cls`) or the last one."""
+    queue: Natural = 0
+    """MoCo: how many positives of earlier steps are negatives, too, as a momentum encoder has embedded them. The
+    positives and negatives of a step are then embedded by it as well, and the gradient is that of the anchors. 0: no
+    momentum encoder. [A queue of negatives](finetuning.md#a-queue-of-negatives)."""
+    momentum: float = Field(default=0.999, ge=0, lt=1)
+    """Share of itself that the momentum encoder keeps in a step; the rest are the trained weights."""
 
 
 class Classify(Section):

@@ -13,6 +13,7 @@ from samecurve.accelerator import fsdp
 from samecurve.engines import teacher
 from samecurve.engines.forward import Forward
 from samecurve.engines.memory_usage import memory_usage
+from samecurve.engines.momentum_encoder import MomentumEncoder
 from samecurve.engines.step_sums import StepSums, step_result
 from samecurve.errors import ConfigurationError
 from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.engines.first_step import FirstStep
+    from samecurve.interfaces.sharded_state import State
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
 
@@ -52,6 +54,7 @@ class AcceleratedEngine(ABC):
     optimizer: Any
     forward: Forward
     first_step: FirstStep
+    state: State
 
     def _accumulate_as(self, plan: Plan) -> None:
         """Let Accelerate count the micro-batches of this plan's steps. One Accelerator may serve several engines."""
@@ -62,6 +65,11 @@ class AcceleratedEngine(ABC):
 
     def _build_forward(self, plan: Plan, **parts: Any) -> Forward:
         """Build the forward passes of the prepared model. `parts`: the other attributes of Forward."""
+        momentum = None
+        if self.task.momentum is not None:  # the weights have their values now
+            width = self.skeleton.config.get_text_config().hidden_size
+            momentum = MomentumEncoder(self.state, self.task.momentum, width, self.mesh, self._computes_with_written)
+            self.state = momentum
         buffers = constants(self.skeleton).difference(name for name, _ in self.skeleton.named_parameters())
         self._constants = {name: self.tensors[name].clone() for name in buffers}
         return Forward(
@@ -72,6 +80,7 @@ class AcceleratedEngine(ABC):
             teacher=teacher.build(self.accelerator, plan, self.mesh, self.task) if self.task.teacher else None,
             rows=self.recipe.batch.micro_batches(self.shard[1]),
             first_step=self.first_step,
+            momentum=momentum,
             **parts,
         )
 
@@ -97,6 +106,8 @@ class AcceleratedEngine(ABC):
         self._complete_gradients()
         grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm))
         applied = self._update(grad_norm)
+        if applied and forward.momentum is not None:
+            forward.momentum.update()
         finish_read()
         mean = sums.loss / counts.divisor
         result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
@@ -137,6 +148,10 @@ class AcceleratedEngine(ABC):
     @abstractmethod
     def _update(self, grad_norm: float) -> bool:
         """Update the weights unless the norm is not finite; return whether they were. Gradients are zero afterwards."""
+
+    @abstractmethod
+    def _computes_with_written(self) -> None:
+        """Let the next forward pass read weights that were written into `state`. Collective."""
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from samecurve.data.micro_batch import Documents
 from samecurve.engines.context_parallel import SequencePart, gather_outputs, sum_parts
+from samecurve.engines.momentum_encoder import MomentumEncoder
 from samecurve.interfaces.engine import EvalResult
 from samecurve.interfaces.task import Task
 from samecurve.losses.chunked_cross_entropy import TokenSums, trained_positions
@@ -49,6 +50,7 @@ class Forward:
         router: the router loss of a mixture of experts, else None.
         first_step: notes the rows of a training step; None for an evaluation alone.
         part: the tokens of each row that this rank computes.
+        momentum: the momentum encoder of a task that has one.
     """
 
     accelerator: Accelerator
@@ -62,6 +64,7 @@ class Forward:
     router: RouterLoss | None = None
     first_step: FirstStep | None = None
     part: SequencePart = field(default_factory=SequencePart)
+    momentum: MomentumEncoder | None = None
 
     def __post_init__(self) -> None:
         models = [model for model in (self.model, self.teacher) if model is not None]
@@ -177,8 +180,9 @@ class Forward:
         contexts: list[dict[str, Tensor]] = [{}] * len(micro_batches)
         if self.task.context is not None:
             padded_rows = most_rows(self.rows)
-            features = self._features(micro_batches, padded_rows)  # drops the same values as the pass with gradients
-            contexts = task_contexts(self.task, features, self.rows, self.mesh.shard[0])
+            # drops the same values as the pass with gradients
+            compute = partial(self._features, micro_batches, padded_rows)
+            contexts = task_contexts(self.task, compute, self.rows, self.mesh.shard[0], momentum=self.momentum)
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True), start=1):
             yield batch, context, index == len(micro_batches)
 
@@ -294,22 +298,35 @@ def task_features(
 
 
 def task_contexts(
-    task: Task, features: Tensor, rows: Sequence[Sequence[int]], rank: int, padded: bool = False
+    task: Task,
+    compute: Callable[[], Tensor],
+    rows: Sequence[Sequence[int]],
+    rank: int,
+    padded: bool = False,
+    momentum: MomentumEncoder | None = None,
 ) -> list[dict[str, Tensor]]:
     """Compute Task.context of a step, one for each micro-batch of a rank. Rows that train nothing get zeros.
 
     Args:
-        features: of all ranks' micro-batches, each padded to the largest one's rows: (ranks * micro-batches * rows, n).
+        compute: returns the features of all ranks' micro-batches, each padded to the largest one's rows:
+            (ranks * micro-batches * rows, n).
         rows: Batch.micro_batches.
         rank: the data-parallel rank.
         padded: give every micro-batch as many rows as the largest one has, as pipelines pad their inputs.
+        momentum: the encoder of Task.momentum.
     """
     assert task.context is not None  # only tasks with a cross-batch loss come here
     most, count = most_rows(rows), len(rows[0])
     real = [nth * most + row for nth, size in enumerate(chain(*rows)) for row in range(size)]
+    features, more = compute(), {}
     places = torch.tensor(real).to(features.device, non_blocking=True)  # a list as an index would wait for the device
+    if momentum is not None:
+        with momentum.in_place_of_the_weights():
+            keys = compute()[places]
+        more = {"keys": keys, "queue": momentum.queue}
+        momentum.hold(task.queued(keys))
     by_batch: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    for name, value in task.context(features[places]).items():
+    for name, value in task.context(features[places], **more).items():
         whole = value.new_zeros(len(features), *value.shape[1:])
         whole[places] = value
         for context, part, size in zip(by_batch, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):

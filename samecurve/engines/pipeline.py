@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -235,10 +236,10 @@ class PipelineEngine:
         module.train()  # the last pass may have been an evaluation
         module.eval = lambda: module  # DeepSpeed evaluates, but these features have to drop what the step drops
         try:
-            features = self.features(micro_batches)
+            compute = partial(self.features, micro_batches)
+            return task_contexts(self._task, compute, self._micro_rows, self.shard[0], padded=True)
         finally:
             vars(module).pop("eval")
-        return task_contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
 
     def _rows(
         self, micro_batches: Sequence[MicroBatch], contexts: Sequence[dict[str, Tensor]]

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from samecurve.accelerator import fsdp
 from samecurve.data.micro_batch import position_ids
 from samecurve.errors import ConfigurationError
 from samecurve.losses.chunked_cross_entropy import HeadReduction, Measure, TokenSums
@@ -207,9 +208,7 @@ class LocalStages:
                     # fp32, as the receiver has allocated
                     dist.send(hidden.float().contiguous(), self.peers[after], group=self.group)
         for module in self.modules.values():
-            if isinstance(module, FSDPModule):  # gathered weights would outlive an update
-                for unit in (part for part in module.modules() if isinstance(part, FSDPModule)):
-                    unit.reshard()
+            fsdp.reshard(module)  # gathered weights would outlive an update
         return self.read_out(hidden, batch) if self.has_last else None
 
     def read_out(self, outputs: Tensor, batch: MicroBatch) -> Tensor:

@@ -26,6 +26,7 @@ from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums, measure_of, most_rows, task_contexts
 from samecurve.engines.loss_implementation import last_stage_takes_chunks
 from samecurve.engines.memory_usage import memory_usage
+from samecurve.engines.momentum_encoder import MomentumEncoder
 from samecurve.engines.schedule_forward import ScheduleForward
 from samecurve.engines.schedule_stages import HeadChunks, LocalStages
 from samecurve.engines.stage_weights import on_rank_0
@@ -115,6 +116,10 @@ class ScheduledEngine:
         self._first_step = FirstStep(
             plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
         )
+        self._momentum = None
+        if task.momentum is not None:
+            width = skeleton.config.hidden_size
+            self.state = self._momentum = MomentumEncoder(self.state, task.momentum, width, self._mesh, lambda: None)
         self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
         self._step_loss = StepLoss(self._loss)
         # the last ones are kept, because rows that are grouped by length have many shapes
@@ -210,6 +215,8 @@ class ScheduledEngine:
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
+            if self._momentum is not None:
+                self._momentum.update()
         self._optimizer.zero_grad()
         result = step_result(mean, grad_norm, counts.trained, applied, may_rescale=False, statistics=tuple(statistics))
         return self._first_step.checked(result, learning_rate, math.sqrt(squares + squares_again))
@@ -281,8 +288,8 @@ class ScheduledEngine:
         """Further targets of a cross-batch loss, see Task; {} for most tasks."""
         if self._task.context is None:
             return [{}] * len(rows)
-        features = self._forward.features(rows, drops=True)
-        return task_contexts(self._task, features, self._micro_rows, self.shard[0], padded=True)
+        compute = partial(self._forward.features, rows, drops=True)
+        return task_contexts(self._task, compute, self._micro_rows, self.shard[0], True, self._momentum)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self._forward.evaluate(micro_batches)

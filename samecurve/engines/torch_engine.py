@@ -186,6 +186,9 @@ class TorchEngine(AcceleratedEngine):
             trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
             torch._foreach_div_([local_gradient(parameter) for parameter in trained], scale)
 
+    def _computes_with_written(self) -> None:
+        fsdp.reshard(self.model)
+
     def _update(self, grad_norm: float) -> bool:
         applied = math.isfinite(grad_norm)
         if applied:

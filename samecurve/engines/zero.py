@@ -166,6 +166,9 @@ class ZeroEngine(AcceleratedEngine):
     def _may_rescale(self) -> bool:
         return self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
 
+    def _computes_with_written(self) -> None:
+        self._refresh_exact()
+
     def _complete_gradients(self) -> None:
         pass  # DeepSpeed's are complete
 

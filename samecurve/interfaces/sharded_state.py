@@ -65,7 +65,11 @@ class State(Protocol):
         ...
 
     def finish(self, updates: int) -> None:
-        """Set the optimizer's step counter and refresh the working weights after a visit that wrote. Collective."""
+        """Set the optimizer's step counter, and `refresh`, after a visit that wrote. Collective."""
+        ...
+
+    def refresh(self) -> None:
+        """Set the weights that the next forward pass reads to those that a visit has written. Collective."""
         ...
 
     def masters(self) -> Iterator[Master]:

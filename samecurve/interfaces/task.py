@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from samecurve.losses.cross_entropy import count_trained, token_loss_sum
 from samecurve.storage.atomic import json_values
@@ -52,6 +52,13 @@ class InitialState:
     validation_only: bool = False
 
 
+class Momentum(NamedTuple):
+    """A momentum encoder: `queue` of its embeddings are kept, and it keeps the share `momentum` of itself in a step."""
+
+    queue: int
+    momentum: float
+
+
 class Task(Protocol):
     """Data, loss and metrics of a training run.
 
@@ -79,6 +86,8 @@ class Task(Protocol):
         context: (rows, n) features of all rows of an optimizer step -> further targets of `loss` by name, with rows as
             the first axis. Evaluation then computes no loss; `metrics` derives it from the features of all
             validation rows. None if rows' losses are independent.
+        momentum: a momentum encoder, whose features of the same rows `context` then takes as `keys`, and the newest
+            that `queued` has returned for them, (n, width), as `queue`. None: no such encoder.
         has_reference: whether `prepare` computes something from the initial weights that training needs later.
         by_token: whether loss and statistics are sums over trained tokens, each computed from its own logits and
             targets alone, so that they can be computed in chunks of tokens. Such a task has no step statistics.
@@ -98,7 +107,8 @@ class Task(Protocol):
     head: Head
     teacher: Recipe | None = None
     features: Callable[..., Tensor] | None = None
-    context: Callable[[Tensor], dict[str, Tensor]] | None = None
+    context: Callable[..., dict[str, Tensor]] | None = None
+    momentum: Momentum | None = None
     has_reference: bool = False
     by_token: bool = False
     by_log_probability: bool = False
@@ -121,6 +131,10 @@ class Task(Protocol):
     def step_loss(self, logits: Tensor, **targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss of a training step and (num_step_statistics,) sums over the same rows for `step_metrics`."""
         return self.loss(logits, **targets), logits.new_zeros(0)
+
+    def queued(self, features: Tensor) -> Tensor:
+        """Select what the momentum encoder's queue keeps of its features, (rows, n): (rows, width)."""
+        return features
 
     def count(self, labels: Tensor, weights: Tensor | None = None) -> int:
         """Count the tokens, rows or pairs that the loss sums over (`tokens` in results), without padding rows."""

@@ -48,12 +48,15 @@ def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
     return torch.cat(list(_losses(embeddings, temperature)))
 
 
-def info_nce_context(embeddings: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Compute `row_loss`, (rows,) as info_nce, and `gradient`, that of their sum in the shape of the embeddings."""
+def info_nce_context(embeddings: Tensor, temperature: float, queue: Tensor | None = None) -> dict[str, Tensor]:
+    """Compute `row_loss`, (rows,) as info_nce, and `gradient`, that of their sum in the shape of the embeddings.
+
+    `queue`: further candidates of all rows, (any number, n), normalized.
+    """
     with torch.enable_grad():
         leaf = embeddings.detach().requires_grad_()
         row_losses = []
-        for losses in _losses(leaf, temperature):
+        for losses in _losses(leaf, temperature, queue):
             # part by part, so that autograd keeps the similarities of one part only
             losses.sum().backward()
             row_losses.append(losses.detach())
@@ -61,9 +64,10 @@ def info_nce_context(embeddings: Tensor, temperature: float) -> dict[str, Tensor
     return {"row_loss": torch.cat(row_losses), "gradient": leaf.grad}
 
 
-def _losses(embeddings: Tensor, temperature: float) -> Iterator[Tensor]:
+def _losses(embeddings: Tensor, temperature: float, queue: Tensor | None = None) -> Iterator[Tensor]:
     # the positives come first, so that row i's positive is candidate i, its class
     anchors, candidates = embeddings[:, 0], embeddings[:, 1:].transpose(0, 1).flatten(0, 1)
+    candidates = candidates if queue is None else torch.cat([candidates, queue])
     for own in torch.arange(len(anchors), device=anchors.device).split(_ANCHORS):
         similarities = anchors[own] @ candidates.T
         yield functional.cross_entropy(similarities / temperature, own, reduction="none")

@@ -222,7 +222,7 @@ _BY_NAME = {
         (
             *("data.anchor_column", "data.positive_column", "data.negative_columns"),
             *("data.format", "data.num_negatives", "data.truncation"),
-            *("tokenizer.pad_token", "embed.temperature", "embed.pooling"),
+            *("tokenizer.pad_token", "embed.temperature", "embed.pooling", "embed.queue", "embed.momentum"),
         ),
         {
             "batch.global_batch_size": (1, "contrasts the rows of a batch; set it to 2 or more"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,6 +15,7 @@ from samecurve.data import sources, token_store, tokenizer
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.find import find_matches
 from samecurve.data.schemas import retrieval
+from samecurve.interfaces.task import Momentum
 from samecurve.losses import contrastive
 from samecurve.losses.cross_entropy import count_trained
 from samecurve.specs.heads import Head
@@ -34,7 +36,8 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
     """InfoNCE loss over anchors, positives and hard negatives.
 
     The positives and negatives of all rows serve as negatives of every row. So a row's loss needs the embeddings of the
-    whole global batch, which `context` provides (gradient caching, see `Task`).
+    whole global batch, which `context` provides (gradient caching, see `Task`). With `embed.queue`, they and earlier
+    positives are embedded by a momentum encoder.
     """
 
     recipe: Recipe
@@ -56,10 +59,22 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
         pooled = contrastive.pool(states, attention_mask, self.recipe.embed.pooling)
         return functional.normalize(pooled, dim=-1).reshape(len(labels), -1)
 
-    def context(self, features: Tensor) -> dict[str, Tensor]:
+    @property
+    def momentum(self) -> Momentum | None:
+        settings = self.recipe.embed
+        return Momentum(settings.queue, settings.momentum) if settings.queue else None
+
+    def context(self, features: Tensor, keys: Tensor | None = None, queue: Tensor | None = None) -> dict[str, Tensor]:
         embeddings = self._embeddings(features, self.train)
-        context = contrastive.info_nce_context(embeddings, self.recipe.embed.temperature)
+        if keys is not None:  # all texts but the anchors are the momentum encoder's
+            embeddings = torch.cat([embeddings[:, :1], self._embeddings(keys, self.train)[:, 1:]], dim=1)
+        context = contrastive.info_nce_context(embeddings, self.recipe.embed.temperature, queue)
+        if keys is not None:
+            context["gradient"][:, 1:] = 0.0
         return {"row_loss": context["row_loss"], "gradient": context["gradient"].flatten(1)}
+
+    def queued(self, features: Tensor) -> Tensor:
+        return self._embeddings(features, self.train)[:, 1]  # the positives
 
     def loss(
         self, states: Tensor, labels: Tensor, attention_mask: Tensor, row_loss: Tensor, gradient: Tensor

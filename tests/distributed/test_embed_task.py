@@ -1,10 +1,12 @@
 """embed under every kind of strategy, against a loop written with transformers and torch alone.
 
-The loop takes the whole global batch in one piece: every anchor against the positives and negatives of all rows.
+The loop takes the whole global batch in one piece: every anchor against the positives and negatives of all rows. With a
+queue, it embeds these by a second model, which follows the first one, and keeps the positives in a list.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
@@ -32,6 +34,7 @@ ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "
 ENGINES |= {**SCHEDULES, **dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDP{}")}
 WORLDS = {"single": 1, "fsdp_tp_cp": 4}
 POOLING = {"bert": "mean", "llama": "last"}
+QUEUE, MOMENTUM = 20, 0.9  # no multiple of the 8 rows of a step; within 10 steps all are replaced
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +58,24 @@ def files(workspace) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def settings(workspace, files) -> Callable[[str], Setting]:
+def settings(workspace, files) -> Callable[..., Setting]:
     """Made when asked for: most of them are for the long tests."""
     made = {}
 
-    def setting(family: str) -> Setting:
-        if family not in made:
-            made[family] = _setting(workspace, files, family)
-        return made[family]
+    def setting(family: str, queue: int = 0) -> Setting:
+        if (family, queue) not in made:
+            made[family, queue] = _setting(workspace, files, family, queue)
+        return made[family, queue]
 
     return setting
 
 
-def _setting(workspace, files, family: str) -> Setting:
+def _setting(workspace, files, family: str, queue: int) -> Setting:
     common = ["task=embed", f"steps={STEPS}", "checkpoint.every_steps=5", f"data.path={files['train']}"]
     common += [f"data.cache_dir={workspace.folder / 'cache'}", "data.packing=false", "data.validation_fraction=0"]
     common += [f"evaluate={{path: {files['held_out']}, every_steps: {STEPS}}}"]
-    common += [f"embed={{temperature: {TEMPERATURE}, pooling: {POOLING[family]}}}"]
+    momentum = f", queue: {queue}, momentum: {MOMENTUM}" if queue else ""
+    common += [f"embed={{temperature: {TEMPERATURE}, pooling: {POOLING[family]}{momentum}}}"]
     common += [f"batch.sequence_length={SEQUENCE_LENGTH}", "batch.micro_batch_size=2"]
     tokenizer = registry.load_task(loader.read_recipe(str(workspace.recipe), common).recipe).tokenizer
     fields = dict(BERT if family == "bert" else LLAMA)
@@ -83,7 +87,7 @@ def _setting(workspace, files, family: str) -> Setting:
     AutoModel.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     overrides = (*common, f"model={{path: {folder}}}", f"tokenizer={{path: {folder}}}")
-    return Setting(overrides, *plain_loop(workspace, files, family, overrides))
+    return Setting(overrides, *plain_loop(workspace, files, family, overrides, queue))
 
 
 def bare(folder: Path, family: str):
@@ -92,7 +96,7 @@ def bare(folder: Path, family: str):
     return AutoModel.from_pretrained(folder, dtype=torch.float32, **options)
 
 
-def plain_loop(workspace, files, family, overrides):
+def plain_loop(workspace, files, family, overrides, queue):
     found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model = bare(found.model.path, family).train()
     tokenizer = AutoTokenizer.from_pretrained(found.model.path)
@@ -103,14 +107,24 @@ def plain_loop(workspace, files, family, overrides):
     rows = [json.loads(line) for line in files["train"].read_text().splitlines()]
     steps = StepBatches(registry.load_task(found).train, found.seed, found.batch, (0, 1), STEPS)
     losses, norms, counts = [], [], []
+    follower, older = copy.deepcopy(model), torch.zeros(0, model.config.hidden_size)
     for step in range(STEPS):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
         together = [rows[index] for index in steps.rows_of(step)]
-        loss = contrasted([encoded(model, tokenizer, [row[name] for row in together], family) for name in COLUMNS])
+        texts = [[row[name] for row in together] for name in COLUMNS]
+        anchors = encoded(model, tokenizer, texts[0], family)
+        with torch.set_grad_enabled(not queue):
+            others = [encoded(follower if queue else model, tokenizer, column, family) for column in texts[1:]]
+        loss = contrasted([anchors, *others, *([older] if queue else [])])
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
         optimizer.step()
         optimizer.zero_grad()
+        if queue:
+            older = torch.cat([older, functional.normalize(others[0], dim=-1)])[-queue:]
+            with torch.no_grad():
+                for average, weight in zip(follower.parameters(), model.parameters(), strict=True):
+                    average.mul_(MOMENTUM).add_(weight, alpha=1 - MOMENTUM)
         losses.append(loss.item())
         counts.append(len(together))
     return losses, norms, counts, {name: p.detach() for name, p in model.named_parameters()}
@@ -147,6 +161,35 @@ def test_follows_the_plain_loop(family, strategy, workspace, settings):
     assert run.column("tokens") == expected.counts == [8] * STEPS
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), expected.norms) < 1e-4
+    assert relative_l2(run.weights, expected.weights) < 1e-4
+
+
+QUEUED = [("bert", "zero3"), *long(*(("bert", name) for name in ("single", "ddp", "fsdp", "zero2", "zero2_offload")))]
+QUEUED += long(*(("llama", name) for name in (*OF_LLAMA, "hsdp", "zero3_nvme")))
+
+
+@pytest.mark.parametrize(("family", "strategy"), QUEUED)
+def test_a_queue_of_a_momentum_encoder_follows_the_plain_loop(family, strategy, workspace, settings):
+    expected = settings(family, QUEUE)
+    assert largest_relative_difference(expected.losses, settings(family).losses) > 0.01
+    run = start(workspace, expected, strategy, WORLDS.get(strategy, 2))
+    assert run.facts["strategy"] == strategy and run.facts["world_size"] == WORLDS.get(strategy, 2)
+    assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
+    assert largest_relative_difference(run.column("grad_norm"), expected.norms) < 1e-4
+    assert relative_l2(run.weights, expected.weights) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "after"),
+    [("ddp", "zero3"), *long(("zero3", "fsdp"), ("zero2", "single"), ("single", "pipeline_1f1b"), ("tp", "zero2"))],
+)
+def test_a_queue_goes_on_under_another_strategy(strategy, after, workspace, settings):
+    expected = settings("llama", QUEUE)
+    before = start(workspace, expected, strategy, WORLDS.get(strategy, 2))
+    run = workspace.resume(before, 5, after, WORLDS.get(after, 2), *expected.overrides)
+    assert run.returncode == 0, run.output
+    assert run.facts["resumed_from"] and run.column("step") == list(range(1, STEPS + 1))
+    assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
     assert relative_l2(run.weights, expected.weights) < 1e-4
 
 
