@@ -100,9 +100,10 @@ def _kind(memory: Memory) -> str:
 
 
 def optimizer_bytes(recipe: Recipe) -> int:
-    """Bytes per parameter of the optimizer's states, without the fp32 weights."""
+    """Bytes per parameter of the optimizer's states and a momentum encoder's average, without the fp32 weights."""
     states = len(OPTIMIZERS[recipe.optimizer.name].states)
-    return states if recipe.optimizer.name == "adamw_8bit" else 4 * states  # 8 bits each, else fp32
+    average = 4 if recipe.task == "embed" and recipe.embed.queue else 0
+    return average + (states if recipe.optimizer.name == "adamw_8bit" else 4 * states)  # 8 bits each, else fp32
 
 
 # A training job apart from its strategy and machines.

@@ -14,8 +14,9 @@ from samecurve.checkpoint.manager import TrainProgress
 from samecurve.data.sampler import Steps
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
+from samecurve.engines.momentum_encoder import AVERAGE
 from samecurve.errors import ConfigurationError
-from samecurve.interfaces.sharded_state import WEIGHT
+from samecurve.interfaces.sharded_state import FACTOR, WEIGHT
 from samecurve.metrics.console import Progress
 from samecurve.models.lora import NAME, trained_shapes
 from samecurve.optim.parameter_groups import roles_of
@@ -97,7 +98,7 @@ def names_of(skeleton: Any) -> Names:
 
 def take_over(adopted: ForeignCheckpoint, engine: Engine, recipe: Recipe) -> None:
     """Copy weights and moments into the engine of one process, and set Adam's step counter."""
-    kinds = {kind for kinds in engine.state.kinds.values() for kind in kinds}
+    kinds = {kind for kinds in engine.state.kinds.values() for kind in kinds} - {AVERAGE, FACTOR}
     if adopted.moments and kinds != {WEIGHT, *MOMENTS}:
         adopted.moments, adopted.updates = {}, 0
         adopted.missing.append(f"optimizer.name: {recipe.optimizer.name} has other states than AdamW, and begins anew")
@@ -105,7 +106,7 @@ def take_over(adopted: ForeignCheckpoint, engine: Engine, recipe: Recipe) -> Non
         for part, kind, tensor in engine.state.visit(writing=True):
             if kind == WEIGHT:
                 tensor.copy_(adopted.weights[part.name].reshape(-1))
-            elif adopted.moments:
+            elif adopted.moments and kind in MOMENTS:
                 tensor.copy_(adopted.moments[part.name][kind].reshape(-1))
         engine.state.finish(adopted.updates)
 

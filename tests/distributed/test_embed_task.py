@@ -32,7 +32,7 @@ COLUMNS = ("anchor", "positive", "negative")
 CLASSES = {"bert": "BertModel", "llama": "LlamaModel"}
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
 ENGINES |= {**SCHEDULES, **dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDP{}")}
-WORLDS = {"single": 1, "fsdp_tp_cp": 4}
+WORLDS = {"single": 1, "fsdp_tp_cp": 4, "hsdp": 4}
 POOLING = {"bert": "mean", "llama": "last"}
 QUEUE, MOMENTUM = 20, 0.9  # no multiple of the 8 rows of a step; within 10 steps all are replaced
 

@@ -169,6 +169,25 @@ def test_the_tasks_loss_is_that_of_all_rows_with_its_gradient(tmp_path):
     assert task.count(labels, mask) == 4
 
 
+def test_a_row_and_a_queue_have_the_loss_of_moco(tmp_path):
+    """Algorithm 1 of arXiv:1911.05722: the positive's key is class 0, before the keys of the queue."""
+    task = registry.load_task(
+        made(tmp_path, [{"anchor": "a", "positive": "p"}] * 2, embed={"queue": 5, "temperature": 0.07})
+    )
+    assert task.momentum == (5, 0.999)
+    torch.manual_seed(0)
+    anchor, positive, key, *queue = functional.normalize(torch.randn(8, 6), dim=-1)
+    query, queue = anchor.clone().requires_grad_(), torch.stack(queue)
+    logits = torch.cat([(query @ key).reshape(1), query @ queue.T]) / 0.07
+    expected = functional.cross_entropy(logits[None], torch.zeros(1, dtype=torch.long))
+    expected.backward()
+    keys = torch.cat([positive, key])[None]  # the momentum encoder's anchor is not read
+    found = task.context(torch.cat([anchor, positive])[None], keys=keys, queue=queue)
+    assert found["row_loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(found["gradient"], torch.cat([query.grad, torch.zeros(6)])[None])
+    assert torch.equal(task.queued(keys), key[None])
+
+
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", [2.0, 3.0]), ("cls", [1.0, 3.0]), ("last", [3.0, 3.0])])
 def test_pooling_by_hand(pooling, expected):
     states = torch.tensor([[1.0, 2.0, 3.0, 99.0], [3.0, 99.0, 99.0, 99.0]], dtype=torch.bfloat16)[..., None]

@@ -485,6 +485,11 @@ def test_a_recipe_is_planned_only_where_it_may_run(tmp_path, capsys):
     assert "Activations of models without gated MLPs are counted in 16 bits" in shown
 
 
+def test_a_momentum_encoder_is_one_more_average_of_each_weight():
+    bytes_of = [inputs.read("recipes/embed.yaml", [f"embed.queue={queue}"]).optimizer_bytes for queue in (0, 16)]
+    assert bytes_of == [8, 12]
+
+
 def test_kernels_of_liger_are_said_to_be_left_out():
     liger = ["model.kernels=liger", "loss.implementation=liger"]
     recipes = [inputs.read("recipes/pretrain.yaml", each).source.recipe for each in ([], liger)]
