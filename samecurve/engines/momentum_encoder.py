@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 
 from samecurve.interfaces.region import Region
-from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Kinds, Master, ShardRange, Visit
+from samecurve.interfaces.sharded_state import AVERAGE, FACTOR, QUEUE, WEIGHT, Kinds, Master, ShardRange, Visit
 
 if TYPE_CHECKING:
     from samecurve.accelerator.mesh import Mesh
     from samecurve.interfaces.sharded_state import State
     from samecurve.interfaces.task import Momentum
-
-AVERAGE = "momentum_encoder"
-"""Kind of the moving average of a weight, see State.kinds."""
-_QUEUE = "momentum_queue"
 
 
 class MomentumEncoder:
@@ -46,14 +42,14 @@ class MomentumEncoder:
         self.kinds: Kinds = {
             name: (*kinds, AVERAGE) if WEIGHT in kinds else kinds for name, kinds in state.kinds.items()
         }
-        self.kinds[_QUEUE] = (FACTOR,)
-        self.factors = {**state.factors, _QUEUE: (settings.queue, width)}
+        self.kinds[QUEUE] = (FACTOR,)
+        self.factors = {**state.factors, QUEUE: (settings.queue, width)}
         self.codes: Container[tuple[str, str]] = state.codes
         # rows that are not filled yet are zeros, and no embedding is
         self._rows = torch.zeros(settings.queue, width, device=mesh.device)
         self._new = self._rows[:0]
         region = Region(0, self._rows.numel())
-        self._range = ShardRange(_QUEUE, region, region.split(mesh.rank, mesh.dims.world_size))
+        self._range = ShardRange(QUEUE, region, region.split(mesh.rank, mesh.dims.world_size))
         self._averages: list[Tensor] = []
         for _, kind, tensor in state.visit():
             if kind == WEIGHT:
@@ -129,4 +125,4 @@ class MomentumEncoder:
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._state.replicas()
-        yield _QUEUE, self._rows
+        yield QUEUE, self._rows

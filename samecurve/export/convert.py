@@ -25,6 +25,7 @@ from samecurve.export.push import Push
 from samecurve.export.weight_shards import METADATA, UNCHANGED, Rounding
 from samecurve.interfaces.engine import dtype_name
 from samecurve.interfaces.region import Region
+from samecurve.interfaces.sharded_state import QUEUE
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton
@@ -180,8 +181,12 @@ def open_checkpoint(folder: Path, recipe: Recipe) -> OpenedCheckpoint:
         raise CheckpointError(
             f"{folder}: the model or data differ from the checkpoint's; restore the same ones\n{listed}"
         )
-    reader = CheckpointReader(folder)
-    reader.check_names(trained_shapes(skeleton))
+    reader, trained = CheckpointReader(folder), trained_shapes(skeleton)
+    # what an optimizer or a momentum encoder keeps in shapes of its own, which an export does not read
+    others = {
+        name: shape for name, shape in reader.shapes.items() if name == QUEUE or name.rpartition(".")[0] in trained
+    }
+    reader.check_names(trained | others)
     return OpenedCheckpoint(task, skeleton, reader)
 
 

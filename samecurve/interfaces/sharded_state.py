@@ -82,6 +82,10 @@ class State(Protocol):
 
 
 WEIGHT, FACTOR = "weight", "factor"
+AVERAGE = "momentum_encoder"
+"""Kind of the moving average of a weight (engines/momentum_encoder.py)."""
+QUEUE = "momentum_queue"
+"""Name of the queue of a momentum encoder, a FACTOR."""
 
 
 Kinds = dict[str, tuple[str, ...]]

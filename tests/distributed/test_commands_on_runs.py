@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LLAMA, Run
+from harness import LLAMA, Run, long
 from safetensors.torch import load_file
 from test_encoder_tasks import BERT
 from test_equal_curves import Case, run_case
@@ -121,6 +121,16 @@ def test_a_checkpoint_of_several_ranks_is_the_export_without_the_strategy(worksp
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
     assert not any(torch.equal(before[name], found[name].bfloat16()) for name in found)
     assert "| optimizer steps | 5 of 25 |" in (tmp_path / "early" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", *long("adamw_8bit")])
+def test_a_checkpoint_whose_optimizer_has_states_of_other_shapes(optimizer, workspace, tmp_path):
+    run = workspace.run(None, 1, f"optimizer.name={optimizer}", "optimizer.learning_rate=1e-4")
+    assert run.returncode == 0, run.output
+    output = ["--checkpoint", "latest", "--output", str(tmp_path / "model")]
+    assert commands.main(["export", str(run.directory), *output]) == 0
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert found and all(torch.equal(found[name], run.weights[name]) for name in found)
 
 
 @pytest.mark.parametrize("task", ["pretrain", "adapter", "classify"])

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
+from safetensors.torch import load_file
 from test_encoder_tasks import BERT, STEPS, Setting, start
 from test_equal_curves import CONTEXT
 from test_pipeline_schedules import ENGINES as SCHEDULES
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
+from samecurve.cli import commands
 from samecurve.config import loader
 from samecurve.data.batches import StepBatches
 from samecurve.tasks import registry
@@ -183,7 +185,7 @@ def test_a_queue_of_a_momentum_encoder_follows_the_plain_loop(family, strategy, 
     ("strategy", "after"),
     [("ddp", "zero3"), *long(("zero3", "fsdp"), ("zero2", "single"), ("single", "pipeline_1f1b"), ("tp", "zero2"))],
 )
-def test_a_queue_goes_on_under_another_strategy(strategy, after, workspace, settings):
+def test_a_queue_goes_on_under_another_strategy(strategy, after, workspace, settings, tmp_path):
     expected = settings("llama", QUEUE)
     before = start(workspace, expected, strategy, WORLDS.get(strategy, 2))
     run = workspace.resume(before, 5, after, WORLDS.get(after, 2), *expected.overrides)
@@ -191,6 +193,10 @@ def test_a_queue_goes_on_under_another_strategy(strategy, after, workspace, sett
     assert run.facts["resumed_from"] and run.column("step") == list(range(1, STEPS + 1))
     assert largest_relative_difference(run.column("loss"), expected.losses) < 1e-5
     assert relative_l2(run.weights, expected.weights) < 1e-4
+    output = ["--checkpoint", "latest", "--output", str(tmp_path / "model")]
+    assert commands.main(["export", str(run.directory), *output]) == 0
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert found and all(torch.equal(found[name], run.weights[name]) for name in found)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", *long("ddp")])
