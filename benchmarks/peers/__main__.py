@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks.machine import description
+from benchmarks.machine import commit, description
 from benchmarks.peers.page import PEERS, RESULTS, STRATEGIES, Peer, render_page
 from samecurve.specs.environment import ROOT
 from samecurve.storage.atomic import utc_timestamp, write_json
@@ -36,7 +36,9 @@ def main() -> None:
     for peer in PEERS if "--page" not in sys.argv else ():
         if peer.script in sys.argv[1:] or not sys.argv[1:]:
             results["peers"][peer.script] = certificates(peer)
-            write_json(RESULTS, results | {"machine": f"{description()}, trl 1.16.0", "date": utc_timestamp()[:10]})
+            origin = {"machine": f"{description()}, trl 1.16.0", "date": utc_timestamp()[:10]}
+            origin["commit"] = commit("benchmarks/peers.md", "benchmarks/peers.json")
+            write_json(RESULTS, results | origin)
     RESULTS.with_suffix(".md").write_text(render_page(), encoding="utf-8")
 
 

@@ -64,6 +64,7 @@ def render_page() -> str:
     return notes.format(
         machine=results["machine"],
         date=results["date"],
+        commit=f" at {results['commit']}" if "commit" in results else "",
         table=table(head, rows),
         details=table(("script", "strategy", "finding", "what `prove` says"), details),
     )

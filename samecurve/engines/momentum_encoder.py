@@ -74,7 +74,7 @@ class MomentumEncoder:
             with torch.no_grad():
                 for (weight, _), trained in zip(self._pairs(writing=True), weights, strict=True):
                     weight.copy_(trained)
-            self._refreshed()
+        self._refreshed()  # not after an error: the other ranks may not come here
 
     def hold(self, embeddings: Tensor) -> None:
         """Take a step's embeddings, (rows, width), which the queue gets if the step is applied."""
